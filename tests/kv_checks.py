@@ -11,8 +11,8 @@ import torch
 from drive import decode, gap
 from planted import Planted
 from searches import Script, Steps
+from shoal.decode.branches.search import Branch
 from shoal.decode.recipe import Recipe
-from shoal.decode.search import Branch
 from shoal.depth.plan import DepthPlan
 from shoal.model.stack import Stack
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 def api() -> Any:
     """llama-cpp-python's low-level functions, silent; skips the test where there are none."""
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'shoal[bench]'")
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'shoal-lab[bench]'")
     from llama_cpp import llama_cpp
 
     _start(llama_cpp)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 import shoal.model.packed.build as build
-from shoal.engine.load import load
+from shoal.engine.loading.load import load
 
 UNKNOWN = 77
 SLACK = 4 << 20

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from families import VOCAB, tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 
 MASK = 96
 LLADA: dict[str, Any] = {

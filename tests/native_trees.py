@@ -11,8 +11,7 @@ from torch import Tensor
 
 from native_twin import Case, make_twin
 from shoal.methods._stored import Int4, Int8
-from shoal.methods.mustafar import Bitmap
-from shoal.model.kv_form import forms_of
+from shoal.model.kv.form import forms_of
 from shoal.model.packed.native import (
     ATTENTION,
     LANES,
@@ -24,6 +23,7 @@ from shoal.model.packed.native import (
     NativeModel,
 )
 from shoal.model.packed.native.batch import OwnColumns
+from shoal_lab.methods.mustafar import Bitmap
 
 BLOCKS = {"int8": Int8(), "int4": Int4(), "int8 and int4": Int4(Int8())}
 FORMS = ("float32", "bfloat16", *BLOCKS, "bitmap", "biased")

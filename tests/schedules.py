@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shoal.engine.request_handle import Item, RequestHandle
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.request_handle import Item, RequestHandle
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.types import Step
 
 Job = tuple[list[int], dict[str, Any]]

@@ -13,8 +13,8 @@ from torch import Tensor
 from families import VOCAB, tiny
 from shoal.decode import batch
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.model.kv import KVCache
+from shoal.engine.loading.load import engine_for
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 

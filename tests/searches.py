@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shoal.decode.branches.search import Branch
 from shoal.decode.recipe import Recipe
-from shoal.decode.search import Branch
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 

@@ -13,11 +13,11 @@ from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, StepReport
 from shoal.methods.base import Method
 from shoal.methods.d3_spec import D3Spec
-from shoal.methods.del_ import DEL
-from shoal.methods.draft_and_verify import DraftAndVerify
-from shoal.methods.layerskip import LayerSkip
-from shoal.methods.swift import Swift
 from shoal.model.stack import HiddenStateHook, SequenceChunk
+from shoal_lab.methods.del_ import DEL
+from shoal_lab.methods.draft_and_verify import DraftAndVerify
+from shoal_lab.methods.layerskip import LayerSkip
+from shoal_lab.methods.swift import Swift
 
 METHODS: dict[str, Method] = {
     "layerskip": LayerSkip(4, 5),

@@ -12,8 +12,8 @@ from typing import Any
 from chat_tokenizer import chat_tokenizer
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 
 MODEL = "tiny"
 

@@ -14,7 +14,8 @@ import test_matrix
 from documents import ROOT, blocks, registered, run_document
 from shoal import methods
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests" / "fixtures").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "lab").glob("*.md"),
+                *(ROOT / "tests" / "fixtures").rglob("*.md")])
 RUN = [path for path in PAGES if path.name != "README.md" or path.parent != ROOT]
 RUN = [path for path in RUN if blocks(path.read_text(encoding="utf-8"))]
 
@@ -38,21 +39,10 @@ def test_generated_documents_are_up_to_date(make_docs: ModuleType) -> None:
     assert not stale, f"{stale} are out of date; run: python tools/make_docs.py"
 
 
-def test_the_structure_lists_every_file_once_and_nothing_else() -> None:
-    listed: list[str] = []
-    folder = ""
-    for line in (ROOT / "docs" / "structure.md").read_text("utf-8").splitlines():
-        if line.startswith("## "):
-            folder = line[3:]
-        elif line.startswith("- `"):
-            listed.append(f"src/{folder}/{line.split('`')[1]}")
-    found = [path for path in (ROOT / "src" / "shoal").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert sorted(listed) == sorted(map(name_of, found))
-
-
 def test_every_method_and_option_is_documented() -> None:
-    page = (ROOT / "docs" / "methods.md").read_text("utf-8")
+    pages = {folder: (ROOT / folder / "methods.md").read_text("utf-8") for folder in ("docs", "lab")}
     for name in methods.names():
+        page = pages["docs" if methods.get(name).__module__.startswith("shoal.") else "lab"]
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == set(methods.get(name).knobs())
 

@@ -14,11 +14,11 @@ from families import tiny
 from method_matrix import MASKED, MATRIX
 from oracle import greedy_under_plan
 from shoal import methods
-from shoal.decode.rejection import Rejection
+from shoal.decode.rules.rejection import Rejection
 from shoal.depth.plan import DepthPlan
-from shoal.engine.card import Card
+from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine, Stream
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
 from shoal.methods.base import Method
 from shoal.methods.full import Full

@@ -29,17 +29,19 @@ def class_of(text: str) -> str:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository with the examples in it, and their lines in the matrix."""
     root = tmp_path_factory.mktemp("newcomer")
-    for folder in ("src", "tests"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", root)
+    for folder in ("src", "tests", "lab"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "reports"))
+    for file in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, root)
     for path, text in FILES.items():
         assert not (root / path).exists(), f"{path} is the name of a file that ships"
         (root / path).write_text(text, "utf-8")
     matrix = root / "tests" / "method_matrix.py"
     imports = [f"from shoal.methods.{name} import {class_of(text)}\n" for name, text in METHODS.items()]
-    head, body = matrix.read_text("utf-8").split("MATRIX: ")
+    head, body = matrix.read_text("utf-8").split("CORE: ")
     (lines,) = _LINES.findall(PAGE)
-    matrix.write_text(f"{head}{''.join(imports)}MATRIX: {body.rstrip().removesuffix(')')}{lines})\n", "utf-8")
+    body = body.replace("\n)\n", f"\n{lines})\n", 1)
+    matrix.write_text(f"{head}{''.join(imports)}CORE: {body}", "utf-8")
     return root
 
 

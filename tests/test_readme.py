@@ -12,7 +12,7 @@ from documents import ROOT, Block, blocks, run_document
 from shared_models import default_model
 from shoal import catalog
 from shoal.cli import serve
-from shoal.cli.parser import Parser, parse
+from shoal.cli.options.parser import Parser, parse
 
 README = ROOT / "README.md"
 LEFT_OUT = re.compile(r"<!-- not run: [^\n]+-->\n```sh\n(.*?)```", re.S)

@@ -18,8 +18,9 @@ import pytest
 
 import shoal
 from real_models import real_model
-from shoal.cli import common, main
-from shoal.draft import part_file
+from shoal.cli import main
+from shoal.cli.options import common
+from shoal.speculative import part_file
 from word_problems import write
 
 pytestmark = pytest.mark.slow

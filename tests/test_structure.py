@@ -27,7 +27,7 @@ def test_names_used_twice(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a.py").write_text("class One: ...\nclass Two:\n    class Inner: ...\n")
     (tmp_path / "b.py").write_text("class Two: ...\nclass Inner: ...\n")
     monkeypatch.setattr(tool, "ROOT", tmp_path)
-    monkeypatch.setattr(tool, "SOURCE", tmp_path)
+    monkeypatch.setattr(tool, "PACKAGES", {"shoal": tmp_path})
     assert list(tool.twice()) == ["class Two is defined in a.py and b.py"]
 
 

@@ -15,7 +15,7 @@ from tools.sweep import page, workers
 from tools.sweep.checks import Reference, check
 from tools.sweep.configs import configurations
 
-from shoal.engine import load
+from shoal.engine.loading import load
 
 TYPES = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 

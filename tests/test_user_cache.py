@@ -14,8 +14,8 @@ import pytest
 import shoal
 from gguf_fixtures import FILES, IDS
 from shoal import catalog, file_hash
-from shoal.cli import config
-from shoal.engine import cards
+from shoal.cli.options import config
+from shoal.engine.cards import places as cards
 from shoal.model.packed import native
 from shoal.model.packed.native import build
 from shoal.user_cache import cache_folder, expanded, write_whole

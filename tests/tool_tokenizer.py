@@ -10,7 +10,7 @@ from chat_tokenizer import MARKS_FIRST, chat_tokenizer
 from families import tiny
 from serving import MODEL
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 
 ASK = [{"role": "user", "content": "What is the weather?"}]
 WEATHER: dict[str, Any] = {

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from backends import reference
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.train.context_gate import ContextGateModule
-from shoal.train.eagle import EagleModule, default_shape
-from shoal.train.export import export
-from shoal.train.layer_routers import LayerRouterModule
-from shoal.train.medusa import MedusaModule
-from shoal.train.part import Base, ShippedModule
-from shoal.train.ppd import PromptModule
-from shoal.train.read_me import ReadMEModule, group_neurons
+from shoal.engine.loading.load import engine_for
+from shoal_lab.train.context_gate import ContextGateModule
+from shoal_lab.train.eagle import EagleModule, default_shape
+from shoal_lab.train.export import export
+from shoal_lab.train.layer_routers import LayerRouterModule
+from shoal_lab.train.medusa import MedusaModule
+from shoal_lab.train.part import Base, ShippedModule
+from shoal_lab.train.ppd import PromptModule
+from shoal_lab.train.read_me import ReadMEModule, group_neurons
 
 IDS = tuple(range(3, 90))
 ECHOED = (5, 8, 11)

@@ -62,8 +62,8 @@ def torchrun(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[
 
 def main() -> None:
     import shoal
-    from shoal.engine import ranks
-    from shoal.engine.scheduler import Scheduler
+    from shoal.engine.loading import ranks
+    from shoal.engine.scheduling.scheduler import Scheduler
 
     report: dict[str, Any] = {}
     for folder in sys.argv[2:]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
@@ -19,8 +20,8 @@ from urllib.parse import unquote
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md",
-           "benchmarks/quality/README.md": "quality.md", "benchmarks/evidence/README.md": "evidence_tables.md",
+OUTSIDE = {"README.md": "index.md", "lab/benchmarks/README.md": "benchmarks.md",
+           "lab/reports/quality/README.md": "quality.md", "lab/reports/evidence/README.md": "evidence_tables.md",
            "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
            "tests/fixtures/models/shoal-reference/README.md": "reference_model.md",
            "tests/fixtures/models/shoal-reference-layerskip/README.md": "reference_model_layerskip.md",
@@ -71,14 +72,16 @@ def target(link: str, page: str) -> str:
 
 def commands() -> str:
     """The page of the commands: the help of each, and what several of them take once."""
-    from shoal.cli.entry import COMMANDS
+    from shoal.cli.entry import COMMANDS, known
 
-    helps = {name: _entries(_help(name)) for name in COMMANDS}
+    added = {name: import_module(module).__doc__ or "" for name, module in known().items() if name not in COMMANDS}
+    abouts = {**COMMANDS, **{name: added[name].split(". ")[0].strip() for name in sorted(added)}}
+    helps = {name: _entries(_help(name)) for name in abouts}
     spelt = {_words(entry): entry for entries in helps.values() for entry in entries if _option(entry)}
     often = Counter(_words(entry) for entries in helps.values() for entry in entries)
     shared = {words: entry for words, entry in spelt.items() if often[words] >= SHARED}
     parts = ["# Commands\n\nAs `shoal COMMAND --help` prints them; where a method is named, its options come in.\n"]
-    for name, about in COMMANDS.items():
+    for name, about in abouts.items():
         own = "\n".join(_filled([entry for entry in helps[name] if _words(entry) not in shared]))
         names = [f"`{_option(entry)}`" for entry in helps[name] if _words(entry) in shared]
         rest = f"\n[Shared options](#shared-options): {', '.join(names)}.\n" if names else ""

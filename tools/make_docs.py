@@ -3,13 +3,12 @@
     python tools/make_docs.py            writes them
     python tools/make_docs.py --check    says what is out of date, exit code 1 if anything is
 
-Written are docs/methods.md and docs/structure.md, whose facts come from the classes and from the first paragraph of
-each file, and docs/supported_models.md, which says what `sweep_models.py` has reported.
+Written are docs/methods.md and lab/methods.md, whose facts come from the classes of the methods, and
+docs/supported_models.md, which says what `sweep_models.py` has reported.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import sys
@@ -28,19 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.sweep import page as sweep_page  # noqa: E402
 
-SOURCE = ROOT / "src" / "shoal"
 PROMISE = {"full": "exact", "plan": "lossy, exact to its plan", "none": "lossy", None: "depends on its options"}
-SILENT = {
-    "py.typed": "Tells type checkers that the package is annotated.",
-    "part.json": "The card of a trained part: its model, training, acceptance and licence.",
-    "part.safetensors": "The part's tensors.",
-    "trimr.json": "Prompts for the judge of `trimr`, its closing sentences, cues and known tags.",
-    "smollm2-135m-instruct.json": "What the layers of SmolLM2-135M-Instruct are worth.",
-    "gemma-3-270m.json": "What the layers of Gemma 3 270M are worth.",
-    "qwen2.5-coder-0.5b-instruct.json": "What the layers of Qwen2.5-Coder-0.5B-Instruct are worth.",
-    "qwen2.5-coder-1.5b-instruct.json": "What the layers of Qwen2.5-Coder-1.5B-Instruct are worth.",
-}
-"""Files that cannot say themselves what they are for."""
 COMBINING = """## Combining
 
 Each family answers a question of its own by filling parts of the recipe. Methods that fill different parts combine; two
@@ -81,9 +68,9 @@ def main(words: list[str]) -> int:
 
 def documents() -> dict[Path, str]:
     """Every document that is written here, with its text."""
-    docs = ROOT / "docs"
-    pages = {"methods": methods_page(), "structure": structure_page(), "supported_models": sweep_page.page()}
-    return {docs / f"{name}.md": text for name, text in pages.items()}
+    docs, lab = ROOT / "docs", ROOT / "lab"
+    return {docs / "methods.md": methods_page(), lab / "methods.md": lab_methods_page(),
+            docs / "supported_models.md": sweep_page.page()}
 
 
 def question_table(rows: list[dict[str, Any]]) -> str:
@@ -110,16 +97,25 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
 
 def methods_page() -> str:
     """docs/methods.md."""
-    rows = [row for row in table(None) if row["name"] in shipped()]
+    rows = [row for row in table(None) if home_of(row["name"]) == "shoal"]
     head = [NOTE, "# Methods", "", "What exact and lossy mean is defined in [correctness.md](correctness.md); how to "
             "write a method in [adding_a_method.md](adding_a_method.md).", "", question_table(rows), "",
             summary_table(rows), "", COMBINING]
     return "\n".join([*head, *(section(row, rows) for row in rows)]) + "\n"
 
 
-def shipped() -> list[str]:
-    """The names of Shoal's own methods; packages from outside may have added others."""
-    return [name for name in methods.names() if methods.get(name).__module__.startswith("shoal.")]
+def lab_methods_page() -> str:
+    """lab/methods.md."""
+    rows = [row for row in table(None) if home_of(row["name"]) == "shoal_lab"]
+    head = [NOTE, "# Methods under study", "", "They come with shoal-lab: each needs a part that must be trained, or "
+            "loses by our own tables. Those that come with Shoal are in [methods.md](../docs/methods.md).", "",
+            summary_table(rows), ""]
+    return "\n".join([*head, *(section(row, rows) for row in rows)]) + "\n"
+
+
+def home_of(name: str) -> str:
+    """The package that a method is from."""
+    return methods.get(name).__module__.partition(".")[0]
 
 
 def section(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -149,38 +145,6 @@ def paper(words: str) -> str:
     """A paper as a link where it has an arXiv number."""
     number = re.fullmatch(r"arXiv (\d{4}\.\d{5})", words)
     return f"[{words}](https://arxiv.org/abs/{number[1]})" if number else words or "none"
-
-
-def structure_page() -> str:
-    """docs/structure.md."""
-    lines = [NOTE, "# Files", "", "One line per file of `src/shoal`. Imports run one way; see [design.md](design.md)."]
-    for folder in sorted({path.parent for path in source_files()}):
-        where = folder.relative_to(SOURCE.parent).as_posix()
-        lines += ["", f"## {where}", ""]
-        lines += [f"- `{path.name}`: {purpose(path)}" for path in source_files() if path.parent == folder]
-    return "\n".join(lines) + "\n"
-
-
-def source_files() -> list[Path]:
-    """Every file of the package, sorted."""
-    return sorted(path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-
-
-def purpose(path: Path) -> str:
-    """What a file says about itself in its first paragraph, on one line; ValueError where it says nothing."""
-    if path.name in SILENT:
-        return SILENT[path.name]
-    if path.name.endswith(".jsonl.bz2"):
-        return f"word problems held out from training: {path.name.split('.')[0].replace('_', ' ')}"
-    text = path.read_text("utf-8")
-    if path.suffix == ".py":
-        said = ast.get_docstring(ast.parse(text))
-    else:
-        comment = re.match(r"\s*(?:<!doctype html>\s*)?(?:/\*|<!--)(.*?)(?:\*/|-->)", text, re.DOTALL)
-        said = comment and comment[1]
-    if not said:
-        raise ValueError(f"{path.relative_to(ROOT)} begins with no description; write one, or name it in SILENT")
-    return " ".join(said.strip().split("\n\n")[0].split())
 
 
 if __name__ == "__main__":

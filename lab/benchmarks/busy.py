@@ -1,13 +1,13 @@
 """What decoding keeps of its speed beside other work: processes that compute without end, none, one, two, in turn.
 
-    python benchmarks/busy.py --model FILE [--neighbours 0,1,2] [--rounds 5] [--new-tokens 64] [--peer] [--json OUT]
+    python lab/benchmarks/busy.py --model FILE [--neighbours 0,1,2] [--rounds 5] [--new-tokens 64] [--peer] [--json OUT]
 
 Measured are Shoal as it is, whose threads follow what the machine gives; the same with as many threads as torch has
 whatever happens, and with one; with `--peer` llama.cpp on the same GGUF file likewise. Every round goes through all of
 them beside each number of neighbours; figures are medians of tokens per second, in relation to the same system's beside
 none. The last line on stdout is the result as JSON.
 
-    python benchmarks/busy.py --model FILE --compile 8 [--rounds 5] [--new-tokens 64] [--json OUT]
+    python lab/benchmarks/busy.py --model FILE --compile 8 [--rounds 5] [--new-tokens 64] [--json OUT]
 
 What `shoal serve` streams to one client, alone and beside so many compilers without end, in turn: the times between
 what comes. Where there is no compiler, the neighbours are processes that compute.
@@ -32,19 +32,19 @@ import numpy as np
 import torch
 
 import shoal
-from shoal.bench import idle, report
-from shoal.bench.load.http import Address
-from shoal.bench.load.loops import Load, LoadPhase
-from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import Server, free_port
-from shoal.bench.load.targets import Form, Http, look
-from shoal.bench.load.trace import Trace
-from shoal.bench.peers.llama_cpp import LlamaCpp
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import Setting
 from shoal.cli import env
 from shoal.model.packed.native import build
 from shoal.model.packed.native.threads import MACHINE
+from shoal_lab.bench import idle, report
+from shoal_lab.bench.load.http import Address
+from shoal_lab.bench.load.loops import Load, LoadPhase
+from shoal_lab.bench.load.prompts import Prompts
+from shoal_lab.bench.load.servers import Server, free_port
+from shoal_lab.bench.load.targets import Form, Http, look
+from shoal_lab.bench.load.trace import Trace
+from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import Setting
 
 PROMPT = [(7 * place) % 1000 + 100 for place in range(64)]
 QUESTION = "Explain the water cycle in detail."
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
 
 def heading(words: Sequence[str]) -> dict[str, Any]:
     """What the report begins with."""
-    return report.heading(env.collect(), ["python", "benchmarks/busy.py", *words])
+    return report.heading(env.collect(), ["python", "lab/benchmarks/busy.py", *words])
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:

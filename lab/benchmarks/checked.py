@@ -1,6 +1,6 @@
 """Checked answers under depth schedules: the tables of docs/evidence.md, and what cards say of methods that lose some.
 
-benchmarks/evidence/MODEL-SUITE.json is what `shoal eval --suite SUITE --controls ...` writes as results.json.
+lab/reports/evidence/MODEL-SUITE.json is what `shoal eval --suite SUITE --controls ...` writes as results.json.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tables of docs/choosing.md: two models that take turns, searches, and choices of the next token, by right answers.
 
-    python benchmarks/choosing.py            writes them
-    python benchmarks/choosing.py --check    says whether they are out of date, exit code 1 if they are
+    python lab/benchmarks/choosing.py            writes them
+    python lab/benchmarks/choosing.py --check    says whether they are out of date, exit code 1 if they are
 
-In benchmarks/choosing, KIND-MODEL-SUITE.json is what `shoal eval --suite SUITE --measure answers --methods ...` writes
+In lab/reports/choosing, KIND-MODEL-SUITE.json is what `shoal eval --suite SUITE --measure answers --methods ...` writes
 as results.json, KIND being `switching`, `search` or `tokens`.
 """
 
@@ -19,8 +19,8 @@ import evidence
 from pages import markdown
 from quality_tables import between
 
-ROOT = Path(__file__).resolve().parents[1]
-REPORTS = ROOT / "benchmarks" / "choosing"
+ROOT = Path(__file__).resolve().parents[2]
+REPORTS = ROOT / "lab" / "reports" / "choosing"
 PAGE = ROOT / "docs" / "choosing.md"
 
 ALIKE = 0.05

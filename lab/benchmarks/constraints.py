@@ -1,6 +1,6 @@
 """What a constraint costs a step of a real model.
 
-    python benchmarks/constraints.py --model FILE [--rounds 9] [--new-tokens 64] [--json OUT]
+    python lab/benchmarks/constraints.py --model FILE [--rounds 9] [--new-tokens 64] [--json OUT]
 
 One prompt is answered freely and under a JSON schema in turns, to so many tokens, greedily and with draws, with the
 limit out of sight and near all the time; the ratio is that of the medians of seconds per forward. Whether answers are
@@ -19,10 +19,10 @@ from typing import Any
 
 import shoal
 from schemas import SCHEMAS
-from shoal.bench import idle, report
 from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.engine.request import chat_ids
+from shoal_lab.bench import idle, report
 
 LONG = {"type": "array", "items": {"type": "object", "properties": {"title": {"type": "string"}, "year": {"type":
         "integer"}}, "required": ["title", "year"], "additionalProperties": False}, "minItems": 40}
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     engine = shoal.load(args.model)
     result = {
-        **report.heading(env.collect(), ["python", "benchmarks/constraints.py", *words]), "kind": "constraints",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/constraints.py", *words]), "kind": "constraints",
         "model": Path(engine.model_name).name, "idle": {"now": idle.watch(0.5)},
         "compile": compiled(engine), "cost": cost(engine, args.rounds, args.new_tokens, LONG),
         "cost_of_draws": cost(engine, args.rounds, args.new_tokens, LONG, temperature=1.0, seed=0),

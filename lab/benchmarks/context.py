@@ -1,7 +1,7 @@
 """What a long context costs: steps after contexts of several lengths, and prompts of several lengths, in turn.
 
-    python benchmarks/context.py --model FILE.gguf [--contexts 512,8192,32768] [--prompts 512,2048,8192] [--rounds 5]
-        [--ticks 8] [--dtype float32] [--methods kv_int8] [--peer llama.cpp] [--json OUT]
+    python lab/benchmarks/context.py --model FILE.gguf [--contexts 512,8192,32768] [--prompts 512,2048,8192] 
+        [--rounds 5] [--ticks 8] [--dtype float32] [--methods kv_int8] [--peer llama.cpp] [--json OUT]
 
 Systems are Shoal, the same with the KV in the forms of `--methods` and, with `--peer`, llama.cpp on the same file, its
 KV in float16. Every round goes through all systems, a few steps and each prompt once. Steps run on a context that is
@@ -23,20 +23,20 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.bench import idle, report
-from shoal.bench.bandwidth import read_bandwidth
-from shoal.bench.peers.llama_cpp import LlamaCpp
-from shoal.bench.rounds import in_order
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import Setting
 from shoal.cli import env
-from shoal.cli.method_list import methods_from
+from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv import KVCache
-from shoal.model.kv_form import column_bytes
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.form import column_bytes
 from shoal.model.stack import SequenceChunk
+from shoal_lab.bench import idle, report
+from shoal_lab.bench.bandwidth import read_bandwidth
+from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.rounds import in_order
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import Setting
 
 READ = 512
 
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
                 found["prompts"][size][name].append(timed(lambda: systems[name].read(words(size))))  # noqa: B023
         roofs.append(read_bandwidth(0.3))
     report.publish({
-        **report.heading(env.collect(), ["python", "benchmarks/context.py", *argv]), "kind": "context",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/context.py", *argv]), "kind": "context",
         "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
         "rounds": args.rounds, "ticks": args.ticks, "idle": {"before": before}, "roof": roofs,
         "kv_bytes_per_position": {name: system.kv_bytes for name, system in systems.items()},

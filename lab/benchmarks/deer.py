@@ -1,6 +1,6 @@
 """A masked-diffusion model, its twin that writes from left to right, and both together (DEER), on the suite `parallel`.
 
-    python benchmarks/deer.py [--n 200] [--timed 50] [--rounds 3] [--threads 1] [--json OUT]
+    python lab/benchmarks/deer.py [--n 200] [--timed 50] [--rounds 3] [--threads 1] [--json OUT]
 
 Greedy, with as many places as the longest answer of a task has words, and one for its end. Scores and counts are of all
 prompts in one batch; times of the first ones, each alone. There the methods take turns prompt by prompt in one process,
@@ -22,18 +22,18 @@ import torch
 
 import shoal
 from parallel import items_of, right_of
-from shoal.bench import report
 from shoal.cli import env
 from shoal.engine.engine import Engine
-from shoal.eval.items import Item
-from shoal.eval.paired import wilson
-from shoal.eval.sources.parallel import TASKS
 from shoal.methods.base import Method
-from shoal.methods.deer import DEER
-from shoal.methods.diffusion import Diffusion
-from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.full import Full
 from shoal.types import Result
+from shoal_lab.bench import report
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.paired import wilson
+from shoal_lab.eval.sources.parallel import TASKS
+from shoal_lab.methods.deer import DEER
+from shoal_lab.methods.diffusion import Diffusion
+from shoal_lab.methods.fast_dllm import FastDLLM
 
 Settings = Mapping[str, tuple[Engine, Method]]
 _PLAIN, _DRAFTED = "twin plain", "twin with deer"
@@ -60,7 +60,7 @@ def main() -> None:
     for task in TASKS:
         found[task] = measure(canvas, twin, task, args)
         print(task, {label: (row["right"], row["ms"]) for label, row in found[task]["rows"].items()}, file=sys.stderr)
-    heading = report.heading(env.collect(), ["benchmarks/deer.py", *sys.argv[1:]])
+    heading = report.heading(env.collect(), ["lab/benchmarks/deer.py", *sys.argv[1:]])
     report.publish({**heading, "models": {one.model_name: one.fingerprint for one in (canvas, twin)},
                     "timed": args.timed, "rounds": args.rounds, "threads": args.threads, "tasks": found}, args.json)
 

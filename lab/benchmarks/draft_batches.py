@@ -1,7 +1,7 @@
 """What drafting methods bring where several texts are decoded together.
 
-    python benchmarks/draft_batches.py --model M [--data DATA] --methods auto,eagle [--rows 1,4,8] [--texts code,chat]
-        [--groups 2] [--new-tokens 96] [--rounds 3] [--threads 2] [--json OUT]
+    python lab/benchmarks/draft_batches.py --model M [--data DATA] --methods auto,eagle [--rows 1,4,8] 
+        [--texts code,chat] [--groups 2] [--new-tokens 96] [--rounds 3] [--threads 2] [--json OUT]
 
 Greedy answers to texts of one kind, `rows` of them at a time, each to its end or to so many tokens; plain decoding and
 the methods take turns, every other round backwards. Times are those of decoding, without the reading of prompts; a
@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.bench import report, workloads
-from shoal.bench.rounds import in_order, ratio
 from shoal.cli import env
-from shoal.cli.method_list import methods_from
-from shoal.engine.checkpoint import shown_name
+from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
+from shoal.engine.loading.checkpoint import shown_name
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.train.prompts import encoded
 from shoal.types import Result
+from shoal_lab.bench import report, workloads
+from shoal_lab.bench.rounds import in_order, ratio
+from shoal_lab.train.prompts import encoded
 
 PLAIN = "full"
 Answers = Sequence[Result]
@@ -56,7 +56,7 @@ def main() -> None:
     rows = [row for kind in args.texts.split(",") for count in map(int, args.rows.split(","))
             for row in rows_of(engine, kind, count, methods, args)]
     report.publish({
-        **report.heading(env.collect(), ["benchmarks/draft_batches.py", *sys.argv[1:]]),
+        **report.heading(env.collect(), ["lab/benchmarks/draft_batches.py", *sys.argv[1:]]),
         "model": shown_name(engine.model_name), "computes_in": str(engine.stack.dtype).removeprefix("torch."),
         "threads": args.threads, "new_tokens": args.new_tokens, "rounds": args.rounds, "rows": rows,
     }, args.json)

@@ -1,12 +1,12 @@
-"""Tables and pictures of docs/evidence.md and of benchmarks/evidence, and the evidence in the cards that ship.
+"""Tables and pictures of docs/evidence.md and of lab/reports/evidence, and the evidence in the cards that ship.
 
-    python benchmarks/evidence.py            writes them
-    python benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
+    python lab/benchmarks/evidence.py            writes them
+    python lab/benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
 
-In benchmarks/evidence, MODEL-distance.json is what `shoal eval --measure distance` writes as results.json,
+In lab/reports/evidence, MODEL-distance.json is what `shoal eval --measure distance` writes as results.json,
 MODEL-controls.json the same of fewer answers under all controls, MODEL-times.json the same with `--timed`,
 MODEL-SUITE.json what it writes of checked answers (MODEL-SUITE-N.json of fewer), and MODEL-why.json what
-benchmarks/why.py writes; benchmarks/auto/MODEL.json says what drafts brought. Tables go between lines such as
+lab/benchmarks/why.py writes; lab/reports/auto/MODEL.json says what drafts brought. Tables go between lines such as
 `<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in the page, long ones beside the reports;
 `shoal recommend` reads the cards.
 """
@@ -25,8 +25,8 @@ import why_page
 from pages import markdown
 from quality_tables import between
 
-ROOT = Path(__file__).resolve().parents[1]
-REPORTS = ROOT / "benchmarks" / "evidence"
+ROOT = Path(__file__).resolve().parents[2]
+REPORTS = ROOT / "lab" / "reports" / "evidence"
 PAGES = (ROOT / "docs" / "evidence.md", REPORTS / "README.md")
 CARDS = {"smollm2-135m": "smollm2-135m-instruct", "gemma3-270m": "gemma-3-270m",
          "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct"}
@@ -76,7 +76,7 @@ def lossless(name: str) -> tuple[list[dict[str, Any]], Report]:
 
     With a smaller model that drafts beside it, from the report in which both took turns.
     """
-    alone, path = auto(name), ROOT / "benchmarks" / "drafts" / f"{name}.json"
+    alone, path = auto(name), ROOT / "lab" / "reports" / "drafts" / f"{name}.json"
     beside = json.loads(path.read_text("utf-8")) if path.is_file() else {"results": []}
     if not any(row["system"].startswith(_PAIRED) for row in beside["results"]):
         rows = alone["kinds"].items()
@@ -110,7 +110,7 @@ def answered(folder: Path = REPORTS) -> dict[tuple[str, str], Report]:
 
 def auto(name: str) -> Report:
     """What drafts brought on a model."""
-    return json.loads((ROOT / "benchmarks" / "auto" / f"{name}.json").read_text("utf-8"))  # type: ignore[no-any-return]
+    return json.loads((ROOT / "lab" / "reports" / "auto" / f"{name}.json").read_text("utf-8"))  # type: ignore[no-any-return]
 
 
 def tables(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report]) -> dict[str, str]:
@@ -235,7 +235,7 @@ def command(name: str, report: Report) -> str:
 def draw(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report], folder: Path) -> None:
     """All models side by side; for each model KL against mean depth, and by position."""
     import evidence_plots
-    from shoal.eval import distance_plots
+    from shoal_lab.eval import distance_plots
 
     evidence_plots.draw_answers(answers, checked.TASKS, {name: auto(name) for name in CARDS}, folder / "lost.png")
     evidence_plots.draw_distances(reports, folder / "distances.png")

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from shoal.eval import plots
+from shoal_lab.eval import plots
 
 Report = Mapping[str, Any]
 _SHOWN = ("d3", "constant", "linear")

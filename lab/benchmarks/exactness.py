@@ -1,6 +1,7 @@
 """Does drafting change a word? Every exact method, alone and over others, against the same text without drafts.
 
-    python benchmarks/exactness.py --model FILE --json OUT [--tokens 64] [--questions JSONL --prompts 60] [--only WORD]
+    python lab/benchmarks/exactness.py --model FILE --json OUT [--tokens 64] [--questions JSONL --prompts 60]
+        [--only WORD]
 
 A setting is a method, a way of choosing tokens, a length of prompts, and how many texts are decoded together. Its texts
 are compared token by token, and where log-probabilities are asked for number by number, with those that the method's
@@ -23,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.bench import report
 from shoal.cli import env
-from shoal.cli.method_list import methods_from
+from shoal.cli.options.method_list import methods_from
 from shoal.model.packed import native
+from shoal_lab.bench import report
 
 DRAFTS = ("prompt_lookup", "prompt_lookup:length=40:min_ngram=1", "aded", "aded:search=mcts:iterations=40",
           "aded:nodes=200:depth=12", "swift", "swift:trees=False", "swift:nodes=60:length=12", "d3_spec", "del",
@@ -147,7 +148,7 @@ def _questions(path: Path | None, count: int) -> list[str]:
 
 def _long(engine: Any, count: int) -> list[Any]:
     """Prompts of `LONG` tokens: a passage of the licence, from another place on each, with a question behind it."""
-    text = (Path(__file__).parents[1] / "LICENSE").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")
     words = text.split()
     prompts = []
     for number in range(count):
@@ -207,7 +208,7 @@ def main() -> int:
 def _report(model: str, known: Mapping[str, Any]) -> dict[str, Any]:
     ran = [one for one in known.values() if "not_run" not in one]
     sums = {name: sum(one[name] for one in ran) for name in ("texts", "tokens", "drafted", "accepted")}
-    heading = report.heading(env.collect(), ["python", "benchmarks/exactness.py", *sys.argv[1:]])
+    heading = report.heading(env.collect(), ["python", "lab/benchmarks/exactness.py", *sys.argv[1:]])
     return {**heading, "kind": "exactness", "model": Path(model).name, "vectors": native.vector_set(), "ran": len(ran),
             "not_run": len(known) - len(ran), **sums, "apart": sum(bool(one["apart"]) for one in ran),
             "settings": dict(known)}

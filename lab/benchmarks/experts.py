@@ -1,7 +1,7 @@
 """How much of a model's law is kept where tokens of answers run a part of the MLPs: `read_me` beside what else chooses.
 
-    python benchmarks/experts.py --model M.gguf --part PART --answers DIR [--texts 24] [--epochs 16] [--json OUT]
-    python benchmarks/experts.py --model M.gguf --part PART --rounds 15 [--json OUT]
+    python lab/benchmarks/experts.py --model M.gguf --part PART --answers DIR [--texts 24] [--epochs 16] [--json OUT]
+    python lab/benchmarks/experts.py --model M.gguf --part PART --rounds 15 [--json OUT]
 
 PART is what `shoal train read_me --model M.gguf --out PART --answers DIR` wrote. Of answers that it was not trained on,
 with prompts that run all neurons: the mean Kullback-Leibler divergence from the whole model, the share of its likeliest
@@ -31,21 +31,21 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.bench import report
-from shoal.calibrate import neurons
 from shoal.cli import env
-from shoal.draft import part_file
-from shoal.draft.part_file import TrainedPart
-from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.engine import Engine
+from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.methods.full import Full
-from shoal.methods.read_me import ReadME
 from shoal.model.packed.linear import Quant
-from shoal.model.router import BIAS, MIX, NEURONS, OUT
-from shoal.train.corpus import Corpus, batches
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base, TextBatch
-from shoal.train.read_me import ReadMEModule, some_answers
+from shoal.speculative import part_file
+from shoal.speculative.part_file import TrainedPart
+from shoal_lab.bench import report
+from shoal_lab.calibrate import neurons
+from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT
+from shoal_lab.methods.read_me import ReadME
+from shoal_lab.train.corpus import Corpus, batches
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base, TextBatch
+from shoal_lab.train.read_me import ReadMEModule, some_answers
 
 SHARES = (0.75, 0.5)
 _BATCH, _TOKENS = 2048, 64
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    found: dict[str, Any] = report.heading(env.collect(), ["benchmarks/experts.py", *sys.argv[1:]])
+    found: dict[str, Any] = report.heading(env.collect(), ["lab/benchmarks/experts.py", *sys.argv[1:]])
     if args.answers is not None:
         found |= _losses(args)
     if args.rounds:

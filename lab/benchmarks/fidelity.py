@@ -1,11 +1,11 @@
 """Whether a model file is run right: perplexity, logits and greedy text beside the same weights in float32.
 
-    python benchmarks/fidelity.py --model FILE.gguf --text test.txt --work DIR --json OUT \
+    python lab/benchmarks/fidelity.py --model FILE.gguf --text test.txt --work DIR --json OUT \
         [--systems shoal,llama.cpp,...] [--tokens 20000] [--window 512] [--minutes 10]
 
 The reference is transformers on the file's numbers, dequantised to float32. Every system reads in a process of its own,
 one after the other, each for at most `--minutes`; what was read lies in the folder `--work`, and the same command goes
-on from there. `--join` only writes the report from what is there. Systems: see `SYSTEMS` in benchmarks/readers.py;
+on from there. `--join` only writes the report from what is there. Systems: see `SYSTEMS` in lab/benchmarks/readers.py;
 those in formats of Shoal's own read the folder `--dequantised`, which is made below `--work` where none is given.
 """
 
@@ -26,12 +26,12 @@ import torch
 import perplexity
 import readers
 from real_page import fidelity_rows
-from shoal.bench import bandwidth, idle, report
-from shoal.bench.speed import dequantised
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.table import aligned
 from shoal.cli import env
 from shoal.cli.divergence import diverge
+from shoal_lab.bench import bandwidth, idle, report
+from shoal_lab.bench.speed import dequantised
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.table import aligned
 
 PROBE = 64
 """Tokens whose logits are compared one by one."""
@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
         if done.returncode:
             absent[name] = (done.stderr.strip().splitlines() or [f"its process ended with code {done.returncode}"])[-1]
             print(f"{name}: {absent[name]}", file=sys.stderr)
-    found = joined(args, systems, absent, ["python", "benchmarks/fidelity.py", *words])
+    found = joined(args, systems, absent, ["python", "lab/benchmarks/fidelity.py", *words])
     if args.json is not None:
         report.write(found, args.json)
     print(text(found))

@@ -1,6 +1,6 @@
 """Requests with extreme values in every field and every option of every method, beside a stream that must not notice.
 
-    python benchmarks/fuzz_serve.py --model FILE --requests 2000 --json OUT [--clients 4] [--seed 0]
+    python lab/benchmarks/fuzz_serve.py --model FILE --requests 2000 --json OUT [--clients 4] [--seed 0]
 
 It starts `shoal serve`, reads one long stream after another, and meanwhile sends requests: first each field and each
 option at each extreme value, alone, then several drawn at once. It watches the longest time between two chunks of a
@@ -33,12 +33,13 @@ import httpx
 import psutil
 
 from shoal import methods
-from shoal.bench import report
-from shoal.bench.process import resident
 from shoal.cli import env
 from shoal.methods._limits import limits_of
-from shoal.serve import fields, policy, responses
+from shoal.serve import policy
+from shoal.serve.protocol import fields, responses
 from shoal.serve.settings import Settings
+from shoal_lab.bench import report
+from shoal_lab.bench.process import resident
 
 GRACE = 10.0
 LONGEST = 1.0
@@ -307,7 +308,7 @@ def main(words: Sequence[str]) -> int:
         said = Path(log.name).read_text("utf-8", "replace")
     found["tracebacks"] = said.count("Traceback (most recent call last)")
     found["first_traceback"] = said[said.find("Traceback") :][:3000] if found["tracebacks"] else ""
-    heading = report.heading(env.collect(), ["python", "benchmarks/fuzz_serve.py", *words])
+    heading = report.heading(env.collect(), ["python", "lab/benchmarks/fuzz_serve.py", *words])
     report.publish({**heading, "kind": "fuzz of a server", "model": Path(args.model).name, **found}, args.json)
     late = found["seconds_to_end"] > GRACE + 5
     return int(bool(found["longest_gap"] > LONGEST or found["server_errors"] or found["health_wrong"] or late))

@@ -1,6 +1,6 @@
 """How the kernel for products of few tokens does on a GPU, by the way in which a matrix is cut, beside torch's.
 
-    python benchmarks/gpu_products.py [--tokens 1] [--json OUT]
+    python lab/benchmarks/gpu_products.py [--tokens 1] [--json OUT]
 
 Microseconds per product from replays of a captured graph, medians of three, over matrices that together exceed the
 cache; `tile_for` in `shoal/model/packed/cuda/products.py` keeps what was best. Torch's is `linear` for 16 bits.
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from shoal.bench import report
 from shoal.cli import env
 from shoal.model.packed.cuda.products import Matrix, Tile, product
+from shoal_lab.bench import report
 
 SHAPES = {
     "1b qkv": (3072, 2048, False), "1b gate and up": (16384, 2048, True), "1b down": (2048, 8192, False),
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         (micros, *tile), torchs = row["tiles"][0], row["torch_microseconds"]
         beside = "" if torchs is None else f", torch's {torchs:.1f}"
         print(f"{row['shape']:16} {row['bits']:2} bits {micros:7.1f} us as {tile}{beside}")
-    heading = report.heading(env.collect(), ["python", "benchmarks/gpu_products.py", *argv])
+    heading = report.heading(env.collect(), ["python", "lab/benchmarks/gpu_products.py", *argv])
     report.publish({**heading, "kind": "gpu products", "rows": found}, args.json)
     return 0
 

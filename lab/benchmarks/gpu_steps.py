@@ -1,6 +1,6 @@
 """Steps and prompts of Shoal and of transformers on a GPU, by turns in one process, on a model or random weights.
 
-    python benchmarks/gpu_steps.py [--shape 7b | --model M] [--quant none,int8,int4] [--mean 0.8] [--batch 1,4,16]
+    python lab/benchmarks/gpu_steps.py [--shape 7b | --model M] [--quant none,int8,int4] [--mean 0.8] [--batch 1,4,16]
         [--context 64] [--tokens 64] [--rounds 5] [--no-peer] [--json OUT]
 
 A step is a token of every row: what a generation of `tokens` takes more than one of two tokens, by the tokens between.
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from shoal.bench import report
-from shoal.bench.rounds import figure, in_order, ratio
-from shoal.bench.subject import MeasuredModel
 from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
+from shoal_lab.bench import report
+from shoal_lab.bench.rounds import figure, in_order, ratio
+from shoal_lab.bench.subject import MeasuredModel
 
 Generate = Callable[[int], object]
 """Generates that many tokens."""
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         cells.append({"batch": batch, "systems": measured(systems, args)})
         print(table(cells[-1]), flush=True)
     report.publish({
-        **report.heading(env.collect(), ["python", "benchmarks/gpu_steps.py", *argv]), "kind": "gpu steps",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/gpu_steps.py", *argv]), "kind": "gpu steps",
         "subject": subject.name, "context": args.context, "tokens": args.tokens, "cells": cells,
     }, args.json)  # fmt: skip
     return 0

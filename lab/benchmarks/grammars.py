@@ -1,6 +1,6 @@
 """Whether answers under a grammar are texts of it, how many words it replaces, and what asking it costs.
 
-    python benchmarks/grammars.py [--model hub/shoal-canvas] [--n 2000] [--json OUT]
+    python lab/benchmarks/grammars.py [--model hub/shoal-canvas] [--n 2000] [--json OUT]
 
 So many answers, spread over the grammars, one half greedy and the other drawn, in canvases of several lengths and in
 several numbers of steps; each request once under its grammar and once without. A recogniser of its own judges them: it
@@ -23,13 +23,13 @@ from typing import Any
 from unittest import mock
 
 import shoal
-from shoal.bench import idle, report
 from shoal.cli import env
 from shoal.engine.engine import Engine
-from shoal.eval import suites
-from shoal.loops.canvas import Guess
-from shoal.loops.denoising import Canvas
-from shoal.methods.diffusion_grammar import DiffusionGrammar
+from shoal_lab.bench import idle, report
+from shoal_lab.eval import suites
+from shoal_lab.loops.canvas import Guess
+from shoal_lab.loops.denoising import Canvas
+from shoal_lab.methods.diffusion_grammar import DiffusionGrammar
 
 _NAMES = 'name ::= "ann" | "bob" | "cid" | "dee" | "kim"'
 GRAMMARS = {
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     engine = shoal.load(args.model, dtype="float32")
-    heading = report.heading(env.collect(), ["benchmarks/grammars.py", *sys.argv[1:]])
+    heading = report.heading(env.collect(), ["lab/benchmarks/grammars.py", *sys.argv[1:]])
     found = {**heading, "model": engine.model_name, "fingerprint": engine.fingerprint,
              "idle": {"now": idle.watch(0.5)}, **measured(engine, args.n)}
     report.publish(found, args.json)

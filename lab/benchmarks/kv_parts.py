@@ -1,6 +1,6 @@
 """What parts that keep, store or select KV cost and bring on a real model: loss, bytes and speed at a given context.
 
-    python benchmarks/kv_parts.py --model FILE_OR_FOLDER --text wikitext2/test.txt [--context 2000] [--json OUT]
+    python lab/benchmarks/kv_parts.py --model FILE_OR_FOLDER --text wikitext2/test.txt [--context 2000] [--json OUT]
 
 Each text is `--context` tokens that are read as a prompt, and the next `--scored` ones, which are fed one by one in
 place of what the model would say: the mean of their negative log-likelihoods is the loss, in nats; its difference to
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.bench import idle, report
 from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.methods import make
+from shoal_lab.bench import idle, report
 
 
 def main(words: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
             one["seconds"].append(answer.stats.decode_seconds / (args.new_tokens - 1))
             one["bytes"].append(answer.stats.kv_bytes_used)
     result = {
-        **report.heading(env.collect(), ["python", "benchmarks/kv_parts.py", *words]), "kind": "kv_parts",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/kv_parts.py", *words]), "kind": "kv_parts",
         "model": Path(engine.model_name).name, "context": args.context, "scored": args.scored, "texts": len(texts),
         "columns": args.columns, "idle": {"now": idle.watch(0.5)},
         "methods": {

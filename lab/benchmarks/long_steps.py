@@ -1,6 +1,6 @@
 """Steps after long contexts under methods that keep, store or read less of the KV, beside the full model and llama.cpp.
 
-    python benchmarks/long_steps.py --model FILE.gguf --text TEXT [--context 512,2k,8k,32k] [--budget 1/16]
+    python lab/benchmarks/long_steps.py --model FILE.gguf --text TEXT [--context 512,2k,8k,32k] [--budget 1/16]
         [--methods kv_int8,tidal,snapkv,streaming_llm,centroid_kv,mustafar:sparsity=0.7] [--peer llama.cpp]
         [--rounds 6] [--ticks 6] [--json OUT]
 
@@ -24,20 +24,20 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.bench import idle, report
-from shoal.bench.bandwidth import read_bandwidth
-from shoal.bench.peers.llama_cpp import LlamaCpp
-from shoal.bench.rounds import figure, in_order, ratio
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import Setting
 from shoal.cli import env
-from shoal.cli.eval_long import labelled
-from shoal.cli.method_list import methods_from
+from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
-from shoal.eval.long.budgets import at_budget, budgets_of, lengths_of
-from shoal.eval.long.shared import SharedPrompts
 from shoal.methods.base import Method
 from shoal.methods.full import Full
+from shoal_lab.bench import idle, report
+from shoal_lab.bench.bandwidth import read_bandwidth
+from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.rounds import figure, in_order, ratio
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import Setting
+from shoal_lab.cli.eval_long import labelled
+from shoal_lab.eval.long.budgets import at_budget, budgets_of, lengths_of
+from shoal_lab.eval.long.shared import SharedPrompts
 
 FULL, SHORT = "full", "short"
 PEER = {"llama.cpp": None, "llama.cpp q8_0": "q8_0"}
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         roofs.append(read_bandwidth(0.3))
         print(length, {name: figure(found)["median"] for name, found in times.items()}, file=sys.stderr)
     report.publish({
-        **report.heading(env.collect(), ["python", "benchmarks/long_steps.py", *argv]), "kind": "long steps",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/long_steps.py", *argv]), "kind": "long steps",
         "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
         "budget": str(args.budget), "idle": {"before": before}, "roof": roofs,
         "contexts": [told(*context) for context in contexts],

@@ -1,6 +1,6 @@
 """Whether a member that a model writes after a dot exists, with a monitor and without.
 
-    python benchmarks/members.py --model FILE [--draws 0] [--json OUT]
+    python lab/benchmarks/members.py --model FILE [--draws 0] [--json OUT]
 
 Each case is a short file that makes an object of a standard class (`constraints/values.json`), says in a comment what
 is wanted and ends with the object: once with a dot, which cuts the tokens of `.member` in two, once without, where only
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.bench import report
 from shoal.cli import env
-from shoal.eval.paired import accuracy_difference, wilson
+from shoal_lab.bench import report
+from shoal_lab.eval.paired import accuracy_difference, wilson
 
-VALUES: dict[str, list[str]] = json.loads((Path(__file__).parent / "constraints" / "values.json").read_text("utf-8"))
+CONSTRAINTS = Path(__file__).parents[1] / "reports" / "constraints"
+VALUES: dict[str, list[str]] = json.loads((CONSTRAINTS / "values.json").read_text("utf-8"))
 WISHES = ("its size", "a copy of it", "its name as text")
 ENDS = ["\n", "(", ")", " ", ",", "[", ":", "#", "="]
 JUDGE = """
@@ -53,7 +54,7 @@ def main(words: Sequence[str]) -> int:
     for one, exists in zip(asked, judged(asked), strict=True):
         one["exists"] = exists
     result = {
-        **report.heading(env.collect(), ["python", "benchmarks/members.py", *words]), "kind": "members",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/members.py", *words]), "kind": "members",
         "model": Path(engine.model_name).name, "cases": len(cases), **summary(found),
         "missing": [one for one in asked if not one["exists"]],
     }  # fmt: skip

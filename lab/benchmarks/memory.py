@@ -1,8 +1,8 @@
 """Whether requests take the memory that was predicted, and whether a server stays within its limit.
 
-    python benchmarks/memory.py --model FILE [--model FILE ...] [--requests 200] [--longest 1000] [--methods A,B+C]
+    python lab/benchmarks/memory.py --model FILE [--model FILE ...] [--requests 200] [--longest 1000] [--methods A,B+C]
                                 [--json OUT]
-    python benchmarks/memory.py --model FILE --serve 2GiB --minutes 60 [--group NAME] [--json OUT]
+    python lab/benchmarks/memory.py --model FILE --serve 2GiB --minutes 60 [--group NAME] [--json OUT]
 
 Requests are random: prompts of up to `--longest` tokens, up to 4 of them, up to 48 new tokens, greedy or drawn, by
 methods that store the KV in different forms, or by those of `--methods`. Each process of its own answers a few of them.
@@ -35,12 +35,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.bench import report
-from shoal.bench.load.watch import MemorySampler
-from shoal.bench.process import reset_peak_memory
 from shoal.cli import env
-from shoal.cli.method_list import methods_from
-from shoal.engine.sizes import parse
+from shoal.cli.options.method_list import methods_from
+from shoal.engine.memory.sizes import parse
+from shoal_lab.bench import report
+from shoal_lab.bench.load.watch import MemorySampler
+from shoal_lab.bench.process import reset_peak_memory
 
 METHODS = ("full,prompt_lookup,kv_int8,streaming_llm:window=256,snapkv:budget=256,centroid_kv,d3,"
            "prompt_lookup+kv_int8")
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
     found = (served(args.model[0], args.serve, args.minutes, args.group) if args.serve
              else predicted(args.model, args.requests, list(methods_from(args.methods)), args.longest))
     shown = [word if word not in args.model else Path(word).name for word in words]
-    heading = report.heading(env.collect(), ["python", "benchmarks/memory.py", *shown])
+    heading = report.heading(env.collect(), ["python", "lab/benchmarks/memory.py", *shown])
     report.publish({**heading, "kind": "memory", **found}, args.json)
     return 0
 
@@ -105,7 +105,7 @@ def prompt(draw: random.Random, length: int) -> list[int]:
 def answer(model: str, wishes: Sequence[dict[str, Any]]) -> int:
     """Answer requests in this process; prints what was predicted and measured of each."""
     import shoal
-    from shoal.engine.footprint import footprint
+    from shoal.engine.memory.footprint import footprint
     from shoal.engine.request import Request
     from shoal.methods import make
 

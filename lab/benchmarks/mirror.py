@@ -1,6 +1,6 @@
 """What mirror_sd has ready, and what two processors would gain from it, by exit layer and tokens asked for.
 
-    python benchmarks/mirror.py --model M --draft SMALL --data DATA [--items 6] [--new-tokens 64] [--length 4]
+    python lab/benchmarks/mirror.py --model M --draft SMALL --data DATA [--items 6] [--new-tokens 64] [--length 4]
         [--k 1,4] [--exits 0.5,0.75] [--threads 1] [--json OUT]
 
 Greedy answers to HumanEval's first tasks, which begin with the given signature, one at a time; the settings take turns
@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.bench import report
 from shoal.cli import env
-from shoal.engine.checkpoint import shown_name
 from shoal.engine.engine import Engine
-from shoal.eval.items import encode
-from shoal.eval.sources.code import humaneval
+from shoal.engine.loading.checkpoint import shown_name
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.methods.mirror_sd import MirrorSD
 from shoal.types import DraftRound, Result
+from shoal_lab.bench import report
+from shoal_lab.eval.items import encode
+from shoal_lab.eval.sources.code import humaneval
+from shoal_lab.methods.mirror_sd import MirrorSD
 
 _SECONDS = ("before", "after", "message", "pool", "redraft")
 _SUMS = ("in_turn", "overlapped")
@@ -62,7 +62,7 @@ def main() -> None:
         print(f"{place + 1} of {args.items}", file=sys.stderr)
     rows = {label: row_of(found, answers["full"]) for label, found in answers.items()}
     report.publish({
-        **report.heading(env.collect(), ["benchmarks/mirror.py", *sys.argv[1:]]),
+        **report.heading(env.collect(), ["lab/benchmarks/mirror.py", *sys.argv[1:]]),
         "model": shown_name(engine.model_name), "draft": Path(args.draft).name, "layers": engine.stack.num_layers,
         "head_layers": engine.stack.head_layers, "computes_in": str(engine.stack.dtype).removeprefix("torch."),
         "length": args.length, "new_tokens": args.new_tokens, "items": args.items, "rows": rows,

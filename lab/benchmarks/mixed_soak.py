@@ -1,10 +1,10 @@
 """A long load of all that clients do at once: chats that begin alike, turns, calls of tools, schemas, draws, leaving.
 
-    python benchmarks/mixed_soak.py --model FILE --minutes 30 --json OUT [--streams 16] [--seed 0]
+    python lab/benchmarks/mixed_soak.py --model FILE --minutes 30 --json OUT [--streams 16] [--seed 0]
 
 It starts `shoal serve` and keeps so many clients busy, each of which asks again once it has its answer or has left.
 Every answer is checked: its status, its end, its usage, and that calls and schemas are what was asked for. Memory is
-the server's resident set, and must stay within 2 % after the first tenth (`shoal.bench.load.figures.flat`). The
+the server's resident set, and must stay within 2 % after the first tenth (`shoal_lab.bench.load.figures.flat`). The
 server's own time is the processor time of its main thread, which is all of HTTP and JSON; decoding has a thread of its
 own. The last line on stdout is the report as JSON; exit code 1 where an answer was wrong, or memory moved.
 """
@@ -28,12 +28,12 @@ from typing import Any
 import httpx
 import psutil
 
-from shoal.bench import report
-from shoal.bench.load import figures
-from shoal.bench.load.run import thinned
-from shoal.bench.load.watch import MemorySampler
-from shoal.bench.process import resident
 from shoal.cli import env
+from shoal_lab.bench import report
+from shoal_lab.bench.load import figures
+from shoal_lab.bench.load.run import thinned
+from shoal_lab.bench.load.watch import MemorySampler
+from shoal_lab.bench.process import resident
 
 KINDS = {"prefix": 5, "turns": 4, "leaves": 3, "call": 3, "schema": 2, "draws": 2, "completion": 1}
 """How often each is drawn."""
@@ -185,7 +185,7 @@ def main(words: Sequence[str]) -> int:
             server.kill()
         said = Path(log.name).read_text("utf-8").splitlines()
     found["server_log"] = [line for line in said if not line.startswith('{"event": "request"')][:20]
-    heading = report.heading(env.collect(), ["python", "benchmarks/mixed_soak.py", *words])
+    heading = report.heading(env.collect(), ["python", "lab/benchmarks/mixed_soak.py", *words])
     report.publish({**heading, "kind": "mixed soak", "model": Path(args.model).name, **found}, args.json)
     return int(bool(found["errors"] or not (found["memory"] or {}).get("flat")))
 

@@ -8,7 +8,7 @@ OLD = {"--serve": "bench-serve", "--suite spec": "bench-drafts"}
 """Words of `shoal bench` that once chose another program -> that program's command."""
 
 
-AUTO = "benchmarks/auto.py "
+AUTO = "lab/benchmarks/auto.py "
 """A script that bench-drafts has taken in."""
 
 

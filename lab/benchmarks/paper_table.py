@@ -1,11 +1,11 @@
 """The published setting of D3 (arXiv 2503.08524): GSM8K and BBH, full depth beside D3, through lm-evaluation-harness.
 
-    python benchmarks/paper_table.py --model meta-llama/Llama-2-7b-hf --device cuda
-    python benchmarks/paper_table.py --data DIR --limit 20
+    python lab/benchmarks/paper_table.py --model meta-llama/Llama-2-7b-hf --device cuda
+    python lab/benchmarks/paper_table.py --data DIR --limit 20
 
 The paper states the mean layers of each run but not alpha, the core or the removal order. So D3 is solved for the
 published mean depth over --horizon tokens, with our defaults for the rest; the realised mean stands in the table.
-Models without published figures are run at the shares of depth of the 7B model. Needs: pip install 'shoal[eval]'.
+Models without published figures are run at the shares of depth of the 7B model. Needs: pip install 'shoal-lab[eval]'.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from shoal import catalog
-from shoal.eval.harness import compare
 from shoal.methods.d3 import D3
+from shoal_lab.eval.harness import compare
 
 PUBLISHED: dict[int, dict[str, dict[str, float]]] = {
     32: {"bbh": {"full": 31.22, "d3": 31.88, "mean": 19.17}, "gsm8k": {"full": 10.61, "d3": 12.05, "mean": 29.9}},

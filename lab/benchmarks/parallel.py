@@ -1,6 +1,6 @@
 """What deciding words together costs: right answers against words a forward, on the tasks of the suite `parallel`.
 
-    python benchmarks/parallel.py [--model hub/shoal-canvas] [--n 200] [--json OUT] [--plot OUT.png]
+    python lab/benchmarks/parallel.py [--model hub/shoal-canvas] [--n 200] [--json OUT] [--plot OUT.png]
 
 Answers are greedy, with just as many masks as the longest answer of the task has words, and one for its end. Intervals
 are Wilson's, of 95 %. The last line on stdout is the result as JSON.
@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.bench import report
 from shoal.cli import env
 from shoal.engine.engine import Engine
-from shoal.eval import suites
-from shoal.eval.items import Item
-from shoal.eval.judges import listed
-from shoal.eval.paired import wilson
-from shoal.eval.plots import axes_of
-from shoal.eval.sources.parallel import TASKS, total_correlation
-from shoal.methods.adablock import AdaBlock
 from shoal.methods.base import Method
-from shoal.methods.diffusion import Diffusion
-from shoal.methods.fast_dllm import FastDLLM
-from shoal.methods.prophet import Prophet
 from shoal.types import Result
+from shoal_lab.bench import report
+from shoal_lab.eval import suites
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.judges import listed
+from shoal_lab.eval.paired import wilson
+from shoal_lab.eval.plots import axes_of
+from shoal_lab.eval.sources.parallel import TASKS, total_correlation
+from shoal_lab.methods.adablock import AdaBlock
+from shoal_lab.methods.diffusion import Diffusion
+from shoal_lab.methods.fast_dllm import FastDLLM
+from shoal_lab.methods.prophet import Prophet
 
 _AT_ONCE = (1, 2, 4, 16)
 _THRESHOLDS = (0.99, 0.9, 0.7, 0.5)
@@ -46,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = shoal.load(args.model, dtype="float32")
     found = {task: measure(engine, task, args.n) for task in TASKS}
-    heading = report.heading(env.collect(), ["benchmarks/parallel.py", *sys.argv[1:]])
+    heading = report.heading(env.collect(), ["lab/benchmarks/parallel.py", *sys.argv[1:]])
     result = {**heading, "model": engine.model_name, "fingerprint": engine.fingerprint, "tasks": found}
     if args.plot is not None:
         draw(found, args.plot)

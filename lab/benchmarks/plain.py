@@ -1,6 +1,7 @@
 """Decoding on a machine without the native kernels, beside transformers' modules on the same weights.
 
-    SHOAL_NATIVE=off python benchmarks/plain.py --model FILE [--dtype float32] [--rounds 6] [--no-compile] [--json F]
+    SHOAL_NATIVE=off python lab/benchmarks/plain.py --model FILE [--dtype float32] [--rounds 6] [--no-compile]
+        [--json F]
 
 Shoal's torch path, transformers' own forward and the same compiled over a static cache take turns, on weights that are
 dequantised once. Threads are torch's (OMP_NUM_THREADS). The last line on stdout is the report as JSON: seconds per
@@ -21,9 +22,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import shoal
-from shoal.bench import idle, report
 from shoal.cli import env
-from shoal.engine.gguf_checkpoint import GgufCheckpoint
+from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint
+from shoal_lab.bench import idle, report
 
 PROMPT, NEW = "Once upon a time there was a", 16
 
@@ -54,7 +55,7 @@ def main(words: Sequence[str]) -> int:
                 seconds[name].append(found)
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     report.publish({
-        **report.heading(env.collect(), ["python", "benchmarks/plain.py", *words]), "kind": "plain",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/plain.py", *words]), "kind": "plain",
         "model": Path(args.model).name, "stack": type(engine.stack).__name__, "dtype": args.dtype,
         "threads": torch.get_num_threads(), "idle": {"now": idle.watch(0.5)}, "seconds": seconds, "medians": medians,
         "shoal_over": {name: medians["shoal"] / other for name, other in medians.items()},

@@ -1,6 +1,6 @@
 """What it brings that rows share forwards without padding, on a real model: time of a load, shared and apart.
 
-    python benchmarks/prepacking.py --model FILE_OR_FOLDER --text wikitext2/test.txt [--rounds 9] [--json OUT]
+    python lab/benchmarks/prepacking.py --model FILE_OR_FOLDER --text wikitext2/test.txt [--rounds 9] [--json OUT]
 
 `step`: requests come one every few steps; pieces of their prompts share the forward of the rows that decode, or have
 one of their own before it. `padding` (only with --backend hf): prompts of different lengths are read side by side, or
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.bench import idle, report
 from shoal.cli import env
 from shoal.decode.batch import Batch
 from shoal.decode.row import Row
 from shoal.engine.engine import Engine
 from shoal.engine.request import Request
 from shoal.model.hf import HFStack
+from shoal_lab.bench import idle, report
 
 EVERY = 4
 """Steps between two arrivals."""
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
                             "prepacked": lambda: side_by_side(engine, prompts, prepacked=True)}
     found = {name: compare(both, args.rounds) for name, both in forms.items()}
     result = {
-        **report.heading(env.collect(), ["python", "benchmarks/prepacking.py", *words]), "kind": "prepacking",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/prepacking.py", *words]), "kind": "prepacking",
         "model": Path(engine.model_name).name, "backend": type(engine.stack).__name__,
         "prompts": [len(one) for one in prompts], "new_tokens": args.new_tokens, "every": EVERY,
         "idle": {"now": idle.watch(0.5)}, **found,

@@ -1,6 +1,6 @@
 """What a million generated tokens cost on paper: cost cards that were measured, times the price of an hour.
 
-    python benchmarks/price.py benchmarks/results/1b-batch.json --per-hour 0.10
+    python lab/benchmarks/price.py lab/reports/results/1b-batch.json --per-hour 0.10
 
 One replica is taken to be busy all the time with as many rows as the card was measured for, all in phase; prompts are
 read for every request anew. A fleet multiplies tokens and cost alike. What it leaves out raises the price: idle hours,
@@ -18,8 +18,8 @@ from typing import Any
 
 from shoal.depth.plan import DepthPlan
 from shoal.methods.d3 import D3
-from shoal.model.cost import CostCard
 from shoal.types import ModelInfo
+from shoal_lab.components.cost import CostCard
 
 
 @dataclass(frozen=True)

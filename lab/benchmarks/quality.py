@@ -1,7 +1,7 @@
-"""Measure everything that benchmarks/quality/README.md reports, on shoal-reference or any other model.
+"""Measure everything that lab/reports/quality/README.md reports, on shoal-reference or any other model.
 
-    python benchmarks/quality.py --data DIR
-    python benchmarks/quality.py --data DIR --quick --out quick
+    python lab/benchmarks/quality.py --data DIR
+    python lab/benchmarks/quality.py --data DIR --quick --out quick
 
 Calibrates the model, then runs `shoal eval` on every suite, two commands at a time with one thread each. What was
 measured is kept under --work, so an interrupted run goes on; results go to --out, pictures to --pictures. The commands
@@ -23,7 +23,7 @@ from pathlib import Path
 import quality_dial
 from quality_tables import between, merged, tables, times_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "models"
 FAST = ["--dtype", "bfloat16", "--batch", "16"]  # how the comparisons run
 EXACT = ["--dtype", "float32", "--batch", "64"]  # how the model is calibrated
@@ -48,7 +48,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="DIR", type=Path, required=True, help="holds gsm8k/, wikitext2/, novels/")
     parser.add_argument("--model", metavar="M", default="shoal-reference", help="folder, Hub id or name")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("benchmarks/quality"))
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("lab/reports/quality"))
     parser.add_argument("--work", metavar="DIR", type=Path, default=Path("build/quality"), help="outcomes of items")
     parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--jobs", metavar="N", type=int, default=2, help="commands at a time, one thread each")
@@ -117,7 +117,7 @@ def shoal(args: argparse.Namespace, words: list[str]) -> None:
 
 def publish(out: Path, pictures: Path) -> None:
     """Pictures of all results, the controls on one suite at all speed-ups together, and the tables of the page."""
-    from shoal.eval.plots import draw_layers, draw_positions, draw_report
+    from shoal_lab.eval.plots import draw_layers, draw_positions, draw_report
 
     pictures.mkdir(parents=True, exist_ok=True)
     for report in merged(out):
@@ -134,7 +134,7 @@ def publish(out: Path, pictures: Path) -> None:
         found["dial"] = quality_dial.table(dial, times_of(out))
     draw_layers(json.loads((out / "card.json").read_text("utf-8")), pictures / "layers.png")
     page = out / "README.md"
-    if out.resolve() == ROOT / "benchmarks" / "quality" and page.is_file():
+    if out.resolve() == ROOT / "lab" / "reports" / "quality" and page.is_file():
         page.write_text(between(page.read_text("utf-8"), found), encoding="utf-8")
     print(f"results are in {out}, pictures in {pictures}")
 

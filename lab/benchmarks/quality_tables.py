@@ -1,4 +1,4 @@
-"""Results of `shoal eval` as the Markdown tables of benchmarks/quality/README.md."""
+"""Results of `shoal eval` as the Markdown tables of lab/reports/quality/README.md."""
 
 from __future__ import annotations
 

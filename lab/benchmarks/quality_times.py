@@ -1,8 +1,8 @@
 """Time every method that the results of quality.py hold, one answer at a time, in turn. Run it on an idle machine.
 
-    python benchmarks/quality_times.py
+    python lab/benchmarks/quality_times.py
 
-Reads benchmarks/quality/*.json and writes times.json beside them; quality.py puts the figures into its tables. The
+Reads lab/reports/quality/*.json and writes times.json beside them; quality.py puts the figures into its tables. The
 model computes in the type that Shoal picks for the machine.
 """
 
@@ -21,16 +21,16 @@ from quality import publish
 from quality_tables import key_of
 from shoal import methods
 from shoal.cli import env
-from shoal.eval import suites
-from shoal.eval.decoders import Contender, Decoder, contender
-from shoal.eval.items import encode
-from shoal.eval.timing import alone
+from shoal_lab.eval import suites
+from shoal_lab.eval.decoders import Contender, Decoder, contender
+from shoal_lab.eval.items import encode
+from shoal_lab.eval.timing import alone
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="M", default="shoal-reference", help="folder, Hub id or name")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("benchmarks/quality"), help="of quality.py")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("lab/reports/quality"), help="of quality.py")
     parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--items", metavar="N", type=int, default=24, help="answers of each method")
     parser.add_argument("--threads", metavar="N", type=int, default=1, help="of torch")
@@ -45,7 +45,7 @@ def main() -> int:
     print(f"{len(who)} methods, {len(samples)} answers each", flush=True)
     timed = alone(Decoder(engine), samples, who, args.max_new_tokens)
     report = {
-        "command": ["python", "benchmarks/quality_times.py", *sys.argv[1:]],
+        "command": ["python", "lab/benchmarks/quality_times.py", *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%d"),
         "machine": env.collect(),
         "threads": args.threads,

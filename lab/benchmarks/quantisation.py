@@ -1,7 +1,7 @@
 """What quantised weights cost in quality: perplexity in bfloat16, int8 and int4 on the same text.
 
-    python benchmarks/quantisation.py --text FILE [--model M] [--windows 64] [--json OUT]
-    python benchmarks/quantisation.py --writer OTHER [--model M] [--windows 64] [--json OUT]
+    python lab/benchmarks/quantisation.py --text FILE [--model M] [--windows 64] [--json OUT]
+    python lab/benchmarks/quantisation.py --writer OTHER [--model M] [--windows 64] [--json OUT]
 
 A text is cut into windows of the model's context; every token but a window's first is judged. A line of a `.jsonl`
 file counts as one window: its "question", a newline and its "solution" (or "equations" and "answer"), which alone is
@@ -27,7 +27,7 @@ from tqdm import tqdm
 import shoal
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 KINDS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"))

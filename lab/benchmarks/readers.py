@@ -10,17 +10,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.bench import gguf_facts
-from shoal.bench.peers.hf import greedy
-from shoal.bench.peers.llama_cpp import LlamaCpp, library
-from shoal.bench.peers.requantise import FTYPES, requantise
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import Setting
-from shoal.engine.device import default_dtype
 from shoal.engine.engine import Engine
+from shoal.engine.loading.device import default_dtype
 from shoal.errors import unknown
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal_lab.bench import gguf_facts
+from shoal_lab.bench.peers.hf import greedy
+from shoal_lab.bench.peers.llama_cpp import LlamaCpp, library
+from shoal_lab.bench.peers.requantise import FTYPES, requantise
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import Setting
 
 REFERENCE = "reference"
 """transformers on the file's numbers, dequantised to float32."""

@@ -1,10 +1,10 @@
 """Measure real model files: speed, loading, fidelity, formats. Meant for an idle machine and about an hour.
 
-    python benchmarks/real.py --text ../shared/data/wikitext2/test.txt --work DIR [--minutes 60] [--dry-run]
+    python lab/benchmarks/real.py --text ../shared/data/wikitext2/test.txt --work DIR [--minutes 60] [--dry-run]
         [--models smollm2-135m,...] [--parts speed,together,startup,fidelity,quantised,formats] [--methods auto]
 
 The files are looked for in $SHOAL_MODELS, else in ~/.cache/shoal-models. Each part of each model is a command of its
-own, which is printed, bounded in time by its share of `--minutes`, and writes benchmarks/real/MODEL-PART.json; a
+own, which is printed, bounded in time by its share of `--minutes`, and writes lab/reports/real/MODEL-PART.json; a
 command that fails is reported at the end and stops nothing. Weights in other formats are kept below `--work`, and so is
 what fidelity has read: run again to go on there.
 """
@@ -19,8 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-OUT = Path("benchmarks") / "real"
+ROOT = Path(__file__).resolve().parents[2]
+OUT = Path("lab") / "reports" / "real"
 
 MODELS = {
     "smollm2-135m": ("SmolLM2-135M-Instruct.Q4_1.gguf", 1.0),
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
             print(shlex.join(command), flush=True)
             if not args.dry_run and subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
                 failed.append(f"{name} {part}")
-    print("failed: " + ", ".join(failed) if failed else "all done", "(then: python tools/bench_table.py)")
+    print("failed: " + ", ".join(failed) if failed else "all done", "(then: python lab/tools/bench_table.py)")
     return int(bool(failed))
 
 
@@ -98,7 +98,7 @@ def command_of(part: str, name: str, args: argparse.Namespace) -> list[str]:
         given = ["--dequantised", str(kept)] if (kept / "config.json").is_file() or args.dry_run else []
         return [*bench, "--quant", "none,int8,int4", "--dtype", "bfloat16", "--peer", "llama.cpp", "--text", text,
                 "--context", "64", "--new-tokens", "96", *given]
-    return [sys.executable, "benchmarks/fidelity.py", "--model", file, "--text", text, "--work", str(work),
+    return [sys.executable, "lab/benchmarks/fidelity.py", "--model", file, "--text", text, "--work", str(work),
             "--tokens", str(args.tokens), "--systems", ",".join(READERS[part]),
             "--minutes", f"{minutes / (1 + len(READERS[part])):.2f}", "--json", report]
 

@@ -1,6 +1,7 @@
 """Whether bound answers of a real model are valid: 20 questions to each of 50 schemas (`constraints/schemas.json`).
 
-    python benchmarks/schemas.py --model FILE --json OUT [--rows 16] [--most 1000] [--new-tokens 512] [--minutes 4.5]
+    python lab/benchmarks/schemas.py --model FILE --json OUT [--rows 16] [--most 1000] [--new-tokens 512]
+        [--minutes 4.5]
 
 Half of the answers are greedy, half are drawn with temperature 1; all go through the scheduler, so many at once. Each
 is read by `json` and judged by the `jsonschema` package, which knows nothing of the engine behind the constraint.
@@ -22,13 +23,14 @@ from typing import Any
 import jsonschema
 
 import shoal
-from shoal.bench import report
 from shoal.cli import env
 from shoal.engine.request import chat_ids
-from shoal.engine.request_handle import RequestHandle
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.request_handle import RequestHandle
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal_lab.bench import report
 
-SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "constraints" / "schemas.json").read_text("utf-8"))
+CONSTRAINTS = Path(__file__).parents[1] / "reports" / "constraints"
+SCHEMAS: dict[str, Any] = json.loads((CONSTRAINTS / "schemas.json").read_text("utf-8"))
 SUBJECTS = (
     "a lighthouse keeper", "the first railway", "a review of a pen", "rain in April", "a Python function",
     "the planet Mars", "a lost umbrella", "bread", "the city of Lisbon", "a chess game", "an old map", "two brothers",
@@ -59,7 +61,7 @@ def main(words: Sequence[str]) -> int:
     if len(found) < len(asked):
         print(f"{len(found)} of {len(asked)} answers; run the same command again for the rest", file=sys.stderr)
         return 0
-    heading = report.heading(env.collect(), ["python", "benchmarks/schemas.py", *words])
+    heading = report.heading(env.collect(), ["python", "lab/benchmarks/schemas.py", *words])
     report.publish({**heading, "kind": "schemas", "model": Path(args.model).name, **summary(found)}, args.json)
     return 0
 

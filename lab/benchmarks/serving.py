@@ -1,8 +1,8 @@
 """Measure everything that docs/serving.md reports of `shoal serve` under load.
 
-    python benchmarks/serving.py --minutes 25
-    python benchmarks/serving.py --only streams,card,depth --minutes 10
-    python benchmarks/serving.py --model smollm2-135m --quick --out quick --pictures quick
+    python lab/benchmarks/serving.py --minutes 25
+    python lab/benchmarks/serving.py --only streams,card,depth --minutes 10
+    python lab/benchmarks/serving.py --model smollm2-135m --quick --out quick --pictures quick
 
 Every stage but two is one `shoal bench-serve` command, which is printed and stands in its result:
 
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import serving_gain
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CARD_ROWS = (1, 8, 16)
 D3 = "d3:mean=0.6"
 
@@ -67,7 +67,7 @@ def main() -> int:
             return 1
         perform(name, every[name], share, args)
     if args.only is None or "gain" in args.only.split(","):
-        serving_gain.publish(args.out, args.pictures, ["benchmarks/serving.py", *sys.argv[1:]])
+        serving_gain.publish(args.out, args.pictures, ["lab/benchmarks/serving.py", *sys.argv[1:]])
     return 0
 
 
@@ -87,7 +87,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--requests", metavar="N", type=int, default=12, help="of a turn of arrivals")
     parser.add_argument("--quick", action="store_true", help="one short round of everything, to see that it runs: "
                         "for small models")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=ROOT / "benchmarks" / "serving")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=ROOT / "lab" / "reports" / "serving")
     parser.add_argument("--pictures", metavar="DIR", type=Path, default=ROOT / "docs" / "pictures")
     return parser
 
@@ -160,18 +160,18 @@ def shoal(words: list[str]) -> None:
 def measure_cards(args: argparse.Namespace) -> None:
     """Cost cards for some numbers of rows, from contexts as long as those of the load."""
     from shoal import catalog
-    from shoal.bench import report
-    from shoal.bench.subject import MeasuredModel
-    from shoal.bench.system import Setting
-    from shoal.calibrate.cost import measure
     from shoal.cli import env
-    from shoal.engine.device import as_dtype
+    from shoal.engine.loading.device import as_dtype
+    from shoal_lab.bench import report
+    from shoal_lab.bench.subject import MeasuredModel
+    from shoal_lab.bench.system import Setting
+    from shoal_lab.calibrate.cost import measure
 
     what = MeasuredModel(model=catalog.find(args.model)) if args.model else MeasuredModel(args.shape or "1b")
     engine = what.engine(as_dtype(args.dtype), "cpu", "auto", None)
     contexts, began = (args.words, 4 * args.words), time.perf_counter()
     cards = [measure(engine, rows=rows, contexts=contexts).to_dict() for rows in CARD_ROWS]
-    words = ["benchmarks/serving.py", *subject(args), "--dtype", args.dtype, "--words", str(args.words)]
+    words = ["lab/benchmarks/serving.py", *subject(args), "--dtype", args.dtype, "--words", str(args.words)]
     found = report.framed(
         {"seconds": time.perf_counter() - began, "cost_cards": [{"quant": None, **card} for card in cards]},
         what, Setting(args.dtype, threads=_threads()), machine=env.collect(), command=[*words, "--only", "card"],

@@ -12,11 +12,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.bench.load.loops import LoadPhase
-from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.trace import Trace
 from shoal.depth.plan import DepthPlan
-from shoal.model.cost import CostCard, attended
+from shoal_lab.bench.load.loops import LoadPhase
+from shoal_lab.bench.load.prompts import Prompts
+from shoal_lab.bench.load.trace import Trace
+from shoal_lab.components.cost import CostCard, attended
 
 CHUNK = 256
 """Prompt tokens of one forward, as `shoal serve` has it by default."""
@@ -128,7 +128,7 @@ class House:
 
 
 class _Run:
-    """One turn of a load; the steps are those of `shoal.engine.scheduler.Scheduler.turn`."""
+    """One turn of a load; the steps are those of `shoal.engine.scheduling.scheduler.Scheduler.turn`."""
 
     def __init__(self, house: House, turn: LoadPhase, prompts: Prompts) -> None:
         moments = list(turn.arrivals()) if turn.load.rate is not None else [0.0] * (turn.requests or 1)

@@ -11,18 +11,19 @@ from typing import Any
 
 from pages import current
 from serving_expect import Costs, House, in_phase
-from shoal.bench import report
-from shoal.bench.load.figures import speed
-from shoal.bench.load.loops import Load
-from shoal.bench.load.run import LoadConfig
-from shoal.bench.load.trace import Trace
-from shoal.bench.rounds import figure
-from shoal.cli import bench_serve, env
-from shoal.cli.parser import Parser, parse
+from shoal.cli import env
+from shoal.cli.options.parser import Parser, parse
 from shoal.depth.plan import DepthPlan
 from shoal.methods.d3 import D3
-from shoal.model.cost import CostCard
 from shoal.types import ModelInfo
+from shoal_lab.bench import report
+from shoal_lab.bench.load.figures import speed
+from shoal_lab.bench.load.loops import Load
+from shoal_lab.bench.load.run import LoadConfig
+from shoal_lab.bench.load.trace import Trace
+from shoal_lab.bench.rounds import figure
+from shoal_lab.cli import bench_serve
+from shoal_lab.components.cost import CostCard
 
 STREAMS, PEERS, KEPT = 3.0, 1.0, 0.8
 """Aims: speed of many streams over one, ours over a peer's, and the share of the predicted gain that is measured."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pages import current, markdown
-from shoal.bench.table import processor, spread
+from shoal_lab.bench.table import processor, spread
 
 _STAGES = {
     "streams": "Full depth, clients that ask again once answered",
@@ -22,7 +22,7 @@ _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
 
 
 def section(reports: Mapping[str, Mapping[str, Any]], picture: str) -> str:
-    """Markdown for the reports that `benchmarks/serving.py` has written; nothing where there are none.
+    """Markdown for the reports that `lab/benchmarks/serving.py` has written; nothing where there are none.
 
     Args:
         reports: by the name of their stage; `gain` is the summary.

@@ -1,6 +1,6 @@
 """What it costs a cache that a row joins, or leaves: rows come one by one, and go one by one in any order.
 
-    python benchmarks/slots.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--rows 64]
+    python lab/benchmarks/slots.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--rows 64]
         [--tokens 4000] [--first TOKENS] [--json OUT]
 
 The first row may have another number of tokens. What a row reads is stored apart: where memory is taken as it is
@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from shoal.bench import report
-from shoal.bench.shapes import config_of
 from shoal.cli import env
-from shoal.engine.device import as_dtype
-from shoal.model.kv import KVCache
+from shoal.engine.loading.device import as_dtype
+from shoal.model.kv.cache import KVCache
+from shoal_lab.bench import report
+from shoal_lab.bench.shapes import config_of
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, help="tokens of the first row")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    command = ["benchmarks/slots.py", *sys.argv[1:]]
+    command = ["lab/benchmarks/slots.py", *sys.argv[1:]]
     lengths = [args.first or args.tokens, *[args.tokens] * (args.rows - 1)]
     measured = measure(args.shape, args.dtype, args.layers, lengths)
     result = {**report.heading(env.collect(), command), **measured}

@@ -1,6 +1,6 @@
 """What less weight brings in time: models that `shoal prune` wrote, and methods that run less, beside the whole model.
 
-    python benchmarks/smaller.py --model M [--others SMALLER,M@int4,...] [--methods d3:mean=0.9,read_me:part=P]
+    python lab/benchmarks/smaller.py --model M [--others SMALLER,M@int4,...] [--methods d3:mean=0.9,read_me:part=P]
         [--dtype bfloat16] [--rounds 10] [--new-tokens 96] [--json OUT]
 
 Every round each of them writes as many tokens behind the same prompt, greedily, in turns. `speed` is the whole model's
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.bench import idle, report
-from shoal.bench.rounds import figure, in_order, ratio
 from shoal.cli import env
-from shoal.cli.eval_distance import quantised
-from shoal.cli.method_list import methods_from
+from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.methods.read_me import ReadME, Routed
-from shoal.model.cost import Traffic
+from shoal_lab.bench import idle, report
+from shoal_lab.bench.rounds import figure, in_order, ratio
+from shoal_lab.cli.eval_distance import quantised
+from shoal_lab.components.cost import Traffic
+from shoal_lab.methods.read_me import ReadME, Routed
 
 FULL = "full"
 PROMPT = "Write a long story about a lighthouse keeper and the sea.\n"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
               file=sys.stderr)
     engine = systems[FULL][0]
     report.publish({
-        **report.heading(env.collect(), ["python", "benchmarks/smaller.py", *argv]), "kind": "smaller",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/smaller.py", *argv]), "kind": "smaller",
         "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
         "new_tokens": args.new_tokens, "idle": {"before": before}, "rows": rows, "times": times,
     }, args.json)

@@ -1,6 +1,6 @@
 """Speed beside distance: what `smaller.py` timed and `shoal eval --measure distance` measured, joined by name.
 
-    python benchmarks/smaller_table.py --model NAME SPEED.json,... DISTANCE.json,... [--model ...] [--plot OUT.png]
+    python lab/benchmarks/smaller_table.py --model NAME SPEED.json,... DISTANCE.json,... [--model ...] [--plot OUT.png]
 
 Prints a Markdown table per model; the picture, which needs matplotlib, has a panel for each. Names that the first or
 the second has alone are left out, as are the full model's own.
@@ -64,7 +64,7 @@ def draw(models: Mapping[str, Rows], path: Path) -> None:
     """Divergence against measured speed: what loses less lies lower, what is faster further right."""
     from matplotlib.figure import Figure
 
-    from shoal.eval.plots import bare
+    from shoal_lab.eval.plots import bare
 
     figure = Figure(figsize=(4.6 * len(models), 4.2), layout="constrained")
     for axes, (model, rows) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):

@@ -1,6 +1,6 @@
 """How often k drafts hold the next words of a real text: superposed, drawn, and by beam search.
 
-    python benchmarks/superposed.py --model FILE --text FILE [--corpus FILE] [--prompts 320] [--k 3] [--json OUT]
+    python lab/benchmarks/superposed.py --model FILE --text FILE [--corpus FILE] [--prompts 320] [--k 3] [--json OUT]
 
 From a text come prompts of 48 tokens, evenly spread; a draft covers a place where its first n tokens are those that
 follow, n = 1 to 4. Superposed drafts are taken with n-grams of the prompt, of a corpus where one is given, and without;
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.bench import report
 from shoal.cli import env
-from shoal.eval.paired import accuracy_difference, wilson
+from shoal_lab.bench import report
+from shoal_lab.eval.paired import accuracy_difference, wilson
 
 PROMPT, LONGEST = 48, 4
 Drafts = list[tuple[int, ...]]
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
     ways = {name: way(engine, args.k) for name, way in ways_of(args.corpus).items()}
     found = {name: [draft(prompt) for prompt, _ in places] for name, draft in ways.items()}
     result = {
-        **report.heading(env.collect(), ["python", "benchmarks/superposed.py", *words]), "kind": "superposed",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/superposed.py", *words]), "kind": "superposed",
         "model": Path(engine.model_name).name, "text": args.text.name, "prompts": len(places), "k": args.k,
         "coverage": summary({name: covered(one, places) for name, one in found.items()}),
     }  # fmt: skip

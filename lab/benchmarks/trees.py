@@ -1,6 +1,6 @@
 """Trees of guesses on a real model: are their nodes bit-equal to the chains of their paths, and what does a tree cost?
 
-    python benchmarks/trees.py --model FILE --json OUT [--trees 100] [--rounds 40] [--forms none,kv_int8,kv_int4]
+    python lab/benchmarks/trees.py --model FILE --json OUT [--trees 100] [--rounds 40] [--forms none,kv_int8,kv_int4]
 
 For each form of the KV random trees of 2 to 64 nodes follow texts of 20 to 1,100 tokens; the logits of every node are
 compared with those at the end of its path, fed as a straight text. Then steps are timed in turn: a tree, a chain of as
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.bench import idle, report
 from shoal.cli import env
-from shoal.cli.method_list import methods_from
+from shoal.cli.options.method_list import methods_from
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.stack import SequenceChunk
+from shoal_lab.bench import idle, report
 
 TIMED = (8, 16, 24, 48)
 """Nodes of the trees that are timed."""
@@ -135,12 +135,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--dtype", help="of the KV that has no form of its own: float32 or bfloat16")
     args = parser.parse_args(words)
     engine = shoal.load(args.model, **({} if args.dtype is None else {"dtype": args.dtype}))
-    prose = (Path(__file__).parents[1] / "LICENSE").read_text("utf-8")
+    prose = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")
     ids = engine.tokenizer(prose)["input_ids"][:1200]
     forms = {form: compared(engine, form, ids, args.trees) for form in args.forms.split(",")}
     times = timed(Text(engine, "none", ids[:600]), args.rounds, engine.stack.vocab_size) if args.rounds else None
     report.publish({
-        **report.heading(env.collect(), ["python", "benchmarks/trees.py", *words]), "kind": "trees",
+        **report.heading(env.collect(), ["python", "lab/benchmarks/trees.py", *words]), "kind": "trees",
         "model": Path(args.model).name, "vectors": native.vector_set(), "threads": torch.get_num_threads(),
         "idle": idle.watch(0.5), "forms": forms, "milliseconds": times,
     }, args.json)

@@ -1,6 +1,7 @@
 """The kernels' sets of vectors beside each other on one processor: prompts, and rows that decode together.
 
-    python benchmarks/vectors.py --model MODEL --text TEXT [--quant int8] [--sets amx,avx512] [--rounds 6] [--json OUT]
+    python lab/benchmarks/vectors.py --model MODEL --text TEXT [--quant int8] [--sets amx,avx512] [--rounds 6]
+        [--json OUT]
 
 `amx/whole` among the sets reads all of the head where `amx` finds the likeliest token by bounds.
 
@@ -19,11 +20,11 @@ import time
 from pathlib import Path
 
 import shoal
-from shoal.bench import idle, report, rounds
 from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.model.packed import native
 from shoal.model.packed.native_stack import NativeStack
+from shoal_lab.bench import idle, report, rounds
 
 WORK = {"prompt of 64": (64, 1, 1), "prompt of 512": (512, 1, 1), "decode": (64, 1, 41), "decode 8 rows": (64, 8, 41),
         "decode 16 rows": (64, 16, 41)}
@@ -61,7 +62,7 @@ def main() -> None:
     busy = idle.others(before, idle.snapshot([process.pid for process in processes.values()]))
     for process in processes.values():
         process.kill()
-    heading = report.heading(machine, ["benchmarks/vectors.py", *sys.argv[1:]])
+    heading = report.heading(machine, ["lab/benchmarks/vectors.py", *sys.argv[1:]])
     work = {label: {"seconds": {vectors: rounds.figure(values) for vectors, values in found.items()},
                     "ratio": rounds.ratio(b / a for a, b in zip(found[sets[0]], found[sets[-1]], strict=True)),
                     "times": found} for label, found in times.items()}

@@ -1,6 +1,7 @@
 """Why depth schedules lose what they lose: KL by depth of a position, by depth of its context, and by sublayer.
 
-    python benchmarks/why.py --model FILE.gguf --data DIR --out DIR [--n 15] [--minutes 5] [--parts depth,context,...]
+    python lab/benchmarks/why.py --model FILE.gguf --data DIR --out DIR [--n 15] [--minutes 5]
+        [--parts depth,context,...]
 
 On the full model's own answers, with depths in the model's removal order:
 
@@ -28,20 +29,21 @@ from typing import Any
 
 import torch
 
-from shoal.bench import report
-from shoal.cli import common, env
+from shoal.cli import env
+from shoal.cli.options import common
 from shoal.depth.order import removal_order
-from shoal.eval import suites, why
-from shoal.eval.controls import ControlSetting, controls, schedule, setting
-from shoal.eval.decoders import Contender, contender
-from shoal.eval.distance import Distances, Subject, Told, subject
-from shoal.eval.distance_study import by_position, compared, figures, texts_of
-from shoal.eval.equal_depth import Lengths
-from shoal.eval.evaluate import BIN
-from shoal.eval.outcomes import Outcomes
-from shoal.eval.rising import RisingPlan
-from shoal.eval.study import engine_facts
 from shoal.methods import make
+from shoal_lab.bench import report
+from shoal_lab.eval import suites, why
+from shoal_lab.eval.controls import ControlSetting, controls, schedule, setting
+from shoal_lab.eval.decoders import Contender, contender
+from shoal_lab.eval.distance import Distances, Subject, Told, subject
+from shoal_lab.eval.distance_study import by_position, compared, figures, texts_of
+from shoal_lab.eval.equal_depth import Lengths
+from shoal_lab.eval.evaluate import BIN
+from shoal_lab.eval.outcomes import Outcomes
+from shoal_lab.eval.rising import RisingPlan
+from shoal_lab.eval.study import engine_facts
 
 PARTS = ("depth", "context", "orders", "sublayers", "schedule")
 OUTCOMES = Mapping[str, Mapping[str, Any]]
@@ -65,7 +67,7 @@ def main(words: Sequence[str]) -> int:
     asked = Asked(distances, texts, setting(engine, Lengths(tuple(len(text.answer) for text in texts)), 1.1,
                                             args.max_new_tokens), [float(x) for x in args.speedups.split(",")])
     found = {part: getattr(asked, part)() for part in args.parts.split(",")}
-    made = {**report.heading(env.collect(), ["python", "benchmarks/why.py", *words]), **engine_facts(engine),
+    made = {**report.heading(env.collect(), ["python", "lab/benchmarks/why.py", *words]), **engine_facts(engine),
             "order": list(asked.at.order), "bin": BIN, **found}
     (args.out / "why.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(shown(made)))

@@ -1,6 +1,6 @@
-"""Why schedules lose what they lose: the tables of benchmarks/evidence and docs/evidence.md from `why.py`'s reports.
+"""Why schedules lose what they lose: the tables of lab/reports/evidence and docs/evidence.md from `why.py`'s reports.
 
-benchmarks/evidence/MODEL-why.json is what `benchmarks/why.py` writes as why.json.
+lab/reports/evidence/MODEL-why.json is what `lab/benchmarks/why.py` writes as why.json.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.bench.speed.cells import Grid
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import About, Expected, NotMeasured, Run, Setting
-from shoal.bench.worker import Factory, Host
+from shoal_lab.bench.speed.cells import Grid
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting
+from shoal_lab.bench.worker import Factory, Host
 
 SUBJECT = MeasuredModel(shape="tiny")
 SETTING = Setting("float32", threads=1, card_seconds=0.01)

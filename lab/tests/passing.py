@@ -13,7 +13,7 @@ from families import VOCAB
 from oracle import decoder_layers
 from shoal import compat
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.eval.rising import RisingPlan
+from shoal_lab.eval.rising import RisingPlan
 
 PLANS = {
     "full": DepthPlan.full(6),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backends import reference
 from oracle import prefix_counts, prefix_oracle
-from shoal.train.part import TextBatch
+from shoal_lab.train.part import TextBatch
 
 
 def batch(family: str = "llama") -> TextBatch:

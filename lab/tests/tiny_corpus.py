@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from drive import prompt
-from shoal.train import corpus
-from shoal.train.corpus import Corpus, CorpusWish
+from shoal_lab.train import corpus
+from shoal_lab.train.corpus import Corpus, CorpusWish
 from trained_parts import target
 
 PROMPTS = [prompt(3 + number % 9, number) for number in range(28)]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shoal.decode.tree import TokenTree
-from shoal.train.eagle import EagleModule
-from shoal.train.part import TextBatch
+from shoal_lab.train.eagle import EagleModule
+from shoal_lab.train.part import TextBatch
 from trained_parts import states_of, target
 
 

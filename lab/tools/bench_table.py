@@ -1,17 +1,17 @@
-"""Write the tables of benchmark results into README.md, benchmarks/README.md, and pages of docs.
+"""Write the tables of benchmark results into README.md, lab/benchmarks/README.md, and pages of docs.
 
-    python tools/bench_table.py            writes them
-    python tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
+    python lab/tools/bench_table.py            writes them
+    python lab/tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
 
-The source are the reports in the order of their names: on real model files those that benchmarks/real.py wrote into
-benchmarks/real, on random weights those that `shoal bench --json` wrote into benchmarks/results, `shoal bench-drafts
---json` into benchmarks/drafts, what benchmarks/serving.py wrote into benchmarks/serving, and what a forerunner of
-bench-drafts wrote about `auto` into benchmarks/auto. The README and docs/performance.md show the files in
-benchmarks/real/avx512, and docs/performance.md those in benchmarks/real/amx as well. The tables go between the
+The source are the reports in the order of their names: on real model files those that lab/benchmarks/real.py wrote into
+lab/reports/real, on random weights those that `shoal bench --json` wrote into lab/reports/results, `shoal bench-drafts
+--json` into lab/reports/drafts, what lab/benchmarks/serving.py wrote into lab/reports/serving, and what a forerunner of
+bench-drafts wrote about `auto` into lab/reports/auto. The README and docs/performance.md show the files in
+lab/reports/real/avx512, and docs/performance.md those in lab/reports/real/amx as well. The tables go between the
 lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
-`<!-- auto:end -->`, and that of benchmarks/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. docs/parts.md
-shows what `shoal bench-drafts` wrote of trained layers into benchmarks/parts, and between `<!-- cards:begin -->` and
-`<!-- cards:end -->` the cards of parts, those that ship or lie in hub and those in benchmarks/parts.
+`<!-- auto:end -->`, and that of lab/reports/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. docs/parts.md
+shows what `shoal bench-drafts` wrote of trained layers into lab/reports/parts, and between `<!-- cards:begin -->` and
+`<!-- cards:end -->` the cards of parts, those that ship or lie in hub and those in lab/reports/parts.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.drafts import summary
-from shoal.bench.drafts.suite import PLAIN
-from shoal.bench.speed import table as speeds
-from shoal.bench.table import intervals, processor
+from shoal_lab.bench.drafts import summary
+from shoal_lab.bench.drafts.suite import PLAIN
+from shoal_lab.bench.speed import table as speeds
+from shoal_lab.bench.table import intervals, processor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "lab" / "benchmarks"))
 import real_page as real  # noqa: E402 - beside the reports
 import serving_page as load  # noqa: E402
 from pages import current, markdown  # noqa: E402
 
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
 _NOTHING = """
-No real model has been measured for this table yet. Shapes with random weights have: [benchmarks](benchmarks/README.md).
+No real model has been measured for this table yet. Shapes with random weights have:
+[benchmarks](lab/benchmarks/README.md).
 """
 
 
@@ -53,13 +54,13 @@ def main(words: list[str]) -> int:
     return int(bool(stale) and "--check" in words)
 
 
-def documents(results: Path = ROOT / "benchmarks" / "results") -> dict[Path, str]:
+def documents(results: Path = ROOT / "lab" / "reports" / "results") -> dict[Path, str]:
     """Every document that is written here, with its text."""
     files, shapes = _reports(results.parent / "real"), _reports(results)
     overview = real.overview([report for _, report in files])
     wide = real.glance([report for _, report in _reports(results.parent / "real" / "avx512")])
     found = {ROOT / "README.md": wide or _NOTHING, ROOT / "docs" / "performance.md": wide}
-    found[ROOT / "benchmarks" / "README.md"] = "\n".join([
+    found[ROOT / "lab" / "benchmarks" / "README.md"] = "\n".join([
         "\n## Results on real models", overview, *(long(*one) for one in files),
         "\n## Results on random weights in the shape of a model\n", *(long(*one) for one in shapes),
     ])
@@ -188,7 +189,7 @@ def _auto(one: dict[str, Any] | None) -> str:
 
 def cards() -> str:
     """A line per part, by its card, beside what the paper of EAGLE reports: those that are there, then those tried."""
-    places = ("src/shoal/parts/*/part.json", "hub/*/part.json", "benchmarks/parts/*-card.json")
+    places = ("src/shoal/parts/*/part.json", "hub/*/part.json", "lab/reports/parts/*-card.json")
     lines = [_card(path) for place in places for path in sorted(ROOT.glob(place))]
     lines.append(["`eagle`", "7B models, as its paper reports it (arXiv 2401.15077)", "", "3.9, with trees",
                   "70 thousand conversations", "", ""])

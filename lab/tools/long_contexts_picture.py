@@ -1,8 +1,8 @@
 """Draw what docs/long_contexts.md begins with: what is lost against how fast steps are. Needs matplotlib.
 
-    python tools/long_contexts_picture.py docs/pictures/long-contexts.png
+    python lab/tools/long_contexts_picture.py docs/pictures/long-contexts.png
 
-Reads reports of `shoal eval` and of `benchmarks/long_steps.py` in `benchmarks/long`, joined by method.
+Reads reports of `shoal eval` and of `lab/benchmarks/long_steps.py` in `lab/reports/long`, joined by method.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from shoal.eval.plots import bare
+from shoal_lab.eval.plots import bare
 
-REPORTS = Path(__file__).resolve().parents[1] / "benchmarks" / "long"
+REPORTS = Path(__file__).resolve().parents[2] / "lab" / "reports" / "long"
 PANELS = {
     "Qwen 0.5B, 32k": ("qwen2.5-coder-0.5b-laws-32k", "qwen2.5-coder-0.5b-steps-32k", 32256),
     "Qwen 1.5B, 8k": ("qwen2.5-coder-1.5b-laws-8k", "qwen2.5-coder-1.5b-steps", 8192),

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.calibrate.divergence import Text
-from shoal.calibrate.layer_card import Effort, measure_card
-from shoal.calibrate.own_texts import answered, asked
-from shoal.calibrate.skips import SublayerCosts, search_skips
 from shoal.cli.env import cpu_name
+from shoal.engine.cards.divergence import Text
+from shoal.engine.cards.own_texts import answered, asked
+from shoal.engine.cards.quick import Effort, measure_card
 from shoal.engine.engine import Engine
-from shoal.eval import suites
+from shoal_lab.calibrate.skips import SublayerCosts, search_skips
+from shoal_lab.eval import suites
 
 
 def main() -> None:

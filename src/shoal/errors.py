@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
+
+LAB_INSTALL = "pip install shoal-lab"
 
 
 class Unsupported(ValueError):
@@ -39,12 +42,13 @@ class Closed(RuntimeError):
 
 
 @contextmanager
-def needs(extra: str, what: str) -> Iterator[None]:
+def needs(extra: str, what: str, package: str = "shoal") -> Iterator[None]:
     """Around imports of what an extra installs.
 
     Args:
         extra: its name.
         what: what was asked for, for the error.
+        package: whose extra it is.
 
     Raises:
         Unsupported: something is not installed; names the extra.
@@ -53,15 +57,20 @@ def needs(extra: str, what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         why = f"{error.name or error} is not installed"
-        raise Unsupported(what, why, f"Install the extra: pip install 'shoal[{extra}]'") from error
+        raise Unsupported(what, why, f"Install the extra: pip install '{package}[{extra}]'") from error
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that nobody knows: it names the nearest known one and lists them all."""
+def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ValueError:
+    """The error for an unknown name: it names the nearest known one and lists them all; `hint` ends it."""
     choices = sorted(known)
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), choices, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(choices) or 'none'}")
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {kind} {name!r}.{meant} Known: {', '.join(choices) or 'none'}{hint}")
+
+
+def lab_hint(what: str) -> str:
+    """The end of an error where shoal-lab, which brings more of `what`, is not installed."""
+    return "" if find_spec("shoal_lab") else f". More {what} come with shoal-lab: {LAB_INSTALL}"
 
 
 def check_text(value: Any, what: str) -> None:

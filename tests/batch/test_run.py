@@ -17,8 +17,8 @@ from serving import MODEL, serving
 from shoal.batch.lines import Line
 from shoal.batch.run import BatchRunner
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Interrupted
 from tool_tokenizer import speaking
 

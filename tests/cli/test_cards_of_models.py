@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.calibrate import layer_card
 from shoal.cli import main
-from shoal.engine import cards
+from shoal.engine.cards import places as cards
+from shoal.engine.cards import quick as layer_card
 from word_problems import write
 
 TOKENS = ["--max-new-tokens", "12", "--dtype", "float32"]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from shoal import methods
-from shoal.cli import chat, common, config, main
+from shoal.cli import chat, main
 from shoal.cli import plan as plan_command
-from shoal.cli.entry import COMMANDS
-from shoal.train.prompts import from_file
+from shoal.cli.entry import COMMANDS, LAB
+from shoal.cli.options import common, config
+from shoal_lab.train.prompts import from_file
 
 OPTIONS = ("--model", "--port", "--method", "--stop", "--quiet", "--trust-remote-code")
 
@@ -29,7 +30,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 
 
 def words(*typed: str, command: str = "serve") -> list[str]:
-    return config.words(command, COMMANDS, OPTIONS, typed)
+    return config.words(command, {*COMMANDS, *LAB}, OPTIONS, typed)
 
 
 def test_nothing_is_said_without_files() -> None:

@@ -6,29 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from extras import absent, command, project
+from extras import absent, command
 
-HEALING = ["train", "heal", "--out", "{out}", "--under", "d3:mean=0.8"]
 SERVING = ["serve", "--model", "{model}"]
 MISSING: dict[str, tuple[list[str], str]] = {
-    "bench": (["bench"], "a benchmark: psutil is not installed. Install the extra: pip install 'shoal[bench]'"),
-    "bench-serve": (["bench-serve", "--model", "{model}"], "a benchmark: psutil is not installed."),
     "completion": (["completion", "bash"], "shtab is not installed. Install the extra: pip install 'shoal[comp"),
-    "heal": ([*HEALING, "--model", "{model}"], "healing: peft is not installed."),
     "plan": (["plan", "--layers", "4", "--plot", "{out}"], "--plot: matplotlib is not installed."),
     "serve": (SERVING, " is not installed. Install the extra: pip install 'shoal[serve]'"),
 }
 WRONG: dict[str, tuple[list[str], str]] = {
-    "bench": (["bench", "--quant", "foo"], "--quant holds 'foo'"),
-    "bench, its plan": (["bench", "--rounds", "0"], "--rounds is 0"),
-    "bench-drafts": (["bench-drafts", "--methods", "d5"], "unknown method 'd5'"),
-    "bench-serve": (["bench-serve", "--concurrency", "x"], "--concurrency is 'x'"),
-    "heal": ([*HEALING[:-1], "d5"], "unknown method 'd5'"),
-    "heal, a number": ([*HEALING, "--rank", "0"], "--rank is 0"),
     "serve": ([*SERVING, "--methods", "d5"], "unknown method 'd5'"),
     "serve, a number": ([*SERVING, "--max-n", "0"], "max_n is 0|--max-n is 0"),
     "serve, a size": ([*SERVING, "--memory", "1XB"], "memory is '1XB'"),
-    "eval": (["eval", "--suite", "known", "--n", "0", "--plot", "{out}"], "--n is 0"),
 }
 
 
@@ -59,15 +48,9 @@ def test_a_wrong_option_comes_before_a_missing_package(case: str, tiny_folder: s
 CORE: dict[str, list[str]] = {
     "batch": ["batch", "{out}/lines.jsonl", "{out}/answers.jsonl", "--max-new-tokens", "3"],
     "correctness": ["correctness", "--max-new-tokens", "3"],
-    "distances": ["eval", "--suite", "known", "--n", "2", "--measure", "distance", "--max-new-tokens", "3", "--method",
-                  "early_exit"],
-    "eagle": ["train", "eagle", "--prompts", "{out}/asked.txt", "--tokens", "200", "--max-new-tokens", "12", "--epochs",
-              "1", "--batch", "256", "--vocabulary", "50", "--out", "{out}/eagle"],
     "env": ["env"],
-    "eval": ["eval", "--suite", "known", "--n", "2", "--loss-n", "2", "--max-new-tokens", "3"],
     "generate": ["generate", "ab", "--max-new-tokens", "3"],
     "methods": ["methods"],
-    "prune": ["prune", "depth", "--layers", "1", "--out", "{out}/smaller"],
 }
 
 
@@ -75,27 +58,27 @@ CORE: dict[str, list[str]] = {
 @pytest.mark.parametrize("case", CORE)
 def test_what_needs_no_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").write_text('{"prompt": "ab"}\n')
-    (tmp_path / "asked.txt").write_text("".join(f"the {word} and the moon\n" for word in ("sun", "sea", "hill") * 8))
     words = [word.format(out=tmp_path) for word in CORE[case]]
     done = command((), *words, *([] if case == "env" else ["--model", tiny_folder]))
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_healing_needs_its_extra_alone(tiny_folder: str, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    (tmp_path / "asked.txt").write_text("".join(f"the {word} and the moon\n" for word in ("sun", "sea", "hill") * 8))
-    words = [*filled(HEALING, tiny_folder, tmp_path), "--model", tiny_folder, "--prompts", str(tmp_path / "asked.txt")]
-    less = ["--tokens", "200", "--max-new-tokens", "12", "--epochs", "1", "--batch", "64"]
-    done = command(("train",), *words, *less)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(("words", "said"), [
+    (["eval", "--suite", "known"], "eval is a command of shoal-lab, which is not installed: pip install shoal-lab"),
+    (["lab", "train"], "train is a command of shoal-lab"),
+    (["generate", "--method", "medusa", "ab"], "More methods come with shoal-lab: pip install shoal-lab"),
+])
+def test_what_the_lab_brings_is_named_where_it_is_absent(words: list[str], said: str) -> None:
+    done = command((), *words)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
 
 
-def test_measuring_holds_what_the_servers_need_that_it_starts() -> None:
-    assert set(project()["serve"]) < set(project()["bench"])
+def test_the_lab_s_overview_says_how_to_install_it() -> None:
+    done = command((), "lab")
+    assert done.returncode == 2 and "pip install shoal-lab" in done.stdout
 
 
 def test_what_is_hidden() -> None:
-    assert {"psutil", "httpx", "fastapi", "matplotlib", "pytest"} <= set(absent())
+    assert {"psutil", "httpx", "fastapi", "matplotlib", "pytest", "shoal_lab"} <= set(absent())
     assert not {"torch", "numpy", "tokenizers", "safetensors", "shoal"} & set(absent())
-    assert "psutil" not in absent("bench")
+    assert "fastapi" not in absent("serve")

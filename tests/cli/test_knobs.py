@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from shoal.cli import common, knobs
 from shoal.cli.entry import COMMANDS
-from shoal.cli.parser import Parser, parse
+from shoal.cli.options import common, knobs
+from shoal.cli.options.parser import Parser, parse
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods import make

@@ -13,7 +13,9 @@ from huggingface_hub import scan_cache_dir
 from gguf_models import write_model
 from shoal import catalog
 from shoal.cli import main
-from shoal.engine import cards, inventory, memory
+from shoal.engine.cards import inventory
+from shoal.engine.cards import places as cards
+from shoal.engine.memory import available as memory
 
 
 @pytest.fixture(autouse=True)

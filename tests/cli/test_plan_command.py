@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.cli import main
 from shoal.cli import plan as command
 from shoal.depth.plan import DepthPlan
-from shoal.engine import footprint, memory_limit
+from shoal.engine.memory import footprint, memory_limit
 from shoal.methods.d3 import D3
 from shoal.types import ModelInfo
 

@@ -36,14 +36,6 @@ def test_help_lists_every_command():
     assert all(f"  {name} " in done.stdout for name in COMMANDS)
 
 
-def test_bench_without_its_extra_says_what_to_install():
-    code = "import sys; sys.modules['psutil'] = None; from shoal.cli import main; sys.exit(main(['bench']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == ("shoal bench: error: a benchmark: psutil is not installed. "
-                           "Install the extra: pip install 'shoal[bench]'\n")
-
-
 def test_version():
     assert shoal_process("--version").stdout == f"shoal {shoal.__version__}\n"
 

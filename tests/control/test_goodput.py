@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.control import goodput
-from shoal.control.acceptance import Acceptance, expected_tokens
-from shoal.control.goodput import Goodput, best_lengths
-from shoal.control.latency import LinearLatency
-from shoal.decode.accept import Outcome
+from shoal.decode.rules.accept import Outcome
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
+from shoal.speculative.cost import goodput
+from shoal.speculative.cost.acceptance import Acceptance, expected_tokens
+from shoal.speculative.cost.goodput import Goodput, best_lengths
+from shoal.speculative.cost.latency import LinearLatency
 
 
 def line(fixed: float, slope: float) -> LinearLatency:

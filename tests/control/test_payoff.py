@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.control.payoff import MARGIN, ForwardTimes, HelperRecord, Payoff, best_lengths
+from shoal.speculative.cost.payoff import MARGIN, ForwardTimes, HelperRecord, Payoff, best_lengths
 
 
 def measured(slope: float, jump: float = 0.0, rows: int = 1) -> ForwardTimes:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from shoal.control.width import LogLaw, Width, best_width
-from shoal.decode.accept import Outcome
+from shoal.decode.rules.accept import Outcome
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
+from shoal.speculative.cost.width import LogLaw, Width, best_width
 
 
 def test_planted_coefficients_come_back() -> None:

@@ -18,27 +18,27 @@ from masks import Bound, Ruled, by_hand, turns
 from method_matrix import MATRIX
 from searches import Given, Script, Steps
 from shoal.decode import sampling
+from shoal.decode.branches.search import Branch
 from shoal.decode.recipe import Recipe
-from shoal.decode.rejection import Rejection
 from shoal.decode.row import Row
-from shoal.decode.search import Branch
+from shoal.decode.rules.rejection import Rejection
 from shoal.depth.plan import DepthPlan
-from shoal.draft import model as module
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.methods.jacobi import Jacobi
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.rsd import RSD
-from shoal.methods.trimr import TrimR
-from shoal.methods.vocabtrim import VocabTrim
+from shoal.speculative import model as module
 from shoal.types import Result
+from shoal_lab.methods.jacobi import Jacobi
+from shoal_lab.methods.rsd import RSD
+from shoal_lab.methods.trimr import TrimR
+from shoal_lab.methods.vocabtrim import VocabTrim
 from test_matrix import NEW, PROMPTS, SAMPLINGS, alone, decode, engine_of, tiny_of
 from turns import by_turns
 

@@ -17,10 +17,9 @@ from drive import SHORT, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from planted import Planted
-from shoal.calibrate.channels import BLOCK, rank_channels
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
@@ -28,10 +27,11 @@ from shoal.methods.double_sparsity import DoubleSparsity, Ranking
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.model.choice import Labels, TopColumns
+from shoal.model.kv.choice import Labels, TopColumns
 from shoal.model.packed import native
 from shoal.model.packed.native_stack import NativeStack
 from shoal.types import ModelInfo
+from shoal_lab.calibrate.channels import BLOCK, rank_channels
 
 NEW, LAYERS, K = 24, 6, 6
 PROMPTS = [*SHORT, prompt(37, 3)]

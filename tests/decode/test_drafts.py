@@ -13,9 +13,9 @@ from drive import Run, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from planted import Planted
 from shoal.decode.recipe import Recipe
-from shoal.decode.stop import StopRules
+from shoal.decode.text.stop import StopRules
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.types import Sampling
 from toy_tokenizers import metaspace

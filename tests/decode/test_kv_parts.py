@@ -20,7 +20,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.request import chat_ids
 from shoal.methods._stored import Int8
 from shoal.methods.base import Method
@@ -29,10 +29,10 @@ from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.model.kv_layer import KVLayer
-from shoal.model.rewind import earliest
+from shoal.model.kv.layer import KVLayer
 from shoal.model.stack import QueryHook, SequenceChunk
 from shoal.types import ModelInfo
+from shoal_lab.components.rewind import earliest
 
 NEW, LAYERS = 24, 6
 PROMPTS = [*SHORT, prompt(37, 3)]

@@ -14,9 +14,9 @@ from families import tiny
 from oracle import decoder_layers
 from shoal.decode import loop
 from shoal.decode.recipe import Recipe
-from shoal.decode.stop import StopRules
+from shoal.decode.text.stop import StopRules
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.types import Sampling
 
 PROMPTS = [prompt(4, 1), prompt(9, 2), prompt(1, 3), prompt(17, 4)]

@@ -16,14 +16,14 @@ from families import tiny
 from method_matrix import MATRIX
 from shoal.decode.prefixes import Prefixes, _common
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
-from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model.kv import KVCache
-from shoal.model.kv_copy import RowCopy, copy_in, copy_out
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.copy import RowCopy, copy_in, copy_out
+from shoal_lab.methods.layerskip import LayerSkip
 from test_matrix import engine_of
 
 METHODS: dict[str, Any] = {

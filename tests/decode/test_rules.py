@@ -23,13 +23,13 @@ from exactness import (
     random_model,
     walked,
 )
-from shoal.decode.accept import Match
-from shoal.decode.lenient import Lenient
 from shoal.decode.recipe import Rule
-from shoal.decode.rejection import Rejection
-from shoal.decode.transfer import Transfer
+from shoal.decode.rules.accept import Match
+from shoal.decode.rules.lenient import Lenient
+from shoal.decode.rules.rejection import Rejection
+from shoal.decode.rules.typical import Typical
 from shoal.decode.tree import TokenTree
-from shoal.decode.typical import Typical
+from shoal_lab.components.transfer import Transfer
 
 EXACT = 1e-12
 SHAPES = [(), (1,), (1, 1), (2,), (3,), (5,), (2, 2), (3, 1), (1, 3), (2, 1)]

@@ -16,14 +16,14 @@ from chat_tokenizer import chat_tokenizer
 from drive import SHORT, Run, decode, make_run, prompt
 from searches import Script, Steps
 from shoal.decode.batch import Batch
+from shoal.decode.branches.search import Branch, branch_seed
 from shoal.decode.recipe import Recipe
-from shoal.decode.search import Branch, branch_seed
-from shoal.decode.stop import StopRules, StopState
+from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods._stored import Int8, StoredFrom
 from shoal.methods.prompt_lookup import NGrams, PromptLookup
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.types import Sampling
 

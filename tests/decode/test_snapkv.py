@@ -16,7 +16,7 @@ from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods import make
 from shoal.methods.d3 import D3
@@ -25,9 +25,9 @@ from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.model.kv_layer import GIVEN_BACK, KVLayer
-from shoal.model.rewind import earliest
+from shoal.model.kv.layer import GIVEN_BACK, KVLayer
 from shoal.types import ModelInfo
+from shoal_lab.components.rewind import earliest
 
 NEW, LAYERS = 24, 6
 PROMPTS = [*SHORT, prompt(37, 3), prompt(70, 4)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria
 
-from shoal.decode.stop import Piece, StopRules, StopState
+from shoal.decode.text.stop import Piece, StopRules, StopState
 from shoal.errors import Unsupported
 from toy_tokenizers import tokenizer, whole
 from turns import by_turns

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.decode.text import Detokenizer
+from shoal.decode.text.pieces import Detokenizer
 from toy_tokenizers import NAMES, tokenizer, whole
 
 TEXTS = [

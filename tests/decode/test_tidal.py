@@ -23,8 +23,8 @@ from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
-from shoal.model.choice import ALL, CHOOSES, CHOSEN, Ranking, TopColumns
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.choice import ALL, CHOOSES, CHOSEN, Ranking, TopColumns
 from shoal.model.packed import native
 from shoal.types import ModelInfo
 

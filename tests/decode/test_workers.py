@@ -15,22 +15,22 @@ from torch import Tensor
 from drive import decode, make_run, prompt, stack_of
 from families import HIDDEN, tiny
 from planted import Planted
-from shoal.control.goodput import Goodput
-from shoal.control.payoff import Payoff
-from shoal.control.width import Width
-from shoal.decode.accept import Match, Outcome
 from shoal.decode.batch import Batch
-from shoal.decode.lenient import Lenient
 from shoal.decode.recipe import Recipe
-from shoal.decode.rejection import Rejection
 from shoal.decode.row import Row
+from shoal.decode.rules.accept import Match, Outcome
+from shoal.decode.rules.lenient import Lenient
+from shoal.decode.rules.rejection import Rejection
+from shoal.decode.rules.typical import Typical
 from shoal.decode.tree import TokenTree
-from shoal.decode.typical import Typical
 from shoal.decode.worker import DraftLengthPolicy, StepReport, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.methods.auto import Cautious
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import HiddenStateHook, SequenceChunk
+from shoal.speculative.cost.goodput import Goodput
+from shoal.speculative.cost.payoff import Payoff
+from shoal.speculative.cost.width import Width
 
 FULL = DepthPlan.full(6)
 IDS = [prompt(11, 1), prompt(5, 2), prompt(8, 3)]

@@ -148,7 +148,7 @@ def test_an_explicit_order_must_be_a_permutation_of_the_flex_layers(layers: tupl
 
 @pytest.mark.parametrize("name", BY_SCORE)
 def test_missing_scores_name_the_way_to_measure_them(name: str) -> None:
-    with pytest.raises(Unsupported, match=rf"{name}.*shoal\.calibrate\.measure_layers\(engine, texts\)"):
+    with pytest.raises(Unsupported, match=rf"{name}.*shoal\.quick_card\(engine\)"):
         removal_order(name, 8, 2, 2)
     with pytest.raises(Unsupported):
         removal_order("auto", 8, 2, 2, recommended=name)

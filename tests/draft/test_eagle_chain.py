@@ -12,10 +12,10 @@ from backends import NATIVE
 from drive import Run, decode, prompt
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.draft import eagle as drafting
-from shoal.draft import part_file
-from shoal.draft.eagle import EagleProposer
-from shoal.draft.shape import Branching
+from shoal.speculative import eagle as drafting
+from shoal.speculative import part_file
+from shoal.speculative.eagle import EagleProposer
+from shoal.speculative.shape import Branching
 from shoal.types import Sampling
 from train_twin import agrees
 from trained_parts import IDS, eagle, target, written

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.draft.follow import LONGEST, Chances, Follower
+from shoal.speculative.follow import LONGEST, Chances, Follower
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 

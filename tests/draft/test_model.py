@@ -16,17 +16,17 @@ import torch
 from drafts import draft_of, noisy
 from drive import prompt
 from families import fingerprint, tiny
-from shoal.decode.rejection import Rejection
+from shoal.decode.rules.rejection import Rejection
 from shoal.decode.tree import TokenTree
-from shoal.draft.shape import Branching, Leaf
 from shoal.engine.engine import Engine, Stream
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.methods.rsd import RSD, Beam, truncated_gumbel
 from shoal.model.stack import SequenceChunk
+from shoal.speculative.shape import Branching, Leaf
+from shoal_lab.methods.rsd import RSD, Beam, truncated_gumbel
 from toy_tokenizers import byte_level, metaspace
 
 NEW = 24

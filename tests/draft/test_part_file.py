@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from chat_tokenizer import chat_tokenizer
 from drive import prompt
-from shoal.draft import part_file
-from shoal.draft.part_file import CARD, TENSORS, vocabulary
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.methods.eagle import Eagle
-from shoal.methods.medusa import Medusa
-from shoal.train.export import Weights, export
+from shoal.speculative import part_file
+from shoal.speculative.part_file import CARD, TENSORS, vocabulary
+from shoal_lab.methods.medusa import Medusa
+from shoal_lab.train.export import Weights, export
 from trained_parts import eagle, part_for, target
 
 

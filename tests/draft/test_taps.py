@@ -8,10 +8,10 @@ import torch
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
-from shoal.decode.stop import StopRules, StopState
+from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
-from shoal.draft.taps import Taps
 from shoal.model.stack import SequenceChunk
+from shoal.speculative.taps import Taps
 
 PLAN = DepthPlan.full(2)
 

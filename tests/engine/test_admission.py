@@ -12,10 +12,10 @@ import pytest
 
 from drive import prompt
 from families import tiny
-from shoal.engine.admission import ContinuousBatching, GangBatching, Policy, policy
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.admission import ContinuousBatching, GangBatching, Policy, policy
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.d3 import D3
 
 STEEP = D3(alpha=0.9, core=1, horizon=16)

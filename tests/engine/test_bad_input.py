@@ -17,7 +17,7 @@ from chat_tokenizer import chat_tokenizer
 from drive import prompt
 from families import fingerprint, tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit

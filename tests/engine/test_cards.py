@@ -13,9 +13,9 @@ import torch
 
 import shoal
 from families import tiny
-from shoal.engine import cards
-from shoal.engine.card import FILE, Card, read_card
-from shoal.engine.load import engine_for
+from shoal.engine.cards import places as cards
+from shoal.engine.cards.card import FILE, Card, read_card
+from shoal.engine.loading.load import engine_for
 
 SCORES = [5.0, 1.0, 4.0, 2.0, 3.0, 6.0]
 

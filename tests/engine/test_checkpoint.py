@@ -17,7 +17,7 @@ from drive import prompt
 from families import tiny
 from gguf_file import write_gguf
 from oracle import hf_greedy
-from shoal.engine.checkpoint import Checkpoint
+from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.model.hf import HFStack
 from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits

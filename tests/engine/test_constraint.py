@@ -17,10 +17,10 @@ from chat_tokenizer import chat_tokenizer
 from families import tiny
 from shared_models import load_tokenizer
 from shoal import Grammar, JsonSchema, Regex
-from shoal.engine.constraint import Compiler, Mask
+from shoal.engine.constraints.constraint import Compiler, Mask
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.full import Full
@@ -296,7 +296,7 @@ def test_models_that_cannot_have_one_say_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_constraints_asked_for_last_are_kept_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.engine import constraint
+    from shoal.engine.constraints import constraint
 
     compiler = Compiler(tokenizer("byte_level"), 300, frozenset({2}))
     monkeypatch.setattr(constraint, "_KEPT", 2)

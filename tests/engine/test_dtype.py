@@ -17,7 +17,7 @@ from oracle import hf_greedy
 from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.d3 import D3
 
 NEW = 14

@@ -18,8 +18,8 @@ from drive import prompt
 from families import tiny
 from gguf_models import tiny_model, write_model
 from gguf_words import byte_level
-from shoal.engine.ends import eos_ids
-from shoal.engine.load import engine_for
+from shoal.engine.loading.ends import eos_ids
+from shoal.engine.loading.load import engine_for
 
 IDS = prompt(9, 2)
 BACKENDS = ("auto", "packed", "hf")

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import shoal
 from gguf_models import QUANTISED, write_model
 from shared_models import FIXTURES
-from shoal.engine import fingerprint
-from shoal.engine.fingerprint import of_model, spread_places
+from shoal.engine.cards import fingerprint
+from shoal.engine.cards.fingerprint import of_model, spread_places
 from shoal.model.gguf.file import GgufFile
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}

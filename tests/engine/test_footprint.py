@@ -13,19 +13,19 @@ from backends import BACKENDS, HF, NATIVE, TORCH, Backend
 from drive import prompt
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.footprint import Footprint, footprint
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
+from shoal.engine.memory.footprint import Footprint, footprint
 from shoal.engine.request import Request
 from shoal.heap import resident
 from shoal.methods import make
 from shoal.methods.double_sparsity import DoubleSparsity
-from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.tidal import Tidal
 from shoal.model.hf import HFStack
-from shoal.model.kv_form import GROWTH
+from shoal.model.kv.form import GROWTH
 from shoal.model.packed.native import NativeBatch
 from shoal.model.packed.native.choices import ChoicesAtWork
+from shoal_lab.methods.layerskip import LayerSkip
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=3)
 

@@ -17,8 +17,8 @@ from chat_tokenizer import chat_tokenizer
 from documents import ROOT
 from gguf_models import tiny_model, write_model
 from gguf_words import byte_level
-from shoal.engine import gguf_checkpoint
-from shoal.engine.checkpoint import Checkpoint
+from shoal.engine.loading import gguf_checkpoint
+from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.errors import Unsupported
 from shoal.model.hf import HFStack
 from shoal.model.packed import shape
@@ -110,7 +110,7 @@ def test_what_transformers_needs_to_read_it_is_named(
     with pytest.raises(Unsupported, match=words):
         shoal.load(tmp_path / "tiny.gguf")
     page = (ROOT / "pyproject.toml").read_text("utf-8")
-    for extra in ("bench", "gguf"):
+    for extra in ("gguf",):
         (brought,) = re.findall(rf"^{extra} = \[(.*?)\]$", page, re.M | re.S)
         assert set(lacking) <= set(re.findall(r'"([a-z-]+)', brought))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.engine.constraint import Constraint, JsonSchema
-from shoal.engine.json_formats import KNOWN, known_formats
+from shoal.engine.constraints.constraint import Constraint, JsonSchema
+from shoal.engine.constraints.json_formats import KNOWN, known_formats
 from tool_tokenizer import speaking
 
 UNKNOWN = {"type": "string", "format": "card-number"}

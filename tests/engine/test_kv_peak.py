@@ -15,27 +15,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shoal.engine.engine as engine_module
-import shoal.engine.kv_peak as kv_peak
-import shoal.model.kv_memory as kv_memory
+import shoal.engine.memory.kv_peak as kv_peak
+import shoal.model.kv.memory as kv_memory
 from backends import BACKENDS, NATIVE, Backend, on_backends
 from drive import make_run, prompt
 from shoal.engine.engine import Engine
-from shoal.engine.kv_peak import KVPeak, peak_of
+from shoal.engine.memory.kv_peak import KVPeak, peak_of
+from shoal.engine.memory.shorter import guesses
 from shoal.engine.request import Request
-from shoal.engine.shorter import guesses
 from shoal.methods import make
-from shoal.methods.centroid_kv import CentroidKV
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
-from shoal.methods.layerskip import LayerSkip
-from shoal.methods.mustafar import Mustafar
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
+from shoal_lab.methods.centroid_kv import CentroidKV
+from shoal_lab.methods.layerskip import LayerSkip
+from shoal_lab.methods.mustafar import Mustafar
 
 STREAM = StreamingLLM(window=9, sinks=2, every=4)
 DROPPING: list[Any] = [D3(alpha=0.8, core=2), [D3(alpha=0.7, core=2), KVInt8()]]

@@ -18,7 +18,7 @@ from families import tiny
 from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.types import Result, Sampling
 from turns import by_turns
 

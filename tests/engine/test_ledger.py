@@ -15,14 +15,14 @@ from oracle import LayerCalls, decoder_layers, layer_calls
 from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods._drafting import DraftingMethod
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
-from shoal.methods.del_ import DEL
 from shoal.methods.early_exit import EarlyExit
-from shoal.methods.layerskip import LayerSkip
-from shoal.methods.skipdecode import SkipDecode
+from shoal_lab.methods.del_ import DEL
+from shoal_lab.methods.layerskip import LayerSkip
+from shoal_lab.methods.skipdecode import SkipDecode
 
 IDS, NEW = prompt(9, 1), 16
 METHODS = {

@@ -11,7 +11,7 @@ import torch
 import shoal
 from gguf_models import write_model
 from real_models import real_model
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.model.packed import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")

@@ -14,21 +14,21 @@ from shoal.decode.batch import Batch
 from shoal.decode.recipe import Loop, Recipe
 from shoal.decode.row import Row
 from shoal.depth.plan import DepthPlan
-from shoal.engine.admission import GangBatching
-from shoal.engine.request_handle import RequestHandle
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.admission import GangBatching
+from shoal.engine.scheduling.request_handle import RequestHandle
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
-from shoal.methods.jacobi import Jacobi
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model import kv_memory
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import ENDLESS
-from shoal.model.kv_room import KVRoom
+from shoal.model.kv import memory as kv_memory
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import ENDLESS
+from shoal.model.kv.room import KVRoom
 from shoal.types import ModelInfo
+from shoal_lab.methods.jacobi import Jacobi
 from test_matrix import engine_of
 
 NEW = 10

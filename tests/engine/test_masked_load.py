@@ -16,9 +16,9 @@ from families import VOCAB, tiny
 from masked import DREAM, LLADA, MASK, dream_forward, dream_weights, llada_forward, llada_weights, write
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.masked import LladaSource
 from shoal.model.packed import native
 from shoal.model.packed.build import build

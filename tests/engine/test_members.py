@@ -14,9 +14,9 @@ import pytest
 from chat_tokenizer import MARKS_FIRST, chat_tokenizer
 from families import tiny
 from shoal import PythonMembers
-from shoal.engine import jedi_process, members
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.constraints import jedi_process, members
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.prompt_lookup import PromptLookup

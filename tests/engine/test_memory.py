@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import shoal.model.kv_layer as kv_layer
-import shoal.model.kv_memory as kv_memory
+import shoal.model.kv.layer as kv_layer
+import shoal.model.kv.memory as kv_memory
 from drive import decode, make_run, prompt
 from families import HEADS, HIDDEN, WINDOW, tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.d3 import D3
 
 FULL = DepthPlan.full(6)

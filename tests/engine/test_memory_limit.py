@@ -12,24 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-import shoal.engine.footprint as footprints
-import shoal.engine.memory_limit as limits
+import shoal.engine.memory.footprint as footprints
+import shoal.engine.memory.memory_limit as limits
 from backends import NATIVE
 from drive import prompt
 from method_matrix import MATRIX
 from shoal.engine.engine import Engine
-from shoal.engine.footprint import Footprint, footprint
-from shoal.engine.memory_limit import SPARE, MemoryLimit
+from shoal.engine.memory.footprint import Footprint, footprint
+from shoal.engine.memory.memory_limit import SPARE, MemoryLimit
+from shoal.engine.memory.shorter import shorter
+from shoal.engine.memory.sizes import parse, shown
+from shoal.engine.memory.weight_files import weights_on_disk
 from shoal.engine.request import Request
-from shoal.engine.scheduler import Scheduler
-from shoal.engine.shorter import shorter
-from shoal.engine.sizes import parse, shown
-from shoal.engine.weight_files import weights_on_disk
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.methods import make
 from shoal.methods.base import Method
-from shoal.methods.swift import Swift
 from shoal.model.packed.native.structs import ROOM_BESIDE
+from shoal_lab.methods.swift import Swift
 
 PROCESS = 50 << 20
 IDS = [prompt(40, 1), prompt(60, 2), prompt(50, 3)]

@@ -7,9 +7,9 @@ import pytest
 from chat_tokenizer import chat_tokenizer
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.request import chat_ids
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.scheduler import Scheduler
 
 TALK = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"},
         {"role": "user", "content": "four"}]

@@ -18,11 +18,11 @@ from chat_tokenizer import MARKS_FIRST, chat_tokenizer
 from families import tiny
 from shared_models import load_tokenizer
 from shoal import Monitor, PythonMembers, Regex
-from shoal.engine import monitor
+from shoal.engine.constraints import monitor
+from shoal.engine.constraints.monitor import MarkedTokens, Watched
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.monitor import MarkedTokens, Watched
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.prompt_lookup import PromptLookup

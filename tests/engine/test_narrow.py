@@ -18,10 +18,10 @@ from families import tiny
 from gguf_models import tiny_model, write_model
 from oracle import decoder_layers
 from shoal import NarrowMLPs
-from shoal.engine import write_checkpoint
-from shoal.engine.transformed import Transformed
+from shoal.engine.loading.transformed import Transformed
 from shoal.errors import Unsupported
 from shoal.model.parity import chunked_logits
+from shoal_lab.prune import write_checkpoint
 
 IDS = prompt(12, 3)
 FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "glm4")

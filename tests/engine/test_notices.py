@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from families import tiny
-from shoal.engine.card import Card
+from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.base import Method
 from shoal.methods.d3_spec import D3Spec
-from shoal.methods.del_ import DEL
-from shoal.methods.draft_and_verify import DraftAndVerify
-from shoal.methods.layerskip import LayerSkip
-from shoal.methods.swift import Swift
+from shoal_lab.methods.del_ import DEL
+from shoal_lab.methods.draft_and_verify import DraftAndVerify
+from shoal_lab.methods.layerskip import LayerSkip
+from shoal_lab.methods.swift import Swift
 from test_matrix import SCORES
 
 SELF_DRAFTING = (D3Spec(), LayerSkip(), Swift(), DraftAndVerify(), DEL())

@@ -13,7 +13,7 @@ import shoal
 from chat_tokenizer import chat_tokenizer
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 
 LONE = "a\ud800b"
 

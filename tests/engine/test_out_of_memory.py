@@ -16,11 +16,11 @@ from chat_tokenizer import SPECIALS, chat_tokenizer
 from drive import prompt
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.memory import exhausted
+from shoal.engine.memory.available import exhausted
 from shoal.errors import OutOfMemory
 from shoal.methods.d3 import D3
-from shoal.model import kv_layer
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv import layer as kv_layer
+from shoal.model.kv.layer import KVLayer
 from shoal.model.packed import build as build_module
 
 CPU_MESSAGE = (

@@ -13,11 +13,11 @@ from oracle import hf_greedy
 from shared_models import BABY, REFERENCE, STORIES, load_model, load_tokenizer
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.shortgpt import ShortGPT
-from shoal.methods.skipdecode import SkipDecode
+from shoal_lab.methods.skipdecode import SkipDecode
 
 NEW = 10
 PROMPTS = [prompt(3, 1), prompt(WINDOW, 2), prompt(WINDOW + 5, 3)]

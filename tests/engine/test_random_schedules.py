@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from families import VOCAB, tiny
 from method_matrix import MATRIX
 from schedules import Action, Job, actions, follow
-from shoal.engine.admission import ContinuousBatching, GangBatching, Policy
-from shoal.engine.card import Card
+from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine, Stream
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.admission import ContinuousBatching, GangBatching, Policy
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full

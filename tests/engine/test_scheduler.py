@@ -22,19 +22,19 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
-from shoal.engine.admission import ContinuousBatching, GangBatching, policy
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.admission import ContinuousBatching, GangBatching, policy
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull, Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
-from shoal.methods.jacobi import Jacobi
-from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model import kv_memory
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv import memory as kv_memory
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
+from shoal_lab.methods.jacobi import Jacobi
+from shoal_lab.methods.layerskip import LayerSkip
 
 SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "150"))
 JOBS: list[Job] = [

@@ -15,12 +15,12 @@ from drive import oracle_logits, prompt
 from families import VOCAB, tiny
 from searches import Given, Script, Steps
 from shoal.decode import sampling
+from shoal.decode.branches.search import Branch, branch_seed
 from shoal.decode.recipe import Recipe
-from shoal.decode.search import Branch, branch_seed
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.types import Sampling
 
 SCHEDULES = int(os.environ.get("SHOAL_SEARCH_SCHEDULES", "10000"))

@@ -10,13 +10,13 @@ import pytest
 from drive import prompt
 from families import tiny
 from searches import Given, Script, Steps
+from shoal.decode.branches.search import Branch
 from shoal.decode.recipe import Recipe
-from shoal.decode.search import Branch
 from shoal.depth.plan import DepthPlan
-from shoal.engine.admission import policy
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.admission import policy
+from shoal.engine.scheduling.scheduler import Scheduler
 
 IDS = prompt(9, 2)
 

@@ -14,7 +14,7 @@ from drive import Seen, gap
 from families import fingerprint, tiny
 from oracle import decoder_layers
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.session import Session
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3

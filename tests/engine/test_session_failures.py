@@ -18,12 +18,12 @@ from chat_tokenizer import SPECIALS, chat_tokenizer
 from drive import Seen, gap
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.session import Session
 from shoal.methods.d3 import D3
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.hf import HFStack
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.layer import KVLayer
 from turns import by_turns
 
 WORDS = chat_tokenizer()

@@ -13,7 +13,7 @@ import torch
 import shoal
 import two_processes
 from families import tiny
-from shoal.engine import ranks
+from shoal.engine.loading import ranks
 from shoal.errors import Unsupported
 from two_processes import CALLS, answers, held, torchrun
 

@@ -16,11 +16,11 @@ from drive import prompt
 from families import fingerprint, tiny
 from oracle import decoder_layers
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.layer import KVLayer
 
 NEW = 14
 CALLS: list[tuple[Any, dict[str, Any]]] = [

@@ -21,17 +21,17 @@ from gguf_models import write_model
 from oracle import decoder_layers
 from shoal import DropLayers
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.engine import write_checkpoint
-from shoal.engine.checkpoint import Checkpoint
 from shoal.engine.engine import Engine
-from shoal.engine.transformed import Transformed
+from shoal.engine.loading.checkpoint import Checkpoint
+from shoal.engine.loading.transformed import Transformed
 from shoal.errors import Unsupported
 from shoal.model.hf import HFStack
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed.source import FileSource
 from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits
 from shoal.model.stack import SequenceChunk
+from shoal_lab.prune import write_checkpoint
 
 IDS = prompt(12, 3)
 GONE = (1, 2)

@@ -21,7 +21,6 @@ from families import FAMILIES, RELATIVES, tiny
 from gguf_models import ARCHITECTURES, tiny_model, write_model
 from gguf_words import byte_level
 from packed_variants import VARIANTS
-from shoal.draft.part_file import CARD, TENSORS, TOKENS
 from shoal.errors import Unsupported
 from shoal.model.modules import expected
 from shoal.model.packed.names import tensors
@@ -29,6 +28,7 @@ from shoal.model.packed.shape import FAMILIES as PACKED
 from shoal.model.packed.shape import shape_of
 from shoal.model.transform import DropLayers
 from shoal.model.whole import check_quantised
+from shoal.speculative.part_file import CARD, TENSORS, TOKENS
 from trained_parts import MAKERS, part_for, target
 
 IDS = prompt(9, 2)

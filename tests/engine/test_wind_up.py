@@ -14,10 +14,10 @@ import torch
 from families import tiny
 from serving import MODEL, serving
 from shoal import JsonSchema, Regex
-from shoal.engine.constraint import Mask
+from shoal.engine.constraints.constraint import Mask
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from tool_tokenizer import ASK, speaking
@@ -68,7 +68,7 @@ def mask(wanted: Any, limit: int | None, name: str = "byte_level") -> Mask:
 
 @functools.cache
 def compiler(name: str, size: int, eos: frozenset[int]) -> Any:
-    from shoal.engine.constraint import Compiler
+    from shoal.engine.constraints.constraint import Compiler
 
     return Compiler(tokenizer(name), size, eos)
 

@@ -13,9 +13,9 @@ import pytest
 from drive import prompt
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
-from shoal.engine.worker import WorkerThread
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.worker import WorkerThread
 from shoal.errors import Interrupted
 
 LENGTH = 40

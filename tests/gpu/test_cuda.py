@@ -14,12 +14,12 @@ from drive import SHORT, prompt
 from families import tiny
 from method_matrix import MATRIX
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.engine.card import Card
+from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.base import Method
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed.build import build
 from shoal.model.packed.cuda.form import ForwardForm
 from shoal.model.packed.cuda.graphs import OFTEN

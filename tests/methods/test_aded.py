@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.decode.tree import TokenTree
-from shoal.draft.corpus import tokens_of
 from shoal.methods.aded import (
     ADED,
     CAP,
@@ -25,6 +24,7 @@ from shoal.methods.aded import (
     search,
     trigrams_of,
 )
+from shoal.speculative.corpus import tokens_of
 from toy_tokenizers import byte_level
 
 VOCABULARY = 4

@@ -16,15 +16,15 @@ from chat_tokenizer import chat_tokenizer
 from drafts import draft_of
 from families import VOCAB, tiny
 from scripted import Scripted
-from shoal.control import payoff
-from shoal.draft import part_file
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.auto import Auto
 from shoal.methods.eagle import Eagle
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
+from shoal.speculative import part_file
+from shoal.speculative.cost import payoff
 from shoal.types import ModelInfo, Result
 from trained_parts import ECHOED, part_for
 

@@ -15,25 +15,25 @@ from drafts import draft_of
 from drive import SHORT, prompt
 from families import tiny
 from schedules import Action, Job, actions, follow
-from shoal.decode.search import branch_seed
-from shoal.engine.admission import policy
+from shoal.decode.branches.search import branch_seed
 from shoal.engine.engine import Engine, Stream
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.admission import policy
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
-from shoal.methods.del_ import DEL
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.kv_int8 import KVInt8
-from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.types import Result
+from shoal_lab.methods.del_ import DEL
+from shoal_lab.methods.layerskip import LayerSkip
 from test_matrix import engine_of
 from turns import by_turns
 

@@ -18,10 +18,10 @@ from shoal import methods
 from shoal.cli.methods import NOMINAL
 from shoal.decode.recipe import PARTS, Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.engine.card import Card
+from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.recipes import Recipes
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.recipes import Recipes
 from shoal.methods import make
 from shoal.methods._combined import FAMILIES, QUESTIONS, Combined, family_of
 from shoal.methods._drafting import DraftingMethod
@@ -33,10 +33,10 @@ from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
-from shoal.methods.skipdecode import SkipDecode
 from shoal.types import ModelInfo
+from shoal_lab.methods.rsd import RSD
+from shoal_lab.methods.skipdecode import SkipDecode
 
 SHALLOW = D3(alpha=0.9, core=2)
 PROMPTS = [[5, 17, 80, 3, 41, 5, 17, 80], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]

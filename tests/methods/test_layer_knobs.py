@@ -11,21 +11,21 @@ from shoal.methods._knobs import field_docs
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
-from shoal.methods.del_ import DEL
 from shoal.methods.double_sparsity import DoubleSparsity
-from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.early_exit import EarlyExit
-from shoal.methods.first import First
 from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
-from shoal.methods.layerskip import LayerSkip
-from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
-from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.types import ModelInfo
+from shoal_lab.methods.del_ import DEL
+from shoal_lab.methods.draft_and_verify import DraftAndVerify
+from shoal_lab.methods.first import First
+from shoal_lab.methods.layerskip import LayerSkip
+from shoal_lab.methods.mirror_sd import MirrorSD
+from shoal_lab.methods.skipdecode import SkipDecode
 from trained_parts import part_for
 
 SIX = ModelInfo(6, scores={"influence": (0.1, 0.5, 0.2, 0.3, 0.4, 0.6)}, can_split=True)

@@ -15,7 +15,7 @@ from shoal.methods._limits import UNDECLARED, Most, beyond, limits_of
 from shoal.methods.base import WRAPPED, Method
 from shoal.methods.prompt_lookup import Index
 from shoal.serve import policy
-from shoal.serve.errors import ApiError
+from shoal.serve.http.errors import ApiError
 from shoal.serve.settings import Settings
 
 ALL = Settings(methods=frozenset(methods.names()))

@@ -13,9 +13,9 @@ from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.full import Full
 from shoal.methods.shortgpt import ShortGPT
-from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.types import ModelInfo
+from shoal_lab.methods.skipdecode import SkipDecode
 
 
 def info(num_layers: int = 32, max_new_tokens: int = 64, **others: object) -> ModelInfo:

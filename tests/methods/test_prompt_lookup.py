@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.draft.follow import continuation
 from shoal.methods.prompt_lookup import Index, PromptLookup
+from shoal.speculative.follow import continuation
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -17,35 +18,35 @@ import shoal.methods
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods import base, get, make, names
-from shoal.methods.adablock import AdaBlock
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
-from shoal.methods.deer import DEER
-from shoal.methods.del_ import DEL
-from shoal.methods.diffusion import Diffusion
-from shoal.methods.diffusion_grammar import DiffusionGrammar
-from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
-from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.full import Full
-from shoal.methods.layerskip import LayerSkip
-from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.prophet import Prophet
-from shoal.methods.rapid import Rapid
-from shoal.methods.rsd import RSD
 from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
-from shoal.methods.skipdecode import SkipDecode
-from shoal.methods.swift import Swift
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
-from shoal.methods.vocabtrim import VocabTrim
 from shoal.types import ModelInfo
+from shoal_lab.methods.adablock import AdaBlock
+from shoal_lab.methods.deer import DEER
+from shoal_lab.methods.del_ import DEL
+from shoal_lab.methods.diffusion import Diffusion
+from shoal_lab.methods.diffusion_grammar import DiffusionGrammar
+from shoal_lab.methods.draft_and_verify import DraftAndVerify
+from shoal_lab.methods.fast_dllm import FastDLLM
+from shoal_lab.methods.layerskip import LayerSkip
+from shoal_lab.methods.mirror_sd import MirrorSD
+from shoal_lab.methods.prophet import Prophet
+from shoal_lab.methods.rapid import Rapid
+from shoal_lab.methods.rsd import RSD
+from shoal_lab.methods.skipdecode import SkipDecode
+from shoal_lab.methods.swift import Swift
+from shoal_lab.methods.vocabtrim import VocabTrim
 
 SHIPPED = {
     "full": Full,
@@ -131,11 +132,14 @@ class FakeEntry:
 
 
 @pytest.fixture
-def from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def entry_points(*, group: str) -> list[FakeEntry]:
         return [FakeEntry()] if group == "shoal.methods" else []
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    shoal.methods._entries.cache_clear()
+    yield
+    shoal.methods._entries.cache_clear()
 
 
 def test_the_names_are_the_files_and_lead_to_the_classes() -> None:

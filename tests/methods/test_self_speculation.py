@@ -19,23 +19,23 @@ from oracle import decoder_layers, layer_calls, sublayers
 from self_speculation import METHODS, Watched, watched
 from shared_models import STORIES, load_model
 from shoal.decode.recipe import Recipe
-from shoal.decode.stop import StopRules
+from shoal.decode.text.stop import StopRules
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import _DRAFT
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
-from shoal.methods.del_ import DEL
-from shoal.methods.draft_and_verify import DraftAndVerify
 from shoal.methods.full import Full
-from shoal.methods.layerskip import LayerSkip
-from shoal.methods.swift import Swift
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed.build import build
 from shoal.model.packed.source import ModelSource
 from shoal.model.stack import Stack
 from shoal.types import ModelInfo, Sampling
+from shoal_lab.methods.del_ import DEL
+from shoal_lab.methods.draft_and_verify import DraftAndVerify
+from shoal_lab.methods.layerskip import LayerSkip
+from shoal_lab.methods.swift import Swift
 from toy_tokenizers import metaspace
 
 NEW = 28
@@ -168,7 +168,7 @@ def test_the_cache_is_that_of_a_plain_run(backend: Backend, name: str, method: s
 @pytest.mark.parametrize("backend", ["hf", "packed"])
 def test_there_is_no_second_cache(backend: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted over every cache that exists: what the plain loop allocates, and room for a block beside it."""
-    monkeypatch.setattr("shoal.model.kv_memory.PAGED", False)  # room is counted, not what is written to it
+    monkeypatch.setattr("shoal.model.kv.memory.PAGED", False)  # room is counted, not what is written to it
     engine, caches, made = engine_for(mild("llama", torch.float32), backend=backend), WeakSet(), KVCache.__init__
 
     def init(self: KVCache, *args: Any, **options: Any) -> None:

@@ -11,17 +11,17 @@ from backends import HF, Backend, on_backends
 from drive import decode, prompt
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.draft import part_file
-from shoal.draft.eagle import EagleProposer
-from shoal.draft.shape import Branching, Likeliest, TreeShape
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.eagle import Eagle
-from shoal.methods.medusa import Medusa
-from shoal.methods.ppd import PPD
+from shoal.speculative import part_file
+from shoal.speculative.eagle import EagleProposer
+from shoal.speculative.shape import Branching, Likeliest, TreeShape
 from shoal.types import Sampling
+from shoal_lab.methods.medusa import Medusa
+from shoal_lab.methods.ppd import PPD
 from train_twin import agrees
 from trained_parts import ECHOED, eagle, part_for, target
 from turns import by_turns

@@ -20,19 +20,19 @@ from chat_tokenizer import chat_tokenizer
 from drive import SHORT
 from families import tiny
 from serving import MODEL, serving, tiny_engine
-from shoal.cli.method_list import methods_from
-from shoal.decode import examples
-from shoal.decode.examples import Example, Execution, program
-from shoal.decode.verifier import Attempt, Endpoint, ask
-from shoal.engine import ranks
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.cli.options.method_list import methods_from
+from shoal.decode.branches import examples
+from shoal.decode.branches.examples import Example, Execution, program
+from shoal.decode.branches.verifier import Attempt, Endpoint, ask
+from shoal.engine.loading import ranks
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods import make
-from shoal.methods.a_star import AStar
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.types import ModelInfo
+from shoal_lab.methods.a_star import AStar
 from test_matrix import engine_of
 
 WORDS = chat_tokenizer()

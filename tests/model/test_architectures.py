@@ -18,11 +18,11 @@ from families import fingerprint, tiny
 from oracle import hf_greedy
 from shoal import compat
 from shoal.depth.plan import DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.model.hf import HFStack
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.parity import check_parity, settle_layout
 from shoal.model.stack import SequenceChunk, Stack
 

@@ -17,7 +17,7 @@ from drive import gap, oracle_logits, prompt
 from families import VOCAB
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 PROMPT, NEW = 7, 14

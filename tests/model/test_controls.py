@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 import shoal.model.hf as hf
-import shoal.model.kv_layer as kv_layer
+import shoal.model.kv.layer as kv_layer
 import shoal.model.masks as masks
 from drive import decode, gap, make_run, oracle_logits, prompt, stack_of
 from families import fingerprint, tiny
 from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import RowView
 from shoal.model.stack import SequenceChunk
 

@@ -16,7 +16,7 @@ from gguf_models import write_model
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.head import Head
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 IDS = [96, 3, 50, 4, 0]

@@ -13,8 +13,8 @@ from backends import Backend, on_backends, reference
 from drive import gap, prompt, stack_of
 from families import tiny
 from shoal.depth.plan import DepthPlan
-from shoal.engine.load import engine_for
-from shoal.model.kv import KVCache
+from shoal.engine.loading.load import engine_for
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 

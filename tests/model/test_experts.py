@@ -15,7 +15,7 @@ from families import tiny
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.experts import ExpertChoice, ExpertMLPs
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.native_stack import NativeStack

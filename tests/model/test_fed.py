@@ -17,7 +17,7 @@ from drive import gap, prompt
 from families import VOCAB, tiny
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.cuda.form import fit_of
 from shoal.model.stack import SequenceChunk, Stack

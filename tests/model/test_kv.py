@@ -11,7 +11,7 @@ import torch
 from drive import prompt, stack_of
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 WINDOW = 6

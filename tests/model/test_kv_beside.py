@@ -13,9 +13,9 @@ from backends import NATIVE, Backend, each_backend
 from drive import prompt
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.methods._stored import Int8, StoredFrom
-from shoal.model.kv import KVCache
-from shoal.model.kv_form import column_bytes
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.form import column_bytes
+from shoal.model.kv.layer import KVLayer
 from shoal.model.stack import SequenceChunk
 
 SIZES = (2, 8, 8)

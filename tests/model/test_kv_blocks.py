@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from shoal.model.kv_blocks import from_bytes, from_nibbles, to_bytes, to_nibbles
+from shoal.model.kv.blocks import from_bytes, from_nibbles, to_bytes, to_nibbles
 
 DTYPES = (torch.float32, torch.bfloat16)
 DIMS = (8, 32, 64, 80)

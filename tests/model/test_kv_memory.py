@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import shoal.model.kv_memory as kv_memory
-from shoal.engine.memory import exhausted
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer
+import shoal.model.kv.memory as kv_memory
+from shoal.engine.memory.available import exhausted
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
 
 paged = pytest.mark.skipif(sys.platform != "linux", reason="memory is taken whole elsewhere")
 

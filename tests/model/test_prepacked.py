@@ -12,7 +12,7 @@ from drive import prompt
 from families import FAMILIES, _build, tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.hf import HFStack
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.parity import settle_layout
 from shoal.model.stack import SequenceChunk
 

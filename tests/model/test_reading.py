@@ -13,7 +13,7 @@ from attention_oracle import Reading, reading_model
 from backends import Backend, each_backend, reference
 from drive import gap, oracle_logits, prompt
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import QueryHook, SequenceChunk
 
 PLAN = DepthPlan.full(6)

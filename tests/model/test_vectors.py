@@ -12,7 +12,7 @@ from backends import NATIVE, Backend, on_backends, packed
 from drive import gap, prompt
 from families import tiny
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import SequenceChunk, Stack

@@ -100,6 +100,17 @@ def test_one_that_has_begun_takes_the_first_question(helpers: Helpers) -> None:
     assert helpers.ask(["say", 1]) == [1, process.pid]
 
 
+def test_a_slow_start_counts_for_nothing(helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside much other work imports take longer than an answer may, and each new process would be ended too soon."""
+    helpers._words[2] = f"import time; time.sleep(1); {helpers._words[2]}"
+    monkeypatch.setattr("shoal.sandbox.helper._PATIENCE", 0.5)
+    assert helpers.ask(["say", 1])[0] == 1
+    monkeypatch.setattr("shoal.sandbox.helper._START_SECONDS", 0.3)
+    helpers.end()
+    with pytest.raises(NoAnswer, match="does not start"):
+        helpers.ask(["say", 1])
+
+
 def test_without_a_process_there_is_no_answer(helpers: Helpers) -> None:
     helpers._words[0] = "/nowhere/python"
     helpers.begin()

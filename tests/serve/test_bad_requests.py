@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from serving import MODEL, Running, serving, tiny_engine, wait
-from shoal.engine import memory_limit
-from shoal.engine.memory_limit import SPARE, MemoryLimit
-from shoal.serve import fields
-from shoal.serve.responses import RESPONSES
+from shoal.engine.memory import memory_limit
+from shoal.engine.memory.memory_limit import SPARE, MemoryLimit
+from shoal.serve.protocol import fields
+from shoal.serve.protocol.responses import RESPONSES
 
 PLAIN = {"model": MODEL, "prompt": "Some words", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}

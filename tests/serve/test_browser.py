@@ -14,7 +14,7 @@ from browser import browser, resize
 from chat_tokenizer import SPECIALS
 from families import tiny
 from serving import MODEL, Running, serving, tiny_engine, wait
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 
 pytestmark = pytest.mark.browser
 MARKUP = (

@@ -15,8 +15,8 @@ from browser import browser, resize
 from chat_tokenizer import chat_tokenizer
 from masked import masked_model
 from serving import MODEL, Running, serving, tiny_engine, wait
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 
 HUB = Path(__file__).resolve().parents[2] / "hub" / "shoal-canvas"
 PROMPT = "shuffle : ann bob cid dee ="

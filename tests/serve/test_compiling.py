@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from serving import MODEL, Running, serving
-from shoal.engine import constraint
-from shoal.engine.constraint import Compiler
+from shoal.engine.constraints import constraint
+from shoal.engine.constraints.constraint import Compiler
 from shoal.sandbox.helper import Helpers
 from tool_tokenizer import ASK, speaking
 
@@ -61,7 +61,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    helpers = Helpers("shoal.engine.grammar_trial", seconds=1, memory=512 << 20)
+    helpers = Helpers("shoal.engine.constraints.grammar_trial", seconds=1, memory=512 << 20)
     monkeypatch.setattr(constraint, "_trials", helpers)
     yield
     helpers.end()

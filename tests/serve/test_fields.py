@@ -15,10 +15,10 @@ from openai.types import completion_create_params as completion
 from openai.types.chat import completion_create_params as chat
 
 from serving import MODEL, Running, serving, tiny_engine
-from shoal.serve import peers, responses
-from shoal.serve.bodies import ChatBody, CompletionBody
-from shoal.serve.fields import CHAT, COMPLETION, Field, Honoured, Ignored, Refused, table
 from shoal.serve.handler import IGNORED
+from shoal.serve.protocol import peers, responses
+from shoal.serve.protocol.bodies import ChatBody, CompletionBody
+from shoal.serve.protocol.fields import CHAT, COMPLETION, Field, Honoured, Ignored, Refused, table
 
 ROUTES: dict[str, tuple[dict[str, Field], dict[str, Any]]] = {
     "chat/completions": (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
@@ -106,4 +106,4 @@ def test_a_field_without_effect_is_logged_once(server: Running, caplog: pytest.L
 
 def test_the_document_holds_the_table() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert table() in page and responses.table() in page, "docs/serving.md is old, see shoal.serve.fields"
+    assert table() in page and responses.table() in page, "docs/serving.md is old, see shoal.serve.protocol.fields"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from shoal.serve import fleet
-from shoal.serve.fleet import Board, Together
+from shoal.serve.scale import fleet
+from shoal.serve.scale.fleet import Board, Together
 
 
 def registry(amount: float) -> CollectorRegistry:

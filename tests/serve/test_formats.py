@@ -71,7 +71,7 @@ def test_a_json_object_is_one_and_a_cut_one_says_so(server: Running) -> None:
 def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.engine.constraint._SECONDS", 120.0)  # jedi begins slowly on a busy machine
+    monkeypatch.setattr("shoal.engine.constraints.constraint._SECONDS", 120.0)  # jedi begins slowly on a busy machine
     given = {"model": MODEL, "max_tokens": 12, "temperature": 1.0, "seed": 4}
     given |= {"prompt": ["y = 'a'\nx = y.", "x."]}
     plain, bound = (server.client().completions.create(**given, extra_body=more).choices
@@ -85,7 +85,7 @@ def test_no_path_in_a_request_is_followed_and_the_folder_is_the_operators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module beside the server's own is known to nobody who names its path, and to all where the operator has."""
-    monkeypatch.setattr("shoal.engine.constraint._SECONDS", 120.0)
+    monkeypatch.setattr("shoal.engine.constraints.constraint._SECONDS", 120.0)
     (tmp_path / "vault.py").write_text("zzz = 1\n", encoding="utf-8")
     text = f"import sys\nsys.path.append({str(tmp_path)!r})\nimport vault\nvault."
     body = {"model": MODEL, "max_tokens": 3, "temperature": 0, "prompt": text}

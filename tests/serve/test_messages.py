@@ -12,7 +12,7 @@ import pytest
 from chat_tokenizer import chat_tokenizer
 from families import tiny
 from serving import MODEL, Running, serving
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from tool_tokenizer import WEATHER, speaking
 from toy_tokenizers import tokenizer
 

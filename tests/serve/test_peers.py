@@ -13,9 +13,9 @@ import pytest
 
 from peer_names import BINDING, NAMES
 from serving import MODEL, Running, serving
-from shoal.serve import peers
-from shoal.serve.fields import Field, Honoured, Ignored, Refused
 from shoal.serve.handler import IGNORED
+from shoal.serve.protocol import peers
+from shoal.serve.protocol.fields import Field, Honoured, Ignored, Refused
 from tool_tokenizer import ASK, speaking
 
 ROUTES: dict[str, tuple[dict[str, Field], dict[str, Any]]] = {
@@ -238,4 +238,4 @@ def test_a_seed_of_minus_one_is_drawn(server: Running, route: str) -> None:
 
 def test_the_document_holds_the_table() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert peers.table() in page, "docs/serving.md is old, see shoal.serve.peers"
+    assert peers.table() in page, "docs/serving.md is old, see shoal.serve.protocol.peers"

@@ -13,13 +13,13 @@ from shoal import methods
 from shoal.methods import make
 from shoal.methods.auto import Auto
 from shoal.methods.d3 import D3
-from shoal.methods.deer import DEER
 from shoal.methods.full import Full
-from shoal.methods.rapid import Rapid
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.serve import policy
-from shoal.serve.errors import ApiError
+from shoal.serve.http.errors import ApiError
 from shoal.serve.settings import Settings
+from shoal_lab.methods.deer import DEER
+from shoal_lab.methods.rapid import Rapid
 
 
 def test_only_the_first_request_looks_for_methods(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import pytest
 import shoal
 from ray_processes import LONG, below, require_ray, save_tiny
 from serving import wait
-from shoal.serve.replicas import HEADER
+from shoal.serve.scale.replicas import HEADER
 
 pytestmark = pytest.mark.ray
 

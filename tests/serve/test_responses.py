@@ -14,9 +14,9 @@ from openai.types.responses import response_create_params as params
 from pydantic import BaseModel
 
 from serving import MODEL, Running, serving
-from shoal.serve.fields import Ignored, Refused
 from shoal.serve.handler import IGNORED
-from shoal.serve.responses import RESPONSES
+from shoal.serve.protocol.fields import Ignored, Refused
+from shoal.serve.protocol.responses import RESPONSES
 from tool_tokenizer import NOW, WEATHER, speaking
 
 FUNCTION = {"type": "function", "strict": True, **WEATHER["function"]}

@@ -13,8 +13,8 @@ from transformers import AddedToken
 
 from families import tiny
 from serving import MODEL, Running, serving
-from shoal.decode.token_bytes import TokenBytes
-from shoal.engine.load import engine_for
+from shoal.decode.text.token_bytes import TokenBytes
+from shoal.engine.loading.load import engine_for
 from toy_tokenizers import BUILDERS, marked_words, split_characters
 
 KINDS = {"split characters": split_characters, "marked words": marked_words}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from oracle import greedy_under_plan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 

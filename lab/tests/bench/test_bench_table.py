@@ -14,10 +14,10 @@ import pytest
 
 import scripts
 from pages import current
-from shoal.bench.drafts import summary
-from shoal.cli.parser import Parser, parse
+from shoal.cli.options.parser import Parser, parse
+from shoal_lab.bench.drafts import summary
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FIGURE = {"median": 2.0, "min": 1.0, "max": 3.0}
 REPORT: dict[str, Any] = {
     "command": "shoal bench --shape 1b",
@@ -46,27 +46,27 @@ REPORT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    return scripts.script("tools/bench_table.py")
+    return scripts.script("lab/tools/bench_table.py")
 
 
 def test_the_tables_are_up_to_date(tool: ModuleType) -> None:
     stale = [path.name for path, text in tool.documents().items() if path.read_text("utf-8") != text]
-    assert not stale, f"{stale} are out of date; run: python tools/bench_table.py"
+    assert not stale, f"{stale} are out of date; run: python lab/tools/bench_table.py"
 
 
 def test_recorded_commands_are_shown_as_they_are_given_today() -> None:
-    reports = (json.loads(path.read_text("utf-8")) for path in (ROOT / "benchmarks").rglob("*.json"))
+    reports = (json.loads(path.read_text("utf-8")) for path in (ROOT / "lab" / "reports").rglob("*.json"))
     commands = [one["command"] for one in reports if str(one.get("command")).startswith("shoal bench")]
     assert len(commands) > 10
     for command in map(current, commands):
         name, *words = shlex.split(command)[1:]
-        module, parser = importlib.import_module(f"shoal.cli.{name.replace('-', '_')}"), Parser()
+        module, parser = importlib.import_module(f"shoal_lab.cli.{name.replace('-', '_')}"), Parser()
         module.add_arguments(parser)
         parse(parser, words)
     assert current("shoal bench --serve --rate 2") == "shoal bench-serve --rate 2"
     assert current("shoal bench --shape 1b --suite spec") == "shoal bench-drafts --shape 1b"
-    same = "shoal bench --shape 1b --json benchmarks/--serve.json"
-    assert current(same) == same and current("benchmarks/real.py --serve x") == "benchmarks/real.py --serve x"
+    same = "shoal bench --shape 1b --json lab/reports/--serve.json"
+    assert current(same) == same and current("lab/benchmarks/real.py --serve x") == "lab/benchmarks/real.py --serve x"
 
 
 def test_reports_follow_the_order_of_their_names(tool: ModuleType, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_reports_follow_the_order_of_their_names(tool: ModuleType, tmp_path: Pat
         (tmp_path / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
     first, again = tool.documents(tmp_path), tool.documents(tmp_path)
     assert first == again
-    text = first[ROOT / "benchmarks" / "README.md"]
+    text = first[ROOT / "lab" / "benchmarks" / "README.md"]
     assert text.index("shoal bench a") < text.index("shoal bench b") < text.index("shoal bench c")
 
 
@@ -83,7 +83,7 @@ def test_tables_say_what_and_where(tool: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "a.json").write_text(json.dumps(REPORT), encoding="utf-8")
     pages = tool.documents(tmp_path / "results")
-    text = pages[ROOT / "benchmarks" / "README.md"]
+    text = pages[ROOT / "lab" / "benchmarks" / "README.md"]
     assert "| shoal d3, bfloat16 | 1" in text and "| llama.cpp, BF16 | 1" in text
     assert "a chip, 2 threads" in text and "50.0 GB/s (40.0-60.0)" in text and "commit 0123456" in text
     assert "2030-01-02" in text and "2.0 (1.0-3.0)" in text and "90 %" in text and "hf 2.00" in text
@@ -179,7 +179,7 @@ def test_auto_beside_plain_decoding_has_a_line_per_kind(tool: ModuleType, tmp_pa
     kind = {"ratio": 1.234, "low": 1.056, "tokens_per_forward": 1.5}
     texts = [{"kind": "chat", "ratio": 1.2, "first_difference": None},
              {"kind": "chat", "ratio": 1.3, "first_difference": {"place": 3}}, {"kind": "chat", "too_short": True}]
-    report = {"command": "benchmarks/auto.py --model m", "date": "2030-01-02T00:00:00", "kinds": {"chat": kind},
+    report = {"command": "lab/benchmarks/auto.py --model m", "date": "2030-01-02T00:00:00", "kinds": {"chat": kind},
               "machine": {"cpu": "a chip"}, "texts": texts,
               "setting": {"model": "m.gguf", "new_tokens": 96, "rounds": 5}}
     (tmp_path / "auto").mkdir()

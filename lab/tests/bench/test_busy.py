@@ -9,9 +9,9 @@ import time
 import pytest
 
 import scripts
-from shoal.bench.load.trace import Trace
+from shoal_lab.bench.load.trace import Trace
 
-busy = scripts.script("benchmarks/busy.py")
+busy = scripts.script("lab/benchmarks/busy.py")
 
 
 def test_gaps_are_of_all_streams_together() -> None:

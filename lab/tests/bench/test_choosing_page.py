@@ -12,7 +12,7 @@ import scripts
 
 @pytest.fixture(scope="module")
 def choosing() -> ModuleType:
-    return scripts.script("benchmarks/choosing.py")
+    return scripts.script("lab/benchmarks/choosing.py")
 
 
 def row(name: str, accuracy: float, **more: Any) -> dict[str, Any]:

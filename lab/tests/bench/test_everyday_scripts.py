@@ -24,7 +24,7 @@ from tool_tokenizer import speaking
 
 @pytest.mark.slow
 def test_a_machine_without_kernels_is_measured() -> None:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "plain.py"), "--model",
+    command = [sys.executable, "-W", "ignore", str(ROOT / "lab" / "benchmarks" / "plain.py"), "--model",
                str(FOLDER / "llama-Q4_1.gguf"), "--rounds", "2", "--no-compile"]
     environ = {**os.environ, "SHOAL_NATIVE": "off"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
@@ -36,7 +36,7 @@ def test_a_machine_without_kernels_is_measured() -> None:
 
 @pytest.mark.slow
 def test_drafts_in_batches_are_measured() -> None:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "draft_batches.py"), "--model",
+    command = [sys.executable, "-W", "ignore", str(ROOT / "lab" / "benchmarks" / "draft_batches.py"), "--model",
                str(FOLDER / "llama-Q4_1.gguf"), "--methods", "prompt_lookup:length=3", "--texts", "problems",
                "--rows", "1,2", "--groups", "2", "--rounds", "2", "--new-tokens", "12"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

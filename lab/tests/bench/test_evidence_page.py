@@ -13,7 +13,7 @@ import scripts
 
 @pytest.fixture(scope="module")
 def evidence() -> ModuleType:
-    return scripts.script("benchmarks/evidence.py")
+    return scripts.script("lab/benchmarks/evidence.py")
 
 
 def test_page_and_cards_are_up_to_date(evidence: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_the_reasons_stand_in_tables(evidence: ModuleType, why: dict[str, Any]) 
 def test_the_picture_holds_what_is_lost_and_what_drafts_gain(
     evidence: ModuleType, report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plots, seen = scripts.script("benchmarks/evidence_plots.py"), []
+    plots, seen = scripts.script("lab/benchmarks/evidence_plots.py"), []
     monkeypatch.setattr(plots, "_saved", lambda figure, panels, path: seen.extend(panels))
     drafts = {"m": {"kinds": {"retrieval": {"ratio": 1.2, "low": 1.1}}}}
     plots.draw_answers({("m", "squad"): report}, evidence.checked.TASKS, drafts, tmp_path / "lost.png")

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving_expect import Costs, House, in_phase, on_line
-from shoal.bench.load.figures import speed
-from shoal.bench.load.loops import Load, LoadPhase
-from shoal.bench.load.prompts import Prompts
 from shoal.depth.plan import DepthPlan
-from shoal.model.cost import CostCard
+from shoal_lab.bench.load.figures import speed
+from shoal_lab.bench.load.loops import Load, LoadPhase
+from shoal_lab.bench.load.prompts import Prompts
+from shoal_lab.components.cost import CostCard
 
 LAYERS = 4
 FULL = DepthPlan.full(LAYERS)

@@ -18,15 +18,17 @@ import bench_file
 import perplexity
 import readers
 import scripts
-from shoal.bench.subject import MeasuredModel
-from shoal.engine.device import default_dtype
+from shoal.engine.loading.device import default_dtype
+from shoal_lab.bench.subject import MeasuredModel
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TEXT = "the thing that thought of the other bath, then of the path to the north. " * 20
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[default_dtype(torch.device("cpu"))]
-pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal-lab[bench]'")
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
-needs_llama = pytest.mark.skipif(not HAS_LLAMA, reason="llama-cpp-python is not installed: pip install 'shoal[bench]'")
+needs_llama = pytest.mark.skipif(
+    not HAS_LLAMA, reason="llama-cpp-python is not installed: pip install 'shoal-lab[bench]'"
+)
 
 
 class Flat:
@@ -52,7 +54,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return scripts.script("benchmarks/fidelity.py")
+    return scripts.script("lab/benchmarks/fidelity.py")
 
 
 def test_windows_do_not_overlap_and_begin_as_texts_do() -> None:

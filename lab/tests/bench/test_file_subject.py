@@ -12,20 +12,22 @@ import torch
 
 import bench_file
 from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
-from shoal.bench import gguf_facts, report
-from shoal.bench.peers.hf import HFGenerate
-from shoal.bench.peers.llama_cpp import LlamaCpp
-from shoal.bench.speed import dequantised, memory
-from shoal.bench.speed import run as runner
-from shoal.bench.speed.ours import Shoal
-from shoal.bench.speed.run import Plan, cut, run
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import NotMeasured, Setting, file_traffic
 from shoal.errors import Unsupported
+from shoal_lab.bench import gguf_facts, report
+from shoal_lab.bench.peers.hf import HFGenerate
+from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.speed import dequantised, memory
+from shoal_lab.bench.speed import run as runner
+from shoal_lab.bench.speed.ours import Shoal
+from shoal_lab.bench.speed.run import Plan, cut, run
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import NotMeasured, Setting, file_traffic
 
-pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal-lab[bench]'")
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
-needs_llama = pytest.mark.skipif(not HAS_LLAMA, reason="llama-cpp-python is not installed: pip install 'shoal[bench]'")
+needs_llama = pytest.mark.skipif(
+    not HAS_LLAMA, reason="llama-cpp-python is not installed: pip install 'shoal-lab[bench]'"
+)
 IDS = [(7 * i + i * i) % 250 for i in range(40)]
 ON_FILE = Setting("float32", FILE, threads=1, card_seconds=0.01)
 
@@ -80,8 +82,8 @@ def test_llama_cpp_gets_the_file_and_no_copy(subject: MeasuredModel, monkeypatch
     def refuse(*_: Any) -> None:
         raise AssertionError("a copy is made")
 
-    monkeypatch.setattr("shoal.bench.peers.llama_cpp.requantise", refuse)
-    monkeypatch.setattr("shoal.bench.peers.llama_cpp.write_gguf", refuse)
+    monkeypatch.setattr("shoal_lab.bench.peers.llama_cpp.requantise", refuse)
+    monkeypatch.setattr("shoal_lab.bench.peers.llama_cpp.write_gguf", refuse)
     assert prepared(LlamaCpp, subject).generate([IDS], 2, None).tokens
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-FILES = [*(SOURCE / "shoal" / "bench").rglob("*.py"), *(SOURCE / "shoal" / "cli").glob("*.py")]
+FILES = [*(SOURCE / "shoal_lab" / "bench").rglob("*.py"), *(SOURCE / "shoal_lab" / "cli").glob("*.py")]
 
 
 def name_of(path: Path) -> str:

@@ -8,14 +8,14 @@ import pytest
 
 import bench_file
 from shared_models import FIXTURES, REFERENCE
-from shoal.bench import workloads
-from shoal.bench.drafts import measure
-from shoal.bench.drafts.measure import DraftsConfig
-from shoal.bench.peers.llama_drafts import NAMES, LlamaDrafts
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import Setting
+from shoal_lab.bench import workloads
+from shoal_lab.bench.drafts import measure
+from shoal_lab.bench.drafts.measure import DraftsConfig
+from shoal_lab.bench.peers.llama_drafts import NAMES, LlamaDrafts
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import Setting
 
-pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'shoal[bench]'")
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'shoal-lab[bench]'")
 SETTING = Setting("float32", None, "auto", "cpu", 1)
 
 

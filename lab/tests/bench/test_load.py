@@ -17,23 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_api import HEAD, chunked, event, fake_api, whole
-from shoal.bench.load import figures
-from shoal.bench.load.figures import Objective
-from shoal.bench.load.folder import tokenizer
-from shoal.bench.load.http import Address, Failed, get
-from shoal.bench.load.lineup import LoadTargets, Servers
-from shoal.bench.load.loops import Load, LoadPhase
-from shoal.bench.load.multi import _BatchLoop, _Sequence
-from shoal.bench.load.prompts import Prompts, recorded
-from shoal.bench.load.run import LoadConfig, measure, results
-from shoal.bench.load.servers import Server, free_port
-from shoal.bench.load.soak import verdict
-from shoal.bench.load.targets import Form, Http, look, own_fields
-from shoal.bench.load.trace import Trace, ask, read
-from shoal.bench.load.watch import MemorySampler
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import NotMeasured, Setting
 from shoal.methods import make
+from shoal_lab.bench.load import figures
+from shoal_lab.bench.load.figures import Objective
+from shoal_lab.bench.load.folder import tokenizer
+from shoal_lab.bench.load.http import Address, Failed, get
+from shoal_lab.bench.load.lineup import LoadTargets, Servers
+from shoal_lab.bench.load.loops import Load, LoadPhase
+from shoal_lab.bench.load.multi import _BatchLoop, _Sequence
+from shoal_lab.bench.load.prompts import Prompts, recorded
+from shoal_lab.bench.load.run import LoadConfig, measure, results
+from shoal_lab.bench.load.servers import Server, free_port
+from shoal_lab.bench.load.soak import verdict
+from shoal_lab.bench.load.targets import Form, Http, look, own_fields
+from shoal_lab.bench.load.trace import Trace, ask, read
+from shoal_lab.bench.load.watch import MemorySampler
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import NotMeasured, Setting
 
 
 def trace(due: float = 0.0, first: float = 1.0, gaps: float = 0.1, tokens: int = 5, **more: Any) -> Trace:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from bench_systems import SUBJECT
-from shoal.bench import bandwidth, idle, process
-from shoal.bench.speed import memory, starters
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import Setting
+from shoal_lab.bench import bandwidth, idle, process
+from shoal_lab.bench.speed import memory, starters
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import Setting
 
 
 def proc(folder: Path, busy: int, own: dict[int, int]) -> str:

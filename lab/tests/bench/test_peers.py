@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from bench_systems import SETTING, SUBJECT
-from shoal.bench import peers
-from shoal.bench.load.multi import LlamaMulti
-from shoal.bench.peers import gguf_file
-from shoal.bench.peers.gguf_file import KINDS, bits_of, encode
-from shoal.bench.peers.hf import HFGenerate, HFGenerateCompiled
-from shoal.bench.peers.llama_cpp import LlamaCpp
-from shoal.bench.speed.ours import Shoal
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import NotMeasured, Setting, System
+from shoal_lab.bench import peers
+from shoal_lab.bench.load.multi import LlamaMulti
+from shoal_lab.bench.peers import gguf_file
+from shoal_lab.bench.peers.gguf_file import KINDS, bits_of, encode
+from shoal_lab.bench.peers.hf import HFGenerate, HFGenerateCompiled
+from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.speed.ours import Shoal
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import NotMeasured, Setting, System
 
 HAS_GGUF = importlib.util.find_spec("gguf") is not None
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
-needs_gguf = pytest.mark.skipif(not HAS_GGUF, reason="gguf is not installed: pip install 'shoal[bench]'")
+needs_gguf = pytest.mark.skipif(not HAS_GGUF, reason="gguf is not installed: pip install 'shoal-lab[bench]'")
 needs_llama = pytest.mark.skipif(
-    not (HAS_GGUF and HAS_LLAMA), reason="gguf and llama-cpp-python are not installed: pip install 'shoal[bench]'"
+    not (HAS_GGUF and HAS_LLAMA), reason="gguf and llama-cpp-python are not installed: pip install 'shoal-lab[bench]'"
 )
 IDS = [(7 * i + i * i) % 256 for i in range(60)]
 Make = Callable[..., Any]
@@ -113,7 +113,7 @@ def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
     written: list[Path] = []
     write = gguf_file.write_gguf
     monkeypatch.setattr(
-        "shoal.bench.peers.llama_cpp.write_gguf", lambda *args: (written.append(args[1]), write(*args))
+        "shoal_lab.bench.peers.llama_cpp.write_gguf", lambda *args: (written.append(args[1]), write(*args))
     )
     system = make(LlamaCpp)
     assert written[0].is_relative_to(tmp_path) and list(tmp_path.iterdir()) == []
@@ -191,8 +191,8 @@ def test_what_the_file_cannot_describe_is_refused(tmp_path: Path, change: dict[s
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     if package == "gguf" and not HAS_LLAMA:
-        pytest.skip("llama-cpp-python is not installed: pip install 'shoal[bench]'")
-    with pytest.raises(NotMeasured, match=r"missing; install it with: pip install 'shoal\[bench\]'"):
+        pytest.skip("llama-cpp-python is not installed: pip install 'shoal-lab[bench]'")
+    with pytest.raises(NotMeasured, match=r"missing; install it with: pip install 'shoal-lab\[bench\]'"):
         LlamaCpp(SUBJECT, SETTING).prepare()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from shared_models import FIXTURES, REFERENCE
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "lab" / "reports"
 
 
 @pytest.fixture

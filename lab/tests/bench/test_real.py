@@ -10,10 +10,10 @@ import pytest
 
 import real_page as real
 import scripts
-from shoal.cli.bench import add_arguments
-from shoal.cli.parser import Parser
+from shoal.cli.options.parser import Parser
+from shoal_lab.cli.bench import add_arguments
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def figure(value: float) -> dict[str, float]:
@@ -94,7 +94,7 @@ def test_pages_of_loading_and_fidelity() -> None:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return scripts.script("benchmarks/real.py")
+    return scripts.script("lab/benchmarks/real.py")
 
 
 def test_every_part_is_a_command_within_its_share(
@@ -112,7 +112,7 @@ def test_every_part_is_a_command_within_its_share(
         if command[1] == "-m":
             taken = parser.parse_args(command[4:])
             assert taken.model == f"/models/{script.MODELS[name][0]}" and taken.startup == (part == "startup")
-            assert taken.json == f"benchmarks/real/{name}-{part}.json"
+            assert taken.json == f"lab/reports/real/{name}-{part}.json"
     assert script.main([*words, "--dry-run", "--models", "smollm2-135m"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(script.PARTS) + 1
     with pytest.raises(SystemExit):

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
-from shoal.bench import report as reports
-from shoal.bench.rounds import figure, ratio
-from shoal.bench.speed import run as runner
-from shoal.bench.speed.cells import Grid
-from shoal.bench.speed.run import Plan
-from shoal.bench.speed.summary import findings
-from shoal.bench.speed.table import text as text_of
+from shoal_lab.bench import report as reports
+from shoal_lab.bench.rounds import figure, ratio
+from shoal_lab.bench.speed import run as runner
+from shoal_lab.bench.speed.cells import Grid
+from shoal_lab.bench.speed.run import Plan
+from shoal_lab.bench.speed.summary import findings
+from shoal_lab.bench.speed.table import text as text_of
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_commits_are_named_and_changes_marked(tmp_path: Path) -> None:
 
 def test_a_picture_is_drawn(found: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from shoal.bench.speed.plot import draw
+    from shoal_lab.bench.speed.plot import draw
 
     draw(found, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""What `benchmarks/serving.py` makes of its reports: aims, gains, and predictions for the same loads."""
+"""What `lab/benchmarks/serving.py` makes of its reports: aims, gains, and predictions for the same loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import scripts
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "shoal bench --serve --shape 1b --context 32"
 
 
@@ -21,7 +21,7 @@ def script() -> ModuleType:
 
 
 def imported(name: str) -> ModuleType:
-    return scripts.script(f"benchmarks/{name}.py")
+    return scripts.script(f"lab/benchmarks/{name}.py")
 
 
 def result(label: str, median: float, concurrency: int | None = 8, rate: float | None = None, **more: Any) -> Any:
@@ -83,13 +83,13 @@ def test_the_summary_and_its_picture_are_written(script: ModuleType, reports: di
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     for name, found in reports.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
-    script.publish(tmp_path, tmp_path, ["benchmarks/serving.py"])
+    script.publish(tmp_path, tmp_path, ["lab/benchmarks/serving.py"])
     assert len(json.loads((tmp_path / "gain.json").read_text("utf-8"))["gains"]) == 2
     assert (tmp_path / "serving-gain.png").stat().st_size > 1000
 
 
 def test_stages_go_in_their_order_and_unknown_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
     serving = imported("serving")
     assert serving.chosen("depth,card,gain") == ["card", "depth"]
     assert set(serving.chosen(None)) == set(serving.stages(serving.arguments().parse_args([])))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from shoal.bench import shapes
-from shoal.bench.subject import MeasuredModel
 from shoal.errors import Unsupported
+from shoal_lab.bench import shapes
+from shoal_lab.bench.subject import MeasuredModel
 
 BILLIONS = {"135m": 0.1345, "1b": 1.2358, "7b": 6.7384, "13b": 13.0157, "70b": 68.9765}
 

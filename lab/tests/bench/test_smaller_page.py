@@ -11,13 +11,13 @@ import pytest
 import scripts
 from documents import ROOT
 
-REPORTS = ROOT / "benchmarks" / "parts"
+REPORTS = ROOT / "lab" / "reports" / "parts"
 MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    return scripts.script("benchmarks/smaller_table.py")
+    return scripts.script("lab/benchmarks/smaller_table.py")
 
 
 def interval(mean: float) -> dict[str, float]:

@@ -11,14 +11,14 @@ import pytest
 
 import bench_file
 from bench_systems import SUBJECT, Local
-from shoal.bench.speed import startup, startup_table
-from shoal.bench.speed.starters import HFStarter, LlamaStarter, ShoalStarter
-from shoal.bench.speed.startup import CONDITIONS, StartupConfig, measure
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import NotMeasured, Setting
 from shoal.compat import installed_version
+from shoal_lab.bench.speed import startup, startup_table
+from shoal_lab.bench.speed.starters import HFStarter, LlamaStarter, ShoalStarter
+from shoal_lab.bench.speed.startup import CONDITIONS, StartupConfig, measure
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import NotMeasured, Setting
 
-pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal-lab[bench]'")
 SECONDS = {"shoal": (4.0, 1.0, 8.0, 2.0), "llama.cpp": (3.0, 5.0), "hf": (20.0,)}
 
 
@@ -119,7 +119,7 @@ def test_a_start_counts_seconds_and_bytes(
     kind: type[Any], subject: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind is LlamaStarter and importlib.util.find_spec("llama_cpp") is None:
-        pytest.skip("llama-cpp-python is not installed: pip install 'shoal[bench]'")
+        pytest.skip("llama-cpp-python is not installed: pip install 'shoal-lab[bench]'")
     monkeypatch.setenv("XDG_CACHE_HOME", "overwritten")
     monkeypatch.setenv("SHOAL_WEIGHTS", "overwritten")
     starter = kind(subject, Setting("float32", FILE))

@@ -14,15 +14,7 @@ import torch
 import transformers
 
 from shared_models import DRAFT, FIXTURES, REFERENCE
-from shoal.bench import words, workloads
-from shoal.bench.drafts import judge, measure, stories, suite, summary
-from shoal.bench.drafts.measure import DraftsConfig
-from shoal.bench.drafts.speakers import HF_OPTIONS, ShoalRun, ShoalSpeaker
-from shoal.bench.drafts.suite import Decoded, DraftTask
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import Setting
-from shoal.engine.load import load
-from shoal.eval.scoring import losses
+from shoal.engine.loading.load import load
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
@@ -31,6 +23,14 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
+from shoal_lab.bench import words, workloads
+from shoal_lab.bench.drafts import judge, measure, stories, suite, summary
+from shoal_lab.bench.drafts.measure import DraftsConfig
+from shoal_lab.bench.drafts.speakers import HF_OPTIONS, ShoalRun, ShoalSpeaker
+from shoal_lab.bench.drafts.suite import Decoded, DraftTask
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import Setting
+from shoal_lab.eval.scoring import losses
 
 PLAIN_FLOAT = Setting("float32", None, "auto", "cpu", 1)
 
@@ -224,7 +224,7 @@ def test_rounds_in_which_others_work_are_decoded_again(
     busy: list[float], kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = iter(busy)
-    monkeypatch.setattr("shoal.bench.idle.others", lambda before, after: next(left))
+    monkeypatch.setattr("shoal_lab.bench.idle.others", lambda before, after: next(left))
     assert [number for _, number in measure._quietest(lambda number: number, 2)] == kept
     assert next(left, None) is None
     left = iter([busy + 1 for busy in [0.5, 0.0, 0.1]])

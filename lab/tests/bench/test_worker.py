@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from bench_systems import SUBJECT, Local, Moody
-from shoal.bench.process import peak_memory, reset_peak_memory
-from shoal.bench.system import NotMeasured, Setting
-from shoal.bench.worker import SystemProcess
+from shoal_lab.bench.process import peak_memory, reset_peak_memory
+from shoal_lab.bench.system import NotMeasured, Setting
+from shoal_lab.bench.worker import SystemProcess
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from shoal.calibrate import cost
-from shoal.engine.load import engine_for
-from shoal.model.cost import attended
+from shoal.engine.loading.load import engine_for
+from shoal_lab.calibrate import cost
+from shoal_lab.components.cost import attended
 
 OVERHEAD, LAYER, KV, TOKEN = 4e-3, 2e-3, 5e-6, 1e-3
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from families import tiny
-from shoal.calibrate.divergence import DivergenceSums, Judged
-from shoal.calibrate.layer_card import Effort, OutOfTime, bearable, measure_card
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.engine.load import engine_for
-from shoal.model.kv import KVCache
+from shoal.engine.cards.divergence import DivergenceSums, Judged
+from shoal.engine.cards.quick import Effort, OutOfTime, bearable, measure_card
+from shoal.engine.loading.load import engine_for
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 TEXTS = [([1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2]), ([5, 2], [4, 5, 6, 7, 1, 3, 9, 1, 2])]

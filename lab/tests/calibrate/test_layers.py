@@ -8,8 +8,8 @@ from torch.nn.functional import cross_entropy
 
 from families import VOCAB, tiny
 from oracle import prefix_oracle
-from shoal.calibrate.layers import measure_layers
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
+from shoal_lab.calibrate.layers import measure_layers
 
 
 class Words:

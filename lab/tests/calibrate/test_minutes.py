@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from families import tiny
-from shoal.calibrate import calibration
-from shoal.calibrate.trials import OutOfTrials, TrialRunner
-from shoal.engine.load import engine_for
-from shoal.eval.decoders import Decoder, contender
-from shoal.eval.items import Item, Sample
+from shoal.engine.loading.load import engine_for
 from shoal.methods.full import Full
 from shoal.methods.schedule import Schedule
+from shoal_lab.calibrate import calibration
+from shoal_lab.calibrate.trials import OutOfTrials, TrialRunner
+from shoal_lab.eval.decoders import Decoder, contender
+from shoal_lab.eval.items import Item, Sample
 
 
 def engine(backend: str) -> Any:
@@ -67,7 +67,7 @@ def test_a_search_ends_between_batches() -> None:
 
     runner.deadline = 1.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.calibrate.trials.time", Clock)
+        patch.setattr("shoal_lab.calibrate.trials.time", Clock)
         with pytest.raises(OutOfTrials):
             runner.rises([Schedule((3,), (1,))])
     assert runner.cut_short and runner.used == 1

@@ -12,8 +12,8 @@ from torch import Tensor
 from drive import prompt
 from families import tiny
 from oracle import decoder_layers
-from shoal.calibrate import neurons
 from shoal.model.packed.source import ModelSource
+from shoal_lab.calibrate import neurons
 
 TEXTS = [prompt(9, 1), prompt(14, 2), []]
 

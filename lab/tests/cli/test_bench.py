@@ -7,9 +7,10 @@ import pytest
 
 import bench_file
 from bench_systems import SETTING, Local
-from shoal.cli import bench, main
-from shoal.cli.method_list import label_of, methods_from
+from shoal.cli import main
+from shoal.cli.options.method_list import label_of, methods_from
 from shoal.methods import make
+from shoal_lab.cli import bench
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_json_alone(capsys, quick):
 
 
 def test_a_gguf_file_runs_as_it_is(capsys, quick, tmp_path):
-    pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal[bench]'")
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal-lab[bench]'")
     file, text = bench_file.write(tmp_path / "tiny.gguf"), tmp_path / "a.txt"
     text.write_text("the path to the north " * 5, encoding="utf-8")
     words = ["--model", str(file), "--text", str(text), "--dtype", "float32", "--context", "8", "--new-tokens", "4",
@@ -102,7 +103,7 @@ def test_a_model_from_files(capsys, quick, tiny_folder):
 
 @pytest.mark.slow
 def test_in_processes_of_their_own(capsys, monkeypatch):
-    monkeypatch.setattr("shoal.bench.speed.run._ROOF_SECONDS", 0.0)
+    monkeypatch.setattr("shoal_lab.bench.speed.run._ROOF_SECONDS", 0.0)
     words = ["--shape", "tiny", "--dtype", "float32", "--threads", "1", "--context", "8", "--new-tokens", "4"]
     assert main(["bench", *words, "--rounds", "1", "--peer", "hf", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -30,7 +30,7 @@ def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_a_wrong_text_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.bench.drafts.measure._lossless",
+    monkeypatch.setattr("shoal_lab.bench.drafts.measure._lossless",
                         lambda found: {"answers": 2, "equal": 1, "ties": 0, "wrong": 1})
     words = ["--model", str(FIXTURES / REFERENCE), "--items", "1", "--new-tokens", "8", "--shortest", "4"]
     assert main(["bench-drafts", *words]) == 1

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import long_texts
 import shoal
-from shoal.calibrate.reselection import OTHER_SEEDS
 from shoal.cli import main
 from shoal.errors import Unsupported
 from shoal.integrations.transformers import attach
 from shoal.methods import make
 from shoal.methods.tidal import Tidal
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal_lab.calibrate.reselection import OTHER_SEEDS
 from word_problems import write
 
 SMALL = ["--max-new-tokens", "16", "--trials", "60", "--loss-n", "12", "--answer-n", "12", "--dtype", "float32",
@@ -113,8 +113,8 @@ def test_the_aim_is_met_by_the_shallowest_schedule_of_the_curve(capsys, words):
 def test_the_losses_are_those_of_the_engine(capsys, words, tiny_folder, problems):
     card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
     engine = shoal.load(tiny_folder, dtype="float32")
-    from shoal.eval import suites
-    from shoal.eval.items import encode
+    from shoal_lab.eval import suites
+    from shoal_lab.eval.items import encode
 
     items = suites.get(problems).items(None, "calibration", 12, 0)
     samples = encode(items, engine.tokenizer, None, engine.stack.max_positions)
@@ -159,7 +159,7 @@ def test_a_card_runs_and_travels_in_a_generation_config(capsys, words, tiny_fold
 
 def test_a_card_beside_the_weights_gives_the_order(capsys, words, tiny_folder, tmp_path):
     card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
-    from shoal.engine.card import Card
+    from shoal.engine.cards.card import Card
 
     read = Card.from_dict(card, 6)
     assert list(read.order) == card["order"] and read.layer_scores["influence"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.eval.evaluate import Evaluator
+from shoal_lab.eval.evaluate import Evaluator
 from word_problems import write
 
 SMALL = ["--n", "40", "--max-new-tokens", "20", "--batch", "16", "--dtype", "float32", "--json"]
@@ -203,8 +203,8 @@ def test_other_models_stand_beside_the_schedules(capsys, tmp_path, tiny_folder, 
 
 
 def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, problems, monkeypatch):
-    from shoal.eval import distance
-    from shoal.eval.distance import Distances, FullReading
+    from shoal_lab.eval import distance
+    from shoal_lab.eval.distance import Distances, FullReading
 
     words = ["--model", tiny_folder, "--suite", problems, "--measure", "distance", "--controls", "1.25", "--core", "2",
              "--order", "late_middle", "--loss-groups", "constant,budgets", "--n", "12", "--max-new-tokens", "40",

@@ -10,10 +10,10 @@ import pytest
 
 from long_texts import write
 from shoal.cli import main
-from shoal.cli.eval_long import labelled
-from shoal.eval.long.measure import LongEvaluator
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.tidal import Tidal
+from shoal_lab.cli.eval_long import labelled
+from shoal_lab.eval.long.measure import LongEvaluator
 
 SMALL = ["--contexts", "2", "--questions", "4", "--scored", "6", "--max-new-tokens", "8", "--dtype", "float32"]
 METHODS = ["--methods", "kv_int8,tidal,snapkv", "--budgets", "1/8"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.eval.evaluate import Evaluator
 from shoal.sandbox.process import Sandbox, find
+from shoal_lab.eval.evaluate import Evaluator
 
 
 def tasks(folder: Path) -> str:

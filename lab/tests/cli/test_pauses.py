@@ -12,14 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import shoal
-from shoal.calibrate import pauses
 from shoal.cli import main
 from shoal.errors import Unsupported
-from shoal.eval import suites
-from shoal.eval.items import encode
 from shoal.methods import make
-from shoal.methods.adadec import AdaDec
 from shoal.methods.calibrated import Calibrated
+from shoal_lab.calibrate import pauses
+from shoal_lab.eval import suites
+from shoal_lab.eval.items import encode
+from shoal_lab.methods.adadec import AdaDec
 from word_problems import write
 
 

@@ -18,10 +18,11 @@ from documents import ROOT
 from gguf_models import write_model
 from llama_cpp_oracle import Oracle
 from real_models import real_model
-from shoal.calibrate import layer_card
-from shoal.calibrate.layer_card import Effort
 from shoal.cli import main
-from shoal.engine import fingerprint, write_gguf
+from shoal.engine.cards import fingerprint
+from shoal.engine.cards import quick as layer_card
+from shoal.engine.cards.quick import Effort
+from shoal_lab.prune import write_gguf
 
 SCORES = {"influence": [9.0, 0.1, 0.4, 0.2, 0.3, 9.0], "leave_one_out": [0.1, 0.5, 0.4, 0.3, 0.2, 0.0]}
 
@@ -241,7 +242,7 @@ def test_a_real_file_still_speaks(capsys: Any, tmp_path: Path, words: list[Any])
 @pytest.mark.slow
 def test_what_less_weight_brings_is_measured(tmp_path: Path, tiny_folder: str) -> None:
     assert main(["prune", "depth", "--model", tiny_folder, "--drop", "2,3", "--out", str(tmp_path / "less")]) == 0
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "smaller.py"), "--model", tiny_folder,
+    command = [sys.executable, "-W", "ignore", str(ROOT / "lab" / "benchmarks" / "smaller.py"), "--model", tiny_folder,
                "--dtype", "float32", "--rounds", "2", "--new-tokens", "8",
                "--others", f"{tmp_path}/less,{tiny_folder}@int8",
                "--methods", "schedule:order=[2,3]:steps=[1,1],d3:mean=0.8:core=2"]

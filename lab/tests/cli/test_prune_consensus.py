@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import shoal
-from shoal.calibrate import neurons
-from shoal.cli import main, prune_width
-from shoal.engine import write_checkpoint
-from shoal.engine.checkpoint import Checkpoint
-from shoal.train.loop import CHECKPOINT
+from shoal.cli import main
+from shoal.engine.loading.checkpoint import Checkpoint
+from shoal_lab.calibrate import neurons
+from shoal_lab.cli import prune_width
+from shoal_lab.prune import write_checkpoint
+from shoal_lab.train.loop import CHECKPOINT
 
 TEXT = "".join(f"Tom has {n} cups. He buys {n % 7} boxes with {n % 5} cups each. How many now? " for n in range(140))
 HOW = ["--share", 0.25, "--multiple", 1, "--rate", 0.3, "--threads", 1]

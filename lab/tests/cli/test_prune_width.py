@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 import shoal
 from gguf_models import write_model
 from real_models import real_model
-from shoal.calibrate import neurons
-from shoal.cli import common, main
-from shoal.engine.checkpoint import Checkpoint
-from shoal.engine.device import default_dtype
+from shoal.cli import main
+from shoal.cli.options import common
 from shoal.engine.engine import Engine
+from shoal.engine.loading.checkpoint import Checkpoint
+from shoal.engine.loading.device import default_dtype
+from shoal_lab.calibrate import neurons
 
 TEXT = "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now? " * 40
 

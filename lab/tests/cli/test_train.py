@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.train import context_gate, corpus
+from shoal_lab.train import context_gate, corpus
 
 GREEDY = ("--max-new-tokens", "12", "--temperature", "0")
 WORDS = ("sun", "moon", "sea", "hill", "tree", "bird", "fish", "road", "rain", "wind", "star", "leaf", "stone", "fire",

@@ -17,15 +17,15 @@ from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.draft.part_file import TrainedPart
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
-from shoal.methods.dynamic_context import DynamicContext, Gated
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.model.gate import BIAS, NORM, WEIGHT, WIDTHS, TokenGate
+from shoal.speculative.part_file import TrainedPart
 from shoal.types import ModelInfo
+from shoal_lab.components.gate import BIAS, NORM, WEIGHT, WIDTHS, TokenGate
+from shoal_lab.methods.dynamic_context import DynamicContext, Gated
 from trained_parts import part_for, target
 
 NEW, LAYERS, HIDDEN, LAYER = 24, 6, 32, 2

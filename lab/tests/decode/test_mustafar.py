@@ -18,20 +18,20 @@ from families import tiny
 from kv_checks import check_fork, check_guesses, check_identity, check_mates
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods import make
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import KVInt8
-from shoal.methods.mustafar import Bitmap, Mustafar
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.model.kv_form import column_bytes
-from shoal.model.rewind import earliest
+from shoal.model.kv.form import column_bytes
 from shoal.model.stack import Stack
 from shoal.types import ModelInfo
+from shoal_lab.components.rewind import earliest
+from shoal_lab.methods.mustafar import Bitmap, Mustafar
 
 NEW, LAYERS = 24, 6
 PROMPTS = [*SHORT, prompt(37, 3), prompt(70, 4)]

@@ -21,16 +21,16 @@ from families import tiny
 from kv_checks import check_fork, check_guesses, check_mates
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.draft.part_file import TrainedPart
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
-from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
-from shoal.methods.read_me import ReadME, Routed
 from shoal.methods.streaming_llm import StreamingLLM
-from shoal.model.router import BIAS, MIX, NEURONS, OUT, TABLE, ExpertRouter, bits
+from shoal.speculative.part_file import TrainedPart
 from shoal.types import ModelInfo
+from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT, TABLE, ExpertRouter, bits
+from shoal_lab.methods.jacobi import Jacobi
+from shoal_lab.methods.read_me import ReadME, Routed
 from trained_parts import part_for, target
 
 NEW, LAYERS, VOCAB, FFN, GROUPS, WINDOW, WIDTH, HIDDEN = 20, 6, 97, 48, 3, 4, 6, 10

@@ -11,11 +11,11 @@ from drive import prompt, stack_of
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.depth.skips import Skips, sublayers
-from shoal.draft.adaptive import Threshold
-from shoal.draft.agreement import agreements
-from shoal.draft.skip_search import SkipSearch, expected_improvement
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal.speculative.adaptive import Threshold
+from shoal_lab.drafts.agreement import agreements
+from shoal_lab.drafts.skip_search import SkipSearch, expected_improvement
 
 FULL = DepthPlan.full(6)
 

@@ -14,19 +14,19 @@ from drafts import noisy
 from drive import Run, decode, prompt
 from masked import masked_model
 from shoal.decode.recipe import Recipe
-from shoal.decode.stop import StopRules
+from shoal.decode.text.stop import StopRules
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.aded import ADED
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
-from shoal.methods.deer import DEER
 from shoal.methods.draft_model import DraftModel
-from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.rsd import RSD
 from shoal.types import Sampling
+from shoal_lab.methods.deer import DEER
+from shoal_lab.methods.mirror_sd import MirrorSD
+from shoal_lab.methods.rsd import RSD
 from turns import by_turns
 from watched import Watched
 

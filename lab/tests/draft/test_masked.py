@@ -13,19 +13,19 @@ import shoal
 from drive import prompt
 from families import VOCAB, fingerprint, tiny
 from masked import MASK, masked_model, seen_by_all
-from shoal.draft.masked import MaskedDrafter
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
-from shoal.methods.deer import DEER
 from shoal.methods.draft_model import DraftModel
-from shoal.methods.foreal import FoReaL
+from shoal_lab.drafts.masked import MaskedDrafter
+from shoal_lab.methods.deer import DEER
+from shoal_lab.methods.foreal import FoReaL
 
 PROMPTS = [prompt(9, 1), prompt(4, 2)]
 NEW, K = 14, 5
-HUB = Path(__file__).parents[2] / "hub"
+HUB = Path(__file__).parents[3] / "hub"
 
 
 def home(**options: Any) -> Engine:

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import silu
 
 from backends import BACKENDS, Backend
-from shoal.draft import part_file
-from shoal.draft.medusa import MedusaHeads, RankTree
+from shoal.speculative import part_file
+from shoal_lab.drafts.medusa import MedusaHeads, RankTree
 from trained_parts import medusa, part_for, target
 
 SHARES = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05], [0.4, 0.1, 0.1]]

@@ -13,17 +13,17 @@ import torch
 from drafts import draft_of, noisy
 from drive import decode, make_run, prompt
 from families import tiny
-from shoal.draft import mirror
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.methods.mirror_sd import MirrorSD
 from shoal.model.packed.native import MAX_NODES
 from shoal.model.stack import SequenceChunk
 from shoal.types import DraftRound, Result
+from shoal_lab.drafts import mirror
+from shoal_lab.methods.mirror_sd import MirrorSD
 from toy_tokenizers import byte_level, metaspace
 
 LAYERS, NEW = 6, 32

@@ -18,20 +18,20 @@ from shoal.decode.batch import _guesses
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import DepthPlan
-from shoal.draft import part_file
-from shoal.draft.medusa import RankTree
-from shoal.draft.part_file import CARD
-from shoal.draft.ppd import PromptProposer, _asides, _behind
-from shoal.draft.prompt_tree import PromptTree, PromptTrees
-from shoal.engine.shorter import guesses, shorter
+from shoal.engine.memory.shorter import guesses, shorter
 from shoal.errors import Unsupported
 from shoal.methods import make
 from shoal.methods.base import Method
-from shoal.methods.first import First
-from shoal.methods.medusa import Medusa
-from shoal.methods.ppd import PPD
-from shoal.methods.read_me import ReadME
+from shoal.speculative import part_file
+from shoal.speculative.part_file import CARD
 from shoal.types import Sampling
+from shoal_lab.drafts.medusa import RankTree
+from shoal_lab.drafts.ppd import PromptProposer, _asides, _behind
+from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
+from shoal_lab.methods.first import First
+from shoal_lab.methods.medusa import Medusa
+from shoal_lab.methods.ppd import PPD
+from shoal_lab.methods.read_me import ReadME
 from trained_parts import ECHOED, part_for, ppd, target
 from watched import Watched
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.draft.retrieved import Retrieved, bm25
+from shoal_lab.drafts.retrieved import Retrieved, bm25
 
 
 def scores_by_formula(pieces: Sequence[Sequence[int]], query: Sequence[int]) -> list[float]:

@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-import shoal.draft.eagle
-import shoal.draft.masked
+import shoal.speculative.eagle
+import shoal_lab.drafts.masked
 from drafts import noisy
 from exactness import Words, chi_square
 from families import tiny
-from shoal.draft.choose import Place
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.base import Method
-from shoal.methods.deer import DEER
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.eagle import Eagle
 from shoal.methods.full import Full
-from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.rapid import Rapid
-from shoal.methods.rsd import RSD
-from shoal.methods.vocabtrim import VocabTrim
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.layer import KVLayer
+from shoal.speculative.choose import Place
+from shoal_lab.methods.deer import DEER
+from shoal_lab.methods.mirror_sd import MirrorSD
+from shoal_lab.methods.rapid import Rapid
+from shoal_lab.methods.rsd import RSD
+from shoal_lab.methods.vocabtrim import VocabTrim
 from trained_parts import eagle, written
 from turns import by_turns
 
@@ -121,7 +121,7 @@ def test_samples_have_the_law_of_the_target(name: str) -> None:
 
 
 def test_a_wrong_order_of_siblings_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shoal.draft.model as module
+    import shoal.speculative.model as module
 
     real = module.choose
 
@@ -133,7 +133,7 @@ def test_a_wrong_order_of_siblings_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shoal.draft.model as module
+    import shoal.speculative.model as module
 
     real = module.choose
 
@@ -146,7 +146,7 @@ def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting with the number that the acceptance test uses."""
-    import shoal.draft.choose as module
+    import shoal.speculative.choose as module
 
     monkeypatch.setattr(
         Place,
@@ -159,7 +159,9 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "module"), [("trained layer", shoal.draft.eagle), ("masked", shoal.draft.masked)])
+@pytest.mark.parametrize(
+    ("name", "module"), [("trained layer", shoal.speculative.eagle), ("masked", shoal_lab.drafts.masked)]
+)
 def test_a_law_of_others_that_was_not_drawn_from_is_seen(
     name: str, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

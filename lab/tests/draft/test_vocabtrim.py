@@ -15,13 +15,13 @@ from drive import decode, prompt
 from families import tiny
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.draft.model import ModelProposer
-from shoal.draft.shape import Branching
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.methods.draft_model import DraftModel
-from shoal.methods.rsd import Beam
-from shoal.methods.vocabtrim import VocabTrim
+from shoal.speculative.model import ModelProposer
+from shoal.speculative.shape import Branching
 from shoal.types import Sampling
+from shoal_lab.methods.rsd import Beam
+from shoal_lab.methods.vocabtrim import VocabTrim
 from toy_tokenizers import byte_level
 from watched import Watched
 

@@ -7,14 +7,14 @@ import pytest
 from drive import prompt
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
-from shoal.methods.atts import ATTS
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.draft_model import DraftModel
+from shoal_lab.methods.atts import ATTS
 
 SMALL = tiny("llama", seed=1, layers=4)
 ENGINE = engine_for(tiny("llama"))

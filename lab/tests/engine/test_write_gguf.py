@@ -18,15 +18,15 @@ import shoal
 from gguf_models import write_model
 from llama_cpp_oracle import Oracle
 from shoal import DropLayers, NarrowMLPs
-from shoal.engine import write_gguf
-from shoal.engine.checkpoint import NOTE, Checkpoint
-from shoal.engine.transformed import Transformed
+from shoal.engine.loading.checkpoint import NOTE, Checkpoint
+from shoal.engine.loading.transformed import Transformed
 from shoal.errors import Unsupported
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.source import GgufSource
 from shoal.model.packed.build import build
 from shoal.model.parity import chunked_logits
+from shoal_lab.prune import write_gguf
 
 gguf: Any = pytest.importorskip("gguf", reason="the gguf package writes these files")
 IDS = [3, 41, 5, 92, 66, 53, 58, 9, 79, 32, 38, 46, 26, 43, 38]
@@ -186,7 +186,7 @@ def test_what_a_file_cannot_say(tmp_path: Path, architecture: str, gone: tuple[i
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model("llama", tmp_path / "tiny.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(Unsupported, match=r"gguf is not installed. Install the extra: pip install 'shoal\[gguf\]'"):
+    with pytest.raises(Unsupported, match=r"gguf is not installed. Install the extra: .*'shoal-lab\[prune\]'"):
         write_gguf.check(str(tmp_path / "tiny.gguf"), tmp_path / "less.gguf")
 
 

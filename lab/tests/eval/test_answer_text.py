@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import chat_tokenizer
-from shoal.eval.decoders import Answered
-from shoal.eval.evaluate import Evaluator
-from shoal.eval.items import Item, Sample
+from shoal_lab.eval.decoders import Answered
+from shoal_lab.eval.evaluate import Evaluator
+from shoal_lab.eval.items import Item, Sample
 
 
 def shown(prompt: str, answer: str, stop: tuple[str, ...], words: Any = None, eos: bool = False) -> str:

@@ -8,8 +8,8 @@ import random
 import numpy
 import pytest
 
-from shoal.eval.clustered import clustered_difference
-from shoal.eval.paired import accuracy_difference, detectable
+from shoal_lab.eval.clustered import clustered_difference
+from shoal_lab.eval.paired import accuracy_difference, detectable
 
 
 def draw(rng: random.Random, clusters: int, size: int, drop: float, spread: float) -> tuple[list[bool], ...]:

@@ -18,15 +18,8 @@ from oracle import greedy_under_plan, prefix_counts, prefix_oracle
 from passing import PLANS, RISING, Passing, ids
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.eval import scoring
-from shoal.eval.controls import GROUPS, controls, setting
-from shoal.eval.decoders import Contender, Decoder, contender
-from shoal.eval.equal_depth import Lengths
-from shoal.eval.evaluate import Evaluator, apart
-from shoal.eval.items import Item, Sample
-from shoal.eval.rising import RisingPlan
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
@@ -35,6 +28,13 @@ from shoal.model import hf
 from shoal.model.packed.build import build
 from shoal.model.packed.native_stack import NativeStack
 from shoal.model.packed.source import ModelSource
+from shoal_lab.eval import scoring
+from shoal_lab.eval.controls import GROUPS, controls, setting
+from shoal_lab.eval.decoders import Contender, Decoder, contender
+from shoal_lab.eval.equal_depth import Lengths
+from shoal_lab.eval.evaluate import Evaluator, apart
+from shoal_lab.eval.items import Item, Sample
+from shoal_lab.eval.rising import RisingPlan
 
 
 def slow_answer(model: Any, prompt: list[int], plan: Any, count: int) -> list[int]:

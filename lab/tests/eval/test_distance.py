@@ -15,28 +15,28 @@ from families import tiny
 from oracle import decoder_layers, prefix_counts, prefix_oracle
 from passing import PLANS, RISING, Passing, ids
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.draft import part_file
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.eval import distance
-from shoal.eval.controls import GROUPS, controls, setting
-from shoal.eval.decoders import Contender, Decoder, contender
-from shoal.eval.distance import Distances, FullReading, Told, bin_sizes, binned
-from shoal.eval.distance_study import compared, figures
-from shoal.eval.equal_depth import Lengths
-from shoal.eval.outcomes import Outcomes
-from shoal.eval.rising import RisingPlan, way
-from shoal.eval.why import apart
 from shoal.methods.full import Full
-from shoal.methods.read_me import ReadME
 from shoal.methods.schedule import Schedule
 from shoal.model.experts import ExpertChoice
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed.build import build
 from shoal.model.packed.source import ModelSource
-from shoal.model.router import ExpertRouter
 from shoal.model.stack import SequenceChunk
+from shoal.speculative import part_file
+from shoal_lab.components.router import ExpertRouter
+from shoal_lab.eval import distance
+from shoal_lab.eval.controls import GROUPS, controls, setting
+from shoal_lab.eval.decoders import Contender, Decoder, contender
+from shoal_lab.eval.distance import Distances, FullReading, Told, bin_sizes, binned
+from shoal_lab.eval.distance_study import compared, figures
+from shoal_lab.eval.equal_depth import Lengths
+from shoal_lab.eval.outcomes import Outcomes
+from shoal_lab.eval.rising import RisingPlan, way
+from shoal_lab.eval.why import apart
+from shoal_lab.methods.read_me import ReadME
 from trained_parts import part_for, target
 
 FULL = DepthPlan.full(6)

@@ -7,10 +7,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.depth.plan import DepthPlan
-from shoal.eval.controls import even_order, schedule
-from shoal.eval.equal_depth import TOLERANCE, Lengths, linear, power_law, rising, two_levels
-from shoal.eval.rising import RisingPlan
 from shoal.types import ModelInfo
+from shoal_lab.eval.controls import even_order, schedule
+from shoal_lab.eval.equal_depth import TOLERANCE, Lengths, linear, power_law, rising, two_levels
+from shoal_lab.eval.rising import RisingPlan
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=3, max_size=40).filter(lambda found: sum(found) / len(found) > 15)
 

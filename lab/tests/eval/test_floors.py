@@ -8,9 +8,9 @@ import pytest
 
 from chat_tokenizer import chat_tokenizer
 from shared_models import data_path
-from shoal.eval import suites
-from shoal.eval.floors import floors
-from shoal.eval.items import Item, Sample, encode
+from shoal_lab.eval import suites
+from shoal_lab.eval.floors import floors
+from shoal_lab.eval.items import Item, Sample, encode
 
 
 def samples(*items: Item) -> list[Sample]:

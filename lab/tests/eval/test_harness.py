@@ -13,11 +13,11 @@ import pytest
 from documents import ROOT
 from shared_models import FIXTURES, REFERENCE
 from shoal.cli import main
-from shoal.eval.harness import _right
+from shoal_lab.eval.harness import _right
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed; pip install 'shoal[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed; pip install 'shoal-lab[eval]'")
 
 SMALL = str(FIXTURES / REFERENCE)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,9 +56,10 @@ def test_tasks_from_the_command_line(capsys, data):
 def test_the_papers_table_runs_on_a_small_model(data, tmp_path):
     words = ["--data", str(data), "--limit", "2", "--dtype", "float32", "--max-new-tokens", "8", "--shots", "0",
              "--json", str(tmp_path / "out.json"), "--model", SMALL]
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "paper_table.py"), *words], capture_output=True,
-                          text=True, env={"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin",
-                                     "OMP_NUM_THREADS": "1"})
+    done = subprocess.run([sys.executable, str(ROOT / "lab" / "benchmarks" / "paper_table.py"), *words],
+                          capture_output=True, text=True,
+                          env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'lab' / 'src'}", "HF_HUB_OFFLINE": "1",
+                               "PATH": "/usr/bin", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["task"] for row in rows] == ["gsm8k", "bbh"] and "| gsm8k | 2 |" in done.stdout

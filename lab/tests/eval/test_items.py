@@ -11,8 +11,8 @@ import pytest
 
 from shared_models import data_path
 from shoal.errors import Unsupported
-from shoal.eval import suites
-from shoal.eval.items import part_of, problem, read_lines, stretches
+from shoal_lab.eval import suites
+from shoal_lab.eval.items import part_of, problem, read_lines, stretches
 from word_problems import rows, write
 
 DATA = ("gsm8k", "gsm8k_renumbered", "humaneval", "mbpp", "novels", "squad", "wikidata_qa", "wikitext2")

@@ -9,11 +9,11 @@ import pytest
 
 from shared_models import data_path
 from shoal.errors import Unsupported
-from shoal.eval import judging, suites
-from shoal.eval.items import Item
-from shoal.eval.judges import contains, get, number
-from shoal.eval.judges import tests as code
-from shoal.eval.judging import Judging
+from shoal_lab.eval import judging, suites
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.judges import contains, get, number
+from shoal_lab.eval.judges import tests as code
+from shoal_lab.eval.judging import Judging
 
 
 @pytest.mark.parametrize(("text", "found"), [

@@ -18,20 +18,20 @@ from drive import prompt
 from families import tiny
 from long_texts import book, write
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.eval import judges
-from shoal.eval.items import Item
-from shoal.eval.long import tasks
-from shoal.eval.long.budgets import at_budget, budgets_of, lengths_of
-from shoal.eval.long.contexts import LONGEST, LongContext, Maker, Wanted
-from shoal.eval.long.measure import FULL, STRANGE, Forced, LongEvaluator
-from shoal.eval.long.shared import SharedPrompts, dense_prompt, shareable
-from shoal.eval.long.study import at_budgets, run
 from shoal.methods import make
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.methods.snapkv import SnapKV
+from shoal_lab.eval import judges
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.long import tasks
+from shoal_lab.eval.long.budgets import at_budget, budgets_of, lengths_of
+from shoal_lab.eval.long.contexts import LONGEST, LongContext, Maker, Wanted
+from shoal_lab.eval.long.measure import FULL, STRANGE, Forced, LongEvaluator
+from shoal_lab.eval.long.shared import SharedPrompts, dense_prompt, shareable
+from shoal_lab.eval.long.study import at_budgets, run
 from toy_tokenizers import byte_level
 
 TASKS = ("needle", "multi_needle", "variables", "key_value")
@@ -305,7 +305,7 @@ def _small(sample: Any) -> Any:
 
 
 def test_a_random_choice_keeps_as_much_and_the_window() -> None:
-    from shoal.model.attended import drawn
+    from shoal.model.kv.attended import drawn
 
     keys = torch.zeros(3, 50, 4)
     kept = drawn("0/1", keys, 8, 20)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from shoal.eval import outcomes
-from shoal.eval.outcomes import Outcomes, RunKey
+from shoal_lab.eval import outcomes
+from shoal_lab.eval.outcomes import Outcomes, RunKey
 
 RUN = RunKey("suite", "answers", {"method": "full", "method_args": {}}, "abc", {"dtype": "float32"})
 

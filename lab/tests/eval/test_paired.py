@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from shoal.eval.paired import accuracy_difference, holm, mcnemar, ratio_difference, wilson
+from shoal_lab.eval.paired import accuracy_difference, holm, mcnemar, ratio_difference, wilson
 
 PAIRS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 

@@ -18,15 +18,15 @@ import shoal
 from masked import MASK, masked_model
 from shoal.cli.entry import main
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.eval import judges, suites
-from shoal.eval.items import Item
-from shoal.eval.sources import parallel
+from shoal.engine.loading.load import engine_for
 from shoal.methods.base import Method
-from shoal.methods.diffusion import Diffusion
-from shoal.methods.fast_dllm import FastDLLM
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal_lab.eval import judges, suites
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.sources import parallel
+from shoal_lab.methods.diffusion import Diffusion
+from shoal_lab.methods.fast_dllm import FastDLLM
 
 N, PROMPT = 4, [1, 2]
 REPLACED = [tuple(9 if place == other else 10 + place for place in range(N)) for other in range(N)]
@@ -133,7 +133,7 @@ def test_a_listed_answer_is_one_of_them_and_nothing_else(text: str, right: bool)
 
 
 def test_an_evaluation_compares_with_one_word_a_forward(capsys: pytest.CaptureFixture[str]) -> None:
-    canvas = str(Path(__file__).parents[2] / "hub" / "shoal-canvas")
+    canvas = str(Path(__file__).parents[3] / "hub" / "shoal-canvas")
     words = ["eval", "--model", canvas, "--dtype", "float32", "--suite", "parallel", "--n", "24"]
     words += ["--max-new-tokens", "12"]
     assert main([*words, "--measure", "answers", "--methods", "fast_dllm:reuse=none,diffusion:steps=2", "--json"]) == 0
@@ -148,7 +148,7 @@ def test_an_evaluation_compares_with_one_word_a_forward(capsys: pytest.CaptureFi
 
 def test_the_model_that_ships_shows_the_closed_forms() -> None:
     """One word after another is right; of two that are decided together half clash, of all none fits."""
-    engine = shoal.load(str(Path(__file__).parents[2] / "hub" / "shoal-canvas"), dtype="float32")
+    engine = shoal.load(str(Path(__file__).parents[3] / "hub" / "shoal-canvas"), dtype="float32")
     items = [item for item in suites.get("parallel").items(None) if item.group == "replace_random"][:60]
 
     def score(method: Method) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.eval.plots import draw_layers, draw_report
+from shoal_lab.eval.plots import draw_layers, draw_report
 
 pytest.importorskip("matplotlib")
 

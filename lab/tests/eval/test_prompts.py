@@ -11,8 +11,8 @@ import pytest
 
 from chat_tokenizer import chat_tokenizer
 from shoal.errors import Unsupported
-from shoal.eval import prompts, suites
-from shoal.eval.items import Item, part_of
+from shoal_lab.eval import prompts, suites
+from shoal_lab.eval.items import Item, part_of
 
 WORDS = [f"{first} {second}" for first in ("write", "solve", "read", "draw", "sing", "count") for second in
          ("a book", "the sum", "my letter", "one tree", "this song")]

@@ -11,9 +11,9 @@ import pytest
 
 from families import tiny
 from shoal.cli.entry import main
-from shoal.engine import cards
-from shoal.engine.load import engine_for
-from shoal.eval.recommend import Evidence, Lossless, Lossy, advise, unknown
+from shoal.engine.cards import places as cards
+from shoal.engine.cards.recommend import Evidence, Lossless, Lossy, advise, unknown
+from shoal.engine.loading.load import engine_for
 
 STEADY = Lossless("chat", "auto", 1.2, 1.1, 10)
 WILD = Lossless("chat", "swift", 1.6, 0.8, 3)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.decode.examples import examples, program
-from shoal.eval.judges.tests import needed
+from shoal.decode.branches.examples import examples, program
 from shoal.sandbox import source
+from shoal_lab.eval.judges.tests import needed
 
 PIECES = ["(", ")", "'", '"""', "x = (\n", "\n", "    ", "return 1\n", "f'{a b}'", "try:\n", "?", "\\\n", "it was so\n"]
 

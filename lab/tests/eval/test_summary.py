@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from shoal.eval.summary import answers_row, repeated
-from shoal.eval.table import answers_table
+from shoal_lab.eval.summary import answers_row, repeated
+from shoal_lab.eval.table import answers_table
 
 
 def outcome(tokens: int, layers: float, cut: bool) -> dict:

@@ -14,10 +14,10 @@ from passing import ids
 from scripts import script
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
-from shoal.eval import why
-from shoal.eval.controls import setting
-from shoal.eval.distance import Distances, FullReading, Told
-from shoal.eval.equal_depth import Lengths
+from shoal_lab.eval import why
+from shoal_lab.eval.controls import setting
+from shoal_lab.eval.distance import Distances, FullReading, Told
+from shoal_lab.eval.equal_depth import Lengths
 
 
 @pytest.mark.parametrize("falling", [True, False])
@@ -63,7 +63,7 @@ def test_a_sublayer_is_left_out_alone(tiny_engine: Engine) -> None:
 
 
 def test_every_question_is_answered_and_goes_on(tiny_engine: Engine, tmp_path: Path) -> None:
-    asked = script("benchmarks/why.py")
+    asked = script("lab/benchmarks/why.py")
     read = [Told("s", str(at), (1, 2, at), tuple(answer)) for at, answer in enumerate(ids(60, 47, 64, 31))]
     at = setting(tiny_engine, Lengths((60, 47, 64, 31)), 1.2, 64, order="late_middle", core=2)
     distances = Distances(tiny_engine, max_new_tokens=64)

@@ -15,10 +15,10 @@ from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.methods.mirror_sd import MirrorSD
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.rsd import RSD
-from shoal.methods.vocabtrim import VocabTrim
+from shoal_lab.methods.mirror_sd import MirrorSD
+from shoal_lab.methods.rsd import RSD
+from shoal_lab.methods.vocabtrim import VocabTrim
 
 METHODS = {
     "auto": Auto(),

@@ -24,20 +24,20 @@ from families import tiny
 from generate_calls import batch, generate
 from serving import MODEL, serving, tiny_engine
 from shoal.decode import sampling
-from shoal.decode.search import branch_seed
-from shoal.decode.verifier import Attempt, verdict
+from shoal.decode.branches.search import branch_seed
+from shoal.decode.branches.verifier import Attempt, verdict
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods import make
-from shoal.methods.a_star import AStar, BestFirst
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.methods.jacobi import Jacobi
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.types import ModelInfo, Sampling
+from shoal_lab.methods.a_star import AStar, BestFirst
+from shoal_lab.methods.jacobi import Jacobi
 from test_matrix import SAMPLINGS, engine_of
 
 WORDS = chat_tokenizer()
@@ -63,7 +63,7 @@ class Toy:
 
 
 class ToyBranch:
-    """As `shoal.decode.search.Branch`."""
+    """As `shoal.decode.branches.search.Branch`."""
 
     greedy, score, text, question = False, 0.0, "", ""
 

@@ -19,24 +19,24 @@ from generate_calls import batch, generate
 from oracle import prefix_counts, prefix_oracle
 from serving import MODEL, serving, tiny_engine
 from shoal.decode import sampling
-from shoal.decode.stop import StopRules
+from shoal.decode.text.stop import StopRules
 from shoal.depth.plan import DepthPlan
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.loops.adadec import PausingBatch
 from shoal.methods import make
 from shoal.methods._limits import limits_of
-from shoal.methods.adadec import AdaDec
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
-from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.packed.native import MAX_NODES
 from shoal.model.stack import SequenceChunk
 from shoal.types import ModelInfo, Sampling
+from shoal_lab.loops.adadec import PausingBatch
+from shoal_lab.methods.adadec import AdaDec
+from shoal_lab.methods.jacobi import Jacobi
 from test_matrix import SAMPLINGS, engine_of
 
 FULL = DepthPlan.full(6)

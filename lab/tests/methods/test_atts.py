@@ -19,19 +19,19 @@ from chat_tokenizer import chat_tokenizer
 from drafts import draft_of
 from drive import SHORT, decode, prompt, stack_of
 from families import tiny
-from shoal.calibrate import chunks
 from shoal.cli import main
 from shoal.decode import sampling
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
-from shoal.eval.items import Item
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods import make
-from shoal.methods.atts import ATTS, ByChunk, JudgedTurns
 from shoal.methods.calibrated import Calibrated
 from shoal.types import Sampling
+from shoal_lab.calibrate import chunks
+from shoal_lab.eval.items import Item
+from shoal_lab.methods.atts import ATTS, ByChunk, JudgedTurns
 from test_matrix import engine_of
 
 SCORES = (4.2, 4.35, 4.4, 4.5, 4.55, 4.6, 4.7, 4.8, 5.0)

@@ -13,10 +13,10 @@ from drive import decode, prompt, stack_of
 from families import tiny
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.draft.draft import first_layers
-from shoal.methods.del_ import DEL, DynamicDrafter, DynamicExit, Exit, best_block, tokens_per_layer
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal.speculative.draft import first_layers
+from shoal_lab.methods.del_ import DEL, DynamicDrafter, DynamicExit, Exit, best_block, tokens_per_layer
 
 
 @settings(max_examples=60, deadline=None)

@@ -23,24 +23,24 @@ from method_matrix import MASKED
 from serving import MODEL, serving
 from shoal.cli.entry import main
 from shoal.decode import loop, sampling
-from shoal.engine.constraint import Regex
+from shoal.engine.constraints.constraint import Regex
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
-from shoal.engine.scheduler import Scheduler
-from shoal.engine.stream import Stream
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
-from shoal.loops.canvas import Confident, Guess
 from shoal.methods import make
-from shoal.methods.adablock import AdaBlock, Delimited
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
-from shoal.methods.diffusion import Diffusion
-from shoal.methods.fast_dllm import FastDLLM
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.prophet import Prophet, WideGap
 from shoal.types import Result
+from shoal_lab.loops.canvas import Confident, Guess
+from shoal_lab.methods.adablock import AdaBlock, Delimited
+from shoal_lab.methods.diffusion import Diffusion
+from shoal_lab.methods.fast_dllm import FastDLLM
+from shoal_lab.methods.prophet import Prophet, WideGap
 
 NEW = 11
 ENDLESS = float("inf")
@@ -392,7 +392,7 @@ def test_a_method_that_writes_from_left_to_right_is_refused_by_name(method: Meth
 def test_layers_are_not_measured_from_left_to_right(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Unsupported, match="full with a masked-diffusion model"):
         shoal.quick_card(masked_engine(), keep=False)
-    words = ["calibrate", "--model", str(Path(__file__).parents[2] / "hub" / "shoal-canvas"), "--suite", "parallel"]
+    words = ["calibrate", "--model", str(Path(__file__).parents[3] / "hub" / "shoal-canvas"), "--suite", "parallel"]
     assert main([*words, "--out", "card.json"]) == 2
     assert "full with a masked-diffusion model" in capsys.readouterr().err
 

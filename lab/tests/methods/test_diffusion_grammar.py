@@ -17,9 +17,9 @@ from grammars import measured, recognises, rules_of
 from masked import MASK, masked_engine
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.loops.grammar import CanvasGrammar
-from shoal.methods.diffusion import Diffusion
-from shoal.methods.diffusion_grammar import DiffusionGrammar
+from shoal_lab.loops.grammar import CanvasGrammar
+from shoal_lab.methods.diffusion import Diffusion
+from shoal_lab.methods.diffusion_grammar import DiffusionGrammar
 
 GRAMMARS = {
     "brackets": 's ::= "(" ")" | "(" s ")" | s s',
@@ -114,7 +114,7 @@ def test_texts_of_several_tokens_and_escapes() -> None:
 
 @functools.cache
 def canvas() -> Engine:
-    return shoal.load(str(Path(__file__).parents[2] / "hub" / "shoal-canvas"), dtype="float32")
+    return shoal.load(str(Path(__file__).parents[3] / "hub" / "shoal-canvas"), dtype="float32")
 
 
 NAMES = 'list ::= name | name list\nname ::= "ann" | "bob" | "cid" | "dee" | "kim"'

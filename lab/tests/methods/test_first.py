@@ -15,15 +15,15 @@ from drive import SHORT, decode, gap, oracle_logits, prompt
 from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.draft.part_file import TrainedPart
 from shoal.errors import Unsupported
 from shoal.methods import make
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
-from shoal.methods.first import First, LayersByPrompt
 from shoal.methods.streaming_llm import StreamingLLM
-from shoal.model.layer_router import BIAS, WEIGHT, LayerRouters
+from shoal.speculative.part_file import TrainedPart
 from shoal.types import ModelInfo
+from shoal_lab.components.layer_router import BIAS, WEIGHT, LayerRouters
+from shoal_lab.methods.first import First, LayersByPrompt
 from trained_parts import part_for, target
 
 NEW, LAYERS, HIDDEN, CORE = 24, 6, 32, 2

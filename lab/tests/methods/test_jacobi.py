@@ -25,13 +25,13 @@ from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
-from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
-from shoal.methods.layerskip import LayerSkip
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.types import ModelInfo, Sampling
+from shoal_lab.methods.jacobi import Jacobi
+from shoal_lab.methods.layerskip import LayerSkip
 from test_matrix import SAMPLINGS, engine_of
 
 FULL = DepthPlan.full(6)

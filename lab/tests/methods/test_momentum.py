@@ -20,17 +20,17 @@ from families import tiny
 from generate_calls import batch, generate
 from serving import MODEL, serving, tiny_engine
 from shoal.decode import sampling
-from shoal.decode.momentum import Resisting, circuit
 from shoal.decode.tree import TokenTree
 from shoal.methods import make
 from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.methods.layerskip import LayerSkip
-from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.rsd import RSD
 from shoal.types import ModelInfo, Sampling
+from shoal_lab.components.momentum import Resisting, circuit
+from shoal_lab.methods.layerskip import LayerSkip
+from shoal_lab.methods.momentum import Momentum
+from shoal_lab.methods.rsd import RSD
 from test_matrix import SAMPLINGS, engine_of
 
 STEEP = Momentum(alpha=0.3, candidates=7)

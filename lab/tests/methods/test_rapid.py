@@ -9,11 +9,11 @@ import torch
 
 from drafts import draft_of
 from families import tiny
-from shoal.draft.model import ModelDrafter
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.methods.rapid import Rapid
+from shoal.speculative.model import ModelDrafter
+from shoal_lab.methods.rapid import Rapid
 
 PROMPTS = [[(7 * i * i + 3 * i) % 90 + 1 for i in range(60)], [5, 6, 7], [(11 * i) % 89 + 2 for i in range(41)]]
 SHORT: dict[str, Any] = {"context": 16, "chunk": 4, "begin": 2, "end": 4, "length": 3}

@@ -25,22 +25,22 @@ from serving import MODEL, serving, tiny_engine
 from shoal.batch.records import answered
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.engine.constraint import Regex
+from shoal.engine.constraints.constraint import Regex
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
-from shoal.engine.scheduler import Scheduler
-from shoal.engine.stream import Stream
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
-from shoal.loops.ngrams import WEIGHTS, NGramCounts
 from shoal.methods import make
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
-from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.superposed import Superposed, Superposing
 from shoal.types import ModelInfo, Result
+from shoal_lab.loops.ngrams import WEIGHTS, NGramCounts
+from shoal_lab.methods.jacobi import Jacobi
+from shoal_lab.methods.superposed import Superposed, Superposing
 from test_matrix import engine_of
 
 WORDS = chat_tokenizer()

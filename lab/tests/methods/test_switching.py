@@ -26,25 +26,25 @@ from serving import MODEL, serving, tiny_engine
 from shoal.cli import main
 from shoal.decode import sampling
 from shoal.decode.recipe import Recipe
-from shoal.decode.sentences import Sentences, end_of
 from shoal.depth.plan import DepthPlan
-from shoal.engine.constraint import Regex
+from shoal.engine.constraints.constraint import Regex
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods import make
-from shoal.methods._switching import Switching, turn_of
-from shoal.methods.atts import ATTS
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
-from shoal.methods.entropy_adaptive import EntropyAdaptive
-from shoal.methods.foreal import FoReaL
 from shoal.methods.full import Full
-from shoal.methods.momentum import Momentum
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.random_switching import RandomSwitching
 from shoal.types import Result, Sampling
+from shoal_lab.components.sentences import Sentences, end_of
+from shoal_lab.methods._switching import Switching, turn_of
+from shoal_lab.methods.atts import ATTS
+from shoal_lab.methods.entropy_adaptive import EntropyAdaptive
+from shoal_lab.methods.foreal import FoReaL
+from shoal_lab.methods.momentum import Momentum
+from shoal_lab.methods.random_switching import RandomSwitching
 from turns import by_turns
 
 FULL = DepthPlan.full(6)

@@ -25,25 +25,25 @@ from families import tiny
 from generate_calls import batch, generate
 from searches import Given
 from serving import MODEL, serving, tiny_engine
-from shoal.decode.sentences import last_of
-from shoal.decode.verifier import NoVerdict, Question
+from shoal.decode.branches.verifier import NoVerdict, Question
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
-from shoal.engine.ranks import Ranks
+from shoal.engine.loading.load import engine_for
+from shoal.engine.loading.ranks import Ranks
 from shoal.engine.request import Request
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
-from shoal.loops.thoughts import Repeats, texts
-from shoal.loops.trimr import ModelJudge
 from shoal.methods import make
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
-from shoal.methods.jacobi import Jacobi
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.methods.trimr import Trimming, TrimR
 from shoal.types import ModelInfo
+from shoal_lab.components.sentences import last_of
+from shoal_lab.loops.thoughts import Repeats, texts
+from shoal_lab.loops.trimr import ModelJudge
+from shoal_lab.methods.jacobi import Jacobi
+from shoal_lab.methods.trimr import Trimming, TrimR
 from test_matrix import SAMPLINGS, engine_of
 from turns import by_turns
 

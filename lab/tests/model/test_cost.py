@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.cost import CostCard, Observation, Traffic, attended, non_negative_least_squares
+from shoal_lab.components.cost import CostCard, Observation, Traffic, attended, non_negative_least_squares
 
 CARD = CostCard(2e-3, 5e-3, 1e-3, 3e-6, (None, 4, None, None), ((10, 0.1), (20, 0.2), (100, 1.8)))
 coefficients = st.floats(1e-6, 1e-1)

@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 from backends import NATIVE, Backend, on_backends
 from drive import gap, prompt
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed.stack import PackedStack
-from shoal.model.rewind import earliest, rewound
 from shoal.model.stack import SequenceChunk, Stack, Start, from_layer
+from shoal_lab.components.rewind import earliest, rewound
 
 FULL = DepthPlan.full(6)
 SHALLOW = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, 1, NEVER])

@@ -6,11 +6,11 @@ import pytest
 
 import shoal
 from shared_models import DRAFT, FIXTURES, LAYERSKIP, REFERENCE
-from shoal import reference
-from shoal.eval.answers import is_right
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
-from shoal.methods.layerskip import LayerSkip
+from shoal_lab import reference
+from shoal_lab.eval.answers import is_right
+from shoal_lab.methods.layerskip import LayerSkip
 
 
 @pytest.mark.parametrize("name", (REFERENCE, LAYERSKIP, DRAFT))

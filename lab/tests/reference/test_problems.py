@@ -14,7 +14,7 @@ from tools.reference import corpus, hold_out, renumber, templates
 from tools.reference.templates.draw import Problem
 
 from shared_models import data_path
-from shoal import reference
+from shoal_lab import reference
 
 
 def shipped(kind: str) -> list[Problem]:

@@ -14,11 +14,11 @@ from torch import Tensor
 import shoal
 from drive import gap
 from shoal import NarrowMLPs
-from shoal.calibrate import neurons
 from shoal.model.parity import chunked_logits
-from shoal.train.consensus import AGREED, RISE, ConsensusModule, binarised, polarisation
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base, TextBatch
+from shoal_lab.calibrate import neurons
+from shoal_lab.train.consensus import AGREED, RISE, ConsensusModule, binarised, polarisation
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base, TextBatch
 from text_batch import batch
 from tiny_corpus import made
 from trained_parts import target

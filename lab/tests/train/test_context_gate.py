@@ -13,12 +13,12 @@ from torch.nn.functional import cross_entropy, linear
 from attention_oracle import Reading, reading_model
 from backends import reference
 from families import tiny
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.train import context_gate
-from shoal.train.context_gate import ContextGateModule
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base, TextBatch
+from shoal_lab.train import context_gate
+from shoal_lab.train.context_gate import ContextGateModule
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base, TextBatch
 from text_batch import batch
 from tiny_corpus import made
 from trained_parts import IDS, target

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drive import prompt
-from shoal.train import corpus, files
-from shoal.train.corpus import Corpus, CorpusWish
+from shoal_lab.train import corpus, files
+from shoal_lab.train.corpus import Corpus, CorpusWish
 from tiny_corpus import PROMPTS, WISH, made
 from trained_parts import states_of, target
 

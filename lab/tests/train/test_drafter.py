@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from backends import reference
 from families import VOCAB, fingerprint, tiny
 from masked import masked_engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.methods.deer import DEER
-from shoal.train.drafter import DrafterModule, DrafterShape, mask_token
-from shoal.train.export import model as write_model
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base, TextBatch, acceptance
+from shoal_lab.methods.deer import DEER
+from shoal_lab.train.drafter import DrafterModule, DrafterShape, mask_token
+from shoal_lab.train.export import model as write_model
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base, TextBatch, acceptance
 from tiny_corpus import PROMPTS, made
 from trained_parts import target
 

@@ -18,12 +18,12 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
-from shoal.train import export
-from shoal.train.corpus import batches
-from shoal.train.heal import HealModule, halve
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base, TextBatch
 from shoal.types import ModelInfo
+from shoal_lab.train import export
+from shoal_lab.train.corpus import batches
+from shoal_lab.train.heal import HealModule, halve
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base, TextBatch
 from text_batch import batch, read_by_the_oracle
 from tiny_corpus import made
 from trained_parts import target
@@ -174,5 +174,5 @@ def test_what_cannot_be_healed() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(Unsupported, match=r"pip install 'shoal\[train\]'"):
+    with pytest.raises(Unsupported, match=r"pip install 'shoal-lab\[train\]'"):
         module()

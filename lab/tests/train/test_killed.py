@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.train.loop import CHECKPOINT
+from shoal_lab.train.loop import CHECKPOINT
 
 TESTS = Path(__file__).resolve().parents[1]
 RUN = """
 import resource, sys
 from pathlib import Path
-from shoal.train.eagle import EagleModule
-from shoal.train.export import export
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base
+from shoal_lab.train.eagle import EagleModule
+from shoal_lab.train.export import export
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base
 from tiny_corpus import made
 from trained_parts import target
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy as plain_cross_entropy
 
-from shoal.train import laws
+from shoal_lab.train import laws
 
 SIZES = [(5, 7, 11), (1, 3, 2), (9, 16, 300)]
 

@@ -15,9 +15,9 @@ from backends import reference
 from drive import gap
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
-from shoal.train.layer_routers import LayerRouterModule, chosen, largest
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base
+from shoal_lab.train.layer_routers import LayerRouterModule, chosen, largest
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base
 from text_batch import batch, read_by_the_oracle
 from tiny_corpus import made
 from trained_parts import IDS, target

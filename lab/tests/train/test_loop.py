@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.train import files
-from shoal.train.eagle import EagleModule, default_shape
-from shoal.train.loop import CHECKPOINT, Trainer, Training
-from shoal.train.medusa import MedusaModule
-from shoal.train.part import Base, PartModule, ShippedModule, TextBatch, acceptance
-from shoal.train.ppd import PromptModule
+from shoal_lab.train import files
+from shoal_lab.train.eagle import EagleModule, default_shape
+from shoal_lab.train.loop import CHECKPOINT, Trainer, Training
+from shoal_lab.train.medusa import MedusaModule
+from shoal_lab.train.part import Base, PartModule, ShippedModule, TextBatch, acceptance
+from shoal_lab.train.ppd import PromptModule
 from tiny_corpus import made
 from trained_parts import target
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from families import tiny
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base, TextBatch, acceptance
-from shoal.train.ppd import PromptModule
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base, TextBatch, acceptance
+from shoal_lab.train.ppd import PromptModule
 from text_batch import batch
 from tiny_corpus import made
 from trained_parts import ppd, target

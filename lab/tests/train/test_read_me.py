@@ -13,13 +13,13 @@ from torch.nn.functional import cross_entropy, kl_div, silu
 
 from backends import reference
 from families import tiny
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
-from shoal.model.router import ExpertRouter
-from shoal.train.export import export
-from shoal.train.loop import Trainer, Training
-from shoal.train.part import Base, TextBatch
-from shoal.train.read_me import (
+from shoal_lab.components.router import ExpertRouter
+from shoal_lab.train.export import export
+from shoal_lab.train.loop import Trainer, Training
+from shoal_lab.train.part import Base, TextBatch
+from shoal_lab.train.read_me import (
     ReadMEModule,
     check_division,
     gated_mlps,
@@ -122,7 +122,7 @@ def test_what_ships_chooses_what_was_trained(tmp_path: Path) -> None:
     engine, some = target("llama"), batch()
     module = experts(engine)
     export(tmp_path, engine, module, "float32")
-    from shoal.draft import part_file
+    from shoal.speculative import part_file
 
     router = ExpertRouter(part_file.read(str(tmp_path), "read_me", engine.info()))
     chosen = module.routed(some, 2)

@@ -13,10 +13,10 @@ import torch
 
 import shoal
 from shoal.cli.entry import main
-from shoal.eval.sources import parallel
-from shoal.train import diffusion
-from shoal.train.diffusion import DiffusionTraining
 from shoal.types import MaskedModel
+from shoal_lab.eval.sources import parallel
+from shoal_lab.train import diffusion
+from shoal_lab.train.diffusion import DiffusionTraining
 
 SMALL = DiffusionTraining(steps=4, batch=12, hidden=16, layers=1, heads=2, inner=24)
 TWIN = dataclasses.replace(SMALL, causal=True)

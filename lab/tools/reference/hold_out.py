@@ -1,6 +1,6 @@
 """Write the problems that ship with the model: for evaluation, and for calibration, none of them trained on.
 
-    python -m tools.reference.hold_out --data DIR --corpus DIR/corpus.pt --out src/shoal/reference/problems
+    python -m tools.reference.hold_out --data DIR --corpus DIR/corpus.pt --out lab/src/shoal_lab/reference/problems
 
 New means: no training problem of the same template, or made from the same GSM8K problem, has the same numbers.
 """

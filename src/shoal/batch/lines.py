@@ -152,7 +152,7 @@ def _options() -> tuple[str, ...]:
 
 
 def _constraint(named: Sequence[str], given: Mapping[str, Any]) -> Any:
-    from shoal.engine.constraint import guided
+    from shoal.engine.constraints.constraint import guided
 
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)} both say what the answer must look like; give one")

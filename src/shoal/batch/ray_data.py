@@ -15,7 +15,7 @@ from typing import Any
 from shoal.batch.lines import Line
 from shoal.batch.records import Record
 from shoal.batch.run import BatchRunner
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.integrations import local_ray
 
 Make = Callable[[int], Scheduler]

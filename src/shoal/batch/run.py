@@ -9,8 +9,8 @@ from typing import Any
 
 from shoal.batch.lines import Line, fields_of, id_of, task_of
 from shoal.batch.records import Record, answered, failed
-from shoal.engine.request_handle import Item, RequestHandle
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.request_handle import Item, RequestHandle
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull
 
 Name = str | int | None

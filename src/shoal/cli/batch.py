@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import catalog
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
     from shoal.batch.job import Report
     from shoal.batch.lines import Line
     from shoal.batch.records import Record
-    from shoal.engine.scheduler import Scheduler
+    from shoal.engine.scheduling.scheduler import Scheduler
 
 EXAMPLES = """examples:
   shoal batch questions.jsonl answers.jsonl --max-new-tokens 128
@@ -116,7 +116,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     model = {"name": args.model, "revision": args.revision}
     place = catalog.find(args.model)
     if os.path.exists(place):
-        from shoal.engine.fingerprint import of_model
+        from shoal.engine.cards.fingerprint import of_model
 
         model = {"fingerprint": of_model(None, place)}
     options = _defaults(args)

@@ -26,10 +26,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from shoal.cli import common, notes
+from shoal.cli import notes
 from shoal.cli.lines import Lines
-from shoal.cli.method_list import label_of
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.method_list import label_of
+from shoal.cli.options.parser import Parser
 from shoal.cli.printers import add_color, printer_of, summary
 from shoal.user_cache import expanded
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.parser import Parser
+from shoal.cli.options.parser import Parser
 from shoal.errors import needs
 
 EXAMPLES = """examples:
@@ -42,12 +42,13 @@ def whole(files: Any) -> argparse.ArgumentParser:
         files: what options get as `complete` whose value is a path.
     """
     from shoal import methods
-    from shoal.cli.entry import COMMANDS
+    from shoal.cli.entry import known
 
     top = Parser(prog="shoal")
     commands = top.add_subparsers(parser_class=Parser)
-    for name, about in COMMANDS.items():
-        command = import_module(f"shoal.cli.{name.replace('-', '_')}")
+    for name, module in known().items():
+        command = import_module(module)
+        about = (command.__doc__ or "").strip().partition("\n")[0]
         parser = commands.add_parser(name, help=about, description=about)
         command.add_arguments(parser)
         for action in parser._actions:

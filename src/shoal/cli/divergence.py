@@ -13,7 +13,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.5,
 """Default tie tolerance on the top-two margin, in logits, by the type of the computation.
 
 Int8 is that of activations with a scale per group: 8 bits, as bfloat16 has. It moves the logits of a model of 135
-million parameters by 0.18 in the root mean square (benchmarks/real/smollm2-135m-fidelity.json).
+million parameters by 0.18 in the root mean square (lab/reports/real/smollm2-135m-fidelity.json).
 """
 
 

@@ -1,21 +1,26 @@
 """From the words of a command line to an exit code.
 
 Codes: 0 done, 1 a check failed, 2 bad usage or bad input (one line on stderr), 130 interrupted, 141 nobody reads on.
-Only the command that was asked for is imported, and no command imports torch before it runs.
+Only the command that was asked for is imported, and no command imports torch before it runs. Other packages add
+commands by the entry-point group `shoal.commands`, each entry naming a module like those beside this one; shoal-lab's
+are `shoal lab NAME`, or just `shoal NAME`.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from shoal.cli import config
-from shoal.cli.parser import Parser, parse
-from shoal.errors import unknown
+from shoal.cli.options import config
+from shoal.cli.options.parser import Parser, parse
+from shoal.errors import LAB_INSTALL, unknown
 
+ABOUT = """Open models on the machine that you have, several times as fast as what you could install instead, without
+a changed word. Ways to trade answers for time, D3 first, are measured beside it."""
 COMMANDS = {
     "generate": "continue a prompt, streaming the text",
     "chat": "talk with a model in the terminal",
@@ -24,25 +29,26 @@ COMMANDS = {
     "correctness": "compare a method's tokens with the plain loop's and Hugging Face's",
     "batch": "answer a file of prompts, resumable",
     "serve": "answer requests over HTTP, as OpenAI's API does",
-    "bench": "measure speed, beside other software on the same weights",
-    "bench-serve": "put a load on servers: waiting times, tokens a second, memory",
-    "bench-drafts": "measure what drafts bring on texts of different kinds",
-    "eval": "measure quality: methods and controls beside the full model, on the same items",
     "recommend": "say which method to use for a model, from what was measured of it",
-    "calibrate": "find the schedule of a model that saves most for a given loss of quality",
-    "train": "train a small part that guesses ahead, on the model's own answers",
-    "prune": "write a smaller checkpoint of a model, with fewer layers or neurons",
     "models": "list the models on this machine, and what is known of them",
     "completion": "print a script that completes commands and options in a shell",
     "env": "print versions and hardware for a bug report",
 }
+GROUP = "shoal.commands"
+LAB = ("bench", "bench-drafts", "bench-serve", "calibrate", "eval", "prune", "train")
+"""Commands of shoal-lab, to say where they come from while it is not installed."""
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words and words[0] in COMMANDS else None
+    if words[:1] == ["lab"]:
+        words = words[1:] or ["--help"]
+        _never_fail_to_print()
+        if words[0] in ("-h", "--help"):
+            return _lab_help()
+    name = words[0] if words and words[0] in known() else None
     _never_fail_to_print()
     try:
         return _call(name, words[1:]) if name else _top(words)
@@ -61,6 +67,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
 
 
+def known() -> dict[str, str]:
+    """Every command's name -> the module that runs it."""
+    return {**_plugins(), **{name: f"shoal.cli.{name.replace('-', '_')}" for name in COMMANDS}}
+
+
+@functools.cache
+def _plugins() -> dict[str, str]:
+    """What other packages bring: name -> module."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry.value for entry in entry_points(group=GROUP)}
+
+
+def _lab_help() -> int:
+    """`shoal lab`: what the commands of other packages do, one line each."""
+    found = _plugins()
+    texts = {name: (import_module(module).__doc__ or "").strip() for name, module in sorted(found.items())}
+    lines = [f"  {name:<12} {text.partition(chr(10))[0]}" for name, text in texts.items()]
+    print("\n".join(["shoal lab COMMAND, or shoal COMMAND:", "", *lines]) if lines else f"shoal lab: {_lab_absent()}")
+    return 0 if lines else BAD_INPUT
+
+
+def _lab_absent() -> str:
+    return f"its commands, {', '.join(LAB)}, come with shoal-lab: {LAB_INSTALL}"
+
+
 def _as_typed(message: str, words: Sequence[str]) -> str:
     """A message that begins with what the library calls a value, with the option that it was given by."""
     name, is_, rest = message.partition(" is ")
@@ -70,11 +102,11 @@ def _as_typed(message: str, words: Sequence[str]) -> str:
 
 
 def _call(name: str, words: list[str]) -> int:
-    command = import_module(f"shoal.cli.{name.replace('-', '_')}")
+    command = import_module(known()[name])
     parser = Parser(prog=_program(name), description=command.__doc__, epilog=command.EXAMPLES)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    words = [*config.words(name, COMMANDS, parser.options, words), *words]
+    words = [*config.words(name, {*known(), *LAB}, parser.options, words), *words]
     try:
         args = parse(parser, words)
     except SystemExit as leave:  # argparse ends the process after --help
@@ -85,7 +117,9 @@ def _call(name: str, words: list[str]) -> int:
 
 def _top(words: list[str]) -> int:
     if words and not words[0].startswith("-"):
-        raise unknown("command", words[0], COMMANDS)
+        if words[0] in LAB and not _plugins():
+            raise ValueError(f"{words[0]} is a command of shoal-lab, which is not installed: {LAB_INSTALL}")
+        raise unknown("command", words[0], known())
     parser = Parser(prog="shoal", description=_overview(), epilog="shoal COMMAND --help shows a command's options.")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands above")
@@ -104,7 +138,8 @@ def _top(words: list[str]) -> int:
 
 def _overview() -> str:
     lines = [f"  {name:<12} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["Depth-aware decoding of Hugging Face language models.", "", "commands:", *lines])
+    lab = ", ".join(sorted(_plugins())) or f"none here ({LAB_INSTALL})"
+    return "\n".join([ABOUT, "", "commands:", *lines, "", f"shoal lab, to measure and train: {lab}"])
 
 
 def _program(name: str | None) -> str:

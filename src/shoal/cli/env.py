@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal import __version__, compat
-from shoal.cli import common, config
-from shoal.cli.parser import Parser
+from shoal.cli.options import common, config
+from shoal.cli.options.parser import Parser
 
 EXAMPLES = """examples:
   shoal env
@@ -73,8 +73,8 @@ def _accelerators() -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    from shoal.engine import cards
-    from shoal.engine.device import default_device, default_dtype
+    from shoal.engine.cards import places as cards
+    from shoal.engine.loading.device import default_device, default_dtype
 
     device = default_device()
     return {"cards_shipped": [path.stem for path in sorted(cards.SHIPPED.glob("*.json"))],

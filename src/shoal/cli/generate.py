@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common, notes
-from shoal.cli.parser import Parser
+from shoal.cli import notes
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 from shoal.cli.printers import Silent, add_color, printer_of, summary
 from shoal.types import finite_logprob
 
@@ -57,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--logprobs has nowhere to go; add --json")
     if not args.tensor_parallel:
         return _run(args, read_prompt(args))
-    from shoal.engine import ranks
-    from shoal.engine.device import device_of
+    from shoal.engine.loading import ranks
+    from shoal.engine.loading.device import device_of
 
     try:
         others = ranks.join(device_of(args.device))

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal import methods
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 from shoal.errors import Unsupported
 from shoal.methods._combined import FAMILIES, QUESTIONS, family_of
 from shoal.methods.base import Method, check_order

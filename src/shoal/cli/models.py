@@ -10,11 +10,11 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.engine.inventory import HeldModel
+    from shoal.engine.cards.inventory import HeldModel
 
 EXAMPLES = """examples:
   shoal models
@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from shoal import catalog
-    from shoal.engine import inventory, memory
+    from shoal.engine.cards import inventory
+    from shoal.engine.memory import available as memory
 
     held = inventory.held()
     room = memory.free(torch.device("cpu"))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 from shoal.depth.speedup import ideal_speedup
 from shoal.errors import needs
 from shoal.types import ModelInfo

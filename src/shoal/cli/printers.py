@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shoal.cli import tint
-from shoal.cli.parser import Parser
+from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine

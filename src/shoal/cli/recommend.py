@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 
 EXAMPLES = """examples:
   shoal recommend --model SmolLM2-135M-Instruct.Q4_1.gguf
@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the advice."""
     if not 0 <= args.max_drop < 1:
         raise ValueError(f"--max-drop is {args.max_drop}; it must be in [0, 1): 0.015 is 1.5 points")
-    from shoal.engine import cards
-    from shoal.engine.checkpoint import shown_name
-    from shoal.eval.recommend import Evidence, report
+    from shoal.engine.cards import places as cards
+    from shoal.engine.cards.recommend import Evidence, report
+    from shoal.engine.loading.checkpoint import shown_name
 
     engine = common.load_engine(args)
     found = Evidence.from_dict(cards.evidence(engine))

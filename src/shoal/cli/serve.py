@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 from shoal.errors import needs
 
 if TYPE_CHECKING:
-    from shoal.engine.scheduler import Scheduler
+    from shoal.engine.scheduling.scheduler import Scheduler
     from shoal.serve.settings import Settings
 
 EXAMPLES = """examples:
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replicas(args: argparse.Namespace, settings: Settings) -> int:
-    from shoal.serve.replicas import Fleet
-    from shoal.serve.replicas import run as serve
+    from shoal.serve.scale.replicas import Fleet
+    from shoal.serve.scale.replicas import run as serve
 
     most = args.max_rows + args.max_waiting
     serve(partial(_parts, args, settings),
@@ -131,7 +131,7 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
 def _settings(args: argparse.Namespace) -> Settings:
     """The settings but for the model's name."""
     from shoal import methods
-    from shoal.serve.origins import hosts_of
+    from shoal.serve.http.origins import hosts_of
     from shoal.serve.policy import check_limits
     from shoal.serve.settings import Settings
 
@@ -139,7 +139,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     for name in named or ():
         methods.get(name)
     if args.members_folder:
-        from shoal.engine.members import PythonMembers
+        from shoal.engine.constraints.members import PythonMembers
 
         PythonMembers(args.members_folder)  # refuses a folder that is none
     limits = dict(args.method_limit)

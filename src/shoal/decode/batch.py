@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shoal.decode.accept import Outcome
+from shoal.decode.branches.search import SearchRun, score_forced
 from shoal.decode.ledger import Clock
 from shoal.decode.parts import PartsAtWork
 from shoal.decode.prefixes import Prefixes
 from shoal.decode.row import Row
-from shoal.decode.search import SearchRun, score_forced
+from shoal.decode.rules.accept import Outcome
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
 from shoal.types import Step
 

@@ -10,7 +10,7 @@ from shoal.decode.ledger import Clock
 from shoal.decode.prefixes import Prefixes
 from shoal.decode.recipe import Loop
 from shoal.decode.row import Row
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import Stack
 from shoal.types import Step
 

@@ -22,7 +22,7 @@ from shoal.decode.worker import (
     StepReport,
     Worker,
 )
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk, Stack, first_seen, from_layer
 
 W = TypeVar("W", bound=Worker)

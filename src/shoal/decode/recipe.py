@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from concurrent.futures import Future
 
-    from shoal.decode.accept import Outcome, Target
+    from shoal.decode.branches.search import Branch
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
+    from shoal.decode.rules.accept import Outcome, Target
     from shoal.decode.sampling import Allowed
-    from shoal.decode.search import Branch
     from shoal.decode.tree import TokenTree
     from shoal.decode.worker import Controller, Experts, Keep, Planner, Proposer, Select, Worker
-    from shoal.model.kv_form import Store
+    from shoal.model.kv.form import Store
 
-    WaitedFor = Branch | Future[Any]
+    WaitedFor: TypeAlias = Branch | Future[Any]
     """What a search waits for."""
 
 Exactness = Literal["full", "plan", "none"]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shoal.decode import sampling
-from shoal.decode.accept import Match, purpose_of_draft
 from shoal.decode.ledger import RowLedger
 from shoal.decode.recipe import Recipe, Rule
+from shoal.decode.rules.accept import Match, purpose_of_draft
 from shoal.decode.sampling import Allowed, LogitsProcessor
-from shoal.decode.stop import StopState
-from shoal.model.kv import KVBytes
+from shoal.decode.text.stop import StopState
+from shoal.model.kv.cache import KVBytes
 from shoal.types import Alternative, FinishReason, Sampling, Step, TokenLogprob
 
 
@@ -190,7 +190,7 @@ class Row:
         return sampling.uniform(self.seed, self.number, self.emitted + ahead, purpose)
 
     def draft_uniform(self, ahead: int, rank: int = 0, place: int | None = None) -> float:
-        """The number that draws a guess: the rule says which one, see `shoal.decode.accept.OwnNumbers`."""
+        """The number that draws a guess: the rule says which one, see `shoal.decode.rules.accept.OwnNumbers`."""
         return self.uniform(ahead, purpose_of_draft(self.rule, rank, place))
 
 

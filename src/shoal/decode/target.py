@@ -13,7 +13,7 @@ from shoal.types import TokenLogprob
 
 
 class RowTarget:
-    """See `shoal.decode.accept.Target`.
+    """See `shoal.decode.rules.accept.Target`.
 
     Args:
         row: the row; its tokens end with the root.

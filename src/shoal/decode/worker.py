@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
+    from shoal.decode.rules.accept import Outcome
     from shoal.decode.tree import TokenTree
     from shoal.model.experts import ExpertChoice
-    from shoal.model.kv_layer import KVLayer
+    from shoal.model.kv.layer import KVLayer
     from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk
 
 
@@ -159,7 +159,7 @@ Controller = Part[DraftLengthPolicy]
 Select = Part[Selector]
 """Chooses which of the stored KV a query reads: `k` columns, if it has a number `k`.
 
-One whose hooks are `shoal.model.choice.TopColumns`, which kernels call for, says by `label_bytes(stack, columns)` what
+One whose hooks are `model.kv.choice.TopColumns`, which kernels call for, says by `label_bytes(stack, columns)` what
 they keep beside a row of so many columns to score it by."""
 Experts = Part[Worker]
 """Chooses which neurons of the MLPs a token runs, by its worker's `experts`; `bytes_to_come(stack)` says what it will

@@ -170,8 +170,7 @@ def _named(name: str, flex: range, num_layers: int, scores: Mapping[str, Sequenc
         raise Unsupported(
             f"removal order {name!r}",
             f"the model has no {name} scores",
-            f"Measure them with shoal.calibrate.measure_layers(engine, texts), or take an order that needs none, "
-            f"such as {FALLBACK!r}",
+            f"Measure them with shoal.quick_card(engine), or take an order that needs none, such as {FALLBACK!r}",
         )
     return ascending(scores[name], flex, num_layers)
 

@@ -14,26 +14,27 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from shoal.control.meter import Meter
 from shoal.decode.row import Row
-from shoal.decode.stop import StopState
+from shoal.decode.text.stop import StopState
 from shoal.depth.plan import NEVER
-from shoal.engine import cards, fingerprint
-from shoal.engine.card import Card
-from shoal.engine.constraint import Compiler
-from shoal.engine.draft_models import DraftModels, OpenModel
-from shoal.engine.memory_limit import MemoryLimit
-from shoal.engine.ranks import ALONE
+from shoal.engine.cards import fingerprint
+from shoal.engine.cards import places as cards
+from shoal.engine.cards.card import Card
+from shoal.engine.constraints.constraint import Compiler
+from shoal.engine.loading.draft_models import DraftModels, OpenModel
+from shoal.engine.loading.ranks import ALONE
+from shoal.engine.loading.told import processors
+from shoal.engine.loading.trained import TrainedTensors
+from shoal.engine.memory.memory_limit import MemoryLimit
+from shoal.engine.memory.sizes import shown
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
+from shoal.engine.scheduling.stream import Stream
 from shoal.engine.session import Session
-from shoal.engine.sizes import shown
-from shoal.engine.stream import Stream
-from shoal.engine.told import processors
-from shoal.engine.trained import TrainedTensors
 from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_order
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
+from shoal.speculative.cost.meter import Meter
 from shoal.types import MaskedModel, ModelInfo, Result
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Engine:
         card: calibration of the model's layers.
         model: the transformers model behind the stack, where there is one.
         open_model: makes the engine of a model that is to draft; None where no second model can be had.
-        told: what the model's generation config forces and forbids; see `shoal.engine.told`.
+        told: what the model's generation config forces and forbids; see `shoal.engine.loading.told`.
 
     Attributes:
         ranks: the processes that share the model.
@@ -73,7 +74,7 @@ class Engine:
         masked: what a masked-diffusion model says of itself, else None.
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
-            see `shoal.engine.defaults`.
+            see `shoal.engine.loading.defaults`.
     """
 
     def __init__(

@@ -12,11 +12,11 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from shoal.decode.stop import StopRules
-from shoal.engine.constraint import Constraint, constraint_of
-from shoal.engine.forbidden import Forbidden, check_ids, forbidden
+from shoal.decode.text.stop import StopRules
+from shoal.engine.constraints.constraint import Constraint, constraint_of
+from shoal.engine.constraints.forbidden import Forbidden, check_ids, forbidden
+from shoal.engine.constraints.monitor import Monitor
 from shoal.engine.messages import chat_text
-from shoal.engine.monitor import Monitor
 from shoal.errors import Unsupported, check_text
 from shoal.sandbox.template import rendered
 from shoal.types import Sampling

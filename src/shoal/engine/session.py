@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.engine.request import Options, Request, chat_ids, prompt_ids
-from shoal.engine.stream import Stream
+from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.types import Result, Step
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 
 from shoal.engine.engine import Engine
-from shoal.engine.load import engine_for
+from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported, unknown
 from shoal.methods import make
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

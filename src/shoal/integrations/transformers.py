@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from shoal.decode.row import Row
-from shoal.decode.stop import StopRules, StopState
+from shoal.decode.text.stop import StopRules, StopState
 from shoal.engine.engine import Engine
-from shoal.engine.stream import Stream
+from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
 from shoal.integrations import _outputs
 from shoal.integrations._engines import engine_of

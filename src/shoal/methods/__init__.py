@@ -10,13 +10,14 @@ import functools
 import json
 import os
 import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shoal.errors import unknown
+from shoal.errors import lab_hint, unknown
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -28,22 +29,22 @@ GROUP = "shoal.methods"
 
 def names() -> tuple[str, ...]:
     """Every method's name, sorted."""
-    return tuple(sorted(_shipped() | set(_foreign())))
+    return tuple(sorted(_shipped() | set(plugins())))
 
 
 def get(name: str) -> type[Method]:
     """The class of a method; ValueError with the nearest known name for an unknown one."""
     if name in _shipped():
         return _named_in(name)
-    foreign = _foreign()
-    if name not in foreign:
-        first, *others = name.split("+")
-        if others and set(names()).issuperset([first, *others]):
-            more = " ".join(f"--with {other}" for other in others)
+    others = plugins()
+    if name not in others:
+        first, *added = name.split("+")
+        if added and set(names()).issuperset([first, *added]):
+            more = " ".join(f"--with {other}" for other in added)
             raise ValueError(f"unknown method {name!r}: + joins methods in --methods alone. Give a list of them, "
                              f"in a command --method {first} {more}")
-        raise unknown("method", name, names())
-    return cast("type[Method]", foreign[name].load())
+        raise unknown("method", name, names(), hint=lab_hint("methods"))
+    return cast("type[Method]", others[name].load())
 
 
 def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str] | Sequence[Any]) -> Method:
@@ -98,7 +99,13 @@ def _files(folders: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name.removesuffix("_") for name in found if name != "base" and not name.startswith("_"))
 
 
-def _foreign() -> dict[str, EntryPoint]:
+def plugins() -> dict[str, EntryPoint]:
+    """The entry points of methods that other packages bring, by the methods' names."""
+    return _entries(tuple(sys.path))
+
+
+@functools.cache  # reading the metadata of every distribution takes milliseconds
+def _entries(_path: tuple[str, ...]) -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=GROUP)}

@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from shoal.control.goodput import Goodput
-from shoal.control.width import Width
-from shoal.decode.lenient import Lenient
 from shoal.decode.recipe import Recipe
-from shoal.decode.rejection import Rejection
-from shoal.decode.typical import Typical
+from shoal.decode.rules.lenient import Lenient
+from shoal.decode.rules.rejection import Rejection
+from shoal.decode.rules.typical import Typical
 from shoal.depth.plan import DepthPlan
 from shoal.methods._limits import Number, Share
 from shoal.methods.base import Method
+from shoal.speculative.cost.goodput import Goodput
+from shoal.speculative.cost.width import Width
 
 if TYPE_CHECKING:
     from shoal.decode.recipe import Rule

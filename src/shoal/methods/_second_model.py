@@ -12,7 +12,7 @@ from shoal.methods.base import Method
 
 if TYPE_CHECKING:
     from shoal.decode.worker import Proposer
-    from shoal.draft.shape import TreeShape
+    from shoal.speculative.shape import TreeShape
     from shoal.types import ModelInfo
 
 
@@ -77,7 +77,7 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
         """
         if info.draft_engine is None:
             return Absent()
-        from shoal.draft.model import ModelProposer
+        from shoal.speculative.model import ModelProposer
 
         engine = self.draft_engine(info)
         name = engine.model_name or "the draft model"

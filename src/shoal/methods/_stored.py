@@ -16,7 +16,7 @@ from shoal.types import ModelInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.kv_form import KVForm
+    from shoal.model.kv.form import KVForm
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StoredFrom:
     each: KVForm
 
     def form(self, layer: int) -> KVForm | None:
-        """See `shoal.model.kv_form.Store`."""
+        """See `shoal.model.kv.form.Store`."""
         return self.each if layer >= self.first else None
 
 
@@ -68,14 +68,14 @@ class Int8:
     kernel: ClassVar[str | None] = "int8"
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv_form.KVForm`."""
-        from shoal.model import kv_blocks
+        """See `shoal.model.kv.form.KVForm`."""
+        from shoal.model.kv import blocks as kv_blocks
 
         return kv_blocks.to_bytes(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv_form.KVForm`."""
-        from shoal.model import kv_blocks
+        """See `shoal.model.kv.form.KVForm`."""
+        from shoal.model.kv import blocks as kv_blocks
 
         return kv_blocks.from_bytes(*parts)
 
@@ -93,13 +93,13 @@ class Int4:
     kernel: ClassVar[str | None] = "int4"
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv_form.KVForm`."""
-        from shoal.model import kv_blocks
+        """See `shoal.model.kv.form.KVForm`."""
+        from shoal.model.kv import blocks as kv_blocks
 
         return kv_blocks.to_nibbles(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv_form.KVForm`; zeros fill up the last block."""
-        from shoal.model import kv_blocks
+        """See `shoal.model.kv.form.KVForm`; zeros fill up the last block."""
+        from shoal.model.kv import blocks as kv_blocks
 
         return kv_blocks.from_nibbles(*parts)

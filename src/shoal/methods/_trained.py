@@ -12,7 +12,7 @@ from shoal.methods._second_model import Absent
 
 if TYPE_CHECKING:
     from shoal.decode.worker import Proposer
-    from shoal.draft.part_file import TrainedPart
+    from shoal.speculative.part_file import TrainedPart
     from shoal.types import ModelInfo
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def part_of(kind: str, folder: str | None, info: ModelInfo) -> TrainedPart:
     if not info.free:
         what, why = f"{kind} with tensor parallelism", "each process has a slice of the head alone"
         raise Unsupported(what, why, "Use one process, or replicas")
-    from shoal.draft import part_file
+    from shoal.speculative import part_file
 
     found = folder or part_file.known(kind, info)
     if found is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shoal.decode.examples import Execution
-from shoal.decode.verifier import Endpoint, Verifier, is_url, likelihood
+from shoal.decode.branches.examples import Execution
+from shoal.decode.branches.verifier import Endpoint, Verifier, is_url, likelihood
 from shoal.errors import Unsupported
 from shoal.methods._limits import Seconds
 from shoal.methods.base import Method
@@ -20,7 +20,7 @@ class VerifiedMethod(Method):
         verifier: "likelihood", the geometric mean of the tokens' probabilities; "execution", which runs a finished
             program on the examples that the prompt gives, and judges all else by likelihood; an http or https URL,
             which is sent an attempt as JSON and answers {"score": r}; or a callable that is given a
-            `shoal.decode.verifier.Attempt` and returns a number in [0, 1].
+            `shoal.decode.branches.verifier.Attempt` and returns a number in [0, 1].
         patience: seconds to wait for a verdict, more than 0; with "execution", what all examples of a program may take
             together, after which the rest have failed.
     """

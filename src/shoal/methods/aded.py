@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter
-from shoal.draft.corpus import stamp_of, tokens_of
-from shoal.draft.draft import check_least
-from shoal.draft.growth import Growth
-from shoal.draft.per_row import PerRow
 from shoal.methods._drafting import DraftingMethod
 from shoal.methods._limits import Guesses, Number, Tries
+from shoal.speculative.corpus import stamp_of, tokens_of
+from shoal.speculative.draft import check_least
+from shoal.speculative.growth import Growth
+from shoal.speculative.per_row import PerRow
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -11,26 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoal.control.payoff import HelperRecord, Payoff
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, StepReport
 from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips
-from shoal.draft.adaptive import Adaptive
-from shoal.draft.follow import Chances, Follower, continuation
-from shoal.draft.per_row import PerRow
 from shoal.errors import Unsupported
 from shoal.methods._limits import Guesses
 from shoal.methods._second_model import check_drafts
 from shoal.methods.base import Method
+from shoal.speculative.adaptive import Adaptive
+from shoal.speculative.cost.payoff import HelperRecord, Payoff
+from shoal.speculative.follow import Chances, Follower, continuation
+from shoal.speculative.per_row import PerRow
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.decode.worker import Proposer
-    from shoal.draft.eagle import EagleProposer
     from shoal.model.stack import HiddenStateHook, SequenceChunk
+    from shoal.speculative.eagle import EagleProposer
 
 _WIDEST = 64
 """Most tokens of a forward with drafts: beyond, a token costs more than what it may bring."""
@@ -101,8 +101,8 @@ class Auto(Method):
     def _helper(self, info: ModelInfo) -> tuple[Proposer | None, HelperRecord]:
         """Who drafts where the text gives no guess, and what to think of it at first."""
         if self.draft is not None and info.draft_engine is not None:
-            from shoal.draft.model import ModelProposer
-            from shoal.draft.shape import Branching
+            from shoal.speculative.model import ModelProposer
+            from shoal.speculative.shape import Branching
 
             engine = info.draft_engine(self.draft)
             check_drafts(self.name, engine, fills_masks=False)
@@ -121,13 +121,13 @@ class Auto(Method):
 
     def _trained(self, info: ModelInfo) -> EagleProposer | None:
         """The part that was named, or is known for the model."""
-        from shoal.draft import part_file
+        from shoal.speculative import part_file
 
         folder = self.part or part_file.known("eagle", info)
         if folder is None or info.tensors is None:
             return None
-        from shoal.draft.eagle import EagleProposer
-        from shoal.draft.shape import Branching
+        from shoal.speculative.eagle import EagleProposer
+        from shoal.speculative.shape import Branching
 
         part, shape = part_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
         return EagleProposer(part, shape, _SURE)

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from shoal.decode.branches.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.decode.recipe import Recipe
-from shoal.decode.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods._limits import Branches
@@ -17,8 +17,8 @@ from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
+    from shoal.decode.branches.search import Branch
     from shoal.decode.recipe import WaitedFor
-    from shoal.decode.search import Branch
 
 
 @dataclass(frozen=True)

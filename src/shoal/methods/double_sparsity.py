@@ -15,8 +15,8 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.model.choice import Labels, TopColumns
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
+    from shoal.model.kv.choice import Labels, TopColumns
     from shoal.model.stack import SequenceChunk, Stack
 
 Ranking = tuple[tuple[tuple[int, ...], ...], ...]
@@ -120,7 +120,7 @@ class OutlinedSelector(Selector):
     """See `Outlined`. Holds the labels of each row."""
 
     def __init__(self, part: Outlined, stack: Stack, cache: KVCache) -> None:
-        from shoal.model.choice import LABELED, Ranking
+        from shoal.model.kv.choice import LABELED, Ranking
 
         knobs = part.knobs
         self._dims = tuple(tuple(tuple(sorted(head[: knobs.label_width])) for head in layer)
@@ -131,7 +131,7 @@ class OutlinedSelector(Selector):
 
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[TopColumns | None]:
         """Rows that decode choose, each for itself."""
-        from shoal.model.choice import TopColumns
+        from shoal.model.kv.choice import TopColumns
 
         self._labels = {key: held for key, held in self._labels.items() if held[0].finish_reason is None}
         given = self._count, self._roles, self._cache
@@ -139,7 +139,7 @@ class OutlinedSelector(Selector):
                 for row in rows]
 
     def _labels_of(self, row: Row) -> Labels:
-        from shoal.model.choice import labels_for
+        from shoal.model.kv.choice import labels_for
 
         if id(row) not in self._labels:
             self._labels[id(row)] = row, labels_for(self._dims)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.shape import Branching
 from shoal.methods._limits import Guesses, TreeWidths
 from shoal.methods._second_model import SecondModelMethod
+from shoal.speculative.shape import Branching
 from shoal.types import ModelInfo
 
 

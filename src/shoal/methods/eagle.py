@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.draft import check_length, check_share
-from shoal.draft.shape import Branching, Likeliest, TreeShape
 from shoal.methods._limits import Guesses, Share
 from shoal.methods._trained import TrainedMethod
+from shoal.speculative.draft import check_length, check_share
+from shoal.speculative.shape import Branching, Likeliest, TreeShape
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.draft.eagle import EagleProposer
-    from shoal.draft.part_file import TrainedPart
+    from shoal.speculative.eagle import EagleProposer
+    from shoal.speculative.part_file import TrainedPart
 
 _GUESSES = 60
 """Most nodes that the layer is fed at once beside what is confirmed."""
@@ -62,6 +62,6 @@ class Eagle(TrainedMethod):
         return Branching((1,) * self.length) if self.width == 1 else Likeliest(self.length, self.width)
 
     def _proposer(self, part: TrainedPart) -> EagleProposer:
-        from shoal.draft.eagle import EagleProposer
+        from shoal.speculative.eagle import EagleProposer
 
         return EagleProposer(part, self._shape(), self.stop, self.nodes)

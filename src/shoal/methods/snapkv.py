@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
-    from shoal.model.kv import KVCache
-    from shoal.model.kv_layer import KVLayer
+    from shoal.model.kv.cache import KVCache
+    from shoal.model.kv.layer import KVLayer
     from shoal.model.stack import QueryHook, SequenceChunk, Stack
 
 
@@ -120,7 +120,7 @@ class Snapper(Keeper):
 
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
         """Keep what the window attends to, and the window."""
-        from shoal.model.attended import attended, drawn
+        from shoal.model.kv.attended import attended, drawn
 
         seed = self._knobs.random
         _, known = self._queries[id(row.root or row)]

@@ -15,7 +15,7 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.model.kv_layer import KVLayer
+    from shoal.model.kv.layer import KVLayer
 
 
 @dataclass(frozen=True)

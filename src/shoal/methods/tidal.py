@@ -15,8 +15,8 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.model.choice import TopColumns
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
+    from shoal.model.kv.choice import TopColumns
     from shoal.model.stack import SequenceChunk, Stack
 
 
@@ -75,7 +75,7 @@ class Tidal(Method):
         return Recipe(DepthPlan.full(info.num_layers), select=part)
 
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
-        """What each layer does: see `shoal.model.choice`."""
+        """What each layer does: see `shoal.model.kv.choice`."""
         whole = whole_layers(self.name, info)
         check_layer("select", self.select, info)
         check_layer("reselect", self.reselect, info, "selects no second time")
@@ -96,7 +96,7 @@ class Tidal(Method):
 
 
 ALL, SELECTS, READS = range(3)
-"""The roles of `shoal.model.choice`, which imports torch."""
+"""The roles of `shoal.model.kv.choice`, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ class TidesSelector(Selector):
     """See `Tides`."""
 
     def __init__(self, tides: Tides, stack: Stack, cache: KVCache) -> None:
-        from shoal.model.choice import Ranking
+        from shoal.model.kv.choice import Ranking
 
         self._tides, self._cache, self._ranking = tides, cache, Ranking.of(stack, tides.apart)
 
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[TopColumns | None]:
         """Rows that decode choose, each for itself."""
-        from shoal.model.choice import TopColumns
+        from shoal.model.kv.choice import TopColumns
 
         tides = self._tides
         return [TopColumns(tides.k, tides.roles, self._cache, row.slot, self._ranking) if row.emitted else None

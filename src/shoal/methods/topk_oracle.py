@@ -83,7 +83,7 @@ class TopKSelector(Selector):
     """See `TopKOracle`."""
 
     def __init__(self, knobs: TopKOracle, stack: Stack) -> None:
-        from shoal.model.choice import Ranking
+        from shoal.model.kv.choice import Ranking
 
         self._k, self._first, self._ranking = knobs.k or 0, knobs.first, Ranking.of(stack)
 

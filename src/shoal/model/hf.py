@@ -17,13 +17,13 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported, stays_here
 from shoal.model.experts import ExpertMLPs, MLPGroup, Opened, check_groups, mixed, opened_at
 from shoal.model.head import through
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
+from shoal.model.kv.reading import reads_apart
 from shoal.model.masks import RowView, mask
 from shoal.model.packed.linear import Dense
 from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows
 from shoal.model.probe import find_layers, take_apart
-from shoal.model.reading import reads_apart
 from shoal.model.stack import (
     HiddenStateHook,
     LayerWork,

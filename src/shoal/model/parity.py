@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal import compat
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.probe import in_transformers
 from shoal.model.stack import SequenceChunk, Stack
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.experts import opened_in
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
+from shoal.model.kv.reading import Asker, row_mask
 from shoal.model.masks import RowView
-from shoal.model.reading import Asker, row_mask
 from shoal.model.stack import LayerWork, SequenceChunk, lay_vectors
 from shoal.model.twin import twin_of
 

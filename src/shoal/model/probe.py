@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shoal import compat
 from shoal.errors import Unsupported
 from shoal.model.head import Head, through
-from shoal.model.kv_form import KVSizes
+from shoal.model.kv.form import KVSizes
 
 _MASKS = ("attention_mask", "causal_mask")
 _FAILS = "transformers itself cannot run it as configured, and says"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv import KVCache
-from shoal.model.kv_form import KVSizes
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.form import KVSizes
 from shoal.model.masks import RowView
 
 if TYPE_CHECKING:

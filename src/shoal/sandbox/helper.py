@@ -22,6 +22,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 _START = "import sys; sys.path[0] = sys.argv[1]; from shoal.sandbox.helper_process import main; main(*sys.argv[2:])"
 _PATIENCE = 6
 """Seconds by the clock for each of computing time: other work may keep the machine busy."""
+_START_SECONDS = 300
+"""By the clock, until a process has imported what it needs: beside much other work that takes minutes."""
+READY = "ready\n"
+"""What it says then."""
 _AT_ONCE = 2
 
 
@@ -47,6 +51,7 @@ class Helpers:
         self.seconds, self.memory = seconds, memory
         self._words = [sys.executable, "-c", _START, str(_ROOT), work, str(seconds), str(memory)]
         self._idle: list[subprocess.Popen[str]] = []
+        self._starting: weakref.WeakSet[subprocess.Popen[str]] = weakref.WeakSet()
         self._room = threading.BoundedSemaphore(_AT_ONCE)
         self._owner = os.getpid()
         _all.add(self)
@@ -61,18 +66,14 @@ class Helpers:
         line = json.dumps(question, default=_named) + "\n"
         with self._room:
             process = self._taken()
-            late = threading.Event()
-            timer = threading.Timer(self.seconds * _PATIENCE, _stop, (process, late))
-            timer.start()
-            try:
-                said = exchange(process, line)
-            except BaseException:
-                _end(process)  # what it will say would be taken for the next question's answer
-                raise
-            finally:
-                timer.cancel()
+            if process in self._starting:
+                self._starting.discard(process)
+                said, _ = _timed(process, "", _START_SECONDS)
+                if said != READY:
+                    raise NoAnswer(f"the process that is to work on it does not start: it ended with {_end(process)}")
+            said, late = _timed(process, line, self.seconds * _PATIENCE)
             if not said.endswith("\n"):
-                raise OverLimit(self._why(_end(process), late.is_set()))
+                raise OverLimit(self._why(_end(process), late))
             answer, why, limit, spent = json.loads(said)
             if spent:
                 _end(process)
@@ -106,10 +107,12 @@ class Helpers:
                     return process
                 _end(process)
         try:
-            return subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                    stderr=subprocess.DEVNULL, encoding="ascii")
+            process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                       stderr=subprocess.DEVNULL, encoding="ascii")
         except OSError as error:
             raise NoAnswer(f"no process can be started to work on it: {error}") from error
+        self._starting.add(process)
+        return process
 
     def _why(self, code: int, late: bool) -> str:
         end = signal.Signals(-code).name if code < 0 else str(code)
@@ -135,6 +138,20 @@ def exchange(process: subprocess.Popen[str], line: str) -> str:
         return process.stdout.readline()
     except OSError:
         return ""
+
+
+def _timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str, bool]:
+    """What a process says to a line, and whether it was ended since that took too long."""
+    late = threading.Event()
+    timer = threading.Timer(seconds, _stop, (process, late))
+    timer.start()
+    try:
+        return exchange(process, line), late.is_set()
+    except BaseException:
+        _end(process)  # what it will say would be taken for the next question's answer
+        raise
+    finally:
+        timer.cancel()
 
 
 def _stop(process: subprocess.Popen[str], late: threading.Event) -> None:

@@ -1,6 +1,7 @@
 """What runs in the process of a helper: questions come as lines of JSON, and so do answers. See `helper`.
 
-A line on stdout is `[answer, why there is none or null, whether that is a limit, whether the process ends with it]`.
+The first line on stdout is `READY`, each other one `[answer, why there is none or null, whether that is a limit,
+whether the process ends with it]`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from shoal.sandbox.helper import NoAnswer, OverLimit
+from shoal.sandbox.helper import READY, NoAnswer, OverLimit
 
 
 def main(work: str, seconds: str, memory: str) -> None:
@@ -24,6 +25,7 @@ def main(work: str, seconds: str, memory: str) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # libraries may print
     answer = importlib.import_module(work).answer
+    print(READY, end="", file=answers, flush=True)
     most, begun = int(memory), _taken()
     _limit_memory(begun + most)
     for line in sys.stdin:

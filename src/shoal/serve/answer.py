@@ -9,11 +9,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from shoal.decode.verifier import NoVerdict, NoVerdictInTime
-from shoal.engine.request_handle import Item, Placed, RequestHandle, ScheduledRow
-from shoal.engine.scheduler import Scheduler
+from shoal.decode.branches.verifier import NoVerdict, NoVerdictInTime
+from shoal.engine.scheduling.request_handle import Item, Placed, RequestHandle, ScheduledRow
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull, Unsupported
-from shoal.serve.errors import ApiError, refused
+from shoal.serve.http.errors import ApiError, refused
 from shoal.types import Result, Step
 
 LOG = logging.getLogger("shoal.serve")

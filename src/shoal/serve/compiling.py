@@ -9,9 +9,9 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shoal.engine.constraint import Constraint
+from shoal.engine.constraints.constraint import Constraint
 from shoal.engine.engine import Engine
-from shoal.serve.errors import ApiError
+from shoal.serve.http.errors import ApiError
 
 _AT_ONCE, _WAITING = 2, 64
 

@@ -14,25 +14,26 @@ from urllib.parse import quote
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from shoal.decode.token_bytes import TokenBytes
+from shoal.decode.text.token_bytes import TokenBytes
 from shoal.engine.request import prompt_ids
-from shoal.engine.request_handle import Placed
-from shoal.engine.scheduler import Scheduler
-from shoal.serve import fields, peers, policy
+from shoal.engine.scheduling.request_handle import Placed
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.serve import policy
 from shoal.serve.answer import Answer
-from shoal.serve.bodies import Body, ChatBody, CompletionBody, parse, read, validated
 from shoal.serve.compiling import Compiling
-from shoal.serve.echo import Echo, echo_of
-from shoal.serve.errors import ApiError, no_model, refused
-from shoal.serve.formats import in_folder
-from shoal.serve.metrics import Metrics, beside, report
-from shoal.serve.middleware import GONE, note
-from shoal.serve.prompts import apart, chat_ids, conversation, prompts_of
-from shoal.serve.responses import RESPONSES, ResponseWire, as_chat, event
+from shoal.serve.http.errors import ApiError, no_model, refused
+from shoal.serve.http.metrics import Metrics, beside, report
+from shoal.serve.http.middleware import GONE, note
+from shoal.serve.protocol import fields, peers
+from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, parse, read, validated
+from shoal.serve.protocol.echo import Echo, echo_of
+from shoal.serve.protocol.formats import in_folder
+from shoal.serve.protocol.prompts import apart, chat_ids, conversation, prompts_of
+from shoal.serve.protocol.responses import RESPONSES, ResponseWire, as_chat, event
+from shoal.serve.protocol.token_names import TokenNames
+from shoal.serve.protocol.tools import Tools
+from shoal.serve.protocol.wire import ChatWire, CompletionWire, Wire, with_steps
 from shoal.serve.settings import Settings
-from shoal.serve.token_names import TokenNames
-from shoal.serve.tools import Tools
-from shoal.serve.wire import ChatWire, CompletionWire, Wire, with_steps
 from shoal.types import Step
 
 LOG = logging.getLogger("shoal.serve")

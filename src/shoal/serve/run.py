@@ -14,8 +14,8 @@ from types import FrameType
 
 import uvicorn
 
-from shoal.engine.scheduler import Scheduler
-from shoal.serve.app import create_app
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.serve.http.app import create_app
 from shoal.serve.settings import Settings
 
 LAST_STEPS = 4.0

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.depth.plan import DepthPlan
-from shoal.draft.draft import Draft, check_length, check_share
-from shoal.draft.per_row import PerRow
-from shoal.draft.shallow import OwnLayersDrafter
+from shoal.speculative.draft import Draft, check_length, check_share
+from shoal.speculative.per_row import PerRow
+from shoal.speculative.shallow import OwnLayersDrafter
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.decode.worker import StepReport
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
     from shoal.model.stack import Stack
 
 

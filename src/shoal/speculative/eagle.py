@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from shoal.decode import sampling
-from shoal.decode.rejection import Rejection
 from shoal.decode.row import Row
+from shoal.decode.rules.rejection import Rejection
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter
-from shoal.draft.choose import Guesses, Place, choose
-from shoal.draft.eagle_head import EagleHead
-from shoal.draft.growth import Growth, grow
-from shoal.draft.layer_head import PLAN
-from shoal.draft.part_file import TrainedPart
-from shoal.draft.shape import Leaf, TreeShape
-from shoal.draft.taps import Taps
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+from shoal.speculative.choose import Guesses, Place, choose
+from shoal.speculative.eagle_head import EagleHead
+from shoal.speculative.growth import Growth, grow
+from shoal.speculative.layer_head import PLAN
+from shoal.speculative.part_file import TrainedPart
+from shoal.speculative.shape import Leaf, TreeShape
+from shoal.speculative.taps import Taps
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""The trained layer of `shoal.draft.eagle` beside its target: what enters it, and what runs it."""
+"""The trained layer of `shoal.speculative.eagle` beside its target: what enters it, and what runs it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from shoal.draft.layer_head import LayerHead, LayerShape
-from shoal.draft.matrix import packed
-from shoal.draft.part_file import TrainedPart, guessed_tokens
 from shoal.model.stack import Stack
+from shoal.speculative.layer_head import LayerHead, LayerShape
+from shoal.speculative.matrix import packed
+from shoal.speculative.part_file import TrainedPart, guessed_tokens
 
 FUSE = "fuse.weight"
 NORMS = ("state_norm.weight", "embedding_norm.weight")

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from shoal.decode import sampling
 from shoal.decode.tree import TokenTree
-from shoal.draft.draft import Draft, Widths, within
-from shoal.draft.growth import Growth, grow
 from shoal.model.stack import SequenceChunk
+from shoal.speculative.draft import Draft, Widths, within
+from shoal.speculative.growth import Growth, grow
 
 if TYPE_CHECKING:
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
     from shoal.model.stack import Stack
 
 

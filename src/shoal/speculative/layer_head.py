@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.depth.plan import DepthPlan
-from shoal.draft.matrix import NativeProduct, Product
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.native_stack import LIMIT, NativeStack
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import SequenceChunk, Stack, Start
+from shoal.speculative.matrix import NativeProduct, Product
 
 PLAN = DepthPlan.full(1)
 """Every chunk of a `LayerHead` runs its one layer."""

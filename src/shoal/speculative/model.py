@@ -12,12 +12,12 @@ from torch import Tensor
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter
 from shoal.depth.plan import DepthPlan
-from shoal.draft.choose import Guesses, Place, choose
-from shoal.draft.growth import Growth, grow
-from shoal.draft.shape import Leaf, TreeShape
 from shoal.errors import Unsupported
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
+from shoal.speculative.choose import Guesses, Place, choose
+from shoal.speculative.growth import Growth, grow
+from shoal.speculative.shape import Leaf, TreeShape
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from shoal.decode.worker import Drafter
 from shoal.depth.plan import DepthPlan
-from shoal.draft.draft import Draft, Widths, check_length, check_share
+from shoal.speculative.draft import Draft, Widths, check_length, check_share
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
     from shoal.model.stack import Stack
 
 
@@ -27,7 +27,7 @@ class OwnLayersDrafter(Drafter):
     """
 
     def __init__(self, stack: Stack, cache: KVCache) -> None:
-        from shoal.draft.forwards import run  # with torch, which a method's file does without
+        from shoal.speculative.forwards import run  # with torch, which a method's file does without
 
         self.stack, self.cache, self._run = stack, cache, run
 

@@ -17,7 +17,7 @@ from shoal.model.stack import HiddenStateHook, SequenceChunk, from_layer
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
     from shoal.model.stack import Stack
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from native_twin import Case, Token, Twin, make_twin
 from shoal.methods._stored import Int4, Int8
-from shoal.methods.mustafar import Bitmap
-from shoal.model.kv_form import forms_of
+from shoal.model.kv.form import forms_of
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeBatch
 from shoal.model.packed.native.batch import OwnColumns
+from shoal_lab.methods.mustafar import Bitmap
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 

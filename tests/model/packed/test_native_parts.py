@@ -16,7 +16,7 @@ from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.native_stack import NativeStack
 from shoal.model.stack import SequenceChunk

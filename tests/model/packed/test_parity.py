@@ -30,7 +30,7 @@ from packed_variants import DYNAMIC, LLAMA3, LONGROPE, VARIANTS, YARN
 from shared_models import BABY, REFERENCE, STORIES, load_model, needs_model
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import shape_of

@@ -52,7 +52,7 @@ def read(path: str | Path) -> Facts:
     Raises:
         Unsupported: the `gguf` package is missing, or the file is none of its kind.
     """
-    with needs("bench", f"a benchmark of {path}"):
+    with needs("bench", f"a benchmark of {path}", "shoal-lab"):
         from gguf import GGUFReader
     try:
         tensors = GGUFReader(path).tensors

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.bench.process import cpu_seconds, library
+from shoal_lab.bench.process import cpu_seconds, library
 
 BUSY = 0.1
 """Cores kept busy by others from which on a measurement is suspect."""

@@ -17,7 +17,7 @@ def library() -> Any:
     Raises:
         Unsupported: it is not installed.
     """
-    with needs("bench", "a benchmark"):
+    with needs("bench", "a benchmark", "shoal-lab"):
         import psutil
     return psutil
 

@@ -12,8 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import Setting
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import Setting
 
 SCHEMA = 1
 _NUMBERS = re.compile(r"\[[-+.,\de\s]*\]")

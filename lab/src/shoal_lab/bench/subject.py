@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shoal.bench import gguf_facts, shapes
 from shoal.depth.plan import DepthPlan
-from shoal.engine.checkpoint import shown_name
-from shoal.engine.device import default_dtype
 from shoal.engine.engine import Engine
+from shoal.engine.loading.checkpoint import shown_name
+from shoal.engine.loading.device import default_dtype
 from shoal.errors import Unsupported
 from shoal.model.packed.shape import FAMILIES
 from shoal.model.windows import windows_of
+from shoal_lab.bench import gguf_facts, shapes
 
 FILE = "file"
 """The weight format of a GGUF file: its own numbers, as they are."""
@@ -81,7 +81,7 @@ class MeasuredModel:
         return gguf_facts.read(str(self.model))
 
     def _files(self) -> Any:
-        from shoal.engine.checkpoint import Checkpoint
+        from shoal.engine.loading.checkpoint import Checkpoint
 
         return Checkpoint(self.dequantised or str(self.model), self.revision, self.trust_remote_code)
 
@@ -126,18 +126,18 @@ class MeasuredModel:
             what = f"quant={quant!r} with backend 'hf'"
             raise Unsupported(what, "it runs the model's own weights", 'Use backend "packed"')
         if self.model is not None:
-            from shoal.engine.load import load
+            from shoal.engine.loading.load import load
 
             usual = quant is None and place == self.model and dtype == default_dtype(torch.device(device))
             return load(place, dtype=None if usual else dtype, device=device, backend=backend, quant=quant,
                         revision=self.revision, trust_remote_code=self.trust_remote_code)
         if backend != "hf":
-            from shoal.engine.load import open_beside
+            from shoal.engine.loading.load import open_beside
             from shoal.model.packed.build import build
 
             stack = build(self.config, self.source(dtype, device), dtype, torch.device(device), quant)
             return Engine(stack, model_name=self.name, open_model=open_beside)
-        from shoal.engine.load import engine_for
+        from shoal.engine.loading.load import engine_for
 
         return engine_for(self.hf_model(dtype, device), name=self.name, backend="hf")
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shoal.bench.subject import MeasuredModel
-from shoal.model.cost import Traffic
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.components.cost import Traffic
 
 
 class NotMeasured(Exception):

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shoal.bench.process import peak_memory, reset_peak_memory
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import NotMeasured, Setting, System
+from shoal_lab.bench.process import peak_memory, reset_peak_memory
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import NotMeasured, Setting, System
 
 Factory = Callable[[MeasuredModel, Setting], System]
 

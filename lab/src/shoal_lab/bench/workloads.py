@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal import reference
 from shoal.errors import unknown
+from shoal_lab import reference
 
 PROBLEMS = "problems"
 """Word problems that ship with the package."""

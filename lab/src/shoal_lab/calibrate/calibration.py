@@ -16,8 +16,14 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from shoal.calibrate.layers import influence
-from shoal.calibrate.search import (
+from shoal.depth.order import Core, default_core
+from shoal.depth.speedup import ideal_speedup
+from shoal.engine.engine import Engine
+from shoal.methods.calibrated import Calibrated
+from shoal.methods.full import Full
+from shoal.methods.schedule import Schedule
+from shoal_lab.calibrate.layers import influence
+from shoal_lab.calibrate.search import (
     budgets,
     compare_orders,
     free_budget,
@@ -26,18 +32,12 @@ from shoal.calibrate.search import (
     leave_one_out,
     orders,
 )
-from shoal.calibrate.trials import OutOfTrials, Trial, TrialRunner
-from shoal.depth.order import Core, default_core
-from shoal.depth.speedup import ideal_speedup
-from shoal.engine.engine import Engine
-from shoal.eval.decoders import contender
-from shoal.eval.evaluate import Evaluator
-from shoal.eval.items import Item, Sample
-from shoal.eval.study import model_name
-from shoal.eval.summary import answers_row
-from shoal.methods.calibrated import Calibrated
-from shoal.methods.full import Full
-from shoal.methods.schedule import Schedule
+from shoal_lab.calibrate.trials import OutOfTrials, Trial, TrialRunner
+from shoal_lab.eval.decoders import contender
+from shoal_lab.eval.evaluate import Evaluator
+from shoal_lab.eval.items import Item, Sample
+from shoal_lab.eval.study import model_name
+from shoal_lab.eval.summary import answers_row
 
 Metric = Literal["accuracy", "perplexity", "agreement"]
 METRICS = ("accuracy", "perplexity", "agreement")

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shoal.calibrate.calibration import data_hash
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.eval.items import Item
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.double_sparsity import DoubleSparsity, Ranking
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal_lab.calibrate.calibration import data_hash
+from shoal_lab.eval.items import Item
 
 BLOCK = 512
 """Most tokens of a text that are read, as in the paper."""

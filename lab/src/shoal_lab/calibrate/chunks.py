@@ -8,15 +8,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.calibrate.calibration import data_hash
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.eval import scoring
-from shoal.eval.items import Item, encode
-from shoal.eval.study import model_name
-from shoal.methods.atts import ATTS
 from shoal.methods.calibrated import Calibrated
+from shoal_lab.calibrate.calibration import data_hash
+from shoal_lab.eval import scoring
+from shoal_lab.eval.items import Item, encode
+from shoal_lab.eval.study import model_name
+from shoal_lab.methods.atts import ATTS
 
 _BATCH = 8
 

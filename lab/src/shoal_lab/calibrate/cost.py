@@ -19,7 +19,7 @@ from typing import Any
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.methods.early_exit import EarlyExit
-from shoal.model.cost import CostCard, Observation, attended
+from shoal_lab.components.cost import CostCard, Observation, attended
 
 SHARES = (1.0, 0.75, 0.5)
 CONTEXTS = (32, 512)

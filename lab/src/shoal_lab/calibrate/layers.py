@@ -17,11 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.engine.card import FILE, Card
+from shoal.engine.cards.card import FILE, Card
 from shoal.engine.engine import Engine
-from shoal.eval import scoring
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal_lab.eval import scoring
 
 Sample = str | tuple[str, str]
 """A text, of which the first quarter counts as prompt, or a prompt with its answer."""

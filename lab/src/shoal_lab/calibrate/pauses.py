@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shoal.calibrate.calibration import data_hash
 from shoal.decode.signals import entropy
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.eval import scoring
-from shoal.eval.items import Item, encode
-from shoal.eval.study import model_name
-from shoal.methods.adadec import AdaDec
 from shoal.methods.calibrated import Calibrated
+from shoal_lab.calibrate.calibration import data_hash
+from shoal_lab.eval import scoring
+from shoal_lab.eval.items import Item, encode
+from shoal_lab.eval.study import model_name
+from shoal_lab.methods.adadec import AdaDec
 
 _HELD_OUT = 5
 """One token in so many is held out."""

@@ -8,12 +8,12 @@ from statistics import mean
 from typing import Any
 
 from shoal.engine.engine import Engine
-from shoal.eval.long import study
-from shoal.eval.long.contexts import Maker, Wanted
-from shoal.eval.long.measure import LongEvaluator
 from shoal.methods.base import whole_layers
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.tidal import SELECTS, Tidal
+from shoal_lab.eval.long import study
+from shoal_lab.eval.long.contexts import Maker, Wanted
+from shoal_lab.eval.long.measure import LongEvaluator
 
 OTHER_SEEDS = 1_000_000
 """Added to a seed, so that an evaluation draws other contexts."""
@@ -45,7 +45,7 @@ def reselection_card(
     """The method with the best layer as a card, which runs wherever a method does and refuses other models.
 
     Best is where most tokens of the full model's answers, of novels of their scored ends, would be said as well: the
-    mean over what is wanted; of equals the earliest layer. See `shoal.eval.long.study.run` for the agreement.
+    mean over what is wanted; of equals the earliest layer. See `shoal_lab.eval.long.study.run` for the agreement.
 
     Args:
         engine: the model.

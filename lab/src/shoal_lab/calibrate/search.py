@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shoal.calibrate.trials import OutOfTrials, Trial, TrialRunner
 from shoal.depth.order import Core, removal_order
-from shoal.eval.controls import STARTS, schedule
-from shoal.eval.equal_depth import Counts, linear, power_law, two_levels
 from shoal.methods.schedule import Schedule
+from shoal_lab.calibrate.trials import OutOfTrials, Trial, TrialRunner
+from shoal_lab.eval.controls import STARTS, schedule
+from shoal_lab.eval.equal_depth import Counts, linear, power_law, two_levels
 
 LADDER = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5)
 """Mean depths, as shares of L, at which budgets are tried."""

@@ -16,15 +16,15 @@ from tqdm import tqdm
 
 from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips, sublayers
-from shoal.draft.agreement import agreements
-from shoal.draft.skip_search import SkipSearch
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
 from shoal.errors import Unsupported
-from shoal.methods.draft_and_verify import DraftAndVerify
-from shoal.model.kv import KVCache
-from shoal.model.rewind import earliest, rewound
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal_lab.components.rewind import earliest, rewound
+from shoal_lab.drafts.agreement import agreements
+from shoal_lab.drafts.skip_search import SkipSearch
+from shoal_lab.methods.draft_and_verify import DraftAndVerify
 
 _START = 0.35
 _REPEATS = 7

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.depth.plan import DepthPlan
-from shoal.eval.decoders import Decoder
-from shoal.eval.equal_depth import Lengths
-from shoal.eval.items import Sample
 from shoal.methods.schedule import Schedule
 from shoal.types import ModelInfo
+from shoal_lab.eval.decoders import Decoder
+from shoal_lab.eval.equal_depth import Lengths
+from shoal_lab.eval.items import Sample
 
 _TOGETHER = 8
 

@@ -10,15 +10,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import common, env, measuring
-from shoal.cli.measuring import numbers
-from shoal.cli.method_list import label_of, methods_from
-from shoal.cli.parser import Parser
+from shoal.cli import env
+from shoal.cli.options import common
+from shoal.cli.options.method_list import label_of, methods_from
+from shoal.cli.options.parser import Parser
+from shoal_lab.cli import measuring
+from shoal_lab.cli.measuring import numbers
 
 if TYPE_CHECKING:
-    from shoal.bench.speed.cells import Grid
-    from shoal.bench.speed.run import Plan
-    from shoal.bench.subject import MeasuredModel
+    from shoal_lab.bench.speed.cells import Grid
+    from shoal_lab.bench.speed.run import Plan
+    from shoal_lab.bench.subject import MeasuredModel
 
 _TEXT = 1 << 17
 """Characters of a text that prompts are cut from."""
@@ -68,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     measuring.check_outputs(args.json, args.plot)
     if args.startup:
         return _startup(args)
-    from shoal.bench import process, report
-    from shoal.bench.speed import dequantised, run, summary, table
+    from shoal_lab.bench import process, report
+    from shoal_lab.bench.speed import dequantised, run, summary, table
 
     subject = _subject(args)
     grid, plan = _grid(args, subject), _plan(args)
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         summary.findings(outcome, plan.setting), subject, plan.setting, machine=env.collect(), command=args.words
     )
     if args.plot is not None:
-        from shoal.bench.speed.plot import draw
+        from shoal_lab.bench.speed.plot import draw
 
         draw(found, args.plot)
     measuring.publish(found, args, table.text)
@@ -89,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _startup(args: argparse.Namespace) -> int:
-    from shoal.bench import process, report
-    from shoal.bench.speed import startup, startup_table
+    from shoal_lab.bench import process, report
+    from shoal_lab.bench.speed import startup, startup_table
 
     if args.model is None:
         raise ValueError("--startup measures how a model file loads; give one with --model")
@@ -111,7 +113,7 @@ def _subject(args: argparse.Namespace) -> MeasuredModel:
 
 
 def _grid(args: argparse.Namespace, subject: MeasuredModel) -> Grid:
-    from shoal.bench.speed.cells import Grid
+    from shoal_lab.bench.speed.cells import Grid
 
     chosen = methods_from(args.methods)
     if args.method.name != "full":
@@ -130,7 +132,7 @@ def _grid(args: argparse.Namespace, subject: MeasuredModel) -> Grid:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from shoal.bench.speed.run import Plan
+    from shoal_lab.bench.speed.run import Plan
 
     setting = measuring.setting_of(args, backend=args.backend)
     text = None if args.text is None else args.text.read_text(encoding="utf-8-sig")[:_TEXT]
@@ -139,8 +141,8 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _peers(args: argparse.Namespace) -> list[str]:
     """The peers that are asked for, checked before anything is loaded."""
-    from shoal.bench import peers
     from shoal.errors import unknown
+    from shoal_lab.bench import peers
 
     asked = measuring.peers_from(args.peer or ["hf"])
     for name in asked:

@@ -12,12 +12,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import env, measuring
-from shoal.cli.method_list import methods_from
-from shoal.cli.parser import Parser
+from shoal.cli import env
+from shoal.cli.options.method_list import methods_from
+from shoal.cli.options.parser import Parser
+from shoal_lab.cli import measuring
 
 if TYPE_CHECKING:
-    from shoal.bench.drafts.measure import DraftsConfig
+    from shoal_lab.bench.drafts.measure import DraftsConfig
 
 EXAMPLES = """examples:
   shoal bench-drafts --methods auto,prompt_lookup,d3_spec --peer hf-prompt-lookup
@@ -57,8 +58,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, end with one JSON line."""
     measuring.check_outputs(args.json)
-    from shoal.bench import process, report
-    from shoal.bench.drafts import measure, summary
+    from shoal_lab.bench import process, report
+    from shoal_lab.bench.drafts import measure, summary
 
     (quant,) = measuring.quants_from(args.quant)
     subject = measuring.subject_of(args, revision=args.revision, trust_remote_code=args.trust_remote_code)
@@ -90,8 +91,8 @@ def _gate(count: dict[str, int]) -> str:
 
 
 def _wish(args: argparse.Namespace) -> DraftsConfig:
-    from shoal.bench import workloads
-    from shoal.bench.drafts.measure import DraftsConfig
+    from shoal_lab.bench import workloads
+    from shoal_lab.bench.drafts.measure import DraftsConfig
 
     usual = [workloads.PROBLEMS] if args.data is None else list(workloads.KINDS)
     return DraftsConfig(

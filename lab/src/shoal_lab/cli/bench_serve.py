@@ -16,14 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common, env, measuring
-from shoal.cli.measuring import numbers
-from shoal.cli.method_list import label_of, methods_from
-from shoal.cli.parser import Parser
+from shoal.cli import env
+from shoal.cli.options import common
+from shoal.cli.options.method_list import label_of, methods_from
+from shoal.cli.options.parser import Parser
+from shoal_lab.cli import measuring
+from shoal_lab.cli.measuring import numbers
 
 if TYPE_CHECKING:
-    from shoal.bench.load.lineup import LoadTargets, Servers
-    from shoal.bench.load.run import LoadConfig
+    from shoal_lab.bench.load.lineup import LoadTargets, Servers
+    from shoal_lab.bench.load.run import LoadConfig
 
 FAILED = 1
 EXAMPLES = """examples:
@@ -76,9 +78,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, end with one JSON line."""
     measuring.check_outputs(args.json, args.plot)
-    from shoal.bench import process, report
-    from shoal.bench.load import http, plot, table
-    from shoal.bench.load.lineup import Servers
+    from shoal_lab.bench import process, report
+    from shoal_lab.bench.load import http, plot, table
+    from shoal_lab.bench.load.lineup import Servers
 
     wish, lineup = wish_of(args), _lineup(args)
     _check(args, wish, lineup)
@@ -117,7 +119,7 @@ def _check(args: argparse.Namespace, wish: LoadConfig, lineup: LoadTargets) -> N
 
 def _fill(servers: Servers, args: argparse.Namespace, wish: LoadConfig) -> dict[str, Any]:
     """Start or find the servers; what a report says about them."""
-    from shoal.bench.load.http import Address
+    from shoal_lab.bench.load.http import Address
 
     if args.url is not None:
         key = args.api_key or os.environ.get("OPENAI_API_KEY")
@@ -135,21 +137,21 @@ def _fill(servers: Servers, args: argparse.Namespace, wish: LoadConfig) -> dict[
 
 
 def _soak(args: argparse.Namespace, wish: LoadConfig, servers: Servers) -> dict[str, Any]:
-    from shoal.bench.load.soak import soak
+    from shoal_lab.bench.load.soak import soak
 
     rounds = {"asked": 1, "done": 1, "stopped_early": False}
     return {"rounds": rounds, **soak(servers.targets[0], wish, args.minutes)}
 
 
 def _measure(wish: LoadConfig, servers: Servers) -> dict[str, Any]:
-    from shoal.bench.load.run import measure, results
+    from shoal_lab.bench.load.run import measure, results
 
     cells, rounds = measure(servers.targets, wish)
     return {"rounds": rounds.to_dict(), "results": results(cells, wish.objective)}
 
 
 def _lineup(args: argparse.Namespace) -> LoadTargets:
-    from shoal.bench.load.lineup import LoadTargets
+    from shoal_lab.bench.load.lineup import LoadTargets
 
     chosen = methods_from(args.methods)
     if args.method.name != "full" or not chosen:
@@ -167,10 +169,10 @@ def _lineup(args: argparse.Namespace) -> LoadTargets:
 
 def wish_of(args: argparse.Namespace) -> LoadConfig:
     """What the words of a command line ask for; ValueError for what cannot be measured."""
-    from shoal.bench.load.figures import Objective
-    from shoal.bench.load.loops import Load
-    from shoal.bench.load.prompts import Prompts, recorded
-    from shoal.bench.load.run import LoadConfig
+    from shoal_lab.bench.load.figures import Objective
+    from shoal_lab.bench.load.loops import Load
+    from shoal_lab.bench.load.prompts import Prompts, recorded
+    from shoal_lab.bench.load.run import LoadConfig
 
     loads = [Load(concurrency=number) for number in numbers("--concurrency", args.concurrency, int)]
     loads += [Load(rate=rate) for rate in numbers("--rate", args.rate, float)]

@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common, env
-from shoal.cli.parser import Parser
+from shoal.cli import env
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
-    from shoal.eval.evaluate import Evaluator
-    from shoal.eval.items import Item
+    from shoal_lab.eval.evaluate import Evaluator
+    from shoal_lab.eval.items import Item
 
 _SCORED = 64
 """Tokens at the end of a novel's stretch that are compared."""
@@ -88,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
     if args.purpose != "depth":
         return {"adadec": _learn_pauses, "atts": _score_chunks, "double_sparsity": _channels,
                 "tidal": _reselection}[args.purpose](args)
-    from shoal.calibrate.calibration import Aim, card, search
-    from shoal.eval import suites
-    from shoal.eval.evaluate import Evaluator
+    from shoal_lab.calibrate.calibration import Aim, card, search
+    from shoal_lab.eval import suites
+    from shoal_lab.eval.evaluate import Evaluator
 
     began = time.monotonic()
     aim = Aim(args.metric, args.max_drop, args.trials, args.loss_n, args.answer_n, args.core, args.minutes)
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         _speedup(engine, made)
     args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:
-        from shoal.eval.plots import draw_layers
+        from shoal_lab.eval.plots import draw_layers
 
         draw_layers(made, args.plot)
     if not args.json:
@@ -122,8 +123,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _channels(args: argparse.Namespace) -> int:
     """Rank dimensions, and write the card of the method that scores by them; ends with one JSON line."""
-    from shoal.calibrate.channels import channel_card
-    from shoal.eval import suites
+    from shoal_lab.calibrate.channels import channel_card
+    from shoal_lab.eval import suites
 
     suite = suites.get(_suite(args))
     _check_out(args.out)
@@ -138,9 +139,9 @@ def _channels(args: argparse.Namespace) -> int:
 
 def _reselection(args: argparse.Namespace) -> int:
     """Find the layer in which tidal selects anew; ends with one JSON line."""
-    from shoal.calibrate.reselection import OTHER_SEEDS, reselection_card
-    from shoal.eval.long.budgets import lengths_of
-    from shoal.eval.long.contexts import LONGEST, Maker, Wanted
+    from shoal_lab.calibrate.reselection import OTHER_SEEDS, reselection_card
+    from shoal_lab.eval.long.budgets import lengths_of
+    from shoal_lab.eval.long.contexts import LONGEST, Maker, Wanted
 
     names = _suite(args).split(",")
     if wrong := [name for name in names if name not in LONGEST]:
@@ -173,8 +174,8 @@ def _layers_text(made: dict[str, Any], out: Path) -> str:
 
 def _learn_pauses(args: argparse.Namespace) -> int:
     """The threshold of adadec; ends with one JSON line."""
-    from shoal.calibrate import pauses
-    from shoal.eval import suites
+    from shoal_lab.calibrate import pauses
+    from shoal_lab.eval import suites
 
     suite = suites.get(_suite(args))
     if suite.kind != "problems":
@@ -199,9 +200,9 @@ def _learn_pauses(args: argparse.Namespace) -> int:
 
 def _score_chunks(args: argparse.Namespace) -> int:
     """The scores of atts; ends with one JSON line."""
-    from shoal.calibrate import chunks
-    from shoal.eval import suites
-    from shoal.methods.atts import ATTS
+    from shoal_lab.calibrate import chunks
+    from shoal_lab.eval import suites
+    from shoal_lab.methods.atts import ATTS
 
     if args.draft is None or args.draft_tokens < 1 or args.samples < 1:
         raise ValueError("scores for atts take --draft, the smaller model; --draft-tokens and --samples are at least 1")
@@ -244,7 +245,7 @@ def _tell(words: str) -> None:
 
 
 def _suite(args: argparse.Namespace) -> str:
-    from shoal.eval import suites
+    from shoal_lab.eval import suites
 
     if not args.suite:
         raise ValueError(f"--suite is missing; there are {', '.join(suites.names())}, or give a FILE.jsonl")
@@ -255,9 +256,9 @@ def _predict(args: argparse.Namespace, evaluator: Evaluator, items: list[Item]) 
     """The machine's cost card, and the most that any schedule could gain by it; refuses where that is nothing."""
     from statistics import median
 
-    from shoal.calibrate.cost import measure
     from shoal.depth.order import default_core
     from shoal.depth.plan import NEVER, DepthPlan
+    from shoal_lab.calibrate.cost import measure
 
     engine = evaluator.engine
     samples = evaluator.samples(items)
@@ -281,7 +282,7 @@ def _predict(args: argparse.Namespace, evaluator: Evaluator, items: list[Item]) 
 def _speedup(engine: Engine, made: dict[str, Any]) -> None:
     """Add the chosen schedule's predicted speed-up in time."""
     from shoal.methods import make
-    from shoal.model.cost import CostCard
+    from shoal_lab.components.cost import CostCard
 
     measured = made["measured"]
     numbers = {**measured["cost"], "prefill": tuple(map(tuple, measured["cost"]["prefill"]))}

@@ -14,15 +14,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common, eval_long
-from shoal.cli.method_list import label_of, methods_from
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.method_list import label_of, methods_from
+from shoal.cli.options.parser import Parser
+from shoal_lab.cli import eval_long
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
-    from shoal.eval.study import Study
     from shoal.methods.base import Method
     from shoal.methods.schedule import Schedule
+    from shoal_lab.eval.study import Study
 
 EXAMPLES = """examples:
   shoal eval --suite gsm8k_renumbered --data DIR --method d3 --mean 0.8 --n 500
@@ -84,7 +85,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the tables, end with one JSON line."""
-    from shoal.eval import suites
+    from shoal_lab.eval import suites
 
     if args.list:
         return _list(args)
@@ -104,14 +105,14 @@ def run(args: argparse.Namespace) -> int:
     common.check_plot(args.plot)
     engine = _engine(args)
     if args.measure == "distance":
-        from shoal.cli.eval_distance import measure
+        from shoal_lab.cli.eval_distance import measure
 
         return measure(args, engine, _study(args, engine), list(zip(chosen, items, strict=True)))
-    from shoal.bench.report import heading
     from shoal.cli import env
-    from shoal.eval import study
-    from shoal.eval.evaluate import Evaluator
-    from shoal.eval.outcomes import Outcomes
+    from shoal_lab.bench.report import heading
+    from shoal_lab.eval import study
+    from shoal_lab.eval.evaluate import Evaluator
+    from shoal_lab.eval.outcomes import Outcomes
 
     kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
     plan, warnings = _study(args, engine), list[str]()
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:
-        from shoal.eval.plots import draw_report
+        from shoal_lab.eval.plots import draw_report
 
         draw_report(report, args.plot)
     if not args.json:
@@ -141,9 +142,9 @@ def _harness(args: argparse.Namespace) -> int:
     import torch
 
     from shoal import catalog
-    from shoal.engine.device import default_device
-    from shoal.eval.harness import compare
-    from shoal.eval.table import tasks_table
+    from shoal.engine.loading.device import default_device
+    from shoal_lab.eval.harness import compare
+    from shoal_lab.eval.table import tasks_table
 
     device = torch.device(args.device) if args.device else default_device()
     rows = compare(
@@ -169,8 +170,8 @@ def _methods(args: argparse.Namespace) -> dict[str, Method]:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from shoal.eval import suites
-    from shoal.eval.long.contexts import ABOUT
+    from shoal_lab.eval import suites
+    from shoal_lab.eval.long.contexts import ABOUT
 
     rows: list[tuple[str, str, str]] = [(s.name, s.kind, s.about) for s in map(suites.get, suites.names())]
     rows += [(name, "long", f"{about}, with --context") for name, about in ABOUT.items()]
@@ -183,7 +184,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse before a model is loaded."""
-    from shoal.eval.controls import check_groups
+    from shoal_lab.eval.controls import check_groups
 
     for name in ("n", "loss_n", "max_new_tokens", "batch", "threads"):
         value = getattr(args, name)
@@ -214,7 +215,7 @@ def _engine(args: argparse.Namespace) -> Engine:
 
 
 def _study(args: argparse.Namespace, engine: Engine) -> Study:
-    from shoal.eval.study import Study
+    from shoal_lab.eval.study import Study
 
     return Study(
         methods=_methods(args),
@@ -269,7 +270,7 @@ def _warner(warnings: list[str]) -> Any:
 
 
 def _text(report: dict[str, Any]) -> str:
-    from shoal.eval.table import answers_table, floors_line, loss_table
+    from shoal_lab.eval.table import answers_table, floors_line, loss_table
 
     parts = []
     for suite in report["suites"]:

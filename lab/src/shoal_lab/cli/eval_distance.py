@@ -10,25 +10,25 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
+from shoal.cli.options import common
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
-    from shoal.eval.items import Item
-    from shoal.eval.study import Study
-    from shoal.eval.suites import Suite
+    from shoal_lab.eval.items import Item
+    from shoal_lab.eval.study import Study
+    from shoal_lab.eval.suites import Suite
 
 
 def measure(
     args: argparse.Namespace, engine: Engine, study: Study, suites: Sequence[tuple[Suite, Sequence[Item]]]
 ) -> int:
     """Measure, print the table, end with one JSON line."""
-    from shoal.bench.report import heading
     from shoal.cli import env
-    from shoal.eval import distance_study
-    from shoal.eval.distance import LONGEST, Distances
-    from shoal.eval.outcomes import Outcomes
-    from shoal.eval.study import engine_facts
+    from shoal_lab.bench.report import heading
+    from shoal_lab.eval import distance_study
+    from shoal_lab.eval.distance import LONGEST, Distances
+    from shoal_lab.eval.outcomes import Outcomes
+    from shoal_lab.eval.study import engine_facts
 
     until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
@@ -47,7 +47,7 @@ def measure(
                                          "only, so look at mean layers before comparing. The same command goes on")
         print(f"warning: {report['distance']['warning']}", file=sys.stderr)
     if args.timed:
-        from shoal.calibrate import cost
+        from shoal_lab.calibrate import cost
 
         card = cost.measure(engine)
         report["distance"]["cost"] = card.to_dict()
@@ -56,11 +56,11 @@ def measure(
         text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), json.dumps(report, indent=1))
         (args.out / "results.json").write_text(text + "\n", encoding="utf-8")
     if args.plot is not None:
-        from shoal.eval.distance_plots import draw_distance
+        from shoal_lab.eval.distance_plots import draw_distance
 
         draw_distance(report, args.plot)
     if not args.json:
-        from shoal.eval.table import distance_table, times_table
+        from shoal_lab.eval.table import distance_table, times_table
 
         print(distance_table(report["distance"]["rows"]))
         if args.timed:
@@ -71,7 +71,7 @@ def measure(
 
 def _others(args: argparse.Namespace) -> dict[str, Engine]:
     """The models of `--others`, loaded as `--model` is or in the bits that they end with, by what they are called."""
-    from shoal.engine.checkpoint import shown_name
+    from shoal.engine.loading.checkpoint import shown_name
 
     found = {}
     for name in filter(None, (args.others or "").split(",")):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -30,15 +30,15 @@ def add_arguments(parser: Parser) -> None:
 
 def measure(args: argparse.Namespace, engine: Engine, methods: Mapping[str, Method]) -> int:
     """Measure, print the tables, end with one JSON line."""
-    from shoal.bench.report import heading
     from shoal.cli import env
-    from shoal.eval.long import study
-    from shoal.eval.long.budgets import budgets_of, lengths_of
-    from shoal.eval.long.contexts import LONGEST, Maker, Wanted
-    from shoal.eval.long.measure import LongEvaluator
-    from shoal.eval.outcomes import Outcomes
-    from shoal.eval.study import engine_facts
-    from shoal.eval.table import long_table
+    from shoal_lab.bench.report import heading
+    from shoal_lab.eval.long import study
+    from shoal_lab.eval.long.budgets import budgets_of, lengths_of
+    from shoal_lab.eval.long.contexts import LONGEST, Maker, Wanted
+    from shoal_lab.eval.long.measure import LongEvaluator
+    from shoal_lab.eval.outcomes import Outcomes
+    from shoal_lab.eval.study import engine_facts
+    from shoal_lab.eval.table import long_table
 
     lengths, budgets = lengths_of(args.context, engine.stack.max_positions), budgets_of(args.budgets)
     if engine.tokenizer is None:
@@ -68,7 +68,7 @@ def check(args: argparse.Namespace) -> bool:
     Raises:
         ValueError: a suite without the length that it takes, or with one that it does not take.
     """
-    from shoal.eval.long.contexts import LONGEST
+    from shoal_lab.eval.long.contexts import LONGEST
 
     suites = [name for name in (args.suite or "").split(",") if name]
     if args.context is None:

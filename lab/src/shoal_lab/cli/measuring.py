@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.bench.subject import MeasuredModel
-    from shoal.bench.system import Setting
+    from shoal_lab.bench.subject import MeasuredModel
+    from shoal_lab.bench.system import Setting
 
 Number = TypeVar("Number", int, float)
 
@@ -63,7 +63,7 @@ def check_outputs(*paths: str | Path | None) -> None:
 def subject_of(args: argparse.Namespace, **more: Any) -> MeasuredModel:
     """What is measured; the default model if nothing is named."""
     from shoal import catalog
-    from shoal.bench.subject import MeasuredModel
+    from shoal_lab.bench.subject import MeasuredModel
 
     shape = getattr(args, "shape", None)
     if shape is not None and args.model is not None:
@@ -75,8 +75,8 @@ def setting_of(args: argparse.Namespace, quant: str | None = None, backend: str 
     """Number formats, device, threads."""
     import torch
 
-    from shoal.bench.system import Setting
-    from shoal.engine.device import default_device, default_dtype
+    from shoal.engine.loading.device import default_device, default_dtype
+    from shoal_lab.bench.system import Setting
 
     if args.threads is not None:
         if args.threads < 1:
@@ -112,7 +112,7 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Number]) -> lis
 
 def publish(found: dict[str, Any], args: argparse.Namespace, table: Callable[[Mapping[str, Any]], str]) -> None:
     """Write the file, print the table, end with one JSON line."""
-    from shoal.bench import report
+    from shoal_lab.bench import report
 
     if args.json:
         report.write(found, Path(args.json))

@@ -12,15 +12,16 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common, prune_consensus
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 from shoal.errors import Unsupported
+from shoal_lab.cli import prune_consensus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shoal.cli.prune_target import Noted
-    from shoal.engine.checkpoint import Checkpoint
+    from shoal.engine.loading.checkpoint import Checkpoint
+    from shoal_lab.cli.prune_target import Noted
 
 EXAMPLES = """examples:
   shoal prune depth --model path/to/model --layers 2 --out smaller
@@ -78,10 +79,11 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Choose, write, say what was done."""
     from shoal import catalog
-    from shoal.engine import fingerprint, write_checkpoint, write_gguf
-    from shoal.engine.checkpoint import NOTE, Checkpoint, shown_name
-    from shoal.engine.device import as_dtype
-    from shoal.engine.transformed import Transformed
+    from shoal.engine.cards import fingerprint
+    from shoal.engine.loading.checkpoint import NOTE, Checkpoint, shown_name
+    from shoal.engine.loading.device import as_dtype
+    from shoal.engine.loading.transformed import Transformed
+    from shoal_lab.prune import write_checkpoint, write_gguf
 
     _check(args)
     place = (catalog.find(args.model), args.revision, args.trust_remote_code)
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _chosen(args: argparse.Namespace, files: Checkpoint, noted: Noted) -> tuple[Any, dict[str, Any]] | None:
     """The change, and what its note says; None where time was up before there was one."""
-    from shoal.cli import prune_target, prune_width
+    from shoal_lab.cli import prune_target, prune_width
 
     if args.what not in WIDTH:
         return _layers(args, files, noted)
@@ -154,8 +156,8 @@ def _to_file(args: argparse.Namespace) -> bool:
 
 def _write_file(args: argparse.Namespace, source: str, change: Any, note: dict[str, Any]) -> dict[str, int]:
     """A GGUF file, whole or not at all; returns how many matrices were quantised again to which type."""
-    from shoal.engine import write_gguf
-    from shoal.train import files
+    from shoal_lab.prune import write_gguf
+    from shoal_lab.train import files
 
     again: dict[str, int] = {}
     files.write(args.out, lambda part: again.update(write_gguf.write(Path(source), change, part, note, args.down)))
@@ -164,7 +166,7 @@ def _write_file(args: argparse.Namespace, source: str, change: Any, note: dict[s
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse options that do not fit each other."""
-    from shoal.cli import prune_target, prune_width
+    from shoal_lab.cli import prune_target, prune_width
 
     args.what = "ppm" if args.what == "maw" else args.what
     if args.down and (not _to_file(args) or args.what == "depth"):
@@ -184,8 +186,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _layers(args: argparse.Namespace, files: Checkpoint, noted: Noted) -> tuple[Any, dict[str, Any]]:
     """The change that leaves out layers, and what its note says."""
-    from shoal.cli import prune_target
     from shoal.model.transform import DropLayers
+    from shoal_lab.cli import prune_target
 
     count = int(files.config().get_text_config().num_hidden_layers)
     if args.drop:

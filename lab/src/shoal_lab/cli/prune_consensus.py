@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.cli.prune_target import Pick
-    from shoal.engine.checkpoint import Checkpoint
     from shoal.engine.engine import Engine
-    from shoal.model.cost import CostCard
-    from shoal.train.corpus import Corpus
+    from shoal.engine.loading.checkpoint import Checkpoint
+    from shoal_lab.cli.prune_target import Pick
+    from shoal_lab.components.cost import CostCard
+    from shoal_lab.train.corpus import Corpus
 
 _PIECE, _PIECES = 512, 128
 """Tokens of a piece of text, and how many pieces there are at most."""
@@ -76,10 +76,10 @@ def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[
     """
     import torch
 
-    from shoal.train import consensus
-    from shoal.train.corpus import batches
-    from shoal.train.loop import Trainer, Training
-    from shoal.train.part import Base
+    from shoal_lab.train import consensus
+    from shoal_lab.train.corpus import batches
+    from shoal_lab.train.loop import Trainer, Training
+    from shoal_lab.train.part import Base
 
     began = time.monotonic()
     if args.threads is not None:
@@ -120,9 +120,9 @@ def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[
 
 def _picker(args: argparse.Namespace, files: Checkpoint, means: Any) -> Pick:
     """The neurons whose gates are open for most, over all layers or in each."""
-    from shoal.calibrate import neurons
-    from shoal.cli import prune_width
     from shoal.model.widths import widths_of
+    from shoal_lab.calibrate import neurons
+    from shoal_lab.cli import prune_width
 
     widths = widths_of(files.config())
     why = {"by": "consensus", "multiple": args.multiple, "uniform": args.uniform,
@@ -150,8 +150,8 @@ def _beyond(args: argparse.Namespace, files: Checkpoint, share: float) -> float:
 
 def _corpus(args: argparse.Namespace, files: Checkpoint, engine: Engine, late: Callable[[], bool]) -> Corpus:
     """Texts with the full model's states: answers, or pieces of the text that is named."""
-    from shoal.calibrate.own_texts import asked
-    from shoal.train import corpus, prompts
+    from shoal.engine.cards.own_texts import asked
+    from shoal_lab.train import corpus, prompts
 
     if args.text is not None:
         ids = files.tokenizer()(common.read_text(args.text))["input_ids"]
@@ -177,9 +177,9 @@ def _chats(engine: Engine) -> bool:
 
 def card(args: argparse.Namespace) -> CostCard | None:
     """What steps cost, as measured when the command was begun: another measurement would be another run."""
-    from shoal.cli.prune_target import measured
-    from shoal.model.cost import CostCard
-    from shoal.train import files as written
+    from shoal_lab.cli.prune_target import measured
+    from shoal_lab.components.cost import CostCard
+    from shoal_lab.train import files as written
 
     if args.speed is None:
         return None

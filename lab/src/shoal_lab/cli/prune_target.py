@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
+from shoal.cli.options import common
 
 if TYPE_CHECKING:
-    from shoal.engine.checkpoint import Checkpoint
-    from shoal.model.cost import CostCard
+    from shoal.engine.loading.checkpoint import Checkpoint
+    from shoal_lab.components.cost import CostCard
 
 Pick = Callable[[float], tuple[Any, dict[str, Any]]]
 """The change that leaves out a share of the neurons, or a number of layers, and what the note says of it."""
@@ -31,7 +31,7 @@ _PROMPT, _NEW = 128, 128
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what is no size or no speed, before anything is read."""
-    from shoal.engine.sizes import parse
+    from shoal.engine.memory.sizes import parse
 
     if args.bytes is not None:
         args.bytes = parse(args.bytes)
@@ -61,8 +61,8 @@ class Goal:
             self.card = self.card or measured(args)
             self._told = {"speed": args.speed, "cost": self.card.to_dict()}
         if args.speed is None and not to_file:
-            from shoal.engine.transformed import named
-            from shoal.engine.weight_size import Outline
+            from shoal.engine.loading.transformed import named
+            from shoal_lab.prune.weight_size import Outline
 
             self._outline = Outline(named(files.weights(), files.name))
 
@@ -110,9 +110,9 @@ class Goal:
         return f"{reached:.0f} bytes" if self._args.speed is None else f"{math.floor(100 * reached) / 100:g} times"
 
     def _bytes(self, change: Any, why: dict[str, Any]) -> int:
-        from shoal.engine import write_gguf
-        from shoal.engine.device import as_dtype
-        from shoal.engine.weight_size import folder_bytes
+        from shoal.engine.loading.device import as_dtype
+        from shoal_lab.prune import write_gguf
+        from shoal_lab.prune.weight_size import folder_bytes
 
         if self._to_file:
             source = Path(place(self._args))
@@ -178,8 +178,8 @@ def _nothing(config: Any, source: Any) -> tuple[Any, Any]:
 
 def measured(args: argparse.Namespace) -> CostCard:
     """What steps of the model cost on this machine, now."""
-    from shoal.calibrate import cost
     from shoal.heap import give_back
+    from shoal_lab.calibrate import cost
 
     found = cost.measure(common.load_engine(args))
     gc.collect()  # what comes next has the model in memory again

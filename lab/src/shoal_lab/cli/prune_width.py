@@ -8,14 +8,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
+from shoal.cli.options import common
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.cli.prune_target import Pick
-    from shoal.engine.checkpoint import Checkpoint
+    from shoal.engine.loading.checkpoint import Checkpoint
     from shoal.model.narrow import NarrowMLPs
+    from shoal_lab.cli.prune_target import Pick
 
 _PIECE, _PIECES = 512, 32
 """Tokens of a piece of text that the model is watched on, and how many pieces there are at most."""
@@ -42,9 +42,9 @@ def picker(args: argparse.Namespace, files: Checkpoint) -> Pick:
     """What makes of a share that goes the change, and what the note beside the weights says of it."""
     import torch
 
-    from shoal.calibrate import neurons
-    from shoal.engine.transformed import named
+    from shoal.engine.loading.transformed import named
     from shoal.model.narrow import gated_widths
+    from shoal_lab.calibrate import neurons
 
     source = named(files.weights(), files.name)
     widths = gated_widths(files.config(), source)
@@ -77,7 +77,7 @@ def even(args: argparse.Namespace, files: Checkpoint) -> Pick:
     """The same where it does not matter which neurons go: as many of every layer, the last ones."""
     import torch
 
-    from shoal.engine.transformed import named
+    from shoal.engine.loading.transformed import named
     from shoal.model.narrow import gated_widths
 
     widths = gated_widths(files.config(), named(files.weights(), files.name))
@@ -92,8 +92,8 @@ def left(
 
     Of gates that agreed at least that share stays: those that are open are all alike, whatever they do.
     """
-    from shoal.calibrate import neurons
     from shoal.model.narrow import NarrowMLPs
+    from shoal_lab.calibrate import neurons
 
     kept = neurons.best(scores, neurons.counts(shares, widths, why["multiple"], up=why["by"] == "consensus"))
     return NarrowMLPs(kept), {
@@ -102,7 +102,7 @@ def left(
 
 
 def _dtype(args: argparse.Namespace) -> Any:
-    from shoal.engine.device import as_dtype, default_dtype, device_of
+    from shoal.engine.loading.device import as_dtype, default_dtype, device_of
 
     return as_dtype(args.dtype) if args.dtype else default_dtype(device_of("cpu"))
 
@@ -112,7 +112,7 @@ def _texts(args: argparse.Namespace, files: Checkpoint) -> list[list[int]]:
     if args.text is not None:
         ids = files.tokenizer()(args.text.read_text(encoding="utf-8-sig"))["input_ids"]
         return [ids[at : at + _PIECE] for at in range(0, min(len(ids), _PIECES * _PIECE), _PIECE)]
-    from shoal.calibrate.own_texts import answered, asked
+    from shoal.engine.cards.own_texts import answered, asked
 
     engine = common.load_engine(args)
     return [[*prompt, *answer] for prompt, answer in answered(engine, asked(engine), 128)]

@@ -21,18 +21,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import common
-from shoal.cli.method_list import methods_from
-from shoal.cli.parser import Parser
+from shoal.cli.options import common
+from shoal.cli.options.method_list import methods_from
+from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shoal.depth.plan import DepthPlan
     from shoal.engine.engine import Engine
-    from shoal.train.corpus import Corpus, CorpusWish
-    from shoal.train.drafter import DrafterShape
-    from shoal.train.part import TrainedModule
+    from shoal_lab.train.corpus import Corpus, CorpusWish
+    from shoal_lab.train.drafter import DrafterShape
+    from shoal_lab.train.part import TrainedModule
 
 EXAMPLES = """examples:
   shoal train eagle --model M.gguf --out part
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     _check(args)
     if args.part == HEAL:  # after the options, and before the model
-        from shoal.train.heal import require_peft
+        from shoal_lab.train.heal import require_peft
 
         require_peft()
     if args.threads is not None:
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
-    from shoal.train import diffusion
+    from shoal_lab.train import diffusion
 
     given = {name: getattr(args, name) for name in ("steps", "batch", "seed") if getattr(args, name) is not None}
     rate = {} if args.rate is None else {"rate": args.rate / 3}
@@ -170,9 +170,9 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     import torch
 
-    from shoal.bench import report
-    from shoal.train import corpus, export, read_me
-    from shoal.train.loop import Trainer, Training
+    from shoal_lab.bench import report
+    from shoal_lab.train import corpus, export, read_me
+    from shoal_lab.train.loop import Trainer, Training
 
     wish, shape = _wish(args), _shape(args)
     engine = common.load_engine(args)
@@ -211,8 +211,8 @@ def _written(
     args: argparse.Namespace, engine: Engine, module: TrainedModule, facts: dict[str, Any]
 ) -> tuple[dict[str, Any], str, str]:
     """The card of what was written, what it is worth in words, and the options that use it."""
-    from shoal.train import drafter, export, heal
-    from shoal.train.part import ShippedModule
+    from shoal_lab.train import drafter, export, heal
+    from shoal_lab.train.part import ShippedModule
 
     if isinstance(module, heal.HealModule):
         card = export.model(args.out, engine, module, module.checkpoint(), **facts)
@@ -277,14 +277,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _wish(args: argparse.Namespace) -> CorpusWish:
-    from shoal.train.corpus import CorpusWish
+    from shoal_lab.train.corpus import CorpusWish
 
     return CorpusWish(args.tokens, args.max_new_tokens, args.temperature, args.seed, args.gigabytes)
 
 
 def _shape(args: argparse.Namespace) -> DrafterShape | None:
     """What a drafter is to be; None for other parts."""
-    from shoal.train.drafter import DrafterShape
+    from shoal_lab.train.drafter import DrafterShape
 
     return DrafterShape(args.layers, args.block, args.window) if args.part == DRAFTER else None
 
@@ -293,7 +293,7 @@ def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
     """Token ids of what is asked, shuffled; without what the test sets in --data hold."""
     import random
 
-    from shoal.train import prompts
+    from shoal_lab.train import prompts
 
     texts = [text for name in (args.prompts or "").split(",") if name for text in prompts.from_file(Path(name))]
     if args.data is not None:
@@ -315,15 +315,15 @@ def _module(
     """The part with its first weights."""
     import torch
 
-    from shoal.train.context_gate import ContextGateModule, check_lengths
-    from shoal.train.drafter import DrafterModule, mask_token
-    from shoal.train.eagle import EagleModule
-    from shoal.train.heal import HealModule
-    from shoal.train.layer_routers import LayerRouterModule
-    from shoal.train.medusa import MedusaModule
-    from shoal.train.part import Base, PartModule
-    from shoal.train.ppd import PromptModule
-    from shoal.train.read_me import ReadMEModule, group_neurons, some_answers
+    from shoal_lab.train.context_gate import ContextGateModule, check_lengths
+    from shoal_lab.train.drafter import DrafterModule, mask_token
+    from shoal_lab.train.eagle import EagleModule
+    from shoal_lab.train.heal import HealModule
+    from shoal_lab.train.layer_routers import LayerRouterModule
+    from shoal_lab.train.medusa import MedusaModule
+    from shoal_lab.train.part import Base, PartModule
+    from shoal_lab.train.ppd import PromptModule
+    from shoal_lab.train.read_me import ReadMEModule, group_neurons, some_answers
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
@@ -354,7 +354,7 @@ def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
 
     What cannot be trained under is refused here, before minutes of answers.
     """
-    from shoal.train.heal import check_plans
+    from shoal_lab.train.heal import check_plans
 
     if args.student is not None:
         engine = common.load_engine(argparse.Namespace(**{**vars(args), "model": args.student}))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
 if TYPE_CHECKING:
-    from shoal.draft.part_file import TrainedPart
+    from shoal.speculative.part_file import TrainedPart
 
 WIDTHS = (512, 256, 128)
 """Numbers between the matrices of the perceptron."""

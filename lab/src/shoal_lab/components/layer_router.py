@@ -12,7 +12,7 @@ from torch.nn.functional import layer_norm
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
-    from shoal.draft.part_file import TrainedPart
+    from shoal.speculative.part_file import TrainedPart
 
 WEIGHT, BIAS = "weight", "bias"
 """Names of a part's tensors, [L, D] and [L]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.decode.accept import Outcome, Target, TargetsNumbers, descend
+from shoal.decode.rules.accept import Outcome, Target, TargetsNumbers, descend
 from shoal.decode.signals import probabilities
 from shoal.decode.tree import TokenTree
 

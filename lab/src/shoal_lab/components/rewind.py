@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 if TYPE_CHECKING:
-    from shoal.draft.part_file import TrainedPart
     from shoal.model.experts import ExpertMLPs
     from shoal.model.stack import Stack
+    from shoal.speculative.part_file import TrainedPart
 
 TABLE, MIX, OUT, BIAS, NEURONS = "table", "mix", "out", "{}.bias", "neurons"
 """Names of a part's tensors: numbers of each token [vocab, width]; what mixes those of a window [hidden,

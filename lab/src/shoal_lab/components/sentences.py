@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.decode.text import Detokenizer
+from shoal.decode.text.pieces import Detokenizer
 
 _CLOSING = r"[\"'”’)\]*_]*"
 _END = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.decode.accept import Match, Outcome, OwnNumbers, Target
+from shoal.decode.rules.accept import Match, Outcome, OwnNumbers, Target
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:

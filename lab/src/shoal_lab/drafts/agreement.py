@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.depth.plan import DepthPlan
-from shoal.model.rewind import earliest, rewound
 from shoal.model.stack import SequenceChunk
+from shoal_lab.components.rewind import earliest, rewound
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
     from shoal.model.stack import HiddenStateHook, Stack
 
 Text = tuple[int, Sequence[int], int, DepthPlan]

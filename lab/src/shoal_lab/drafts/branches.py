@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
-from shoal.draft.choose import Guesses, Place
-from shoal.draft.growth import Growth
 from shoal.model.stack import SequenceChunk
+from shoal.speculative.choose import Guesses, Place
+from shoal.speculative.growth import Growth
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row

@@ -16,11 +16,11 @@ from torch.nn.functional import silu
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter
-from shoal.draft.matrix import packed
-from shoal.draft.part_file import TrainedPart, guessed_tokens
-from shoal.draft.taps import Taps
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+from shoal.speculative.matrix import packed
+from shoal.speculative.part_file import TrainedPart, guessed_tokens
+from shoal.speculative.taps import Taps
 
 WEIGHT, BIAS = "heads.{}.weight", "heads.bias"
 """Tensors of a part beside its list of tokens: [D, D] per head; [heads, D]."""

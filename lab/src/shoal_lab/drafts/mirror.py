@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from shoal.decode.worker import StepReport
-from shoal.draft.branches import Branches, Chain, Outcome, Wish
-from shoal.draft.choose import Place, choose
-from shoal.draft.growth import grow
-from shoal.draft.model import ModelDrafter, ModelProposer
 from shoal.model.packed.native import MAX_NODES
+from shoal.speculative.choose import Place, choose
+from shoal.speculative.growth import grow
+from shoal.speculative.model import ModelDrafter, ModelProposer
 from shoal.types import DraftRound
+from shoal_lab.drafts.branches import Branches, Chain, Outcome, Wish
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
-    from shoal.draft.model import TreeUnderWay
     from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+    from shoal.speculative.model import TreeUnderWay
 
 Pool = Mapping[Outcome, Chain]
 """The branches of a row."""

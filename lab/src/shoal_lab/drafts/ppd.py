@@ -20,11 +20,11 @@ from shoal.decode.row import Row
 from shoal.decode.sampling import biased
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, StepReport
-from shoal.draft.part_file import TrainedPart
-from shoal.draft.prompt_tree import PromptTree, PromptTrees
 from shoal.errors import Unsupported
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack, from_layer
+from shoal.speculative.part_file import TrainedPart
+from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
 
 PROMPTS = "prompts.{}"
 """Tensors of a part: [D] per prompt, what enters the first layer."""

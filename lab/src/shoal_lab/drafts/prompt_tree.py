@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.draft.medusa import RankTree
+from shoal_lab.drafts.medusa import RankTree
 
 _ROUNDS = 12
 """Improvements of all states' trees, one after the other, at most; they seldom change after the third."""

@@ -77,7 +77,7 @@ def bm25(pieces: Sequence[Sequence[int]], query: Sequence[int]) -> list[float]:
     except ImportError as error:
         raise Unsupported(
             "retrieval by BM25", f"it needs bm25s: {error}",
-            "pip install 'shoal[retrieval]', or compare pieces by a function of your own",
+            "pip install 'shoal-lab[retrieval]', or compare pieces by a function of your own",
         ) from error
     index = BM25()
     index.index([[str(token) for token in piece] for piece in pieces], show_progress=False)

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Hashable, Sequence
 
-from shoal.eval.paired import Difference
+from shoal_lab.eval.paired import Difference
 
 _DRAWS = 9999
 

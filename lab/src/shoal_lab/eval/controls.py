@@ -15,14 +15,14 @@ from typing import Any
 
 from shoal.depth.order import Core, default_core, removal_order
 from shoal.engine.engine import Engine
-from shoal.eval.decoders import Contender, contender
-from shoal.eval.equal_depth import Counts, Lengths, linear, power_law, rising, two_levels
-from shoal.eval.rising import RisingPlan
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.schedule import Schedule
-from shoal.methods.skipdecode import SkipDecode
 from shoal.methods.unified_layer_skipping import evenly_spaced
+from shoal_lab.eval.decoders import Contender, contender
+from shoal_lab.eval.equal_depth import Counts, Lengths, linear, power_law, rising, two_levels
+from shoal_lab.eval.rising import RisingPlan
+from shoal_lab.methods.skipdecode import SkipDecode
 
 _BLENDS = 200
 _PLACES = ("center_out", "late_middle", "low_first", "spread")

@@ -14,12 +14,12 @@ from torch import Tensor
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.request_handle import Item
-from shoal.engine.scheduler import Scheduler
-from shoal.eval import scoring
-from shoal.eval.rising import RisingPlan, way
+from shoal.engine.scheduling.request_handle import Item
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
 from shoal.types import Stats
+from shoal_lab.eval import scoring
+from shoal_lab.eval.rising import RisingPlan, way
 
 Plan = DepthPlan | RisingPlan
 WORK = ("second_tokens", "switches", "branches", "thrown_away")

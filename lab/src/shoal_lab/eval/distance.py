@@ -19,15 +19,15 @@ from tqdm import tqdm
 
 from shoal.decode.worker import Experts
 from shoal.depth.plan import DepthPlan
-from shoal.engine.draft_models import same_tokens
 from shoal.engine.engine import Engine
+from shoal.engine.loading.draft_models import same_tokens
 from shoal.errors import Unsupported
-from shoal.eval.decoders import Contender
-from shoal.eval.evaluate import BIN, precision
-from shoal.eval.outcomes import Outcomes, RunKey
-from shoal.eval.reread import BLOCK, Reread, Take
-from shoal.eval.rising import Way, way
 from shoal.model.stack import Stack
+from shoal_lab.eval.decoders import Contender
+from shoal_lab.eval.evaluate import BIN, precision
+from shoal_lab.eval.outcomes import Outcomes, RunKey
+from shoal_lab.eval.reread import BLOCK, Reread, Take
+from shoal_lab.eval.rising import Way, way
 
 LONGEST = 192
 """Tokens of an answer, where nobody says otherwise."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.eval import plots
+from shoal_lab.eval import plots
 
 _SHOWN = ("d3", "constant", "reversed d3", "linear")
 _FEWEST = 200

@@ -15,21 +15,21 @@ from typing import Any
 from shoal.depth.plan import DepthPlan
 from shoal.depth.speedup import ideal_speedup
 from shoal.engine.engine import Engine
-from shoal.eval.controls import controls, setting
-from shoal.eval.decoders import Contender, Decoder, contender
-from shoal.eval.distance import Distances, Told, bin_sizes, other_model, subject
-from shoal.eval.equal_depth import Lengths
-from shoal.eval.evaluate import BIN
-from shoal.eval.items import Item, Sample, encode
-from shoal.eval.paired import Difference, ratio_difference
-from shoal.eval.prompts import prompt_of
-from shoal.eval.study import Study
-from shoal.eval.suites import Suite
-from shoal.eval.summary import Found, adjust
-from shoal.eval.timing import alone
 from shoal.methods.full import Full
-from shoal.model.cost import CostCard
 from shoal.model.packed.stack import PackedStack
+from shoal_lab.components.cost import CostCard
+from shoal_lab.eval.controls import controls, setting
+from shoal_lab.eval.decoders import Contender, Decoder, contender
+from shoal_lab.eval.distance import Distances, Told, bin_sizes, other_model, subject
+from shoal_lab.eval.equal_depth import Lengths
+from shoal_lab.eval.evaluate import BIN
+from shoal_lab.eval.items import Item, Sample, encode
+from shoal_lab.eval.paired import Difference, ratio_difference
+from shoal_lab.eval.prompts import prompt_of
+from shoal_lab.eval.study import Study
+from shoal_lab.eval.suites import Suite
+from shoal_lab.eval.summary import Found, adjust
+from shoal_lab.eval.timing import alone
 
 _MEASURES = ("kl", "kept", "nll")
 

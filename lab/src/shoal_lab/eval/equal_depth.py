@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal.depth.budget import Budget, LinearFall, PowerLaw, counts
 from shoal.depth.plan import DepthPlan
-from shoal.eval.rising import RisingPlan
+from shoal_lab.eval.rising import RisingPlan
 
 Counts = tuple[int, ...]
 _HALVINGS = 40

@@ -11,11 +11,11 @@ from typing import Any
 from tqdm import tqdm
 
 from shoal.engine.engine import Engine
-from shoal.eval.decoders import Answered, Contender, Decoder
-from shoal.eval.items import Item, Sample, encode
-from shoal.eval.judging import Judging
-from shoal.eval.outcomes import Outcomes, RunKey
 from shoal.model.packed.stack import PackedStack
+from shoal_lab.eval.decoders import Answered, Contender, Decoder
+from shoal_lab.eval.items import Item, Sample, encode
+from shoal_lab.eval.judging import Judging
+from shoal_lab.eval.outcomes import Outcomes, RunKey
 
 BIN = 16
 """Tokens whose losses are summed up in one number of an outcome."""

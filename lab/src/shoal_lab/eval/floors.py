@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from shoal.eval.answers import MARK
-from shoal.eval.items import Item, Sample
-from shoal.eval.judges import TESTS
-from shoal.eval.judging import Judging
+from shoal_lab.eval.answers import MARK
+from shoal_lab.eval.items import Item, Sample
+from shoal_lab.eval.judges import TESTS
+from shoal_lab.eval.judging import Judging
 
 
 def floors(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.depth.speedup import ideal_speedup
 from shoal.errors import Unsupported
-from shoal.eval.paired import accuracy_difference, holm, wilson
 from shoal.methods import make
 from shoal.methods.base import Method
+from shoal_lab.eval.paired import accuracy_difference, holm, wilson
 
 if TYPE_CHECKING:
     from shoal.integrations.lm_eval import ShoalLM
@@ -54,8 +54,8 @@ def _model_class() -> Callable[..., ShoalLM]:
         from shoal.integrations.lm_eval import ShoalLM
     except ImportError as error:
         raise Unsupported("a task of lm-evaluation-harness", f"it is not installed ({error})",
-                          "Install it with: pip install 'shoal[eval]', or take a suite that `shoal eval --list` names"
-                          ) from error
+                          "Install it with: pip install 'shoal-lab[eval]', or take a suite that `shoal eval --list` "
+                          "names") from error
     return ShoalLM
 
 

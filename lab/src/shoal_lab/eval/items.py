@@ -27,7 +27,7 @@ class Item:
         solution: the reference continuation: a worked solution, or the rest of the text.
         answer: the reference's final answer; empty where there is none to compare.
         group: the kind of problem, for tables by kind.
-        judge: who says whether an answer is right; see `shoal.eval.judges`.
+        judge: who says whether an answer is right; see `shoal_lab.eval.judges`.
         golds: all right answers, where there are several.
         plain: what a model without a chat template is given, examples included; empty for the prompt and a line break.
         echo: the part of the prompt that is this item's own; empty for all of it.

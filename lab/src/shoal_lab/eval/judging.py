@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from shoal.eval import judges
-from shoal.eval.items import Item
-from shoal.eval.judges import tests
 from shoal.sandbox.process import Program, Sandbox, find
+from shoal_lab.eval import judges
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.judges import tests
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -20,7 +20,7 @@ _FEWEST = 200
 
 
 def _figure(width: float, height: float) -> Any:
-    with needs("plot", "pictures"):
+    with needs("plot", "pictures", "shoal-lab"):
         from matplotlib.figure import Figure
     return Figure(figsize=(width, height), layout="constrained")
 

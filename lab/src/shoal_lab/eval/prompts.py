@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.engine.request import chat_ids
-from shoal.eval.items import Item, Part, part_of, read_lines
+from shoal_lab.eval.items import Item, Part, part_of, read_lines
 
 _ARTICLE = re.compile(r"^ = ([^=].*[^=]) = $", re.MULTILINE)
 _WORDS = 40

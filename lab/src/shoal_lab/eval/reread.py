@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shoal.decode.worker import Experts, Worker
 from shoal.depth.plan import DepthPlan
-from shoal.eval.rising import Way
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
+from shoal_lab.eval.rising import Way
 
 BLOCK = 64
 """Tokens of a forward: what the native kernels take at most."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.linear import Dense, Linear
 from shoal.model.packed.native_stack import NativeMatrix

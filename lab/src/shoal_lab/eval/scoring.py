@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
 
 Measure = Callable[[Tensor, Tensor], Tensor]

@@ -7,21 +7,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.engine.checkpoint import shown_name
 from shoal.engine.engine import Engine
-from shoal.eval.controls import GROUPS, ControlSetting, controls, setting
-from shoal.eval.decoders import Contender, contender
-from shoal.eval.equal_depth import Lengths
-from shoal.eval.evaluate import BIN, Evaluator
-from shoal.eval.floors import floors
-from shoal.eval.items import Item, Sample
-from shoal.eval.judges import TESTS
-from shoal.eval.summary import Found, adjust, answers_row, by_group, by_position, idle_warning, loss_row, versus
-from shoal.eval.timing import alone
+from shoal.engine.loading.checkpoint import shown_name
 from shoal.methods import make
 from shoal.methods.base import Method
 from shoal.methods.schedule import Schedule
 from shoal.sandbox.process import find
+from shoal_lab.eval.controls import GROUPS, ControlSetting, controls, setting
+from shoal_lab.eval.decoders import Contender, contender
+from shoal_lab.eval.equal_depth import Lengths
+from shoal_lab.eval.evaluate import BIN, Evaluator
+from shoal_lab.eval.floors import floors
+from shoal_lab.eval.items import Item, Sample
+from shoal_lab.eval.judges import TESTS
+from shoal_lab.eval.summary import Found, adjust, answers_row, by_group, by_position, idle_warning, loss_row, versus
+from shoal_lab.eval.timing import alone
 
 PILOT = 128
 """Items on which a control's answer lengths are learnt before it is run on all."""

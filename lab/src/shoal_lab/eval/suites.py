@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal import reference
 from shoal.errors import Unsupported, unknown
-from shoal.eval import prompts
-from shoal.eval.items import Item, Part, part_of, problem, read_lines, stretches
-from shoal.eval.sources import code, gsm8k, novels, parallel, squad, wikidata
-from shoal.eval.sources.folder import folder
+from shoal_lab import reference
+from shoal_lab.eval import prompts
+from shoal_lab.eval.items import Item, Part, part_of, problem, read_lines, stretches
+from shoal_lab.eval.sources import code, gsm8k, novels, parallel, squad, wikidata
+from shoal_lab.eval.sources.folder import folder
 
 Kind = Literal["problems", "text", "prompts"]
 Read = Callable[[Path | None, Part], list[Item]]

@@ -9,10 +9,10 @@ from statistics import mean, median
 from typing import Any
 
 from shoal.depth.speedup import ideal_speedup
-from shoal.eval.agreement import agreement
-from shoal.eval.clustered import clustered_difference
-from shoal.eval.decoders import WORK
-from shoal.eval.paired import Difference, accuracy_difference, detectable, holm, ratio_difference, wilson
+from shoal_lab.eval.agreement import agreement
+from shoal_lab.eval.clustered import clustered_difference
+from shoal_lab.eval.decoders import WORK
+from shoal_lab.eval.paired import Difference, accuracy_difference, detectable, holm, ratio_difference, wilson
 
 Found = Mapping[str, Mapping[str, Any]]
 _IDLE = 0.02

@@ -8,8 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.eval.decoders import Contender, Decoder
-from shoal.eval.items import Sample
+from shoal_lab.eval.decoders import Contender, Decoder
+from shoal_lab.eval.items import Sample
 
 
 def alone(

@@ -1,7 +1,7 @@
 """Why a schedule loses what it loses: depth of a position, depth of its context, removal order, sublayers.
 
-Each question is a set of subjects for `shoal.eval.distance`, read on the same texts. Depths are numbers of layers in
-one removal order.
+Each question is a set of subjects for `shoal_lab.eval.distance`, read on the same texts. Depths are numbers of layers
+in one removal order.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.eval.distance import FullReading, Readings, Subject
-from shoal.eval.equal_depth import Counts, Lengths
-from shoal.eval.rising import RisingPlan, Way, way
 from shoal.model.stack import Stack
+from shoal_lab.eval.distance import FullReading, Readings, Subject
+from shoal_lab.eval.equal_depth import Counts, Lengths
+from shoal_lab.eval.rising import RisingPlan, Way, way
 
 _HALVINGS = 40
 Losses = Sequence[Sequence[float]]
@@ -23,7 +23,7 @@ def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Way:
     """Tokens judged at one depth that see tokens computed at another: see `Reread.apart`.
 
     A layer that a token runs and its context did not still finds keys and values there, of the stream that passed by:
-    see `shoal.eval.rising`.
+    see `shoal_lab.eval.rising`.
 
     Raises:
         Unsupported: the context is the shallower one, and the model is not packed.

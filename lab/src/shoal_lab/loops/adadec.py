@@ -15,10 +15,10 @@ from shoal.decode.signals import entropy, log_probabilities
 from shoal.model.stack import SequenceChunk
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
+    from shoal.decode.rules.accept import Outcome
     from shoal.decode.target import RowTarget
-    from shoal.methods.adadec import Pausing
+    from shoal_lab.methods.adadec import Pausing
 
 _SHORT = 32
 """Most tokens of a piece below which candidates may hang: with 4 candidates of 8 tokens they are 64 nodes."""

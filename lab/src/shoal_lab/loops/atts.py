@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from shoal.decode.signals import log_likelihood
-from shoal.loops.switching import Read, SwitchingBatch, feed
 from shoal.model.stack import SequenceChunk
+from shoal_lab.loops.switching import Read, SwitchingBatch, feed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
-    from shoal.methods.atts import ChunkTurns
+    from shoal_lab.methods.atts import ChunkTurns
 
 
 class JudgingBatch(SwitchingBatch):

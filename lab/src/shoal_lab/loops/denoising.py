@@ -12,13 +12,13 @@ from torch import Tensor
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
-from shoal.loops.canvas import Guess
 from shoal.model.stack import SequenceChunk
 from shoal.types import Step, TokenLogprob
+from shoal_lab.loops.canvas import Guess
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.methods._denoising import Denoising
+    from shoal_lab.methods._denoising import Denoising
 
 
 class DenoisingBatch(Batch):

@@ -9,8 +9,8 @@ from shoal.decode.batch import Batch
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
+    from shoal.decode.rules.accept import Outcome
     from shoal.decode.target import RowTarget
 
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
 from shoal.decode.signals import log_probabilities
-from shoal.loops.ngrams import NGramCounts
 from shoal.model.stack import SequenceChunk, Start
 from shoal.types import Step, TokenLogprob
+from shoal_lab.loops.ngrams import NGramCounts
 
 if TYPE_CHECKING:
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
-    from shoal.decode.stop import StopState
-    from shoal.methods.superposed import Superposing
+    from shoal.decode.rules.accept import Outcome
+    from shoal.decode.text.stop import StopState
+    from shoal_lab.methods.superposed import Superposing
 
 
 class SuperposedBatch(Batch):

@@ -12,14 +12,14 @@ from torch import Tensor
 from shoal.decode.batch import Batch
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.types import Step
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.depth.plan import DepthPlan
-    from shoal.methods._switching import Switching
+    from shoal_lab.methods._switching import Switching
 
 
 class TurnPolicy(Protocol):

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shoal.decode.sentences import last_of
-from shoal.decode.text import Detokenizer
-from shoal.decode.verifier import Question
+from shoal.decode.branches.verifier import Question
+from shoal.decode.text.pieces import Detokenizer
+from shoal_lab.components.sentences import last_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shoal.methods.trimr import Trimming
+    from shoal_lab.methods.trimr import Trimming
 
 Manner = Literal["gentle", "forceful"]
 """How a thinking is closed."""

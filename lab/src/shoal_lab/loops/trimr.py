@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.decode.batch import Batch
-from shoal.decode.verifier import Awaited, NoVerdict, Question
+from shoal.decode.branches.verifier import Awaited, NoVerdict, Question
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.loops.thoughts import Thoughts, texts
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.sandbox.template import rendered
 from shoal.types import Step
+from shoal_lab.loops.thoughts import Thoughts, texts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.accept import Outcome
     from shoal.decode.row import Row
-    from shoal.methods.trimr import Trimming
+    from shoal.decode.rules.accept import Outcome
+    from shoal_lab.methods.trimr import Trimming
 
 _PAUSE = 0.002
 """Seconds to wait for a verdict where no row of the batch can go on; others of the engine wait as long."""

@@ -1,7 +1,7 @@
 """What methods for masked-diffusion models have in common: a canvas of masks, decided block by block.
 
 A forward sees the whole canvas and makes a guess for every mask; policies say which guesses stay, see
-`shoal.loops.canvas`. Torch is imported when a batch is made.
+`shoal_lab.loops.canvas`. Torch is imported when a batch is made.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.loops.canvas import BLOCK, Commit, EarlyFill, FixedBlocks, Remasking, Reuse, Scheduled
-from shoal.loops.grammar import MOST, CanvasGrammar
 from shoal.methods._limits import Most
 from shoal.methods.base import MASKED, Method
+from shoal_lab.loops.canvas import BLOCK, Commit, EarlyFill, FixedBlocks, Remasking, Reuse, Scheduled
+from shoal_lab.loops.grammar import MOST, CanvasGrammar
 
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch
@@ -53,7 +53,7 @@ class Denoising(Loop):
 
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
-        from shoal.loops.denoising import DenoisingBatch
+        from shoal_lab.loops.denoising import DenoisingBatch
 
         return partial(DenoisingBatch, how=self)
 

@@ -17,8 +17,8 @@ from shoal.methods.base import Method
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
-    from shoal.loops.switching import TurnPolicy
     from shoal.types import ModelInfo
+    from shoal_lab.loops.switching import TurnPolicy
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +80,7 @@ class Switching(Loop):
         """See `Loop`."""
         if self.stack is None:
             raise Unsupported("two models", "there is no engine to load the second", "Use Engine.generate")
-        from shoal.loops.switching import SwitchingBatch
+        from shoal_lab.loops.switching import SwitchingBatch
 
         return partial(SwitchingBatch, how=self)
 

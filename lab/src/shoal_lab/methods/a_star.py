@@ -7,8 +7,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from shoal.decode.branches.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.decode.recipe import Recipe
-from shoal.decode.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods._limits import Branches, Positions
@@ -17,8 +17,8 @@ from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
+    from shoal.decode.branches.search import Branch
     from shoal.decode.recipe import WaitedFor
-    from shoal.decode.search import Branch
 
 EdgeCost = Literal["change", "rise", "fall", "one"]
 _BUDGET, _MOST = 8, 64

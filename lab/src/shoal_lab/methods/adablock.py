@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
-from shoal.loops.canvas import Confident, FixedBlocks, Guess, Reuse
-from shoal.methods._denoising import DenoisingMethod, check_range
 from shoal.methods._limits import Most, Number, Share
+from shoal_lab.loops.canvas import Confident, FixedBlocks, Guess, Reuse
+from shoal_lab.methods._denoising import DenoisingMethod, check_range
 
 if TYPE_CHECKING:
     from shoal.types import ModelInfo

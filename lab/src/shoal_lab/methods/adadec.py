@@ -82,6 +82,6 @@ class Pausing(Loop):
 
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
-        from shoal.loops.adadec import PausingBatch
+        from shoal_lab.loops.adadec import PausingBatch
 
         return partial(PausingBatch, how=self)

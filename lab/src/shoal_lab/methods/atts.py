@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.signals import p_value
 from shoal.methods._limits import Most, Positions, Share
-from shoal.methods._switching import Switching, SwitchingMethod
 from shoal.types import ModelInfo
+from shoal_lab.methods._switching import Switching, SwitchingMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ class JudgedTurns(Switching):
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
         super().batch()
-        from shoal.loops.atts import JudgingBatch
+        from shoal_lab.loops.atts import JudgingBatch
 
         return partial(JudgingBatch, how=self)
 
@@ -105,7 +105,7 @@ class ByChunk:
     scores: tuple[float, ...]
 
     def begin(self, row: Row) -> ChunkTurns:
-        """See `shoal.loops.switching.TurnPolicy`."""
+        """See `shoal_lab.loops.switching.TurnPolicy`."""
         return ChunkTurns(self)
 
     def takes_over(self, score: float) -> bool:
@@ -114,7 +114,7 @@ class ByChunk:
 
 
 class ChunkTurns:
-    """See `shoal.loops.switching.Turns`.
+    """See `shoal_lab.loops.switching.Turns`.
 
     Attributes:
         since: the place in the row's text at which the chunk begins that is to be judged; None where none is.

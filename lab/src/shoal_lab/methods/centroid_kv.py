@@ -15,7 +15,7 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.model.kv_layer import KVLayer
+    from shoal.model.kv.layer import KVLayer
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class CentroidKV(Method):
     """Within short chunks, columns with similar keys become their mean, with the logarithm of their number as a bias.
 
     Per layer and KV head, every other column of a chunk is linked to the most similar one between them, and the
-    strongest links are merged; see `shoal.model.merging`. The prompt is read in full and merged at its end; what is
+    strongest links are merged; see `components.merging`. The prompt is read in full and merged at its end; what is
     generated is merged whenever it has grown by some tokens. A column that is merged is not merged again. The paper
     was not at hand when this was written: the sizes of chunk, window and sinks are guesses, and that a cluster weighs
     as much as its members is what makes merging equal columns exact. Keys are averaged as they are stored, with their
@@ -101,7 +101,7 @@ class CentroidKeeper(Keeper):
 
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
         """Merge the whole chunks that have left the window."""
-        from shoal.model.merging import compact
+        from shoal_lab.components.merging import compact
 
         before, left = self.compacted(row.prompt_length, layers[0][1].lengths[row.slot] - 1) if layers else (0, 0)
         for _, layer in layers:

@@ -60,7 +60,7 @@ class DEER(SecondModelMethod):
     def _proposer(self, info: ModelInfo) -> Proposer:
         if info.draft_engine is None:
             return Absent()
-        from shoal.draft.masked import MaskedProposer
+        from shoal_lab.drafts.masked import MaskedProposer
 
         engine = self.draft_engine(info)
         window = self.window or engine.masked.window

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
-from shoal.draft.draft import Draft, check_least, check_length, check_share, first_layers
-from shoal.draft.per_row import PerRow
-from shoal.draft.shallow import OwnLayersDrafter
 from shoal.methods._drafting import DraftingMethod
 from shoal.methods._limits import Guesses, LayerList, Number, Share
+from shoal.speculative.draft import Draft, check_least, check_length, check_share, first_layers
+from shoal.speculative.per_row import PerRow
+from shoal.speculative.shallow import OwnLayersDrafter
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
     from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 
 _EIGHTHS = (1, 2, 3, 4)
@@ -204,8 +204,8 @@ class DynamicDrafter(OwnLayersDrafter):
     """See `DynamicExit`. Every row has estimates of its own."""
 
     def __init__(self, proposer: DynamicExit, stack: Stack, cache: KVCache) -> None:
-        from shoal.draft.agreement import repeatable, said_again
-        from shoal.draft.forwards import said
+        from shoal.speculative.forwards import said
+        from shoal_lab.drafts.agreement import repeatable, said_again
 
         super().__init__(stack, cache)
         self._repeatable, self._said_again, self._said = repeatable, said_again, said

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.loops.canvas import Remasking, Reuse, Scheduled
-from shoal.methods._denoising import DenoisingMethod
 from shoal.methods._limits import Number, Positions
+from shoal_lab.loops.canvas import Remasking, Reuse, Scheduled
+from shoal_lab.methods._denoising import DenoisingMethod
 
 if TYPE_CHECKING:
     from shoal.types import ModelInfo

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
-from shoal.loops.canvas import Remasking, Scheduled
-from shoal.loops.grammar import CanvasGrammar
-from shoal.methods._denoising import DenoisingMethod
 from shoal.methods._limits import Positions
+from shoal_lab.loops.canvas import Remasking, Scheduled
+from shoal_lab.loops.grammar import CanvasGrammar
+from shoal_lab.methods._denoising import DenoisingMethod
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.skips import Skips, sublayers
-from shoal.draft.adaptive import Adaptive
-from shoal.draft.draft import check_share
 from shoal.errors import Unsupported
 from shoal.methods._drafting import DraftingMethod
 from shoal.methods._limits import Guesses, LayerList, Share
+from shoal.speculative.adaptive import Adaptive
+from shoal.speculative.draft import check_share
 from shoal.types import ModelInfo
 
 
@@ -19,7 +19,7 @@ from shoal.types import ModelInfo
 class DraftAndVerify(DraftingMethod):
     """The model drafts with some attention and MLP sublayers left out, and verifies whole.
 
-    Which ones is best found by a search on texts of the kind at hand: `shoal.calibrate.skips.search_skips` returns a
+    Which ones is best found by a search on texts of the kind at hand: `calibrate.skips.search_skips` returns a
     card for this method. Drafts end where the model's confidence falls below a threshold, which rises while too few
     guesses are accepted and falls while enough are.
 

@@ -17,10 +17,10 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.model.gate import TokenGate
-    from shoal.model.kv import KVCache
-    from shoal.model.kv_layer import KVLayer
+    from shoal.model.kv.cache import KVCache
+    from shoal.model.kv.layer import KVLayer
     from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+    from shoal_lab.components.gate import TokenGate
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class DynamicContext(Method):
         """The gate, the same one for all requests; None where nothing is to run."""
         if info.tensors is None:
             return None
-        from shoal.model.gate import TokenGate
+        from shoal_lab.components.gate import TokenGate
 
         part, gate = made_of(self.name, self.part, info, TokenGate)
         if gate.layer >= info.num_layers:
@@ -105,7 +105,7 @@ class GateKeeper(Keeper):
     """See `Gated`. A token that the gate has not seen, since the layer it reads was left out, stays."""
 
     def __init__(self, knobs: DynamicContext, gate: TokenGate, stack: Stack, cache: KVCache) -> None:
-        from shoal.draft.taps import Taps
+        from shoal.speculative.taps import Taps
 
         self._knobs, self._gate, self._cache = knobs, gate, cache
         self._taps = Taps(stack, cache, gate.layer)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from shoal.decode.recipe import Recipe
 from shoal.decode.signals import NATS_PER_BIT, Rolling, entropy
 from shoal.methods._limits import Number, Positions
-from shoal.methods._switching import SwitchingMethod
 from shoal.types import ModelInfo
+from shoal_lab.methods._switching import SwitchingMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,12 +74,12 @@ class ByEntropy:
     large: bool
 
     def begin(self, row: Row) -> EntropyTurns:
-        """See `shoal.loops.switching.TurnPolicy`."""
+        """See `shoal_lab.loops.switching.TurnPolicy`."""
         return EntropyTurns(self)
 
 
 class EntropyTurns:
-    """See `shoal.loops.switching.Turns`."""
+    """See `shoal_lab.loops.switching.Turns`."""
 
     def __init__(self, policy: ByEntropy) -> None:
         self._policy, self._rolling = policy, Rolling(policy.window)

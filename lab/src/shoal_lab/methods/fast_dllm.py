@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.loops.canvas import Confident, Reuse
-from shoal.methods._denoising import DenoisingMethod, check_range
 from shoal.methods._limits import Number, Share
+from shoal_lab.loops.canvas import Confident, Reuse
+from shoal_lab.methods._denoising import DenoisingMethod, check_range
 
 if TYPE_CHECKING:
     from shoal.types import ModelInfo

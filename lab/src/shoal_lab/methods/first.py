@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
-    from shoal.model.layer_router import LayerRouters
     from shoal.model.stack import HiddenStateHook, SequenceChunk
+    from shoal_lab.components.layer_router import LayerRouters
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class First(Method):
         """The routers, the same ones for all requests; None where nothing is to run."""
         if info.tensors is None:
             return None
-        from shoal.model.layer_router import LayerRouters
+        from shoal_lab.components.layer_router import LayerRouters
 
         return made_of(self.name, self.part, info, lambda part: LayerRouters(part, info.num_layers))[1]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.sentences import Sentences
 from shoal.methods._limits import Positions, Share
-from shoal.methods._switching import SwitchingMethod, turn_of
 from shoal.types import ModelInfo
+from shoal_lab.components.sentences import Sentences
+from shoal_lab.methods._switching import SwitchingMethod, turn_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,12 +66,12 @@ class BySentence:
     tokenizer: Any
 
     def begin(self, row: Row) -> SentenceTurns:
-        """See `shoal.loops.switching.TurnPolicy`."""
+        """See `shoal_lab.loops.switching.TurnPolicy`."""
         return SentenceTurns(self, row)
 
 
 class SentenceTurns:
-    """See `shoal.loops.switching.Turns`."""
+    """See `shoal_lab.loops.switching.Turns`."""
 
     def __init__(self, policy: BySentence, row: Row) -> None:
         self._policy, self._sentences = policy, Sentences(policy.tokenizer)

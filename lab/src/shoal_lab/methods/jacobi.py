@@ -12,7 +12,7 @@ from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.loops.jacobi import JacobiBatch
+    from shoal_lab.loops.jacobi import JacobiBatch
 
 _MOST = 64
 
@@ -60,6 +60,6 @@ class JacobiLoop(Loop):
 
     def batch(self) -> type[JacobiBatch]:
         """See `Loop`."""
-        from shoal.loops.jacobi import JacobiBatch
+        from shoal_lab.loops.jacobi import JacobiBatch
 
         return JacobiBatch

@@ -11,8 +11,8 @@ from shoal.methods._trained import TrainedMethod
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.draft.medusa import MedusaProposer
-    from shoal.draft.part_file import TrainedPart
+    from shoal.speculative.part_file import TrainedPart
+    from shoal_lab.drafts.medusa import MedusaProposer
 
 _MOST = 60
 
@@ -48,7 +48,7 @@ class Medusa(TrainedMethod):
         return self.verified(self.guessing(info, self._proposer), info)
 
     def _proposer(self, part: TrainedPart) -> MedusaProposer:
-        from shoal.draft.medusa import MedusaProposer, RankTree
+        from shoal_lab.drafts.medusa import MedusaProposer, RankTree
 
         length = min(part.size("heads"), self.length or part.size("heads"))
         if self.nodes is None:

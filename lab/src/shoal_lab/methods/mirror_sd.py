@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.draft import check_least, check_length
-from shoal.draft.shape import Branching
 from shoal.methods._limits import Guesses, Layers
 from shoal.methods._second_model import Absent, SecondModelMethod
+from shoal.speculative.draft import check_least, check_length
+from shoal.speculative.shape import Branching
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class MirrorSD(SecondModelMethod):
         model = self.proposing(info, Branching((1,) * self.length))
         if isinstance(model, Absent):
             return model
-        from shoal.draft.mirror import MirrorProposer
-        from shoal.draft.model import ModelProposer
+        from shoal.speculative.model import ModelProposer
+        from shoal_lab.drafts.mirror import MirrorProposer
 
         assert isinstance(model, ModelProposer)
         return MirrorProposer(model, exit_layer, self.k)

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from shoal.decode.momentum import Resisting
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods._limits import Guesses, Most, Number
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
+from shoal_lab.components.momentum import Resisting
 
 _CANDIDATES, _RESISTANCE = 256, 64
 """The most of both: each is looked for in the text at every token."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
-    from shoal.model.kv_layer import KVLayer
+    from shoal.model.kv.layer import KVLayer
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Bitmaps:
     layers: frozenset[int]
 
     def form(self, layer: int) -> Bitmap | None:
-        """See `shoal.model.kv_form.Store`."""
+        """See `shoal.model.kv.form.Store`."""
         return Bitmap(self.sparsity) if layer in self.layers else None
 
 
@@ -128,19 +128,19 @@ class Bitmap:
         return dim - int(self.sparsity * dim + 1e-9)
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv_form.KVForm`."""
-        from shoal.model import bitmaps
+        """See `shoal.model.kv.form.KVForm`."""
+        from shoal_lab.components import bitmaps
 
         return bitmaps.packed(values, self.numbers(values.shape[-1]))
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv_form.KVForm`; in the model's dtype, and zeros up to a whole word of dimensions."""
-        from shoal.model import bitmaps
+        """See `shoal.model.kv.form.KVForm`; in the model's dtype, and zeros up to a whole word of dimensions."""
+        from shoal_lab.components import bitmaps
 
         return bitmaps.unpacked(*parts)
 
     def mask(self, values: Tensor) -> Tensor:
         """Which numbers of each vector stay, bool as `values`."""
-        from shoal.model import bitmaps
+        from shoal_lab.components import bitmaps
 
         return bitmaps.largest(values, self.numbers(values.shape[-1]))

@@ -11,8 +11,8 @@ from shoal.methods._trained import TrainedMethod
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.draft.part_file import TrainedPart
-    from shoal.draft.ppd import PromptProposer
+    from shoal.speculative.part_file import TrainedPart
+    from shoal_lab.drafts.ppd import PromptProposer
 
 _MOST = 60
 
@@ -50,8 +50,8 @@ class PPD(TrainedMethod):
         return self.verified(self.guessing(info, self._proposer), info)
 
     def _proposer(self, part: TrainedPart) -> PromptProposer:
-        from shoal.draft.ppd import MOST_PROMPTS, PromptProposer
-        from shoal.draft.prompt_tree import PromptTrees
+        from shoal_lab.drafts.ppd import MOST_PROMPTS, PromptProposer
+        from shoal_lab.drafts.prompt_tree import PromptTrees
 
         length = min(part.size("prompts"), self.length or MOST_PROMPTS, MOST_PROMPTS)
         if self.nodes is None:

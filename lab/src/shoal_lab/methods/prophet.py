@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.loops.canvas import EarlyFill, Guess, Remasking, Scheduled
-from shoal.methods._denoising import DenoisingMethod
 from shoal.methods._limits import Most, Positions
+from shoal_lab.loops.canvas import EarlyFill, Guess, Remasking, Scheduled
+from shoal_lab.methods._denoising import DenoisingMethod
 
 if TYPE_CHECKING:
     from shoal.types import ModelInfo

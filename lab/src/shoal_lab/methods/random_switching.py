@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.methods._limits import Share
-from shoal.methods._switching import SwitchingMethod, turn_of
 from shoal.types import ModelInfo
+from shoal_lab.methods._switching import SwitchingMethod, turn_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +53,12 @@ class ByChance:
     share: float
 
     def begin(self, row: Row) -> Draws:
-        """See `shoal.loops.switching.TurnPolicy`."""
+        """See `shoal_lab.loops.switching.TurnPolicy`."""
         return Draws(self.share, row)
 
 
 class Draws:
-    """See `shoal.loops.switching.Turns`. The draws follow from the row's seed and prompt, not from its neighbours."""
+    """See `loops.switching.Turns`. The draws follow from the row's seed and prompt, not from its neighbours."""
 
     def __init__(self, share: float, row: Row) -> None:
         self._share, self._purpose = share, turn_of(row.tokens[: row.prompt_length])

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.transfer import Transfer
-from shoal.draft.retrieved import Likeness, Retrieved
-from shoal.draft.shape import Branching
 from shoal.errors import Unsupported
 from shoal.methods._limits import Guesses, Number, Positions
 from shoal.methods._second_model import Absent, SecondModelMethod
+from shoal.speculative.shape import Branching
 from shoal.types import ModelInfo
+from shoal_lab.components.transfer import Transfer
+from shoal_lab.drafts.retrieved import Likeness, Retrieved
 
 if TYPE_CHECKING:
     from shoal.decode.recipe import Rule
@@ -79,7 +79,7 @@ class Rapid(SecondModelMethod):
     def _proposer(self, info: ModelInfo) -> Proposer:
         if info.draft_engine is None:
             return Absent()
-        from shoal.draft.model import ModelProposer
+        from shoal.speculative.model import ModelProposer
 
         engine = None if self.draft is None else self.draft_engine(info)
         name = "the model itself" if engine is None else engine.model_name or "the draft model"

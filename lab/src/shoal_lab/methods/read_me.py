@@ -18,9 +18,9 @@ from shoal.types import ModelInfo
 if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.model.experts import ExpertChoice, ExpertMLPs
-    from shoal.model.kv import KVCache
-    from shoal.model.router import ExpertRouter
+    from shoal.model.kv.cache import KVCache
     from shoal.model.stack import SequenceChunk, Stack
+    from shoal_lab.components.router import ExpertRouter
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ReadME(Method):
         """The router, the same one for all requests; None where nothing is to run."""
         if info.tensors is None:
             return None
-        from shoal.model.router import ExpertRouter
+        from shoal_lab.components.router import ExpertRouter
 
         part, router = made_of(self.name, self.part, info, ExpertRouter)
         if router.layers != info.num_layers:

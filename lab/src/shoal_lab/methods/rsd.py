@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.shape import Branching, Child, Leaf, Noise
 from shoal.methods._drafting import RuleName
 from shoal.methods._limits import Guesses, TreeWidths
 from shoal.methods._second_model import SecondModelMethod
+from shoal.speculative.shape import Branching, Child, Leaf, Noise
 from shoal.types import ModelInfo
 
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.draft.corpus import stamp_of, tokens_of
 from shoal.errors import Unsupported
 from shoal.methods._limits import Guesses, Most, Number, Share
 from shoal.methods.base import Method
+from shoal.speculative.corpus import stamp_of, tokens_of
 
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
-    from shoal.loops.ngrams import NGramCounts
     from shoal.types import ModelInfo
+    from shoal_lab.loops.ngrams import NGramCounts
 
 _MOST = 64
 _OFFERED = 256
@@ -101,7 +101,7 @@ class Superposing(Loop):
 
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
-        from shoal.loops.superposed import SuperposedBatch
+        from shoal_lab.loops.superposed import SuperposedBatch
 
         return partial(SuperposedBatch, how=self)
 
@@ -114,6 +114,6 @@ class Superposing(Loop):
 
 @lru_cache(maxsize=4)
 def _counted(path: str, stamp: int, tokenizer: Any) -> NGramCounts:
-    from shoal.loops.ngrams import NGramCounts
+    from shoal_lab.loops.ngrams import NGramCounts
 
     return NGramCounts(tokens_of(path, tokenizer, "corpus"))

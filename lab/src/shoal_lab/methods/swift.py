@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.skips import Skips, sublayers
-from shoal.draft.draft import Draft, check_least, check_length, check_share, within
-from shoal.draft.per_row import PerRow
-from shoal.draft.shallow import OwnLayersDrafter
 from shoal.errors import Unsupported
 from shoal.methods._drafting import DraftingMethod
 from shoal.methods._limits import Guesses, Share, Tries
+from shoal.speculative.draft import Draft, check_least, check_length, check_share, within
+from shoal.speculative.per_row import PerRow
+from shoal.speculative.shallow import OwnLayersDrafter
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
-    from shoal.draft.skip_search import SkipSearch
-    from shoal.model.kv import KVCache
+    from shoal.model.kv.cache import KVCache
     from shoal.model.stack import Stack
+    from shoal_lab.drafts.skip_search import SkipSearch
 
 _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3))
 
@@ -113,8 +113,8 @@ class SwiftDrafter(OwnLayersDrafter):
     """See `Searched`: each row searches on its own text."""
 
     def __init__(self, proposer: Searched, stack: Stack, cache: KVCache) -> None:
-        from shoal.draft.agreement import agreements, repeatable
-        from shoal.draft.skip_search import SkipSearch
+        from shoal_lab.drafts.agreement import agreements, repeatable
+        from shoal_lab.drafts.skip_search import SkipSearch
 
         super().__init__(stack, cache)
         self._knobs = knobs = proposer.knobs

@@ -35,7 +35,7 @@ class TrimR(Method):
 
     Attributes:
         judge: a model's folder, Hub id, name or `.gguf` file, whatever its tokens; a loaded transformers model; or a
-            callable that is given a `shoal.decode.verifier.Question` and returns True or False, the same for the same
+            callable that is given a `verifier.Question` and returns True or False, the same for the same
             question. None for nobody: then `agree` says nothing.
         agree: thoughts in a row with the same result that close the thinking, at least 2.
         sentences: of a thought the judge reads so many last ones, at least 1.
@@ -141,14 +141,14 @@ class Trimming(Loop):
 
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""
-        from shoal.loops.trimr import TrimmingBatch
+        from shoal_lab.loops.trimr import TrimmingBatch
 
         return partial(TrimmingBatch, how=self)
 
     @property
     def tags(self) -> tuple[str, str]:
         """The tags as text; the second may be empty where it is given as ids and there is no tokenizer."""
-        from shoal.loops.thoughts import texts
+        from shoal_lab.loops.thoughts import texts
 
         opening, closing = self.knobs.opening, self.knobs.closing
         known: list[list[str]] = texts()["tags"]
@@ -161,7 +161,7 @@ class Trimming(Loop):
 
     def ending(self, manner: str) -> list[int]:
         """What closes the thinking, "gentle" or "forceful": a sentence if there is a tokenizer, and the tag."""
-        from shoal.loops.thoughts import texts
+        from shoal_lab.loops.thoughts import texts
 
         closing = self.knobs.closing
         if self.tokenizer is None:

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.draft.corpus import stamp_of, tokens_of
-from shoal.draft.shape import Branching
 from shoal.methods._limits import Guesses, Most, Positions, TreeWidths
 from shoal.methods._second_model import SecondModelMethod
+from shoal.speculative.corpus import stamp_of, tokens_of
+from shoal.speculative.shape import Branching
 from shoal.types import ModelInfo
 
 

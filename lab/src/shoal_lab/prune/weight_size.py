@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.write_checkpoint import SHARD_BYTES
 from shoal.model.packed.source import Source
 from shoal.model.transform import Transform
+from shoal_lab.prune.write_checkpoint import SHARD_BYTES
 
 _HEAD = 8
 """Bytes in which a file says how long its header is, and of which the header takes whole ones."""

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.engine.checkpoint import NOTE
-from shoal.engine.gguf_checkpoint import is_gguf
+from shoal.engine.loading.checkpoint import NOTE
+from shoal.engine.loading.gguf_checkpoint import is_gguf
 from shoal.errors import Unsupported, needs
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
@@ -74,7 +74,7 @@ def check(source: str, target: Path, uneven: bool = False) -> None:
     if not is_gguf(Path(source)):
         raise Unsupported(f"pruning {source!r} to a GGUF file", "it is none itself", "Convert it first, with "
                           f"convert_hf_to_gguf.py of llama.cpp, {_FOLDER}")
-    with needs("gguf", "writing a GGUF file"):
+    with needs("prune", "writing a GGUF file", "shoal-lab"):
         import gguf  # noqa: F401
     with GgufFile(source) as file:
         _named(Metadata(file.header).architecture, uneven)

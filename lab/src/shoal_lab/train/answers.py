@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shoal.engine.engine import Engine
-from shoal.engine.request_handle import RequestHandle
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.request_handle import RequestHandle
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.types import Result
 
 

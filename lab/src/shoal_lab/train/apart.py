@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, linear
 
-from shoal.eval.clustered import clustered_difference
-from shoal.train.part import TextBatch
+from shoal_lab.eval.clustered import clustered_difference
+from shoal_lab.train.part import TextBatch
 
 _PIECE = 512
 """Places whose laws over all tokens are in memory at once."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from shoal.model.probe import find_layers
-from shoal.train.apart import Apart
-from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
+from shoal_lab.train.apart import Apart
+from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 NEAR = 0.05
 """A mean gate is open or closed where it is no further than that from 1 or 0."""
@@ -163,7 +163,7 @@ class ConsensusModule(TrainedModule):
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
         """`open` and `undecided`, shares of the gates, and what the network that was agreed on makes of other texts.
 
-        How far its law is from the model's own: see `shoal.train.apart`.
+        How far its law is from the model's own: see `shoal_lab.train.apart`.
         """
         opened, found = [(one > 0.5).float() for one in self.agreed()], Apart()
         for batch in held_out:

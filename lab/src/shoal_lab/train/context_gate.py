@@ -1,4 +1,4 @@
-"""The gate of `shoal.model.gate` under training, inside the frozen model, which reads the answers through it.
+"""The gate of `shoal_lab.components.gate` under training, inside the frozen model, which reads the answers through it.
 
 From one layer on attention counts an answer's tokens by their gates; a token always counts for itself. A gate is 0 or
 1, its gradient that of a sigmoid with noise (Gumbel-softmax, straight through). What is learned from is how far the
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, linear
 
 from shoal.errors import Unsupported
-from shoal.model.gate import BIAS, NORM, WEIGHT, WIDTHS, gate_scores
 from shoal.model.windows import windows_of
-from shoal.train.corpus import Corpus
-from shoal.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
+from shoal_lab.components.gate import BIAS, NORM, WEIGHT, WIDTHS, gate_scores
+from shoal_lab.train.corpus import Corpus
+from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
 
 _NAME = "shoal_gated"
 _RATIO, _COLDEST, _COOLED = 100.0, 0.1, 200

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
-from shoal.train import files
-from shoal.train.answers import answered
+from shoal_lab.train import files
+from shoal_lab.train.answers import answered
 
 SHARD = 64
 """Answers of a shard."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.train import files
+from shoal_lab.train import files
 
 
 class Descent:

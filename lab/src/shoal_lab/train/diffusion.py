@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.eval.sources import parallel
-from shoal.train.descent import Descent
+from shoal_lab.eval.sources import parallel
+from shoal_lab.train.descent import Descent
 
 CHECKPOINT = "training.pt"
 EOS, MASK, UNKNOWN = "<eos>", "<mask>", "<unk>"

@@ -20,8 +20,8 @@ from shoal.decode.recipe import MOST_GUESSES
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.masked import OWN
-from shoal.train.corpus import Corpus
-from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
+from shoal_lab.train.corpus import Corpus
+from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 _FADE = 0.8
 """Weight of a place's loss relative to that of the place before."""

@@ -1,4 +1,4 @@
-"""The layer of `shoal.draft.eagle` under training.
+"""The layer of `shoal.speculative.eagle` under training.
 
 It is trained on what it will meet: after the first guess it reads its own outputs (training-time test of EAGLE-3,
 arXiv 2503.01840). At every depth its distribution is pulled towards the model's own, and its outputs towards the
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, silu, smooth_l1_loss
 
-from shoal.draft.eagle_head import FUSE, NORMS
-from shoal.draft.layer_head import LayerShape
-from shoal.draft.part_file import TOKENS
-from shoal.train.corpus import Corpus
-from shoal.train.linear_start import linear_start
-from shoal.train.part import Base, CutHead, Guessed, PartModule, TextBatch
+from shoal.speculative.eagle_head import FUSE, NORMS
+from shoal.speculative.layer_head import LayerShape
+from shoal.speculative.part_file import TOKENS
+from shoal_lab.train.corpus import Corpus
+from shoal_lab.train.linear_start import linear_start
+from shoal_lab.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _SPREAD = 0.02
 _SURE, _LINEAR = 0.5, 0.7

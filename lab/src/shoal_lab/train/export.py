@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal import __version__
-from shoal.draft.part_file import CARD, FORMAT, SCALE, TENSORS, vocabulary
 from shoal.engine.engine import Engine
-from shoal.train import files
-from shoal.train.corpus import Corpus
-from shoal.train.loop import TrainingRun
-from shoal.train.part import ShippedModule, TrainedModule
+from shoal.speculative.part_file import CARD, FORMAT, SCALE, TENSORS, vocabulary
+from shoal_lab.train import files
+from shoal_lab.train.corpus import Corpus
+from shoal_lab.train.loop import TrainingRun
+from shoal_lab.train.part import ShippedModule, TrainedModule
 
 MODEL_CARD = "training.json"
 Weights = Literal["int8", "int6", "bfloat16", "float32"]

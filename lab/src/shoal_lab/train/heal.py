@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported, needs
 from shoal.heap import give_back
-from shoal.train.apart import Apart
-from shoal.train.layer_reading import LayerReading, Share
-from shoal.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
+from shoal_lab.train.apart import Apart
+from shoal_lab.train.layer_reading import LayerReading, Share
+from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 
 class HealModule(TrainedModule):
@@ -90,7 +90,7 @@ class HealModule(TrainedModule):
         """By plan, of answers that were not trained on: `before` healing and `after` it.
 
         `distance` is the mean Kullback-Leibler divergence of the law under the plan from the model's own in nats,
-        `kept_words` the share of its likeliest words that stay the likeliest; see `shoal.train.apart`. `brought` is by
+        `kept_words` the share of its likeliest words that stay the likeliest; see `train.apart`. `brought` is by
         how much the distance fell, on the same places.
         """
         found: dict[str, Any] = {}
@@ -169,6 +169,6 @@ def with_adapters(model: Any, rank: int, seed: int) -> Any:
 
 def require_peft() -> Any:
     """The package; Unsupported where it is missing."""
-    with needs("train", "healing"):
+    with needs("train", "healing", "shoal-lab"):
         import peft
     return peft

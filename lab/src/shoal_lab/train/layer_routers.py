@@ -1,4 +1,4 @@
-"""The routers of `shoal.model.layer_router` under training, inside the frozen model that reads answers through them.
+"""The routers of `components.layer_router` under training, inside the frozen model that reads answers through them.
 
 While they are trained, an answer's tokens take of each layer as much as its router says, from 0 to 1, by the state of
 the prompt's last token (FiRST, arXiv 2410.12513: soft gates). What is learned from is how far the law at each token is
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from shoal.depth.order import default_core
 from shoal.depth.plan import DepthPlan
-from shoal.model.layer_router import BIAS, WEIGHT, router_scores
-from shoal.train.apart import Apart
-from shoal.train.heal import check_plans, shares
-from shoal.train.layer_reading import LayerReading, Share
-from shoal.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
+from shoal_lab.components.layer_router import BIAS, WEIGHT, router_scores
+from shoal_lab.train.apart import Apart
+from shoal_lab.train.heal import check_plans, shares
+from shoal_lab.train.layer_reading import LayerReading, Share
+from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
 
 _RATIO, _UNDECIDED, _RISEN = 100.0, 10.0, 100
 """Weights of the mean share's error, squared, and of shares that are neither 0 nor 1, and the steps in which that rises
@@ -115,7 +115,7 @@ class LayerRouterModule(ShippedModule):
 
         `routed` runs for each answer as many layers as run on average, those with its own largest scores; `same` the
         layers with the largest mean scores, for all answers alike; `drawn` as many at random; then the rivals, each
-        with the mean number of layers that it runs. See `shoal.train.apart`; `beyond` is the distance over `routed`.
+        with the mean number of layers that it runs. See `train.apart`; `beyond` is the distance over `routed`.
         """
         scores = [self.scores(batch) for batch in held_out]
         flex, whole, rows = list(self._flex), torch.cat(scores), self._base.rows(range(self._words))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from shoal.train.corpus import Corpus
-from shoal.train.part import Base
+from shoal_lab.train.corpus import Corpus
+from shoal_lab.train.part import Base
 
 _SHARDS = 12
 """Most shards that are looked at: a matrix needs no more."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shoal.heap import give_back
-from shoal.train.corpus import Corpus, Tell, batches
-from shoal.train.descent import Descent
-from shoal.train.part import Guessed, TextBatch, TrainedModule, acceptance
+from shoal_lab.train.corpus import Corpus, Tell, batches
+from shoal_lab.train.descent import Descent
+from shoal_lab.train.part import Guessed, TextBatch, TrainedModule, acceptance
 
 CHECKPOINT = "checkpoint.pt"
 _WARM = 0.04

@@ -1,4 +1,4 @@
-"""The heads of `shoal.draft.medusa` under training: head j guesses from a state the token j + 1 beyond the next."""
+"""The heads of `drafts.medusa` under training: head j guesses from a state the token j + 1 beyond the next."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from shoal.draft.medusa import BIAS, WEIGHT
-from shoal.draft.part_file import TOKENS
-from shoal.train.corpus import Corpus
-from shoal.train.part import Base, CutHead, Guessed, PartModule, TextBatch
+from shoal.speculative.part_file import TOKENS
+from shoal_lab.drafts.medusa import BIAS, WEIGHT
+from shoal_lab.train.corpus import Corpus
+from shoal_lab.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _FADE = 0.8
 """Weight of a head's loss relative to that of the head before."""

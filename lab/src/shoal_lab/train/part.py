@@ -13,8 +13,8 @@ from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.stack import Stack
-from shoal.train.corpus import AnsweredText, Corpus
-from shoal.train.laws import cross_entropy
+from shoal_lab.train.corpus import AnsweredText, Corpus
+from shoal_lab.train.laws import cross_entropy
 
 
 class Base:

@@ -1,4 +1,4 @@
-"""The prompts of `shoal.draft.ppd` under training, inside the frozen model.
+"""The prompts of `shoal_lab.drafts.ppd` under training, inside the frozen model.
 
 The model reads the answers once without gradients. Behind places drawn in them stand the prompts, each set with a mask
 of its own: a prompt sees the text up to its place and the prompts of its set before it, and nothing sees a prompt but
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal import compat
-from shoal.draft.ppd import MOST_PROMPTS, PROMPTS
 from shoal.model.probe import find_layers
 from shoal.model.windows import layers_of, windows_of
-from shoal.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
+from shoal_lab.drafts.ppd import MOST_PROMPTS, PROMPTS
+from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
 
 _FADE = 0.8
 """Weight of a prompt's loss relative to that of the prompt before, as published."""

@@ -13,10 +13,10 @@ from typing import Any
 from shoal.engine.engine import Engine
 from shoal.engine.request import chat_ids
 from shoal.errors import Unsupported
-from shoal.eval import prompts
-from shoal.eval.items import read_lines
 from shoal.sandbox.template import rendered
-from shoal.train.answers import answered
+from shoal_lab.eval import prompts
+from shoal_lab.eval.items import read_lines
+from shoal_lab.train.answers import answered
 
 _MARK = "\u2042"
 _QUESTION = 96

@@ -1,4 +1,4 @@
-"""The experts and the router of `shoal.methods.read_me`: neurons in groups, and a small network that foretells them.
+"""The experts and the router of `methods.read_me`: neurons in groups, and a small network that foretells them.
 
 Groups come from one look at the frozen model on its own answers. The most used neurons of a layer make the groups that
 always run; the others are gathered by what fires together: k-means in the space of tokens, with groups of equal size.
@@ -22,10 +22,10 @@ from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.experts import MOST_GROUPS, UNIT
 from shoal.model.packed.stack import PackedStack
-from shoal.model.router import BIAS, MIX, NEURONS, OUT, TABLE, router_scores
-from shoal.train.apart import Apart
-from shoal.train.corpus import Corpus
-from shoal.train.part import Base, Guessed, ShippedModule, TextBatch
+from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT, TABLE, router_scores
+from shoal_lab.train.apart import Apart
+from shoal_lab.train.corpus import Corpus
+from shoal_lab.train.part import Base, Guessed, ShippedModule, TextBatch
 
 _WIDTH, _WINDOW, _HIDDEN = 64, 8, 512
 _LOOKED_AT = 2048
@@ -135,7 +135,7 @@ class ReadMEModule(ShippedModule):
     ) -> dict[str, dict[str, float]]:
         """How far the model moves where tokens of answers run some groups, and `prompts` all, by who chooses.
 
-        Of `shoal.train.apart` the means; `energy` is the mean share of those groups in what MLPs give.
+        Of `shoal_lab.train.apart` the means; `energy` is the mean share of those groups in what MLPs give.
         """
         found, energy = {name: Apart() for name in ways}, dict.fromkeys(ways, 0.0)
         for batch in held_out:

@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.parser import Parser, parse
+from shoal.cli.options.parser import Parser, parse
 from shoal.errors import Unsupported, needs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shoal.engine.constraint import Constraint
+    from shoal.engine.constraints.constraint import Constraint
+    from shoal.engine.constraints.monitor import Monitor
     from shoal.engine.engine import Engine
-    from shoal.engine.memory_limit import MemoryLimit
-    from shoal.engine.monitor import Monitor
-    from shoal.engine.scheduler import Scheduler
+    from shoal.engine.memory.memory_limit import MemoryLimit
+    from shoal.engine.scheduling.scheduler import Scheduler
     from shoal.methods.base import Method
 
 _CHOOSING: dict[str, tuple[str, type, float, str]] = {
@@ -107,8 +107,8 @@ def add_constraint(group: argparse._ArgumentGroup) -> None:
 
 def constraint(args: argparse.Namespace) -> Constraint | Monitor | None:
     """That option as `Engine.generate` takes it; ValueError for what cannot be read."""
-    from shoal.engine.constraint import Grammar, JsonSchema, Regex
-    from shoal.engine.members import PythonMembers
+    from shoal.engine.constraints.constraint import Grammar, JsonSchema, Regex
+    from shoal.engine.constraints.members import PythonMembers
 
     if args.python_members is not None:
         return PythonMembers(args.python_members)
@@ -134,7 +134,7 @@ def sampling(args: argparse.Namespace, engine: Engine | None = None) -> dict[str
     """Those options as `Engine.generate` takes them; what is left out by what the engine's model recommends."""
     asked = {name: getattr(args, name) for name in _CHOOSING}
     if engine is not None:
-        from shoal.engine.defaults import filled
+        from shoal.engine.loading.defaults import filled
 
         asked = filled(asked, engine.sampling)
     return {"max_new_tokens": args.max_new_tokens, **asked, "seed": args.seed, "stop": args.stop or None}
@@ -170,8 +170,8 @@ def _bytes(gib: float | None) -> int | None:
 
 def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:
     """The scheduler that the options ask for."""
-    from shoal.engine.admission import policy
-    from shoal.engine.scheduler import Scheduler
+    from shoal.engine.scheduling.admission import policy
+    from shoal.engine.scheduling.scheduler import Scheduler
 
     patience = math.inf if args.patience is None else args.patience
     return Scheduler(engine, policy=policy(args.admission, patience), **scheduling(args), **more)
@@ -188,7 +188,7 @@ def add_memory(parser: Parser) -> None:
 
 def memory_limit(args: argparse.Namespace) -> MemoryLimit | None:
     """Those options as `load` takes them; ValueError where one stands without the other."""
-    from shoal.engine.memory_limit import MemoryLimit
+    from shoal.engine.memory.memory_limit import MemoryLimit
 
     lossy = [method_from(word) for word in getattr(args, "allow_lossy", "").split(",") if word]
     memory = getattr(args, "memory", None)
@@ -217,7 +217,7 @@ def load_engine(
         ValueError: the model cannot be loaded; says which and why.
     """
     from shoal import load
-    from shoal.engine.checkpoint import hush_libraries
+    from shoal.engine.loading.checkpoint import hush_libraries
     from shoal.sandbox import template
 
     hush_libraries()
@@ -240,9 +240,9 @@ def load_engine(
 
 def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
     """See to it that a method that leaves layers out knows what they are worth; say where that is from."""
-    from shoal.calibrate.layer_card import quick_card
-    from shoal.engine import cards
-    from shoal.engine.checkpoint import shown_name
+    from shoal.engine.cards import places as cards
+    from shoal.engine.cards.quick import quick_card
+    from shoal.engine.loading.checkpoint import shown_name
 
     if not engine.card.empty:
         if engine.card.borrowed:
@@ -272,7 +272,7 @@ def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
     if engine.model is not None:
         return engine.model
     from shoal import catalog
-    from shoal.engine.checkpoint import Checkpoint, hush_libraries
+    from shoal.engine.loading.checkpoint import Checkpoint, hush_libraries
 
     hush_libraries()
     files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)

@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shoal import methods
-from shoal.cli import common
+from shoal.cli.options import common
 from shoal.methods._combined import Combined
 
 if TYPE_CHECKING:

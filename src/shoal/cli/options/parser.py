@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from shoal.cli import knobs
+from shoal.cli.options import knobs
 
 _NEAR = 0.7
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shoal.decode.verifier import Attempt
+from shoal.decode.branches.verifier import Attempt
 from shoal.sandbox.process import Program, Sandbox, find
 from shoal.sandbox.source import parsed, text_of, tree_of, whole
 

@@ -15,7 +15,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from shoal.decode.search import Branch
+    from shoal.decode.branches.search import Branch
 
 _LONGEST = 1 << 16
 """Bytes of an endpoint's answer that are read."""

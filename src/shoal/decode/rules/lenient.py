@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.decode.accept import Outcome, Target, TargetsNumbers
+from shoal.decode.rules.accept import Outcome, Target, TargetsNumbers
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.decode.accept import Match, Outcome, OwnNumbers, Target
+from shoal.decode.rules.accept import Match, Outcome, OwnNumbers, Target
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:

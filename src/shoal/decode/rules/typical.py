@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shoal.decode.accept import Match, Outcome, OwnNumbers, Target
+from shoal.decode.rules.accept import Match, Outcome, OwnNumbers, Target
 from shoal.decode.signals import entropy_of
 from shoal.decode.tree import TokenTree
 

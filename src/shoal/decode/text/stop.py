@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.decode.text import Detokenizer
+from shoal.decode.text.pieces import Detokenizer
 from shoal.errors import Unsupported
 from shoal.types import FinishReason
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack, Start
 
 Text = tuple[Sequence[int], Sequence[int]]

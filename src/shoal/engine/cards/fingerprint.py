@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engine.gguf_checkpoint import is_gguf
+from shoal.engine.loading.gguf_checkpoint import is_gguf
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.header import TensorInfo, read_header
 from shoal.model.gguf.types import GgmlType

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.calibrate.divergence import Text
+from shoal.engine.cards.divergence import Text
 from shoal.engine.engine import Engine
 from shoal.engine.request import chat_ids, prompt_ids
 

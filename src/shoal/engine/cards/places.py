@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.card import Card, load_json
+from shoal.engine.cards.card import Card, load_json
 from shoal.model.hf import HFStack
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
@@ -29,7 +29,7 @@ from shoal.user_cache import cache_folder
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
 
-SHIPPED = Path(__file__).parent.parent / "cards"
+SHIPPED = Path(__file__).parents[2] / "cards"
 _NEAR_ZERO = 0.006
 """Norm weights below count as 0: some files hold 1 + w in float32, from which a small w does not come back exactly."""
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from shoal.calibrate.divergence import DivergenceSums, Judged, Text
-from shoal.calibrate.own_texts import answered, asked
 from shoal.depth.order import ascending, default_core
 from shoal.depth.solve import lowest_mean
-from shoal.engine import cards
-from shoal.engine.card import BEARABLE, FORMAT, Card
+from shoal.engine.cards import places as cards
+from shoal.engine.cards.card import BEARABLE, FORMAT, Card
+from shoal.engine.cards.divergence import DivergenceSums, Judged, Text
+from shoal.engine.cards.own_texts import answered, asked
 from shoal.engine.engine import Engine
 from shoal.methods.d3 import D3
 

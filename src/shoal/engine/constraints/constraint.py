@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from shoal.decode.sampling import Allowed
-from shoal.engine.json_formats import known_formats
-from shoal.engine.monitor import MarkedTokens, Monitor, Watched
-from shoal.engine.wind_up import Patience, Spelling, WindUp, common
+from shoal.engine.constraints.json_formats import known_formats
+from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched
+from shoal.engine.constraints.wind_up import Patience, Spelling, WindUp, common
 from shoal.errors import Unsupported, check_text, needs
 from shoal.sandbox.helper import Helpers, NoAnswer
 
 log = logging.getLogger(__name__)
 
-_trials = Helpers("shoal.engine.grammar_trial", seconds=6, memory=512 << 20)
+_trials = Helpers("shoal.engine.constraints.grammar_trial", seconds=6, memory=512 << 20)
 _LARK = re.compile(r"%llguidance\b|start\s*:")
 """How a grammar begins that is surely no GBNF."""
 _KEPT = 64
@@ -171,7 +171,7 @@ def guided(field: str, value: Any) -> Constraint | Monitor:
     if not isinstance(value, str):
         raise ValueError(f"{field} is {reprlib.repr(value)}; it must be text")
     if field == "guided_members":
-        from shoal.engine.members import PythonMembers
+        from shoal.engine.constraints.members import PythonMembers
 
         if value != "python":
             raise ValueError(f'{field} is {value!r}; it must be "python"')
@@ -261,7 +261,7 @@ class Compiler:
         with needs("constraints", "a constraint"):
             from llguidance import hf
 
-            from shoal.engine import grammar_trial
+            from shoal.engine.constraints import grammar_trial
         if tokenizer is None or not eos:
             missing = "the model has no tokenizer" if tokenizer is None else "the model has no end-of-sequence token"
             raise Unsupported("a constraint", missing, "Load the model with a tokenizer that names one")
@@ -285,7 +285,7 @@ class Compiler:
             wanted: the constraint.
             limit: most tokens of the answer, its end of sequence included; None for no limit.
             prompt: the row's, which monitors read.
-            patient: whether monitors are waited for; see `shoal.engine.monitor.Watched`.
+            patient: whether monitors are waited for; see `shoal.engine.constraints.monitor.Watched`.
 
         Raises:
             Unsupported: it cannot be compiled, or no text meets it.

@@ -1,4 +1,4 @@
-"""Run as a file: answers questions of `shoal.engine.members`, apart, since jedi may hang and loads compiled modules.
+"""Run as a file: answers questions of `members`, apart, since jedi may hang and loads compiled modules.
 
 A line on stdin is `[code, folder]` as JSON, one on stdout the members that may follow the code, or null.
 

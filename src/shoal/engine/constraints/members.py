@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import TIMEOUT_MAX, BoundedSemaphore, Timer
 
-from shoal.engine import jedi_process
-from shoal.engine.monitor import Monitor
+from shoal.engine.constraints import jedi_process
+from shoal.engine.constraints.monitor import Monitor
 from shoal.errors import Unsupported, needs
 from shoal.sandbox.helper import exchange
 

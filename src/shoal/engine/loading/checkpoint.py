@@ -11,8 +11,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.engine.defaults import of_file, recommended
-from shoal.engine.gguf_checkpoint import GgufCheckpoint, is_gguf
+from shoal.engine.loading.defaults import of_file, recommended
+from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import Unsupported
 from shoal.model.masked import LLADA_MARK, LladaSource, adopted
 from shoal.model.packed.source import FileSource, Source, has_safetensors
@@ -103,7 +103,7 @@ class Checkpoint:
         return recommended(generation_config) if self._gguf is None else of_file(self._gguf.entry)
 
     def ends(self) -> dict[str, Any]:
-        """What the files themselves say of where an answer ends, as `shoal.engine.ends.eos_ids` takes it."""
+        """What the files themselves say of where an answer ends, as `shoal.engine.loading.ends.eos_ids` takes it."""
         if self._gguf is not None:
             return {"written": self._gguf.owned, "more": self._gguf.ends()}
         parts = [self._told, *(part for part in self._told.values() if isinstance(part, dict))]

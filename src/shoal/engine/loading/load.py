@@ -9,18 +9,18 @@ from typing import Any, Literal
 import torch
 
 from shoal import catalog, compat
-from shoal.engine import ranks
-from shoal.engine.card import Card, read_card
-from shoal.engine.checkpoint import Checkpoint
-from shoal.engine.defaults import recommended
-from shoal.engine.device import as_dtype, default_dtype, device_of
-from shoal.engine.ends import eos_ids
+from shoal.engine.cards.card import Card, read_card
 from shoal.engine.engine import Engine
-from shoal.engine.memory import naming
-from shoal.engine.memory_limit import MemoryLimit
-from shoal.engine.told import told_by
-from shoal.engine.transformed import Transformed
-from shoal.engine.weight_files import weights_on_disk
+from shoal.engine.loading import ranks
+from shoal.engine.loading.checkpoint import Checkpoint
+from shoal.engine.loading.defaults import recommended
+from shoal.engine.loading.device import as_dtype, default_dtype, device_of
+from shoal.engine.loading.ends import eos_ids
+from shoal.engine.loading.told import told_by
+from shoal.engine.loading.transformed import Transformed
+from shoal.engine.memory.available import naming
+from shoal.engine.memory.memory_limit import MemoryLimit
+from shoal.engine.memory.weight_files import weights_on_disk
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.hf import HFStack
 from shoal.model.masked import masked_of
@@ -171,7 +171,7 @@ def engine_for(
 
 
 def open_beside(home: Engine, model: Any) -> Engine:
-    """The engine of a model that is to work beside that of `home`; see `shoal.engine.draft_models`."""
+    """The engine of a model that is to work beside that of `home`; see `shoal.engine.loading.draft_models`."""
     if not isinstance(model, str):
         engine = engine_for(model)
         if engine.stack.device != home.stack.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.engine.checkpoint import Checkpoint
+from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.errors import Unsupported
 from shoal.model.modules import loaded
 from shoal.model.packed.names import check_names

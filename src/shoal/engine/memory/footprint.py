@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.row import Row
-from shoal.engine.kv_peak import KVPeak, peak_of
-from shoal.engine.shorter import guesses
-from shoal.engine.sizes import shown
+from shoal.engine.memory.kv_peak import KVPeak, peak_of
+from shoal.engine.memory.shorter import guesses
+from shoal.engine.memory.sizes import shown
 from shoal.heap import give_back, resident
 from shoal.model.packed.native.structs import ROOM_BESIDE
 from shoal.model.packed.native_stack import LIMIT, NativeStack
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.methods.base import Method
 
 OVERHEAD = 3 << 20
-"""What a request takes in small objects and in the holes between them; measured, see `benchmarks/memory.py`."""
+"""What a request takes in small objects and in the holes between them; measured, see `lab/benchmarks/memory.py`."""
 
 _RANKING = 3
 """How often the scores of a layer's columns exist in float32 while torch ranks them: an estimate."""

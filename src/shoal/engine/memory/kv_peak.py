@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shoal.decode.row import Row
-from shoal.model.kv import KVCache
-from shoal.model.kv_form import GROWTH, KVForm, column_bytes, is_late
-from shoal.model.kv_layer import WINDOW_SLACK, KVLayer
-from shoal.model.kv_memory import SMALL, is_paged
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.form import GROWTH, KVForm, column_bytes, is_late
+from shoal.model.kv.layer import WINDOW_SLACK, KVLayer
+from shoal.model.kv.memory import SMALL, is_paged
 from shoal.model.stack import Stack
 
 
@@ -133,7 +133,7 @@ def _resident(stack: Stack, layer: int, slots: tuple[int, ...], capacity: int) -
 
 @lru_cache(maxsize=256)
 def _pages(slots: tuple[int, ...], heads: int, capacity: int, size: int) -> int:
-    """Bytes of the pages of a tensor [slots, heads, capacity] that are written to; see `shoal.model.kv_memory.zeros`.
+    """Bytes of the pages of a tensor [slots, heads, capacity] that are written to; see `shoal.model.kv.memory.zeros`.
 
     Args:
         slots: columns that are written of each slot.

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.decode.ledger import Clock
 from shoal.decode.row import Row
-from shoal.engine.result import result_of
+from shoal.engine.scheduling.result import result_of
 from shoal.types import ModelInfo, Result, Step
 
 if TYPE_CHECKING:
-    from shoal.model.kv_room import Need
+    from shoal.model.kv.room import Need
 
 
 

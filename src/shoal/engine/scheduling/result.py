@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.decode.ledger import Clock, RowLedger
 from shoal.decode.row import Row
-from shoal.model.kv import KVBytes
+from shoal.model.kv.cache import KVBytes
 from shoal.types import ModelInfo, Result, Stats, TokenLogprob
 
 

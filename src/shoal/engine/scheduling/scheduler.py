@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.decode.prefixes import Prefixes
 from shoal.decode.sampling import NotYet
-from shoal.engine.admission import ContinuousBatching, Policy
-from shoal.engine.batches import Batches
 from shoal.engine.engine import Engine
-from shoal.engine.memory import free
-from shoal.engine.memory_limit import beside_kv
-from shoal.engine.recipes import Recipes
+from shoal.engine.memory.available import free
+from shoal.engine.memory.memory_limit import beside_kv
 from shoal.engine.request import Request, prompt_ids
-from shoal.engine.request_handle import Deliver, Item, RequestHandle, ScheduledRow
-from shoal.engine.worker import WorkerThread
+from shoal.engine.scheduling.admission import ContinuousBatching, Policy
+from shoal.engine.scheduling.batches import Batches
+from shoal.engine.scheduling.recipes import Recipes
+from shoal.engine.scheduling.request_handle import Deliver, Item, RequestHandle, ScheduledRow
+from shoal.engine.scheduling.worker import WorkerThread
 from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
 from shoal.methods import make
-from shoal.model.kv_room import KVRoom, Need
+from shoal.model.kv.room import KVRoom, Need
 
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch

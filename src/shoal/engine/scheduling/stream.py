@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from shoal.decode import loop
 from shoal.decode.row import Row
-from shoal.engine.memory import naming
-from shoal.engine.result import result_of
-from shoal.model.kv import KVCache
+from shoal.engine.memory.available import naming
+from shoal.engine.scheduling.result import result_of
+from shoal.model.kv.cache import KVCache
 from shoal.types import Result, Step
 
 if TYPE_CHECKING:

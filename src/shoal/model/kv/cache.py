@@ -1,4 +1,4 @@
-"""A KV cache with a length of its own for every layer and every row: see `shoal.model.kv_layer` for one layer.
+"""A KV cache with a length of its own for every layer and every row: see `shoal.model.kv.layer` for one layer.
 
 Lengths count positions of the sequence. A row that joins takes a free slot; one that leaves makes room for the last
 row, and none is copied for another but that one. Slots and columns grow geometrically. The cache knows nothing of
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from shoal.model.kv_form import GROWTH, Store
-from shoal.model.kv_layer import ENDLESS, KVLayer
+from shoal.model.kv.form import GROWTH, Store
+from shoal.model.kv.layer import ENDLESS, KVLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class KVBytes:
     """Bytes of a cache.
 
     Attributes:
-        allocated: what the storage takes up; see `shoal.model.kv_memory`.
+        allocated: what the storage takes up; see `shoal.model.kv.memory`.
         used: what the stored positions occupy: the sum over layers and rows of the positions kept.
         saved: what dropped and released layers did not have to keep, against every layer keeping every position.
     """

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.kv import KVCache
-from shoal.model.kv_form import GROWTH
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.form import GROWTH
+from shoal.model.kv.layer import KVLayer
 from shoal.model.packed.block import soft_cap
 from shoal.model.stack import Stack
 

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer, oldest_seen
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer, oldest_seen
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ depth plans are nested, the positions that a layer has processed are always a pr
 says all.
 
 Storage is one tensor pair [slots, heads, capacity, head_dim]; row r lives in slot r, and slots behind the last row are
-free. Rows stay side by side, as attention over all of them reads them; where `shoal.model.kv_memory` can, what a row
+free. Rows stay side by side, as attention over all of them reads them; where `shoal.model.kv.memory` can, what a row
 has not written of its slot takes no memory, nor does a free slot. A layer with a sliding window drops what the window
 has left behind, but never a scratch entry, so rolling back is always possible. What a row has stored in a layer without
 one may be rewritten: fewer columns, other ones, with a bias on their scores. So a row has fewer *columns* than
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.model.kv_form import GROWTH, EncodedRow, KVForm, KVSizes, is_late, move
-from shoal.model.kv_memory import clear, is_paged, zeros
+from shoal.model.kv.form import GROWTH, EncodedRow, KVForm, KVSizes, is_late, move
+from shoal.model.kv.memory import clear, is_paged, zeros
 
 WINDOW_SLACK = 256
 GIVEN_BACK = 1024

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.masks import RowView, mask
 from shoal.model.stack import QueryHook, SequenceChunk
 

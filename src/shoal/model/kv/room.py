@@ -1,7 +1,7 @@
 """How much KV rows may come to store, known before they run: columns per layer, and what they cost in bytes.
 
 A layer's storage is one block of slots, each as long as its longest row needs, and what rows have beside their slots. A
-slot takes all of that memory, or what its row writes: see `shoal.model.kv_memory`. A window moves on when the slot is
+slot takes all of that memory, or what its row writes: see `shoal.model.kv.memory`. A window moves on when the slot is
 full, so there it is all in any case.
 
 Not counted: the bias of rewritten columns, 4 bytes for each head and column, a few hundredths of its key and value;
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from operator import mul
 
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
-from shoal.model.kv_form import Store, column_bytes, is_late
-from shoal.model.kv_layer import WINDOW_SLACK
-from shoal.model.kv_memory import is_paged
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.form import Store, column_bytes, is_late
+from shoal.model.kv.layer import WINDOW_SLACK
+from shoal.model.kv.memory import is_paged
 from shoal.model.stack import Stack
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from torch.nn.utils.rnn import pad_sequence
 
-from shoal.model.choice import LABELED, Labels, TopColumns
 from shoal.model.experts import ExpertMLPs
-from shoal.model.kv import KVCache
-from shoal.model.kv_layer import KVLayer
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.choice import LABELED, Labels, TopColumns
+from shoal.model.kv.layer import KVLayer
+from shoal.model.kv.reading import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Linear, Quant, quant_for
@@ -30,7 +31,6 @@ from shoal.model.packed.shape import Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.stacked import parts_of
 from shoal.model.packed.weights import Layer, Role, Weights
-from shoal.model.reading import Asker
 from shoal.model.stack import (
     HiddenStateHook,
     SequenceChunk,

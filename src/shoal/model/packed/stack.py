@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shoal.errors import stays_here
 from shoal.model.experts import ExpertMLPs, MLPGroup, check_groups, mixed, opened_in
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.reading import Asker, row_mask
 from shoal.model.masks import mask
 from shoal.model.packed import block
 from shoal.model.packed.cuda import door
@@ -22,7 +23,6 @@ from shoal.model.packed.linear import Dense, Linear, Quantised
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.weights import Layer, Role, Weights
-from shoal.model.reading import Asker, row_mask
 from shoal.model.stack import (
     HiddenStateHook,
     LayerWork,

@@ -16,19 +16,19 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from shoal import __version__
-from shoal.engine.scheduler import Scheduler
-from shoal.serve.bodies import ChatBody, CompletionBody, PlanBody, read, validated
-from shoal.serve.errors import ApiError, no_model
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve.handler import IGNORED, RequestHandler, named
-from shoal.serve.head import HeadAsGet
-from shoal.serve.metrics import Metrics
-from shoal.serve.middleware import Gate
-from shoal.serve.origins import LOCAL
-from shoal.serve.playground import Playground
-from shoal.serve.prompts import apart
-from shoal.serve.responses import ResponseBody
+from shoal.serve.http.errors import ApiError, no_model
+from shoal.serve.http.head import HeadAsGet
+from shoal.serve.http.metrics import Metrics
+from shoal.serve.http.middleware import Gate
+from shoal.serve.http.origins import LOCAL
+from shoal.serve.http.playground import Playground
+from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
+from shoal.serve.protocol.prompts import apart
+from shoal.serve.protocol.responses import ResponseBody
+from shoal.serve.protocol.words import DetokenizeBody, TokenizeBody, Words
 from shoal.serve.settings import Settings
-from shoal.serve.words import DetokenizeBody, TokenizeBody, Words
 
 _LAST_TURN = 1.0
 """Seconds that the step under way has to end when the grace is over."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from shoal.engine.request_handle import ScheduledRow
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.request_handle import ScheduledRow
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.types import Result, Stats
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

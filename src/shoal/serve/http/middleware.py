@@ -17,8 +17,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from shoal.serve.errors import ApiError
-from shoal.serve.origins import check_host, check_origin
+from shoal.serve.http.errors import ApiError
+from shoal.serve.http.origins import check_host, check_origin
 from shoal.serve.settings import Settings
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from shoal.serve.errors import ApiError
+from shoal.serve.http.errors import ApiError
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers

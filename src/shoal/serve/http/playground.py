@@ -20,8 +20,8 @@ from shoal.engine.engine import Engine
 from shoal.methods._knobs import choices, describe, field_docs, plain
 from shoal.methods.base import Method
 from shoal.serve import policy
-from shoal.serve.bodies import PlanBody
-from shoal.serve.errors import refused
+from shoal.serve.http.errors import refused
+from shoal.serve.protocol.bodies import PlanBody
 from shoal.serve.settings import Settings
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

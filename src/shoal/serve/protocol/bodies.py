@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.engine.constraint import Constraint
-from shoal.engine.defaults import filled
-from shoal.engine.forbidden import NEVER
+from shoal.engine.constraints.constraint import Constraint
+from shoal.engine.constraints.forbidden import NEVER
+from shoal.engine.loading.defaults import filled
 from shoal.engine.messages import opening
 from shoal.engine.request import drawn_seed
-from shoal.serve.errors import ApiError, refused
-from shoal.serve.fields import Field as Answer
-from shoal.serve.fields import check_names
-from shoal.serve.formats import constraint_of
-from shoal.serve.peer_body import PeerFields
-from shoal.serve.tools import Tools, tools_of
+from shoal.serve.http.errors import ApiError, refused
+from shoal.serve.protocol.fields import Field as Answer
+from shoal.serve.protocol.fields import check_names
+from shoal.serve.protocol.formats import constraint_of
+from shoal.serve.protocol.peer_body import PeerFields
+from shoal.serve.protocol.tools import Tools, tools_of
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Asked = TypeVar("Asked", bound="Body")
@@ -86,7 +86,7 @@ class Body(PeerFields):
         """The engine's options, but for method, length and log-probabilities.
 
         Args:
-            defaults: what is recommended for the model, for fields that are left out; see `shoal.engine.defaults`.
+            defaults: what is recommended for the model, for fields that are left out; see `engine.loading.defaults`.
         """
         given = self.model_fields_set
         asked = {name: getattr(self, name) for name in _SAMPLING if name in given}

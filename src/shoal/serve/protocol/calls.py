@@ -16,7 +16,7 @@ from typing import Any
 
 import regex
 
-from shoal.serve.tools import Tools, key_of
+from shoal.serve.protocol.tools import Tools, key_of
 
 _TAGS = "tool_call|tools|tool|function_call"
 _KEYS = "name|function|arguments|parameters|type|id|tool_calls"

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from shoal.decode import sampling
-from shoal.decode.token_bytes import TokenBytes
+from shoal.decode.text.token_bytes import TokenBytes
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
-from shoal.serve.token_names import prompt_offsets
+from shoal.serve.protocol.token_names import prompt_offsets
 from shoal.types import TokenLogprob
 
 _PIECE = 64

@@ -1,6 +1,6 @@
 """Every field that OpenAI's client can send: what the server makes of it. One that is not here counts as ignored.
 
-`python -m shoal.serve.fields` prints the first table of docs/serving.md.
+`python -m shoal.serve.protocol.fields` prints the first table of docs/serving.md.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.serve.errors import ApiError
-from shoal.serve.peer_body import flattened
+from shoal.serve.http.errors import ApiError
+from shoal.serve.protocol.peer_body import flattened
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.engine.constraint import GUIDED, Constraint, JsonSchema, guided
-from shoal.engine.monitor import Monitor
-from shoal.serve.errors import refused
+from shoal.engine.constraints.constraint import GUIDED, Constraint, JsonSchema, guided
+from shoal.engine.constraints.monitor import Monitor
+from shoal.serve.http.errors import refused
 
 if TYPE_CHECKING:
-    from shoal.serve.bodies import Body
+    from shoal.serve.protocol.bodies import Body
 
 
 _SAME = {"json_schema": "guided_json", "grammar": "guided_grammar", "regex": "guided_regex", "ebnf": "guided_grammar"}
@@ -40,7 +40,7 @@ def constraint_of(body: Body) -> Constraint | Monitor | None:
 
 def in_folder(constraint: Any, folder: str) -> Any:
     """The constraint; of members with the modules of the operator's folder, where there is one."""
-    from shoal.engine.members import PythonMembers
+    from shoal.engine.constraints.members import PythonMembers
 
     return replace(constraint, folder=folder) if folder and isinstance(constraint, PythonMembers) else constraint
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.serve.errors import refused
+from shoal.serve.http.errors import refused
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_new_tokens")
 _NO_LIMIT = (-1, -2)
@@ -15,7 +15,7 @@ _NO_LIMIT = (-1, -2)
 
 
 class PeerFields(BaseModel):
-    """Fields that other servers know; `shoal.serve.peers` says which."""
+    """Fields that other servers know; `shoal.serve.protocol.peers` says which."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -1,15 +1,15 @@
 """Fields beyond OpenAI's that clients of vLLM, SGLang, llama.cpp's server and Ollama send, and what becomes of each.
 
 What changes an answer is honoured or refused with a remedy, never ignored; values that ask for nothing are let through.
-`python -m shoal.serve.peers` prints the second table of docs/serving.md.
+`python -m shoal.serve.protocol.peers` prints the second table of docs/serving.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.serve import fields
-from shoal.serve.fields import Field, Honoured, Ignored, Refused, answer_of
+from shoal.serve.protocol import fields
+from shoal.serve.protocol.fields import Field, Honoured, Ignored, Refused, answer_of
 
 _SAMPLERS = "there is no such step of sampling; leave it out, or use `min_p`, `top_p`, `top_k`, `typical_p`"
 _PART = "belongs to a step of sampling that is refused"

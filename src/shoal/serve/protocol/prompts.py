@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from shoal.engine import request
 from shoal.engine.messages import BadMessage, plain
-from shoal.serve.errors import ApiError, refused
+from shoal.serve.http.errors import ApiError, refused
 
 Made = TypeVar("Made")
 _threads = ThreadPoolExecutor(4, "shoal-rendering")

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from shoal.serve.calls import CallReader
-from shoal.serve.errors import ApiError, refused
-from shoal.serve.fields import Field, Honoured, Ignored, Refused, answer_of
-from shoal.serve.tools import Tools
+from shoal.serve.http.errors import ApiError, refused
+from shoal.serve.protocol.calls import CallReader
+from shoal.serve.protocol.fields import Field, Honoured, Ignored, Refused, answer_of
+from shoal.serve.protocol.tools import Tools
 from shoal.types import Result, Step
 
 Json = dict[str, Any]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from shoal.decode.text import Detokenizer
-from shoal.decode.token_bytes import TokenBytes
+from shoal.decode.text.pieces import Detokenizer
+from shoal.decode.text.token_bytes import TokenBytes
 from shoal.types import TokenLogprob, finite_logprob
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shoal.engine.constraint import Constraint, JsonSchema
-from shoal.serve.errors import refused
+from shoal.engine.constraints.constraint import Constraint, JsonSchema
+from shoal.serve.http.errors import refused
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = "[ ]?"

@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shoal.engine.request_handle import Placed
-from shoal.serve.calls import CallReader
-from shoal.serve.echo import Echo
-from shoal.serve.token_names import Offsets, TokenNames
-from shoal.serve.tools import Tools
+from shoal.engine.scheduling.request_handle import Placed
+from shoal.serve.protocol.calls import CallReader
+from shoal.serve.protocol.echo import Echo
+from shoal.serve.protocol.token_names import Offsets, TokenNames
+from shoal.serve.protocol.tools import Tools
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
 Json = dict[str, Any]

@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal import __version__
-from shoal.decode.token_bytes import TokenBytes
-from shoal.engine.defaults import filled
+from shoal.decode.text.token_bytes import TokenBytes
+from shoal.engine.loading.defaults import filled
 from shoal.engine.request import prompt_ids
-from shoal.engine.scheduler import Scheduler
-from shoal.serve.bodies import ChatBody, Checked, validated
-from shoal.serve.errors import ApiError, no_model, refused
-from shoal.serve.prompts import chat_ids, conversation
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.serve.http.errors import ApiError, no_model, refused
+from shoal.serve.protocol.bodies import ChatBody, Checked, validated
+from shoal.serve.protocol.prompts import chat_ids, conversation
 from shoal.serve.settings import Settings
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
-from shoal.engine.scheduler import Scheduler
-from shoal.serve.metrics import Metrics
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.serve.http.metrics import Metrics
 
 _PERIOD = 1.0
 _FORGET = 10.0

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import MutableHeaders
 
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.integrations import local_ray
-from shoal.serve.app import ailment, create_app
-from shoal.serve.fleet import Board, FleetMetrics
+from shoal.serve.http.app import ailment, create_app
 from shoal.serve.run import bind, log_to_stderr, url_of
+from shoal.serve.scale.fleet import Board, FleetMetrics
 from shoal.serve.settings import Settings
 
 if TYPE_CHECKING:

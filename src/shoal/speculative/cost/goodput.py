@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.control.acceptance import Acceptance, expected_tokens
-from shoal.control.latency import LinearLatency
 from shoal.decode.worker import DraftLengthPolicy, StepReport
+from shoal.speculative.cost.acceptance import Acceptance, expected_tokens
+from shoal.speculative.cost.latency import LinearLatency
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row

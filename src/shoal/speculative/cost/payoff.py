@@ -13,8 +13,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 
-from shoal.control.acceptance import Acceptance, expected_tokens
 from shoal.decode.worker import StepReport
+from shoal.speculative.cost.acceptance import Acceptance, expected_tokens
 
 MARGIN = 1.08
 """Guesses are made where they promise that many times the tokens per second of a plain step."""

@@ -13,7 +13,7 @@ from backends import packed
 from drive import prompt
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed.cuda.form import MOST_GROUPS, ForwardForm, fit_of, fits_of, lacking_room
 from shoal.model.stack import SequenceChunk
 

@@ -12,7 +12,7 @@ from backends import PACKED, packed
 from drive import gap, prompt
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed.cuda.form import ForwardForm
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import SequenceChunk

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from shoal.bench.drafts.suite import DraftTask
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.eval.agreement import agreement
-from shoal.model.kv import KVCache
-from shoal.model.kv_copy import copy_in
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.copy import copy_in
 from shoal.model.stack import SequenceChunk
+from shoal_lab.bench.drafts.suite import DraftTask
+from shoal_lab.eval.agreement import agreement
 
 
 @dataclass(frozen=True)

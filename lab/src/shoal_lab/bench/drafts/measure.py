@@ -14,24 +14,24 @@ from typing import Any, TypeVar
 import torch
 
 from shoal import catalog
-from shoal.bench import idle, workloads
-from shoal.bench.drafts import stories, summary
-from shoal.bench.drafts.judge import difference
-from shoal.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, LlamaSpeaker, ShoalSpeaker
-from shoal.bench.drafts.suite import PLAIN, Decoded, DecodingSystem, DraftTask, together
-from shoal.bench.peers import llama_drafts
-from shoal.bench.rounds import check_rounds, in_order
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import Setting
-from shoal.engine.checkpoint import shown_name
-from shoal.engine.device import as_dtype
 from shoal.engine.engine import Engine
+from shoal.engine.loading.checkpoint import shown_name
+from shoal.engine.loading.device import as_dtype
 from shoal.engine.request import Request, chat_ids, prompt_ids
-from shoal.engine.stream import Stream
+from shoal.engine.scheduling.stream import Stream
 from shoal.errors import unknown
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv_copy import copy_out
+from shoal.model.kv.copy import copy_out
+from shoal_lab.bench import idle, workloads
+from shoal_lab.bench.drafts import stories, summary
+from shoal_lab.bench.drafts.judge import difference
+from shoal_lab.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, LlamaSpeaker, ShoalSpeaker
+from shoal_lab.bench.drafts.suite import PLAIN, Decoded, DecodingSystem, DraftTask, together
+from shoal_lab.bench.peers import llama_drafts
+from shoal_lab.bench.rounds import check_rounds, in_order
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import Setting
 
 T = TypeVar("T")
 _TRIES = 3

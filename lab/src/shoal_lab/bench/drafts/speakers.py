@@ -7,15 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shoal.bench.drafts.suite import Decoded, DraftTask
-from shoal.bench.peers.hf import Stamps, greedy
-from shoal.bench.peers.llama_drafts import LlamaDrafts
 from shoal.engine.engine import Engine
 from shoal.engine.request import Request
-from shoal.engine.stream import Stream
-from shoal.eval.long.shared import dense_beginning
+from shoal.engine.scheduling.stream import Stream
 from shoal.methods.base import Method
-from shoal.model.kv_copy import copy_in
+from shoal.model.kv.copy import copy_in
+from shoal_lab.bench.drafts.suite import Decoded, DraftTask
+from shoal_lab.bench.peers.hf import Stamps, greedy
+from shoal_lab.bench.peers.llama_drafts import LlamaDrafts
+from shoal_lab.eval.long.shared import dense_beginning
 
 
 class ShoalSpeaker:

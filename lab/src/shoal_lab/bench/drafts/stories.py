@@ -8,10 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from shoal.eval.sources import squality
+from shoal_lab.eval.sources import squality
 
 STORIES = "stories"
-"""The kind of text, beside those of `shoal.bench.workloads`; its length is in tokens of a model."""
+"""The kind of text, beside those of `shoal_lab.bench.workloads`; its length is in tokens of a model."""
 _ASKED = "Answer in a paragraph, with words of the story where you can."
 
 

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.bench import table
-from shoal.bench.drafts.suite import PLAIN
+from shoal_lab.bench import table
+from shoal_lab.bench.drafts.suite import PLAIN
 
 _RESAMPLES = 10_000
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench.load.trace import Trace
-from shoal.bench.rounds import figure
+from shoal_lab.bench.load.trace import Trace
+from shoal_lab.bench.rounds import figure
 
 _SHARES = (50, 90, 99)
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shoal.bench import words
-from shoal.bench.load.prompts import WORDS
-from shoal.bench.shapes import RandomWeights
-from shoal.bench.subject import MeasuredModel
-from shoal.engine.device import as_dtype
+from shoal.engine.loading.device import as_dtype
+from shoal_lab.bench import words
+from shoal_lab.bench.load.prompts import WORDS
+from shoal_lab.bench.shapes import RandomWeights
+from shoal_lab.bench.subject import MeasuredModel
 
 _TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"
 _CONFIGS = ("config.json", "generation_config.json")

@@ -25,7 +25,7 @@ def library() -> Any:
     Raises:
         Unsupported: it is not installed.
     """
-    with needs("bench", "a load on a server"):
+    with needs("bench", "a load on a server", "shoal-lab"):
         import httpx
     return httpx
 

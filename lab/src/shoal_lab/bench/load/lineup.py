@@ -11,18 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.load import folder
-from shoal.bench.load.http import Address
-from shoal.bench.load.multi import Multi
-from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import Server, free_port, llama_words, shoal_words, transformers_words
-from shoal.bench.load.targets import Form, Http, LoadTarget, look, own_fields, warm_up
-from shoal.bench.speed import dequantised
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import NotMeasured, Setting
-from shoal.engine.device import as_dtype
+from shoal.engine.loading.device import as_dtype
 from shoal.errors import unknown
 from shoal.methods import make
+from shoal_lab.bench.load import folder
+from shoal_lab.bench.load.http import Address
+from shoal_lab.bench.load.multi import Multi
+from shoal_lab.bench.load.prompts import Prompts
+from shoal_lab.bench.load.servers import Server, free_port, llama_words, shoal_words, transformers_words
+from shoal_lab.bench.load.targets import Form, Http, LoadTarget, look, own_fields, warm_up
+from shoal_lab.bench.speed import dequantised
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import NotMeasured, Setting
 
 OURS = "shoal"
 PEERS = ("transformers", "llama.cpp", "llama-server")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from shoal.bench.load.trace import Trace
+from shoal_lab.bench.load.trace import Trace
 
 Send = Callable[[int, float, float], Awaitable[Trace]]
 """Sends request number i, due at so many seconds after a start on `time.perf_counter`."""

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.bench.load.loops import LoadPhase
-from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.trace import Trace
-from shoal.bench.peers.llama_cpp import LlamaCpp
-from shoal.bench.process import cpu_seconds, resident
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import Setting
-from shoal.bench.worker import SystemProcess
+from shoal_lab.bench.load.loops import LoadPhase
+from shoal_lab.bench.load.prompts import Prompts
+from shoal_lab.bench.load.trace import Trace
+from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.process import cpu_seconds, resident
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import Setting
+from shoal_lab.bench.worker import SystemProcess
 
 _STEP = 256
 """Lengths of contexts are multiples of this, so that one serves many turns."""
@@ -41,7 +41,7 @@ class _Sequence:
 
 
 class LlamaMulti(LlamaCpp):
-    """See `shoal.bench.system.System`; `serve` is its own."""
+    """See `shoal_lab.bench.system.System`; `serve` is its own."""
 
     def serve(self, jobs: Sequence[tuple[float, list[int], int]], rows: int, at_once: int | None) -> list[Trace]:
         """Answer jobs.

@@ -11,7 +11,7 @@ from shoal.errors import needs
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """Write the picture; ValueError where matplotlib is missing."""
-    with needs("plot", "--plot"):
+    with needs("plot", "--plot", "shoal-lab"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(11, 4), layout="constrained")
     if "verdict" in report:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from shoal.bench import workloads
+from shoal_lab.bench import workloads
 
 _ITEMS = 200
 _STARTS = ("b", "c", "d", "f", "g", "h", "l", "m", "n", "p", "r", "s", "t", "w", "st", "tr")

@@ -9,14 +9,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench.load import figures
-from shoal.bench.load.figures import Objective
-from shoal.bench.load.loops import Load, LoadPhase
-from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.targets import LoadTarget
-from shoal.bench.load.trace import Trace
-from shoal.bench.load.watch import MemorySampler
-from shoal.bench.rounds import Rounds, check_rounds, figure, in_order
+from shoal_lab.bench.load import figures
+from shoal_lab.bench.load.figures import Objective
+from shoal_lab.bench.load.loops import Load, LoadPhase
+from shoal_lab.bench.load.prompts import Prompts
+from shoal_lab.bench.load.targets import LoadTarget
+from shoal_lab.bench.load.trace import Trace
+from shoal_lab.bench.load.watch import MemorySampler
+from shoal_lab.bench.rounds import Rounds, check_rounds, figure, in_order
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from shoal.bench.load.http import Address, Failed, get
-from shoal.bench.system import NotMeasured, Setting
+from shoal_lab.bench.load.http import Address, Failed, get
+from shoal_lab.bench.system import NotMeasured, Setting
 
 _PLACE = 2048
 """Positions of one row in llama.cpp's server, whose context is divided among them."""

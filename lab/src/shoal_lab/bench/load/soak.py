@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench.load import figures
-from shoal.bench.load.run import LoadConfig, LoadResult, results, take_turn, thinned
-from shoal.bench.load.targets import LoadTarget
-from shoal.bench.load.watch import MemorySampler
+from shoal_lab.bench.load import figures
+from shoal_lab.bench.load.run import LoadConfig, LoadResult, results, take_turn, thinned
+from shoal_lab.bench.load.targets import LoadTarget
+from shoal_lab.bench.load.watch import MemorySampler
 
 FLAT = 0.02
 """Most that memory may move after the warm-up, as a share of what it was then."""

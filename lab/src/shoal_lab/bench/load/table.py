@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.bench.table import aligned, spread
+from shoal_lab.bench.table import aligned, spread
 
 _HEADER = ["system", "load", "requests", "errors", "tokens/s", "TTFT p50 p90 p99", "TPOT p50 p90 p99",
            "gap p50 p90 p99", "queue p50 p99", "good", "cores", "memory", "times as fast as"]

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shoal.bench.load.http import Address, Failed, get, library
-from shoal.bench.load.loops import Load, LoadPhase
-from shoal.bench.load.prompts import Prompts
-from shoal.bench.load.servers import Server
-from shoal.bench.load.trace import Trace, ask
-from shoal.bench.process import cpu_seconds, resident
+from shoal_lab.bench.load.http import Address, Failed, get, library
+from shoal_lab.bench.load.loops import Load, LoadPhase
+from shoal_lab.bench.load.prompts import Prompts
+from shoal_lab.bench.load.servers import Server
+from shoal_lab.bench.load.trace import Trace, ask
+from shoal_lab.bench.process import cpu_seconds, resident
 
 _RESIDENT = re.compile(rb"^process_resident_memory_bytes\s+(\S+)", re.M)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.load.http import Failed, events
+from shoal_lab.bench.load.http import Failed, events
 
 if TYPE_CHECKING:
     import httpx

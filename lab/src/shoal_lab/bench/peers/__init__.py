@@ -7,14 +7,14 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import cast
 
-from shoal.bench.worker import Factory
 from shoal.errors import unknown
+from shoal_lab.bench.worker import Factory
 
 PEERS: Mapping[str, str] = MappingProxyType(
     {
-        "hf": "shoal.bench.peers.hf:HFGenerate",
-        "hf-static-compiled": "shoal.bench.peers.hf:HFGenerateCompiled",
-        "llama.cpp": "shoal.bench.peers.llama_cpp:LlamaCpp",
+        "hf": "shoal_lab.bench.peers.hf:HFGenerate",
+        "hf-static-compiled": "shoal_lab.bench.peers.hf:HFGenerateCompiled",
+        "llama.cpp": "shoal_lab.bench.peers.llama_cpp:LlamaCpp",
     }
 )
 """Name on the command line -> class."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import NotMeasured
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import NotMeasured
 
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """What the weights are held in -> GGML's name for it."""
@@ -63,7 +63,7 @@ def write_gguf(subject: MeasuredModel, path: Path, kind: str, dtype: torch.dtype
     try:
         import gguf
     except ImportError as error:
-        raise NotMeasured("the package gguf is missing; install it with: pip install 'shoal[bench]'") from error
+        raise NotMeasured("the package gguf is missing; install it with: pip install 'shoal-lab[bench]'") from error
     _check(subject)
     writer = gguf.GGUFWriter(path, "llama")
     _describe(writer, subject)

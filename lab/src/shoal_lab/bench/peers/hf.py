@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from shoal import compat
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
-from shoal.engine.checkpoint import hush_libraries
-from shoal.engine.device import as_dtype
+from shoal.engine.loading.checkpoint import hush_libraries
+from shoal.engine.loading.device import as_dtype
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
 
 
 class HFGenerate:
-    """See `shoal.bench.system.System`."""
+    """See `shoal_lab.bench.system.System`."""
 
     detail = "generate, sdpa, DynamicCache"
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from shoal import compat
-from shoal.bench.peers.gguf_file import KINDS, bits_of, write_gguf
-from shoal.bench.peers.requantise import requantise
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, file_traffic, traffic_of
-from shoal.engine.device import as_dtype
+from shoal.engine.loading.device import as_dtype
+from shoal_lab.bench.peers.gguf_file import KINDS, bits_of, write_gguf
+from shoal_lab.bench.peers.requantise import requantise
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, file_traffic, traffic_of
 
 _BATCH = 2048
 _KV_BYTES = 2
@@ -26,7 +26,7 @@ _KV_BYTES = 2
 
 
 class LlamaCpp:
-    """See `shoal.bench.system.System`."""
+    """See `shoal_lab.bench.system.System`."""
 
     def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
         self._subject, self._setting = subject, setting
@@ -146,7 +146,7 @@ def library() -> Any:
     try:
         from llama_cpp import llama_cpp as api
     except ImportError as error:
-        hint = "install it with: pip install 'shoal[bench]'"
+        hint = "install it with: pip install 'shoal-lab[bench]'"
         raise NotMeasured(f"the package llama-cpp-python is missing; {hint}") from error
     _start(api)
     return api

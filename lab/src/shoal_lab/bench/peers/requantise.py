@@ -6,8 +6,8 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.system import NotMeasured
 from shoal.errors import unknown
+from shoal_lab.bench.system import NotMeasured
 
 FTYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0",
           "Q4_1": "MOSTLY_Q4_1", "Q4_K_M": "MOSTLY_Q4_K_M"}

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from shoal import __version__
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
-from shoal.calibrate.cost import measure
-from shoal.engine.device import as_dtype
 from shoal.engine.engine import Engine
-from shoal.model.cost import CostCard, Traffic
-from shoal.model.kv import KVCache
+from shoal.engine.loading.device import as_dtype
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.stack import SequenceChunk, Stack
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
+from shoal_lab.calibrate.cost import measure
+from shoal_lab.components.cost import CostCard, Traffic
 
 _CHUNK = 2048
 _EXECUTORS = {
@@ -28,7 +28,7 @@ _EXECUTORS = {
 
 
 class Shoal:
-    """See `shoal.bench.system.System`."""
+    """See `shoal_lab.bench.system.System`."""
 
     def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
         self._subject, self._setting = subject, setting

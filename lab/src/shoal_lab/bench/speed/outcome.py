@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.bench.rounds import Rounds
-from shoal.bench.speed.cells import SpeedJob
-from shoal.bench.system import About, Expected
+from shoal_lab.bench.rounds import Rounds
+from shoal_lab.bench.speed.cells import SpeedJob
+from shoal_lab.bench.system import About, Expected
 
 
 @dataclass

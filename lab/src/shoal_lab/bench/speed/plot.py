@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.speed.table import name
 from shoal.errors import needs
+from shoal_lab.bench.speed.table import name
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -16,7 +16,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, or the report holds no generation.
     """
-    with needs("plot", "--plot"):
+    with needs("plot", "--plot", "shoal-lab"):
         from matplotlib.figure import Figure
     results = [result for result in report["results"] if result["kind"] == "generate"]
     if not results:

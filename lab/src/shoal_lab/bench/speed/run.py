@@ -11,15 +11,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench import bandwidth, idle, peers
-from shoal.bench.rounds import Rounds, check_rounds, in_order
-from shoal.bench.speed import memory
-from shoal.bench.speed.cells import OURS, Grid, SpeedJob
-from shoal.bench.speed.ours import Shoal
-from shoal.bench.speed.outcome import CellResult, Measurements, Skipped
-from shoal.bench.subject import FILE, MeasuredModel
-from shoal.bench.system import About, NotMeasured, Run, Setting
-from shoal.bench.worker import Factory, SystemProcess
+from shoal_lab.bench import bandwidth, idle, peers
+from shoal_lab.bench.rounds import Rounds, check_rounds, in_order
+from shoal_lab.bench.speed import memory
+from shoal_lab.bench.speed.cells import OURS, Grid, SpeedJob
+from shoal_lab.bench.speed.ours import Shoal
+from shoal_lab.bench.speed.outcome import CellResult, Measurements, Skipped
+from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.system import About, NotMeasured, Run, Setting
+from shoal_lab.bench.worker import Factory, SystemProcess
 
 _ROOF_SECONDS = 0.2
 _IDLE_SECONDS = 1.0

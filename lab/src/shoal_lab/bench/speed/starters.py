@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from shoal.bench.peers.hf import greedy
-from shoal.bench.process import library, peak_memory, reset_peak_memory, resident
-from shoal.bench.subject import MeasuredModel
-from shoal.bench.system import NotMeasured, Setting
-from shoal.engine.device import as_dtype
+from shoal.engine.loading.device import as_dtype
 from shoal.model.packed import native
 from shoal.model.packed.native import build as native_build
+from shoal_lab.bench.peers.hf import greedy
+from shoal_lab.bench.process import library, peak_memory, reset_peak_memory, resident
+from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.system import NotMeasured, Setting
 
 Generate = Callable[[Sequence[int], int], object]
 """Decodes that many tokens after a prompt, greedily."""
@@ -90,7 +90,7 @@ class ShoalStarter(Starter):
 
     def imports(self) -> None:
         """Shoal, its kernels, and the model's code in transformers."""
-        from shoal.engine import load  # noqa: F401
+        from shoal.engine.loading import load  # noqa: F401
 
         native.available()
         _model_code(self._subject)
@@ -130,13 +130,13 @@ class LlamaStarter(Starter):
 
     def imports(self) -> None:
         """The library."""
-        from shoal.bench.peers.llama_cpp import library
+        from shoal_lab.bench.peers.llama_cpp import library
 
         library()
 
     def load(self) -> Generate:
         """See `Starter`."""
-        from shoal.bench.peers.llama_cpp import LlamaCpp
+        from shoal_lab.bench.peers.llama_cpp import LlamaCpp
 
         if not self._subject.is_file:
             raise NotMeasured("llama.cpp loads GGUF files only")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.bench.table import Row, aligned, paired, spread
+from shoal_lab.bench.table import Row, aligned, paired, spread
 
 NAMES = {"shoal": "Shoal", "llama.cpp": "llama.cpp", "hf": "transformers"}
 """A system's name in reports -> in tables."""

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
-from shoal.bench.idle import BUSY
-from shoal.bench.rounds import Ratio, figure, ratio
-from shoal.bench.speed.cells import OURS, Job, SpeedJob
-from shoal.bench.speed.outcome import CellResult, Measurements
-from shoal.bench.system import Setting
+from shoal_lab.bench.idle import BUSY
+from shoal_lab.bench.rounds import Ratio, figure, ratio
+from shoal_lab.bench.speed.cells import OURS, Job, SpeedJob
+from shoal_lab.bench.speed.outcome import CellResult, Measurements
+from shoal_lab.bench.system import Setting
 
 Raw = Mapping[str, Any]
 

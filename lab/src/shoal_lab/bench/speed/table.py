@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.bench.table import Row, aligned, intervals, paired, processor, spread
+from shoal_lab.bench.table import Row, aligned, intervals, paired, processor, spread
 
 Result = Mapping[str, Any]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from shoal.errors import unknown
-from shoal.eval.answers import is_right
-from shoal.eval.items import Item
-from shoal.eval.judges import contains, listed, number, overlap, recalled
+from shoal_lab.eval.answers import is_right
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.judges import contains, listed, number, overlap, recalled
 
 
 class Judge(Protocol):

@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from typing import Any
 
-from shoal.eval.items import Item
+from shoal_lab.eval.items import Item
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.eval.items import Item
+from shoal_lab.eval.items import Item
 
 
 def judge(text: str, item: Item) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.eval.agreement import rouge_l
-from shoal.eval.items import Item
-from shoal.eval.judges.contains import f1, words
+from shoal_lab.eval.agreement import rouge_l
+from shoal_lab.eval.items import Item
+from shoal_lab.eval.judges.contains import f1, words
 
 
 def judge(text: str, item: Item) -> dict[str, Any]:

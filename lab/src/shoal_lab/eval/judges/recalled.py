@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shoal.eval.items import Item
+from shoal_lab.eval.items import Item
 
 
 def judge(text: str, item: Item) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import re
 from types import CodeType
 from typing import Any
 
-from shoal.eval.items import Item
 from shoal.sandbox.process import Program, Sandbox
 from shoal.sandbox.source import NAME, text_of, tree_of, whole
+from shoal_lab.eval.items import Item
 
 SECONDS = 15.0
 """The longest that a program may run; one of the references takes half of it."""

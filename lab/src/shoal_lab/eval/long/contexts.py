@@ -14,10 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from shoal.eval.items import Item, Sample, encode
-from shoal.eval.long import tasks
-from shoal.eval.long.tasks import Probe
-from shoal.eval.sources import novels, squality
+from shoal_lab.eval.items import Item, Sample, encode
+from shoal_lab.eval.long import tasks
+from shoal_lab.eval.long.tasks import Probe
+from shoal_lab.eval.sources import novels, squality
 
 LONGEST = {"needle": 12, "multi_needle": 32, "key_value": 12, "variables": 12, "stories": 128, "novels": 0}
 """The suites, and the longest answer in each: tokens."""

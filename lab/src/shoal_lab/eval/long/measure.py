@@ -17,15 +17,15 @@ from tqdm import tqdm
 
 from shoal.decode.row import Row
 from shoal.engine.engine import Engine
-from shoal.eval import judges
-from shoal.eval.evaluate import asked, precision
-from shoal.eval.items import Sample
-from shoal.eval.long.contexts import LongContext, Wanted
-from shoal.eval.long.shared import Forks, SharedPrompts
-from shoal.eval.outcomes import Outcomes, RunKey
-from shoal.eval.summary import Found
 from shoal.methods.base import Method
 from shoal.methods.full import Full
+from shoal_lab.eval import judges
+from shoal_lab.eval.evaluate import asked, precision
+from shoal_lab.eval.items import Sample
+from shoal_lab.eval.long.contexts import LongContext, Wanted
+from shoal_lab.eval.long.shared import Forks, SharedPrompts
+from shoal_lab.eval.outcomes import Outcomes, RunKey
+from shoal_lab.eval.summary import Found
 
 FULL, STRANGE = "full", "full, another context"
 

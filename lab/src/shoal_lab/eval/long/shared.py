@@ -15,12 +15,12 @@ from shoal.decode.batch import Batch
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.engine.engine import Engine
-from shoal.engine.memory import free
+from shoal.engine.memory.available import free
 from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv_copy import RowCopy, copy_in, copy_out
+from shoal.model.kv.copy import RowCopy, copy_in, copy_out
 from shoal.types import Step
 
 _CHUNK = 256

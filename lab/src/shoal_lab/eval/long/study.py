@@ -9,13 +9,13 @@ from fractions import Fraction
 from statistics import mean
 from typing import Any
 
-from shoal.eval.clustered import clustered_difference
-from shoal.eval.floors import floors
-from shoal.eval.long.budgets import CONTROLS, at_budget
-from shoal.eval.long.contexts import LongContext, Wanted
-from shoal.eval.long.measure import FULL, STRANGE, LongEvaluator
-from shoal.eval.summary import Found, adjust
 from shoal.methods.base import Method
+from shoal_lab.eval.clustered import clustered_difference
+from shoal_lab.eval.floors import floors
+from shoal_lab.eval.long.budgets import CONTROLS, at_budget
+from shoal_lab.eval.long.contexts import LongContext, Wanted
+from shoal_lab.eval.long.measure import FULL, STRANGE, LongEvaluator
+from shoal_lab.eval.summary import Found, adjust
 
 _FROM = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Places in an answer at which a bin of the agreement by position begins."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.eval.items import Item, Part, problem, read_lines
-from shoal.eval.sources.folder import folder
+from shoal_lab.eval.items import Item, Part, problem, read_lines
+from shoal_lab.eval.sources.folder import folder
 
 _SHOTS = 4
 """Training problems shown to a model without a chat template; they calibrate nothing."""

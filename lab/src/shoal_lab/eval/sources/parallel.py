@@ -17,7 +17,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from shoal.eval.items import Item, Part
+from shoal_lab.eval.items import Item, Part
 
 Drawn = tuple[str, tuple[str, ...]]
 """A prompt, and all right answers to it."""

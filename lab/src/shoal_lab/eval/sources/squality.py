@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.eval.items import read_lines
-from shoal.eval.sources.folder import folder
+from shoal_lab.eval.items import read_lines
+from shoal_lab.eval.sources.folder import folder
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.eval.items import Item, Part, part_of, read_lines
-from shoal.eval.sources.folder import folder
+from shoal_lab.eval.items import Item, Part, part_of, read_lines
+from shoal_lab.eval.sources.folder import folder
 
 _SHOTS = 8
 """Facts of the calibration part that are shown first; they calibrate nothing."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import block
 from shoal.model.packed.cuda.form import Fit, ForwardForm, fits_of, lacking_room
 from shoal.model.packed.cuda.static import StaticForward

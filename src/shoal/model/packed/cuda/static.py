@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from shoal.model.kv import KVCache
+from shoal.model.kv.cache import KVCache
 from shoal.model.packed import block
 from shoal.model.packed.cuda import kernels
 from shoal.model.packed.cuda.form import ForwardForm

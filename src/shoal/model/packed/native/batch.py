@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.kv_blocks import BLOCK
+from shoal.model.kv.blocks import BLOCK
 from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS, BatchStruct, Own
 
 _STORED = {torch.int8: 2, torch.uint8: 3}

@@ -1,0 +1,1 @@
+"""Commands of the lab: `shoal lab NAME`, or just `shoal NAME`."""

@@ -1,0 +1,1 @@
+"""What methods under study are made of: acceptance rules, routers and gates, forms of KV."""

@@ -1,0 +1,1 @@
+"""Smaller checkpoints written from larger ones: folders and GGUF files."""

@@ -1,0 +1,1 @@
+"""Searches over branches of a row, and who judges them."""

@@ -1,0 +1,1 @@
+"""How guesses are accepted."""

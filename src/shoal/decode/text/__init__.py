@@ -1,0 +1,1 @@
+"""Where generation ends, and the text and bytes of tokens."""

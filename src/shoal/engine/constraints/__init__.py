@@ -1,0 +1,1 @@
+"""What an answer must look like, token by token."""

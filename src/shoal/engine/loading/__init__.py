@@ -1,0 +1,1 @@
+"""From files to a model that is ready to run."""

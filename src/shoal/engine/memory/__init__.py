@@ -1,0 +1,1 @@
+"""What requests and models take in memory, known before they run."""

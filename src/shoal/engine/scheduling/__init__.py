@@ -1,0 +1,1 @@
+"""Requests that come and go, and the batches that decode them."""

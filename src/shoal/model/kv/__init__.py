@@ -1,0 +1,1 @@
+"""Keys and values: the cache, one layer of it, and the forms they lie in."""

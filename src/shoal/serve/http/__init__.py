@@ -1,0 +1,1 @@
+"""The HTTP face: routes, what every request passes, metrics, the page."""

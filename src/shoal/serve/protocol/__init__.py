@@ -1,0 +1,1 @@
+"""Requests and answers in the forms of OpenAI and of other servers."""
