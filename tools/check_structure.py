@@ -29,7 +29,7 @@ ROWS = ("methods", "gguf", "eval", "train")
 """Folders whose files are rows of one kind: they may hold any number of them."""
 
 MOST_CORE_LINES = 40_100
-MOST_CORE_FILES = 313
+MOST_CORE_FILES = 314  # a folder for what methods share: its __init__
 MOST_LAB_LINES = 37_000
 """Of the package, benchmarks and tools."""
 MOST_IN_FOLDER = 20

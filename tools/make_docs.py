@@ -19,8 +19,8 @@ import shoal
 from shoal import methods
 from shoal.cli.methods import filled, partners, table
 from shoal.decode.recipe import PARTS
-from shoal.methods._combined import FAMILIES, QUESTIONS
-from shoal.methods._knobs import field_docs
+from shoal.methods.common.combined import FAMILIES, QUESTIONS
+from shoal.methods.knobs import field_docs
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -34,7 +34,7 @@ import psutil
 
 from shoal import methods
 from shoal.cli import env
-from shoal.methods._limits import limits_of
+from shoal.methods.common.limits import limits_of
 from shoal.serve import policy
 from shoal.serve.protocol import fields, responses
 from shoal.serve.settings import Settings

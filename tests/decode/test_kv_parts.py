@@ -22,8 +22,8 @@ from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.engine.request import chat_ids
-from shoal.methods._stored import Int8
 from shoal.methods.base import Method
+from shoal.methods.common.stored import Int8
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8

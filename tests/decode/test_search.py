@@ -21,7 +21,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._stored import Int8, StoredFrom
+from shoal.methods.common.stored import Int8, StoredFrom
 from shoal.methods.prompt_lookup import NGrams, PromptLookup
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk

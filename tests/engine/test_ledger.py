@@ -16,7 +16,7 @@ from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.loading.load import engine_for
-from shoal.methods._drafting import DraftingMethod
+from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.early_exit import EarlyExit

@@ -23,12 +23,12 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.recipes import Recipes
 from shoal.methods import make
-from shoal.methods._combined import FAMILIES, QUESTIONS, Combined, family_of
-from shoal.methods._drafting import DraftingMethod
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
+from shoal.methods.common.combined import FAMILIES, QUESTIONS, Combined, family_of
+from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.full import Full

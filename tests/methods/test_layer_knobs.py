@@ -7,12 +7,12 @@ import pytest
 from drafts import draft_of
 from method_matrix import CHANNELS
 from shoal.methods import get, names
-from shoal.methods._knobs import field_docs
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.early_exit import EarlyExit
+from shoal.methods.knobs import field_docs
 from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.schedule import Schedule

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 import pytest
 
 from shoal import methods
-from shoal.methods import _limits, make
-from shoal.methods._limits import UNDECLARED, Most, beyond, limits_of
+from shoal.methods import make
 from shoal.methods.base import WRAPPED, Method
+from shoal.methods.common import limits
+from shoal.methods.common.limits import UNDECLARED, Most, beyond, limits_of
 from shoal.methods.prompt_lookup import Index
 from shoal.serve import policy
 from shoal.serve.http.errors import ApiError
@@ -127,7 +128,7 @@ def test_a_foreign_method_that_declares_nothing_is_bound_all_the_same() -> None:
         assert limits_of(Foreign) == dict.fromkeys(("k", "spread", "held"), UNDECLARED)
     assert beyond(1025, UNDECLARED) and not beyond(1024, UNDECLARED) and not beyond(True, UNDECLARED)
     assert beyond([[1, 2000.5]], UNDECLARED) and beyond(math.inf, UNDECLARED) and beyond(math.nan, UNDECLARED)
-    assert not beyond(math.inf, Most(math.inf)) and beyond("x" * (_limits.LONGEST_TEXT + 1), Most(math.inf))
+    assert not beyond(math.inf, Most(math.inf)) and beyond("x" * (limits.LONGEST_TEXT + 1), Most(math.inf))
 
 
 def test_an_index_of_ngrams_costs_what_the_text_has() -> None:

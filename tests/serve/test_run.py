@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter
-from shoal.methods._drafting import DraftingMethod
+from shoal.methods.common.drafting import DraftingMethod
 
 
 @dataclass(frozen=True)

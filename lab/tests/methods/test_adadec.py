@@ -24,9 +24,9 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods import make
-from shoal.methods._limits import limits_of
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
+from shoal.methods.common.limits import limits_of
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
 from shoal.methods.kv_int8 import KVInt8

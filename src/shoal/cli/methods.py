@@ -17,8 +17,8 @@ from shoal import methods
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
 from shoal.errors import Unsupported
-from shoal.methods._combined import FAMILIES, QUESTIONS, family_of
 from shoal.methods.base import Method, check_order
+from shoal.methods.common.combined import FAMILIES, QUESTIONS, family_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

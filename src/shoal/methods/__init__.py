@@ -80,7 +80,7 @@ def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str] | Sequence[An
 
 def _several(specs: Sequence[Any]) -> Method:
     """A list of one is that method itself, and a combination among others gives its members."""
-    from shoal.methods._combined import Combined
+    from shoal.methods.common.combined import Combined
 
     made = [make(spec) for spec in specs]
     members = [one for method in made for one in (method.members if isinstance(method, Combined) else (method,))]
@@ -95,8 +95,8 @@ def _shipped() -> frozenset[str]:
 
 @functools.cache  # a server asks with every request
 def _files(folders: tuple[str, ...]) -> frozenset[str]:
-    found = {module.name for module in pkgutil.iter_modules(folders)}
-    return frozenset(name.removesuffix("_") for name in found if name != "base" and not name.startswith("_"))
+    found = {module.name for module in pkgutil.iter_modules(folders) if not module.ispkg}
+    return frozenset(name.removesuffix("_") for name in found - {"base", "knobs"})
 
 
 def plugins() -> dict[str, EntryPoint]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter
-from shoal.methods._drafting import DraftingMethod
-from shoal.methods._limits import Guesses, Number, Tries
+from shoal.methods.common.drafting import DraftingMethod
+from shoal.methods.common.limits import Guesses, Number, Tries
 from shoal.speculative.corpus import stamp_of, tokens_of
 from shoal.speculative.draft import check_least
 from shoal.speculative.growth import Growth

@@ -17,9 +17,9 @@ from shoal.decode.worker import Drafter, StepReport
 from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips
 from shoal.errors import Unsupported
-from shoal.methods._limits import Guesses
-from shoal.methods._second_model import check_drafts
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Guesses
+from shoal.methods.common.second_model import check_drafts
 from shoal.speculative.adaptive import Adaptive
 from shoal.speculative.cost.payoff import HelperRecord, Payoff
 from shoal.speculative.follow import Chances, Follower, continuation

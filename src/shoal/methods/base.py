@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from shoal.errors import Unsupported, check_text, unknown
-from shoal.methods._knobs import describe, fits, frozen, plain, unbounded
+from shoal.methods.knobs import describe, fits, frozen, plain, unbounded
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -130,7 +130,7 @@ class Method(ABC):
         reads: knobs that name files, or what is run or asked over the network; a server does not take them from
             everybody.
         fills: the parts of the recipe that it fills; for a method without defaults, whose recipe cannot be asked.
-        family: its family, where the parts of its recipe would say another one; see `shoal.methods._combined`.
+        family: its family, where the parts of its recipe would say another one; see `shoal.methods.common.combined`.
     """
 
     name: ClassVar[str]

@@ -11,9 +11,9 @@ from shoal.decode.branches.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._limits import Branches
-from shoal.methods._verified import VerifiedMethod
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Branches
+from shoal.methods.common.verified import VerifiedMethod
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from shoal.depth.budget import PowerLaw, Rounding
 from shoal.depth.order import core_for, default_core, removal_order
 from shoal.depth.schedule import lay_out
 from shoal.depth.solve import lowest_mean, solve_alpha
-from shoal.methods._limits import Horizon, LayerList, Layers, Most, Share
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Horizon, LayerList, Layers, Most, Share
 from shoal.types import ModelInfo
 
 _GENTLE = 0.85

@@ -10,8 +10,8 @@ from shoal.depth.budget import PowerLaw, Rounding
 from shoal.depth.order import core_for, removal_order
 from shoal.depth.schedule import lay_out
 from shoal.depth.solve import lowest_mean, solve_alpha
-from shoal.methods._drafting import DraftingMethod
-from shoal.methods._limits import Guesses, LayerList, Layers, Most, Share
+from shoal.methods.common.drafting import DraftingMethod
+from shoal.methods.common.limits import Guesses, LayerList, Layers, Most, Share
 from shoal.speculative.draft import check_length, check_share
 from shoal.speculative.shallow import Shallow
 from shoal.types import ModelInfo

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Layers, Most, Positions
 from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first, whole_layers
+from shoal.methods.common.limits import Layers, Most, Positions
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

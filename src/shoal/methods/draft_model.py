@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._limits import Guesses, TreeWidths
-from shoal.methods._second_model import SecondModelMethod
+from shoal.methods.common.limits import Guesses, TreeWidths
+from shoal.methods.common.second_model import SecondModelMethod
 from shoal.speculative.shape import Branching
 from shoal.types import ModelInfo
 

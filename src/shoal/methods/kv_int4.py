@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from shoal.methods._limits import Most
-from shoal.methods._stored import Int4, Int8, StoringMethod
+from shoal.methods.common.limits import Most
+from shoal.methods.common.stored import Int4, Int8, StoringMethod
 
 
 @dataclass(frozen=True)

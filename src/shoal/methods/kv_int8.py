@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shoal.methods._stored import Int8, StoringMethod
+from shoal.methods.common.stored import Int8, StoringMethod
 
 
 @dataclass(frozen=True)

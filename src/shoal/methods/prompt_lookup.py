@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter
-from shoal.methods._drafting import DraftingMethod
-from shoal.methods._limits import Guesses, Suffix
+from shoal.methods.common.drafting import DraftingMethod
+from shoal.methods.common.limits import Guesses, Suffix
 from shoal.speculative.follow import continuation
 from shoal.speculative.per_row import PerRow
 from shoal.types import ModelInfo

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.methods._limits import LayerList, Most
 from shoal.methods.base import Method
+from shoal.methods.common.limits import LayerList, Most
 from shoal.types import ModelInfo
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.depth.order import removal_order
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Most
 from shoal.methods.base import LAYER_SCORES, Method
+from shoal.methods.common.limits import Most
 from shoal.types import ModelInfo
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Layers, Positions
 from shoal.methods.base import SHOWN_QUERIES, Method, check_layer, whole_layers
+from shoal.methods.common.limits import Layers, Positions
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

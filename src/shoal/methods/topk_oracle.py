@@ -10,8 +10,8 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Selector
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._limits import Layers, Positions
 from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first
+from shoal.methods.common.limits import Layers, Positions
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

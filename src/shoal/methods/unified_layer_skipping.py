@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Number
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Number
 from shoal.types import ModelInfo
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from shoal import methods
 from shoal.decode.branches.verifier import is_url
-from shoal.methods._limits import Most, beyond, limits_of
 from shoal.methods.base import LAYER_SCORES, MASKED, SHOWN_QUERIES, WRAPPED, Method
+from shoal.methods.common.limits import Most, beyond, limits_of
 from shoal.serve.http.errors import ApiError
 from shoal.serve.settings import Settings
 

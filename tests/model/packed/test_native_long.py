@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from native_twin import Case, Token, Twin, make_twin
-from shoal.methods._stored import Int4, Int8
+from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeBatch

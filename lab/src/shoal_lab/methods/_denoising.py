@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._limits import Most
 from shoal.methods.base import MASKED, Method
+from shoal.methods.common.limits import Most
 from shoal_lab.loops.canvas import BLOCK, Commit, EarlyFill, FixedBlocks, Remasking, Reuse, Scheduled
 from shoal_lab.loops.grammar import MOST, CanvasGrammar
 

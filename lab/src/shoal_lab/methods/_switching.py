@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._second_model import PairedMethod
 from shoal.methods.base import Method
+from shoal.methods.common.second_model import PairedMethod
 
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
-from shoal.methods._limits import Most, Number, Share
+from shoal.methods.common.limits import Most, Number, Share
 from shoal_lab.loops.canvas import Confident, FixedBlocks, Guess, Reuse
 from shoal_lab.methods._denoising import DenoisingMethod, check_range
 

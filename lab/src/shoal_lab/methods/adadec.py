@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Most, Number
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Most, Number
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

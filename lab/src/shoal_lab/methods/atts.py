@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.signals import p_value
-from shoal.methods._limits import Most, Positions, Share
+from shoal.methods.common.limits import Most, Positions, Share
 from shoal.types import ModelInfo
 from shoal_lab.methods._switching import Switching, SwitchingMethod
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Most, Positions, Share
 from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
+from shoal.methods.common.limits import Most, Positions, Share
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
-from shoal.methods._limits import Positions
+from shoal.methods.common.limits import Positions
 from shoal_lab.loops.canvas import Remasking, Scheduled
 from shoal_lab.loops.grammar import CanvasGrammar
 from shoal_lab.methods._denoising import DenoisingMethod

@@ -8,8 +8,8 @@ from typing import ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.depth.skips import Skips, sublayers
 from shoal.errors import Unsupported
-from shoal.methods._drafting import DraftingMethod
-from shoal.methods._limits import Guesses, LayerList, Share
+from shoal.methods.common.drafting import DraftingMethod
+from shoal.methods.common.limits import Guesses, LayerList, Share
 from shoal.speculative.adaptive import Adaptive
 from shoal.speculative.draft import check_share
 from shoal.types import ModelInfo

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Number, Positions, Seed
-from shoal.methods._trained import made_of
 from shoal.methods.base import Method, whole_layers
+from shoal.methods.common.limits import Number, Positions, Seed
+from shoal.methods.common.trained import made_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

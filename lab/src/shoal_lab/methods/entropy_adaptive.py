@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.signals import NATS_PER_BIT, Rolling, entropy
-from shoal.methods._limits import Number, Positions
+from shoal.methods.common.limits import Number, Positions
 from shoal.types import ModelInfo
 from shoal_lab.methods._switching import SwitchingMethod
 

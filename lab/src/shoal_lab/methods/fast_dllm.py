@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._limits import Number, Share
+from shoal.methods.common.limits import Number, Share
 from shoal_lab.loops.canvas import Confident, Reuse
 from shoal_lab.methods._denoising import DenoisingMethod, check_range
 

@@ -12,9 +12,9 @@ from shoal.depth.budget import Constant, as_layers
 from shoal.depth.order import ascending, core_for
 from shoal.depth.plan import DepthPlan
 from shoal.depth.schedule import lay_out
-from shoal.methods._limits import Layers, Most, Number
-from shoal.methods._trained import made_of
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Layers, Most, Number
+from shoal.methods.common.trained import made_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

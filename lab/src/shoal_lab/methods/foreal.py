@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._limits import Positions, Share
+from shoal.methods.common.limits import Positions, Share
 from shoal.types import ModelInfo
 from shoal_lab.components.sentences import Sentences
 from shoal_lab.methods._switching import SwitchingMethod, turn_of

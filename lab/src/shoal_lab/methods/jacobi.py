@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Guesses
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Guesses
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._drafting import DraftingMethod
-from shoal.methods._limits import Guesses, Layers, Share
+from shoal.methods.common.drafting import DraftingMethod
+from shoal.methods.common.limits import Guesses, Layers, Share
 from shoal.speculative.draft import check_length, check_share, first_layers
 from shoal.speculative.shallow import Shallow
 from shoal.types import ModelInfo

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Guesses, Most, Number
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Guesses, Most, Number
 from shoal.types import ModelInfo
 from shoal_lab.components.momentum import Resisting
 

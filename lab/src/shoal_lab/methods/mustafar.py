@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keeper
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Positions, Share
 from shoal.methods.base import Method, whole_layers
+from shoal.methods.common.limits import Positions, Share
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._limits import Most, Positions
+from shoal.methods.common.limits import Most, Positions
 from shoal_lab.loops.canvas import EarlyFill, Guess, Remasking, Scheduled
 from shoal_lab.methods._denoising import DenoisingMethod
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._limits import Share
+from shoal.methods.common.limits import Share
 from shoal.types import ModelInfo
 from shoal_lab.methods._switching import SwitchingMethod, turn_of
 

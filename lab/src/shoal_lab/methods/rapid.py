@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
-from shoal.methods._limits import Guesses, Number, Positions
-from shoal.methods._second_model import Absent, SecondModelMethod
+from shoal.methods.common.limits import Guesses, Number, Positions
+from shoal.methods.common.second_model import Absent, SecondModelMethod
 from shoal.speculative.shape import Branching
 from shoal.types import ModelInfo
 from shoal_lab.components.transfer import Transfer

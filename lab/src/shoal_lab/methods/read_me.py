@@ -10,9 +10,9 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Worker
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._limits import Layers, Seed
-from shoal.methods._trained import made_of
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Layers, Seed
+from shoal.methods.common.trained import made_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

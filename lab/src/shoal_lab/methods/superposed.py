@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._limits import Guesses, Most, Number, Share
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Guesses, Most, Number, Share
 from shoal.speculative.corpus import stamp_of, tokens_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.depth.skips import Skips, sublayers
 from shoal.errors import Unsupported
-from shoal.methods._drafting import DraftingMethod
-from shoal.methods._limits import Guesses, Share, Tries
+from shoal.methods.common.drafting import DraftingMethod
+from shoal.methods.common.limits import Guesses, Share, Tries
 from shoal.speculative.draft import Draft, check_least, check_length, check_share, within
 from shoal.speculative.per_row import PerRow
 from shoal.speculative.shallow import OwnLayersDrafter

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods._limits import Positions, Seconds, Share, TokenIds
-from shoal.methods._second_model import short
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Positions, Seconds, Share, TokenIds
+from shoal.methods.common.second_model import short
 
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch

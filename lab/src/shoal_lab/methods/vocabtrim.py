@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods._limits import Guesses, Most, Positions, TreeWidths
-from shoal.methods._second_model import SecondModelMethod
+from shoal.methods.common.limits import Guesses, Most, Positions, TreeWidths
+from shoal.methods.common.second_model import SecondModelMethod
 from shoal.speculative.corpus import stamp_of, tokens_of
 from shoal.speculative.shape import Branching
 from shoal.types import ModelInfo

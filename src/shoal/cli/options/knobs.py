@@ -14,10 +14,10 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shoal import methods
-from shoal.methods._combined import Combined
-from shoal.methods._knobs import field_docs
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
+from shoal.methods.common.combined import Combined
+from shoal.methods.knobs import field_docs
 
 _PREFIX = "knob."
 

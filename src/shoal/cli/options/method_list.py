@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal import methods
 from shoal.cli.options import common
-from shoal.methods._combined import Combined
+from shoal.methods.common.combined import Combined
 
 if TYPE_CHECKING:
     from shoal.methods.base import Method

@@ -11,9 +11,9 @@ from typing import Any
 
 from shoal.decode.recipe import Recipe
 from shoal.methods import make
-from shoal.methods._combined import Combined
-from shoal.methods._drafting import DraftingMethod
 from shoal.methods.base import Method
+from shoal.methods.common.combined import Combined
+from shoal.methods.common.drafting import DraftingMethod
 
 
 def guesses(method: Method, recipe: Recipe) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from shoal import methods
 from shoal.depth.plan import NEVER
 from shoal.depth.speedup import ideal_speedup
 from shoal.engine.engine import Engine
-from shoal.methods._knobs import choices, describe, field_docs, plain
 from shoal.methods.base import Method
+from shoal.methods.knobs import choices, describe, field_docs, plain
 from shoal.serve import policy
 from shoal.serve.http.errors import refused
 from shoal.serve.protocol.bodies import PlanBody

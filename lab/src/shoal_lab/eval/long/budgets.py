@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from shoal.methods import make
-from shoal.methods._combined import Combined
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
+from shoal.methods.common.combined import Combined
 
 SINKS, EVERY = 4, 16
 _KNOBS: Mapping[str, Callable[[int, int], dict[str, Any]]] = MappingProxyType({

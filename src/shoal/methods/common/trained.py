@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from shoal.errors import Unsupported
-from shoal.methods._drafting import DraftingMethod
-from shoal.methods._second_model import Absent
+from shoal.methods.common.drafting import DraftingMethod
+from shoal.methods.common.second_model import Absent
 
 if TYPE_CHECKING:
     from shoal.decode.worker import Proposer

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Layers
 from shoal.methods.base import Method, check_layer
+from shoal.methods.common.limits import Layers
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

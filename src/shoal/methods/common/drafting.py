@@ -13,8 +13,8 @@ from shoal.decode.rules.lenient import Lenient
 from shoal.decode.rules.rejection import Rejection
 from shoal.decode.rules.typical import Typical
 from shoal.depth.plan import DepthPlan
-from shoal.methods._limits import Number, Share
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Number, Share
 from shoal.speculative.cost.goodput import Goodput
 from shoal.speculative.cost.width import Width
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from shoal.decode.branches.examples import Execution
 from shoal.decode.branches.verifier import Endpoint, Verifier, is_url, likelihood
 from shoal.errors import Unsupported
-from shoal.methods._limits import Seconds
 from shoal.methods.base import Method
+from shoal.methods.common.limits import Seconds
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.errors import Unsupported
-from shoal.methods._drafting import DraftingMethod
 from shoal.methods.base import Method
+from shoal.methods.common.drafting import DraftingMethod
 
 if TYPE_CHECKING:
     from shoal.decode.worker import Proposer
