@@ -28,9 +28,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.methods.auto import Cautious
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import HiddenStateHook, SequenceChunk
-from shoal.speculative.cost.goodput import Goodput
-from shoal.speculative.cost.payoff import Payoff
-from shoal.speculative.cost.width import Width
+from shoal.speculative.cost.policy import CostModel, Goodput, Width
 
 FULL = DepthPlan.full(6)
 IDS = [prompt(11, 1), prompt(5, 2), prompt(8, 3)]
@@ -153,16 +151,16 @@ def test_a_part_of_a_tick_is_that_of_some_rows() -> None:
     assert [item[0] for item in report.guessed()] == [rows[0], rows[2]]
 
 
-@pytest.mark.parametrize("part", [Goodput(), Width(), Cautious(Payoff(), 4)], ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize("part", [Goodput(), Width(), Cautious(CostModel(), 4)], ids=lambda part: type(part).__name__)
 def test_the_time_of_a_prompt_is_no_step_s(part: Any) -> None:
     worker = part.begin(SimpleNamespace(prefill_chunk=8), None)
-    before = pickle.dumps((vars(worker).get("_seconds"), vars(worker).get("_target"), getattr(part, "judge", None)))
+    before = pickle.dumps((vars(worker).get("_found"), vars(worker).get("_target"), getattr(part, "judge", None)))
     rows: list[Any] = [SimpleNamespace(number=0)]
     for reading in (True, False):
         if isinstance(worker, DraftLengthPolicy):
             worker.limits(rows)
         worker.observe(StepReport(rows, [TokenTree.chain([1])], [Outcome((0,), 7)], 0.0, 2.0, reading))
-        after = pickle.dumps((vars(worker).get("_seconds"), vars(worker).get("_target"), getattr(part, "judge", None)))
+        after = pickle.dumps((vars(worker).get("_found"), vars(worker).get("_target"), getattr(part, "judge", None)))
         assert (after == before) is reading
 
 

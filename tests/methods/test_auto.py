@@ -24,7 +24,7 @@ from shoal.methods.auto import Auto
 from shoal.methods.eagle import Eagle
 from shoal.model.kv.cache import KVCache
 from shoal.speculative import part_file
-from shoal.speculative.cost import payoff
+from shoal.speculative.cost import policy
 from shoal.types import ModelInfo, Result
 from trained_parts import ECHOED, part_for
 
@@ -189,7 +189,7 @@ ECHO = dict.fromkeys(ECHOED, 12.0)
 def test_the_part_that_ships_changes_no_token(
     shipped: Engine, sampling: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payoff, "MARGIN", 0.0)  # whatever it costs
+    monkeypatch.setattr(policy, "MARGIN", 0.0)  # whatever it costs
     prompts = [[5, 17, 80, 3, 41], [60, 2, 33]]
     options = {"max_new_tokens": 60, "logit_bias": ECHO, **sampling}
     plain = shipped.generate(prompts, **options)
@@ -200,7 +200,7 @@ def test_the_part_that_ships_changes_no_token(
 
 def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again after a pause, when it has seen nothing of what was decoded in between but the end."""
-    monkeypatch.setattr(payoff, "MARGIN", 1e9)
+    monkeypatch.setattr(policy, "MARGIN", 1e9)
     prompt = [5, 17, 80, 3, 41]
     plain = shipped.generate(prompt, max_new_tokens=300, ignore_eos=True)
     found = shipped.generate(prompt, method=Auto(), max_new_tokens=300, ignore_eos=True)
@@ -211,7 +211,7 @@ def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkey
     proposer = Auto().recipe(shipped.info()).proposer
     drafter = proposer.begin(shipped.stack, KVCache(shipped.stack.windows, 0))
     reading, decoding = ([SimpleNamespace(emitted=emitted)] for emitted in (0, 1))
-    assert proposer.judge.rests and drafter.watch(decoding, []) is None  # nothing is collected for it meanwhile
+    assert proposer.judge.helper.rests and drafter.watch(decoding, []) is None  # nothing is collected for it meanwhile
     with pytest.raises(AttributeError):
         drafter.watch(reading, [object()])
 

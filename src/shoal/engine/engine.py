@@ -34,7 +34,7 @@ from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_order
 from shoal.model.kv.cache import KVCache
-from shoal.speculative.cost.meter import Meter
+from shoal.speculative.cost.policy import Meter
 from shoal.types import MaskedModel, ModelInfo, Result
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from shoal.methods.base import Method
 from shoal.methods.common.limits import Guesses
 from shoal.methods.common.second_model import check_drafts
 from shoal.speculative.adaptive import Adaptive
-from shoal.speculative.cost.payoff import HelperRecord, Payoff
+from shoal.speculative.cost.policy import CostModel, HelperRecord, kept_of
 from shoal.speculative.follow import Chances, Follower, continuation
 from shoal.speculative.per_row import PerRow
 from shoal.types import ModelInfo
@@ -95,7 +95,7 @@ class Auto(Method):
         key = self.name, self.length, self.draft if isinstance(self.draft, str) else id(self.draft), self.part
         if key not in info.memory:
             helper, record = self._helper(info)
-            info.memory.setdefault(key, Cautious(Payoff(record), self.length, helper))
+            info.memory.setdefault(key, Cautious(CostModel(record), self.length, helper))
         return Recipe(plan, info.memory[key], self_metered=True)
 
     def _helper(self, info: ModelInfo) -> tuple[Proposer | None, HelperRecord]:
@@ -144,7 +144,7 @@ class Cautious:
         chances: how often guesses from the text were right, of all rows so far.
     """
 
-    judge: Payoff
+    judge: CostModel
     length: int
     helper: Proposer | None = None
     chances: Chances = field(default_factory=Chances)
@@ -177,12 +177,12 @@ class CautiousDrafter(Drafter):
 
     def _follower(self, row: Row) -> Follower:
         shared = self._proposer.chances
-        self._proposer.judge.begin()
+        self._proposer.judge.helper.begin()
         return Follower((Chances(shared), shared), row.prompt_length)
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """What a helper sees; one that is put off for long sees nothing of the answers meanwhile."""
-        rests = rows[0].emitted > 0 and self._proposer.judge.rests
+        rests = rows[0].emitted > 0 and self._proposer.judge.helper.rests
         return None if self._helper is None or rests else self._helper.watch(rows, chunks)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
@@ -230,8 +230,7 @@ class CautiousDrafter(Drafter):
         if self._helper is not None and self._from_helper:
             for row, tree, outcome in report.guessed():
                 if id(row) in self._from_helper:
-                    kept = len(outcome.path) - 1
-                    self._proposer.judge.judged(kept, kept + bool(tree.children(outcome.path[-1])))
+                    self._proposer.judge.helper.judged(*kept_of(tree, outcome))
             helped = [row for row in report.rows if id(row) in self._from_helper]
             self._helper.observe(report.part(helped))
         self._proposer.judge.observe(report.whole, self._helped)

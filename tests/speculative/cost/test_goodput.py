@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from shoal.decode.rules.accept import Outcome
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
-from shoal.speculative.cost import goodput
-from shoal.speculative.cost.acceptance import Acceptance, expected_tokens
-from shoal.speculative.cost.goodput import Goodput, best_lengths
-from shoal.speculative.cost.latency import LinearLatency
+from shoal.speculative.cost import policy
+from shoal.speculative.cost.model import Acceptance, LinearLatency, expected_tokens
+from shoal.speculative.cost.policy import Goodput, goodput_lengths
 
 
 def line(fixed: float, slope: float) -> LinearLatency:
@@ -48,7 +47,7 @@ def brute_force(rates: list[float], most: int, target: LinearLatency, draft: Lin
 )
 def test_lengths_are_those_of_brute_force(rates: list[float], c: float, b: float, d0: float, d1: float) -> None:
     target, draft = line(c, b), line(d0, d1)
-    lengths = best_lengths(rates, 4, target, draft)
+    lengths = goodput_lengths(rates, 4, target, draft)
     tokens = sum(expected_tokens(rate, k) for rate, k in zip(rates, lengths, strict=True))
     drafting = draft.seconds(max(lengths)) if any(lengths) else 0.0
     reached = tokens / (target.seconds(sum(lengths) + len(lengths)) + drafting)
@@ -57,8 +56,8 @@ def test_lengths_are_those_of_brute_force(rates: list[float], c: float, b: float
 
 def test_better_guesses_are_never_fewer_and_dearer_tokens_never_more() -> None:
     free = line(0, 0)
-    by_rate = [best_lengths([rate], 8, line(1, 0.1), free)[0] for rate in (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)]
-    by_cost = [best_lengths([0.7], 8, line(1, slope), free)[0] for slope in (0, 0.02, 0.1, 0.3, 1, 3)]
+    by_rate = [goodput_lengths([rate], 8, line(1, 0.1), free)[0] for rate in (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)]
+    by_cost = [goodput_lengths([0.7], 8, line(1, slope), free)[0] for slope in (0, 0.02, 0.1, 0.3, 1, 3)]
     assert by_rate == sorted(by_rate) and by_cost == sorted(by_cost, reverse=True)
     assert by_rate[0] == 0 and by_rate[-1] > 3 and by_cost[0] == 8 and by_cost[-1] == 0
 
@@ -116,9 +115,9 @@ def test_lengths_are_not_thought_over_in_every_tick(rate: float, most: int, monk
 
     def counted(*args: Any) -> list[int]:
         thought.append(1)
-        return best_lengths(*args)
+        return goodput_lengths(*args)
 
-    monkeypatch.setattr(goodput, "best_lengths", counted)
+    monkeypatch.setattr(policy, "goodput_lengths", counted)
     play([rate], 400, 1.0, 0.05, 0.02)
     assert 5 < len(thought) < most
 
@@ -139,7 +138,7 @@ def test_a_row_that_gave_up_begins_again() -> None:
 
 def test_rows_are_told_apart() -> None:
     target, draft = line(1, 0.12), line(0, 0.0)
-    lengths = best_lengths([0.95, 0.05], 6, target, draft)
+    lengths = goodput_lengths([0.95, 0.05], 6, target, draft)
     assert lengths[0] >= 3 and lengths[1] == 0
 
 

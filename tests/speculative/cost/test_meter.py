@@ -10,7 +10,7 @@ import pytest
 from shoal.decode.rules.accept import Outcome
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
-from shoal.speculative.cost.meter import Meter
+from shoal.speculative.cost.policy import Meter
 
 
 def step(guesses: int, kept: int, draft: float, target: float, rows: int = 1) -> StepReport:

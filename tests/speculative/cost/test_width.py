@@ -14,27 +14,47 @@ import pytest
 from shoal.decode.rules.accept import Outcome
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
-from shoal.speculative.cost.width import LogLaw, Width, best_width
+from shoal.speculative.cost.model import Line, best_length
+from shoal.speculative.cost.policy import Width
 
 
 def test_planted_coefficients_come_back() -> None:
-    dice = random.Random(0)
-    law = LogLaw.fit([(x, 0.74 * math.log10(x) + 4.61 + dice.gauss(0, 0.01)) for x in range(1, 200)])
-    assert law.slope == pytest.approx(0.74, abs=0.01) and law.intercept == pytest.approx(4.61, abs=0.02)
-    assert law.r_squared > 0.99 and law(100.0) == pytest.approx(6.09, abs=0.02)
+    dice, law = random.Random(0), Line()
+    for x in range(1, 200):
+        law.add(math.log10(x), 0.74 * math.log10(x) + 4.61 + dice.gauss(0, 0.01))
+    assert law.slope == pytest.approx(0.74, abs=0.01) and law.at(0.0) == pytest.approx(4.61, abs=0.02)
+    assert law.at(2.0) == pytest.approx(6.09, abs=0.02)
 
 
-@pytest.mark.parametrize("points", [[], [(1, 1), (2, 2)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (2, 2), (2, 3)]])
-def test_too_little_to_fit(points: list[tuple[float, float]]) -> None:
-    with pytest.raises(ValueError, match="at least 3"):
-        LogLaw.fit(points)
+def test_too_little_to_fit() -> None:
+    law = Line()
+    for y in (1.0, 2.0, 6.0):
+        law.add(2.0, y)
+    assert law.slope is None and law.at(5.0) == 3.0
+
+
+def test_points_of_more_weight_draw_the_line_as_if_they_came_more_often() -> None:
+    weighted, repeated = Line(), Line()
+    for x, y, weight in [(1, 1.0, 3), (2, 5.0, 1), (4, 2.0, 2)]:
+        weighted.add(x, y, weight)
+        for _ in range(weight):
+            repeated.add(x, y)
+    assert weighted.at(3) == pytest.approx(repeated.at(3)) and weighted.slope == pytest.approx(repeated.slope)
+
+
+def best_width(seconds: dict[int, float], tokens: Callable[[int], float], rows: int = 1) -> int:
+    """The best number of nodes of each of so many rows' blocks, by the seconds of a forward of so many nodes in all."""
+    return 1 + best_length({size // rows - 1: seconds[size] for size in seconds if size % rows == 0},
+                           lambda length: tokens(1 + length))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_roofline_bends_where_arithmetic_begins(rows: int) -> None:
-    law = LogLaw(2.0, 1.0, 1.0)
+    def law(width: int) -> float:
+        return 2.0 * math.log10(width) + 1.0
+
     seconds = {size: max(1.0, size / 32) for size in range(1, 129)}
-    chosen = best_width(seconds, lambda k: law(k), rows)
+    chosen = best_width(seconds, law, rows)
     brute = max(range(1, 128 // rows + 1), key=lambda k: law(k) / seconds[k * rows])
     assert chosen == brute == 32 // rows
 
@@ -42,11 +62,6 @@ def test_a_roofline_bends_where_arithmetic_begins(rows: int) -> None:
 def test_where_time_grows_with_every_token_nothing_is_guessed() -> None:
     assert best_width({size: float(size) for size in range(1, 65)}, lambda k: 1 + 0.9 * (k - 1)) == 1
     assert best_width({size: 1.0 for size in range(1, 65)}, lambda k: 1 + 0.1 * (k - 1)) == 64
-
-
-def test_rows_that_were_not_measured() -> None:
-    with pytest.raises(ValueError, match="multiple of 3"):
-        best_width({1: 1.0, 2: 1.0}, float, 3)
 
 
 def play(rate: float, seconds: Callable[[int], float], steps: int = 400) -> dict[int, int]:

@@ -15,8 +15,7 @@ from shoal.decode.rules.typical import Typical
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
 from shoal.methods.common.limits import Number, Share
-from shoal.speculative.cost.goodput import Goodput
-from shoal.speculative.cost.width import Width
+from shoal.speculative.cost.policy import Goodput, Width
 
 if TYPE_CHECKING:
     from shoal.decode.recipe import Rule

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.speculative.cost.payoff import MARGIN, ForwardTimes, HelperRecord, Payoff, best_lengths
+from shoal.speculative.cost.model import ForwardTimes
+from shoal.speculative.cost.policy import MARGIN, CostModel, HelperRecord, paying_lengths
 
 
 def measured(slope: float, jump: float = 0.0, rows: int = 1) -> ForwardTimes:
@@ -79,7 +80,7 @@ def test_lengths_are_those_of_brute_force(
     chances = [[rate**place for place in range(1, most + 1)] for rate, most in rows]
     total = len(rows) + beside
     times = measured(slope, jump, total)
-    lengths = best_lengths(chances, times, room, total)
+    lengths = paying_lengths(chances, times, room, total)
     assert all(length <= len(some) for length, some in zip(lengths, chances, strict=True)) and sum(lengths) <= room
     best = brute_force(chances, times, room, total)
     if any(lengths):
@@ -91,21 +92,21 @@ def test_lengths_are_those_of_brute_force(
 
 def test_where_positions_are_dear_nothing_is_guessed() -> None:
     certain = [[1.0] * 15]
-    assert best_lengths(certain, measured(1.0), 63, 1) == [0]
-    assert best_lengths(certain, measured(0.1), 63, 1) == [15]
-    assert best_lengths([[0.3, 0.09]], measured(0.02, 0.5), 63, 1) == [0]
+    assert paying_lengths(certain, measured(1.0), 63, 1) == [0]
+    assert paying_lengths(certain, measured(0.1), 63, 1) == [15]
+    assert paying_lengths([[0.3, 0.09]], measured(0.02, 0.5), 63, 1) == [0]
 
 
 class Machine:
-    """Plays steps of a payoff whose machine adds `slope` of a step per guess."""
+    """Plays steps of a cost model whose machine adds `slope` of a step per guess."""
 
     def __init__(self, slope: float, **record: Any) -> None:
-        self.payoff, self.slope = Payoff(HelperRecord(**record) if record else None), slope
+        self.model, self.slope = CostModel(HelperRecord(**record) if record else None), slope
         self.guesses: list[int] = []
 
     def step(self, chances: list[float]) -> int:
-        lengths = self.payoff.lengths([chances], 1, 63)
-        self.payoff.times.observe(1, lengths[0], 1 + self.slope * lengths[0])
+        lengths = self.model.lengths([chances], 1, 63)
+        self.model.times.observe(1, lengths[0], 1 + self.slope * lengths[0])
         self.guesses.append(lengths[0])
         return lengths[0]
 
@@ -146,16 +147,16 @@ def test_what_became_cheap_is_found_again() -> None:
 
 def helped(rate: float, cost: float, steps: int, believed: float = 0.7) -> tuple[float, list[int]]:
     """Seconds per token against plain decoding with a helper, and what it was asked for."""
-    payoff, dice = Payoff(HelperRecord(believed, 0.4)), random.Random(1)
+    model, dice = CostModel(HelperRecord(believed, 0.4)), random.Random(1)
     asked, seconds, tokens = [], 0.0, 0
     for _ in range(steps):
-        length = payoff.helped(1, 63)
+        length = model.helped(1, 63)
         kept = next((place for place in range(length) if dice.random() >= rate), length)
         spent = 1 + 0.02 * length
-        payoff.times.observe(1, length, spent)
+        model.times.observe(1, length, spent)
         if length:
-            payoff.judged(kept, min(kept + 1, length))
-            payoff._helper.took(1, length, cost * length)
+            model.helper.judged(kept, min(kept + 1, length))
+            model.helper.took(1, length, cost * length)
         asked.append(length)
         seconds, tokens = seconds + spent + cost * length, tokens + kept + 1
     return seconds / tokens, asked
@@ -170,19 +171,19 @@ def test_a_good_helper_is_used_and_a_bad_one_put_off() -> None:
 
 def texts(rates: list[float], steps: int) -> list[float]:
     """Seconds per token against plain decoding, for one text after the other with the same helper."""
-    payoff, dice, found = Payoff(HelperRecord(0.45, 0.12)), random.Random(2), []
+    model, dice, found = CostModel(HelperRecord(0.45, 0.12)), random.Random(2), []
     for _ in range(3):
-        payoff.times.observe(1, 0, 1.0)
+        model.times.observe(1, 0, 1.0)
     for rate in rates:
-        payoff.begin()
+        model.helper.begin()
         seconds, tokens = 0.0, 0
         for _ in range(steps):
-            length = payoff.helped(1, 63)
+            length = model.helped(1, 63)
             kept = next((place for place in range(length) if dice.random() >= rate), length)
-            payoff.times.observe(1, length, 1 + 0.05 * length)
+            model.times.observe(1, length, 1 + 0.05 * length)
             if length:
-                payoff.judged(kept, min(kept + 1, length))
-                payoff._helper.took(1, length, 0.15 * length)
+                model.helper.judged(kept, min(kept + 1, length))
+                model.helper.took(1, length, 0.15 * length)
             seconds, tokens = seconds + 1 + 0.2 * length, tokens + kept + 1
         found.append(seconds / tokens)
     return found
@@ -200,56 +201,56 @@ def test_a_helper_nobody_believes_in_may_prove_itself() -> None:
     assert seconds < 0.7
 
 
-def asked(payoff: Payoff, rows: int, slope: float, rate: float, steps: int) -> list[int]:
+def asked(model: CostModel, rows: int, slope: float, rate: float, steps: int) -> list[int]:
     """Guesses per row that a helper is asked for, on a machine where a guess adds `slope` of a step."""
     found = []
     for _ in range(steps):
-        length = payoff.helped(rows, 63)
-        payoff.times.observe(rows, rows * length, 1 + slope * rows * length)
+        length = model.helped(rows, 63)
+        model.times.observe(rows, rows * length, 1 + slope * rows * length)
         if length:
             kept = int(rate * length)
-            payoff.judged(kept, min(kept + 1, length))
-            payoff._helper.took(rows, length, 0.1 * length)
+            model.helper.judged(kept, min(kept + 1, length))
+            model.helper.took(rows, length, 0.1 * length)
         found.append(length)
     return found
 
 
 def test_where_positions_are_dear_a_new_text_brings_no_trial() -> None:
-    payoff = Payoff(HelperRecord(0.7, 0.1))
-    assert any(asked(payoff, 8, 0.2, 1.0, 50))  # what they cost has to be found out
+    model = CostModel(HelperRecord(0.7, 0.1))
+    assert any(asked(model, 8, 0.2, 1.0, 50))  # what they cost has to be found out
     for _ in range(3):
-        payoff.begin()
-        assert not any(asked(payoff, 8, 0.2, 1.0, 20))
-    assert 1 <= sum(map(bool, asked(payoff, 8, 0.2, 1.0, 400))) <= 3  # and once in a while, whether it still is so
+        model.helper.begin()
+        assert not any(asked(model, 8, 0.2, 1.0, 20))
+    assert 1 <= sum(map(bool, asked(model, 8, 0.2, 1.0, 400))) <= 3  # and once in a while, whether it still is so
 
 
 def test_a_stall_in_a_trial_does_not_end_all_trials() -> None:
-    payoff = Payoff(HelperRecord(0.7, 0.1))
-    asked(payoff, 8, 2.0, 1.0, 4)
-    assert sum(map(bool, asked(payoff, 8, 0.01, 1.0, 2000))) > 1000
+    model = CostModel(HelperRecord(0.7, 0.1))
+    asked(model, 8, 2.0, 1.0, 4)
+    assert sum(map(bool, asked(model, 8, 0.01, 1.0, 2000))) > 1000
 
 
 def test_a_helper_is_put_off_for_as_many_rows_as_it_did_not_pay_for() -> None:
-    payoff = Payoff(HelperRecord(0.7, 0.1))
+    model = CostModel(HelperRecord(0.7, 0.1))
     for rows in (1, 8):
-        asked(payoff, rows, 0.2 if rows == 8 else 0.02, 1.0, 50)
-    assert not any(asked(payoff, 8, 0.2, 1.0, 20))
-    assert all(asked(payoff, 1, 0.02, 1.0, 20)[1:])
+        asked(model, rows, 0.2 if rows == 8 else 0.02, 1.0, 50)
+    assert not any(asked(model, 8, 0.2, 1.0, 20))
+    assert all(asked(model, 1, 0.02, 1.0, 20)[1:])
 
 
 def test_a_helper_that_begins_badly_is_tried_again_soon() -> None:
     """Bad luck with the first guesses of a text may not cost the rest of it."""
-    payoff, found = Payoff(HelperRecord(0.45, 0.1)), []
+    model, found = CostModel(HelperRecord(0.45, 0.1)), []
     for _ in range(3):
-        payoff.times.observe(1, 0, 1.0)
-    payoff.begin()
+        model.times.observe(1, 0, 1.0)
+    model.helper.begin()
     for step in range(64):
-        length = payoff.helped(1, 63)
-        payoff.times.observe(1, length, 1 + 0.05 * length)
+        length = model.helped(1, 63)
+        model.times.observe(1, length, 1 + 0.05 * length)
         if length:
             kept = 0 if step < 6 else length
-            payoff.judged(kept, min(kept + 1, length))
-            payoff._helper.took(1, length, 0.05 * length)
+            model.helper.judged(kept, min(kept + 1, length))
+            model.helper.took(1, length, 0.05 * length)
         found.append(length)
     assert not all(found[:16]) and sum(found[32:]) > 64, found
 
@@ -270,14 +271,14 @@ def test_a_helper_rests_the_longer_the_dearer_a_trial_is(cost: float, slope: flo
 
 def drafting(fixed: float, each: float, rate: float, steps: int = 300) -> list[int]:
     """Guesses that a helper is asked for, which takes so much for each turn and for each guess."""
-    payoff, dice, found = Payoff(HelperRecord(0.45, 0.2)), random.Random(3), []
+    model, dice, found = CostModel(HelperRecord(0.45, 0.2)), random.Random(3), []
     for _ in range(steps):
-        length = payoff.helped(1, 63)
-        payoff.times.observe(1, length, 1 + 0.07 * length)
+        length = model.helped(1, 63)
+        model.times.observe(1, length, 1 + 0.07 * length)
         if length:
             kept = next((place for place in range(length) if dice.random() >= rate), length)
-            payoff.judged(kept, min(kept + 1, length))
-            payoff._helper.took(1, length, fixed + each * length)
+            model.helper.judged(kept, min(kept + 1, length))
+            model.helper.took(1, length, fixed + each * length)
         found.append(length)
     return found
 

@@ -1,0 +1,244 @@
+"""What a step costs, how likely a guess is kept, and the number of guesses that brings most tokens for the cost.
+
+All of it is measured while decoding; `policy` has those who ask. Gain is expected tokens divided by cost. A cost is in
+seconds, or in plain steps: forwards of the same rows without a guess.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+_GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of guesses that are timed apart; what lies between counts as the next one."""
+_PLAIN, _WIDE = 15, 5
+"""Measurements kept of plain steps, and of each number of guesses."""
+_SLOPE = 0.08
+"""Cost of a guess in plain steps of one row, until it was measured."""
+_MOST_ADDED = 2.0
+"""Plain steps that a guess may seem to add at most: the rest is somebody else's work."""
+
+
+class Acceptance:
+    """Estimate of the chance that one more guess is kept, given that those before it were.
+
+    Counts attempts up to and including the first rejection: guesses behind it were never judged, and counting them
+    would bias the estimate low (SmartSpec, arXiv 2406.14066). Older attempts fade.
+
+    Args:
+        fade: weight that an attempt keeps with every later one, in (0, 1].
+        prior: chance to begin with; it weighs as much as two attempts.
+    """
+
+    def __init__(self, fade: float = 0.95, prior: float = 0.5) -> None:
+        self._fade, self._kept, self._tried = fade, 2 * prior, 2.0
+
+    def observe(self, kept: int, offered: int) -> None:
+        """`kept` guesses in a row were accepted out of `offered` one after another."""
+        for attempt in range(min(kept + 1, offered)):
+            self._kept = self._fade * self._kept + (attempt < kept)
+            self._tried = self._fade * self._tried + 1
+
+    @property
+    def rate(self) -> float:
+        """The estimate, in (0, 1)."""
+        return self._kept / self._tried
+
+
+def expected_tokens(rate: float, guesses: int) -> float:
+    """Tokens that a block of so many guesses brings on average, the target's own included: 1 + a + ... + a^k."""
+    return float(guesses + 1) if rate == 1 else (1 - rate ** (guesses + 1)) / (1 - rate)
+
+
+def gain_of(tokens: float, cost: float) -> float:
+    """Tokens by cost; infinite where that seems to be nothing."""
+    return tokens / cost if cost else math.inf
+
+
+def best_length(costs: Mapping[int, float], tokens: Callable[[int], float], floor: float = 0.0) -> int:
+    """The guesses with the largest gain where every row gets as many; 0 where no number gains more than `floor`.
+
+    Args:
+        costs: of a step, by the guesses of each row.
+        tokens: that a row's block of so many guesses is expected to bring.
+    """
+    best = max(costs, key=lambda length: (tokens(length) / costs[length], -length), default=0)
+    return best if best and tokens(best) / costs[best] > floor else 0
+
+
+def best_lengths(
+    chances: Sequence[Sequence[float]], rows: int, cost: Callable[[int], float], floor: float, room: int | None = None
+) -> tuple[float, list[int]]:
+    """The largest gain where each row gets guesses of its own, the likeliest of all first; and how many each gets.
+
+    Args:
+        chances: for each row that may guess, the chance of each next guess to be kept with all before it, falling.
+        rows: of the forward, those without guesses included.
+        cost: of a step with so many guesses of all rows together.
+        floor: gain that guesses must exceed; it comes back, with no guesses, where they do not.
+        room: most guesses of all rows together; None for any number.
+    """
+    ranked = sorted(((chance, row) for row, some in enumerate(chances) for chance in some), reverse=True)[:room]
+    best, count, tokens = floor, 0, float(rows)
+    for guesses, (chance, _) in enumerate(ranked, start=1):
+        tokens += chance
+        if (gain := gain_of(tokens, cost(guesses))) > best:
+            best, count = gain, guesses
+    lengths = Counter(row for _, row in ranked[:count])
+    return best, [lengths[row] for row in range(len(chances))]
+
+
+class Line:
+    """Weighted least squares of y on x."""
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float, weight: float = 1.0, fade: float = 1.0) -> None:
+        """A point; those before it keep the share `fade` of their weights."""
+        old, new = (self._n, self._x, self._y, self._xx, self._xy), (1.0, x, y, x * x, x * y)
+        self._n, self._x, self._y, self._xx, self._xy = (fade * o + weight * s for o, s in zip(old, new, strict=True))
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """The mean of all points, through which the line goes."""
+        return self._x / self._n, self._y / self._n
+
+    @property
+    def slope(self) -> float | None:
+        """None where all points have the same x."""
+        x, y = self.middle
+        spread = self._xx / self._n - x * x
+        return None if spread <= 1e-9 * max(1.0, x * x) else (self._xy / self._n - x * y) / spread
+
+    def at(self, x: float) -> float:
+        """The line's y; the mean where all points have the same x."""
+        middle, height = self.middle
+        return height + (self.slope or 0.0) * (x - middle)
+
+
+class LinearLatency:
+    """Seconds of a forward as a line in its size, where older measurements fade: machines and contexts change.
+
+    A measurement far above the line is taken for a stall and cut down. The slope is never negative; until two sizes
+    were seen, one more token is assumed to cost a small share of the intercept.
+    """
+
+    _STALL, _FADE, _SHARE = 3.0, 0.97, 0.02
+
+    def __init__(self) -> None:
+        self._line = Line()
+        self._x = self._y = self._slope = 0.0
+
+    def observe(self, size: float, seconds: float) -> None:
+        """A forward of `size` tokens took so long."""
+        if self._x:
+            seconds = min(seconds, self._STALL * self.seconds(size))
+        self._line.add(size, seconds, fade=self._FADE)
+        (self._x, self._y), slope = self._line.middle, self._line.slope
+        self._slope = self._SHARE * self._y / (1 + self._SHARE * self._x) if slope is None else max(0.0, slope)
+
+    def seconds(self, size: float) -> float:
+        """What the line says; 0 before the first measurement."""
+        return max(0.0, self._y + self._slope * (size - self._x))
+
+
+class ForwardTimes:
+    """Seconds of forwards of one model on this machine, by rows and by guesses on top of them.
+
+    A forward without guesses tells what a plain step takes, one with guesses what these add to it.
+    """
+
+    def __init__(self) -> None:
+        self._steps = defaultdict[int, deque[float]](partial(deque, maxlen=_PLAIN))
+        self._added = defaultdict[int, dict[int, deque[float]]](dict)
+        self._curves: dict[int, list[tuple[int, float]]] = {}
+
+    def observe(self, rows: int, guesses: int, seconds: float) -> None:
+        """A forward of so many rows, with so many guesses of all rows together."""
+        if guesses == 0:
+            self._steps[rows].append(seconds)
+        elif step := self.step(rows):
+            near = _GRID[min(bisect_left(_GRID, guesses), len(_GRID) - 1)]
+            added = min(max(seconds / step - 1, 0.0), _MOST_ADDED * guesses)
+            self._added[load(rows)].setdefault(near, deque(maxlen=_WIDE)).append(added)
+            self._curves.pop(load(rows), None)
+
+    def known(self, rows: int) -> bool:
+        """Whether plain steps of so many rows were timed."""
+        return len(self._steps[rows]) > 1
+
+    def step(self, rows: int) -> float:
+        """Seconds of a plain step of so many rows; 0 before one was timed."""
+        return statistics.median(self._steps[rows] or [0.0])
+
+    def added(self, rows: int, guesses: int) -> float:
+        """Plain steps that so many guesses add to one: straight lines between what was measured."""
+        curve = self._curve(rows)
+        at = bisect_left(curve, (guesses, -1.0))
+        if at == len(curve):
+            size, added = curve[-1]
+            return added * guesses / size
+        size, added = curve[at]
+        below, least = curve[at - 1] if at else (0, 0.0)
+        return least + (added - least) * (guesses - below) / (size - below)
+
+    def widest(self, rows: int) -> int:
+        """The most guesses whose cost was measured, of so many rows; 0 before any was."""
+        return max(self._added[load(rows)], default=0)
+
+    def forget(self, rows: int) -> None:
+        """Take what guesses add to a step of so many rows for unknown again."""
+        self._added.pop(load(rows), None)
+        self._curves.pop(load(rows), None)
+
+    def _curve(self, rows: int) -> list[tuple[int, float]]:
+        """Points (guesses, plain steps), both ascending."""
+        if load(rows) not in self._curves:
+            cells, points, least = self._added[load(rows)], deque[tuple[int, float]](), math.inf
+            for size in sorted(cells, reverse=True):  # more positions take no less: what lies above is noise
+                least = min(least, statistics.median(cells[size]))
+                points.appendleft((size, least))
+            self._curves[load(rows)] = list(points) or [(1, _SLOPE / (1 + _SLOPE * (rows - 1)))]
+        return self._curves[load(rows)]
+
+
+def load(rows: int) -> int:
+    """Numbers of rows that are taken together."""
+    return rows.bit_length()
+
+
+class DraftCost:
+    """Plain steps that guessing takes: something at each turn, and something for each guess.
+
+    Args:
+        each: of each guess, until one was timed.
+    """
+
+    _FIRST, _NEW = 0.5, 0.2
+    """Weight of the first time against what was expected, and of a new one against the mean of the earlier ones."""
+
+    def __init__(self, each: float) -> None:
+        self._means, self._fixed, self._more = dict[int, tuple[float, int]](), 0.0, each
+
+    def of(self, guesses: int) -> float:
+        """What so many take, one after the other."""
+        return self._fixed + self._more * guesses
+
+    def took(self, guesses: int, share: float) -> None:
+        """So many took that share of a plain step; of a stall not all counts."""
+        expected = self.of(guesses)
+        mean, count = self._means.get(guesses, (expected, 0))
+        weight = self._NEW if count else self._FIRST
+        self._means[guesses] = mean + weight * (min(share, 2 * expected) - mean), min(count + 1, _WIDE)
+        line = Line()
+        for number, (mean, count) in self._means.items():
+            line.add(number, mean, count)
+        (middle, height), slope = line.middle, line.slope
+        # Of one number, half is taken to be fixed, so that more guesses are tried; no line falls or begins below 0.
+        self._more = height / middle / 2 if slope is None else min(max(slope, 0.0), height / middle)
+        self._fixed = height - self._more * middle

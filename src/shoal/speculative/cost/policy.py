@@ -1,0 +1,456 @@
+"""Who asks what guesses cost: the policies that choose how many tokens to guess, and the one that warns of a loss.
+
+`Goodput` and `Width` limit what any proposer guesses, `CostModel` is asked by a proposer that guesses only where that
+pays, and `Meter` watches a method that guesses anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shoal.decode.worker import DraftLengthPolicy, StepReport, Worker
+from shoal.speculative.cost.model import (
+    Acceptance,
+    DraftCost,
+    ForwardTimes,
+    Line,
+    LinearLatency,
+    best_length,
+    best_lengths,
+    expected_tokens,
+    gain_of,
+    load,
+)
+
+if TYPE_CHECKING:
+    from shoal.decode.row import Row
+    from shoal.decode.rules.accept import Outcome
+    from shoal.decode.tree import TokenTree
+
+MARGIN = 1.08
+"""Gain in plain steps above which `CostModel` lets guesses be made."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
+"""Steps until positions that were too dear for any guess are tried again, at first and at most."""
+
+
+class Backoff:
+    """A count of steps until something that did not pay is tried again: twice as many each time, up to `most`.
+
+    Attributes:
+        left: steps that are still to pass; 0 while nothing is put off.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.left, self._next, self._most = 0, 0, most
+
+    def begin(self, first: int) -> None:
+        """Put it off, the first time by so many steps."""
+        self.left = max(self._next, first)
+        self._next = min(2 * self.left, self._most)
+
+    def passed(self, first: int = 0) -> bool:
+        """A step passes, of a count that begins with it if none is under way; whether it is time to try again."""
+        if not self.left:
+            self.begin(first)
+        self.left -= 1
+        return not self.left
+
+    def end(self) -> None:
+        """It pays again."""
+        self.left = self._next = 0
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """SmartSpec (arXiv 2406.14066): predicted tokens per second for every draft length, and the best of them.
+
+    Step time is fitted online, acceptance estimated per row. A row that stopped guessing tries a single guess now and
+    then, ever more rarely while that fails: it must be able to begin again, and an estimate without attempts starves.
+    The number of guesses follows measured times, so it is not the same in every run.
+
+    Attributes:
+        most: the most guesses one after another.
+        fade: how fast acceptance forgets, see `Acceptance`.
+    """
+
+    most: int = 10
+    fade: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise ValueError(f"most is {self.most}; it must be at least 1")
+        if not 0 < self.fade <= 1:
+            raise ValueError(f"fade is {self.fade}; it must be in (0, 1]")
+
+    def begin(self, stack: Any, cache: Any) -> GoodputPolicy:
+        """The state for one batch of rows."""
+        return GoodputPolicy(self.most, self.fade)
+
+
+class GoodputPolicy(DraftLengthPolicy):
+    """See `Goodput`."""
+
+    _MEASURED = 3
+    """The first steps, of which the last one guesses."""
+    _PLANNED = 4
+    """Steps between two choices: choosing takes as long as a good part of a small model's forward."""
+    _FIRST_PROBE, _RAREST_PROBE = 16, 128
+
+    def __init__(self, most: int, fade: float) -> None:
+        self._most, self._fade = most, fade
+        self._target, self._draft = LinearLatency(), LinearLatency()
+        self._states: dict[int, tuple[Acceptance, Backoff]] = {}
+        self._steps = self._planned = 0
+        self._lengths: list[int] = []
+
+    def limits(self, rows: Sequence[Row]) -> list[int]:
+        """The first steps measure: one plain, one with all guesses."""
+        before = list(self._states)
+        self._states = {id(row): self._states.get(id(row)) or self._new() for row in rows}
+        self._steps += 1
+        if self._steps <= self._MEASURED:
+            return [0 if self._steps < self._MEASURED else self._most] * len(rows)
+        if self._planned <= 0 or before != list(self._states):
+            self._plan([self._states[id(row)][0].rate for row in rows])
+        self._planned -= 1
+        return [self._waking(self._states[id(row)][1], length) for row, length in zip(rows, self._lengths, strict=True)]
+
+    def _new(self) -> tuple[Acceptance, Backoff]:
+        return Acceptance(self._fade), Backoff(self._RAREST_PROBE)
+
+    def _plan(self, rates: Sequence[float]) -> None:
+        """Choose the lengths; where nobody is to guess that stands until a probe has told something."""
+        self._lengths = goodput_lengths(rates, self._most, self._target, self._draft)
+        self._planned = self._PLANNED if any(self._lengths) else self._RAREST_PROBE
+
+    def _waking(self, pause: Backoff, length: int) -> int:
+        if length:
+            pause.end()
+            return length
+        return int(pause.passed(self._FIRST_PROBE))
+
+    def observe(self, report: StepReport) -> None:
+        """Times of guessing and verifying, and what was kept."""
+        if report.prompt:
+            return
+        self._again(report)
+        if self._steps > 1 and report.target_seconds is not None:  # the first step pays for warming up
+            self._target.observe(sum(len(tree) for tree in report.trees), report.target_seconds)
+        longest = max(tree.depths[-1] for tree in report.trees)
+        if longest:
+            self._draft.observe(longest, report.draft_seconds)
+            if not any(self._lengths):
+                self._planned = 0
+        for row, tree, outcome in report.guessed():
+            if id(row) in self._states:
+                self._planned = min(self._planned, self._PLANNED if any(self._lengths) else 0)
+                self._states[id(row)][0].observe(*kept_of(tree, outcome))
+
+    def _again(self, report: StepReport) -> None:
+        """A step that could only get guesses ready tells nothing of them: let the next one guess in its place."""
+        ready = [row for row, tree in zip(report.rows, report.trees, strict=True) if len(tree) == 1 and tree.asides]
+        if ready and self._steps == self._MEASURED:
+            self._steps -= 1
+        for row in ready:
+            if id(row) in self._states:
+                _, pause = self._states[id(row)]
+                if not pause.left:
+                    pause.begin(self._FIRST_PROBE)
+                pause.left = 1
+
+
+def goodput_lengths(rates: Sequence[float], most: int, target: LinearLatency, draft: LinearLatency) -> list[int]:
+    """The guesses per row, 0..most each, with the largest expected tokens per second of the whole batch.
+
+    Drafting costs by the longest row, verifying by the sum.
+    """
+    rows, plain = len(rates), target.seconds(len(rates))
+    best, lengths = gain_of(rows, plain) if plain else 0.0, [0] * rows
+    for longest in range(1, most + 1):
+
+        def cost(guesses: int, drafting: float = draft.seconds(longest)) -> float:
+            return target.seconds(rows + guesses) + drafting
+
+        chances = [[rate**place for place in range(1, longest + 1)] for rate in rates]
+        floor = max(best, gain_of(rows, cost(0)))  # above `best` only while a plain step seems to take no time
+        gain, found = best_lengths(chances, rows, cost, floor)
+        if any(found):
+            best, lengths = gain, found
+    return lengths
+
+
+def kept_of(tree: TokenTree, outcome: Outcome) -> tuple[int, int]:
+    """Guesses of a tree that were kept, and those that were judged one after another: with one more that was refused."""
+    kept = len(outcome.path) - 1
+    return kept, kept + bool(tree.children(outcome.path[-1]))
+
+
+@dataclass(frozen=True)
+class Width:
+    """One block width for the whole batch, found by trial and kept for a while.
+
+    Scylla (arXiv 2505.07858) chooses the width at which arithmetic becomes the limit. Here the measured time stands in
+    for the roofline. Every width is tried a few times; the law of acceptance over width, A(k) = a log10(k) + c, smooths
+    what each brought, the median says what each took. Coarser than `Goodput`, which tells rows apart and moves with
+    every step; steadier, and a fixed width suits captured graphs.
+
+    Attributes:
+        widths: nodes of a block, root included, at least three of them from 2 on; a plain step is always considered.
+    """
+
+    widths: tuple[int, ...] = (2, 4, 8)
+
+    def __post_init__(self) -> None:
+        if len(set(self.widths)) < 3 or min(self.widths) < 2:
+            raise ValueError(f"widths is {self.widths}; at least 3 different ones from 2 on are needed to fit the law")
+
+    def begin(self, stack: Any, cache: Any) -> WidthPolicy:
+        """The state for one batch of rows."""
+        return WidthPolicy(self.widths)
+
+
+class WidthPolicy(DraftLengthPolicy):
+    """See `Width`."""
+
+    _TRIALS, _LASTS = 4, 64
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._plan = [0, *(width - 1 for width in sorted(set(widths)))] * self._TRIALS
+        self._waiting = self._plan.copy()
+        self._found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self._length, self._left = 0, 0
+
+    def limits(self, rows: Sequence[Row]) -> list[int]:
+        """The same for all rows."""
+        if self._left:
+            self._left -= 1
+        elif self._waiting:
+            self._length = self._waiting[0]
+        else:
+            self._length, self._left, self._waiting = self._best(), self._LASTS, self._plan.copy()
+            self._found.clear()
+        return [self._length] * len(rows)
+
+    def observe(self, report: StepReport) -> None:
+        """What the width brought, and what it took; a trial beside a prompt tells neither and is made again."""
+        if report.prompt or report.target_seconds is None:
+            return
+        if self._waiting[:1] == [self._length] and not self._left:
+            self._waiting.pop(0)
+        tokens = statistics.fmean(len(outcome.path) for outcome in report.outcomes)
+        self._found[self._length].append((tokens, report.draft_seconds + report.target_seconds))
+
+    def _best(self) -> int:
+        law = Line()
+        for length, found in self._found.items():
+            law.add(math.log10(1 + length), statistics.fmean(tokens for tokens, _ in found))
+        return best_length(
+            {length: statistics.median(seconds for _, seconds in found) for length, found in self._found.items()},
+            lambda length: max(1.0, law.at(math.log10(1 + length))) if length else 1.0,
+        )
+
+
+class CostModel:
+    """What forwards take here and what became of a helper's guesses: says how many guesses pay.
+
+    What is known outlives the batch, so that later ones begin with it.
+
+    Attributes:
+        times: of forwards.
+        helper: what is thought of the helper.
+    """
+
+    _TRIAL = 3
+    """Guesses of a first trial; then up to twice as many as were timed."""
+    _LIKELY = 0.5
+    """Chance above which a guess that is not made counts for measuring anew what positions cost."""
+
+    def __init__(self, helper: HelperRecord | None = None, times: ForwardTimes | None = None) -> None:
+        self.times, self.helper = times or ForwardTimes(), helper or HelperRecord()
+        self._declined = Backoff(_LONGEST_PAUSE)
+
+    def lengths(self, chances: Sequence[Sequence[float]], rows: int, room: int) -> list[int]:
+        """Guesses for each row that has some. The first steps of a new number of rows are plain ones.
+
+        Args:
+            chances: for each of them, the chance of each next guess to be kept with all before it.
+            rows: of the forward, those without guesses included.
+            room: most guesses of all rows together.
+        """
+        if not self.times.known(rows):
+            return [0] * len(chances)
+        room = min(room, max(self._TRIAL, rows, 2 * self.times.widest(rows)))
+        lengths = paying_lengths(chances, self.times, room, rows)
+        if any(lengths):
+            if self.times.widest(rows):  # else it is a trial
+                self._declined.end()
+        elif max(map(max, filter(None, chances)), default=0.0) > self._LIKELY and self._declined.passed(_FIRST_PAUSE):
+            self.times.forget(rows)
+        return lengths
+
+    def helped(self, rows: int, room: int) -> int:
+        """Guesses that a helper is to make for each row; 0 for none."""
+        return self.helper.length(self.times, rows, room // rows) if self.times.known(rows) else 0
+
+    def observe(self, report: StepReport, helped: int) -> None:
+        """Learn from a step in which a helper made `helped` guesses for the row with most of them."""
+        rows, guesses = len(report.rows), sum(map(len, report.trees)) - len(report.rows)
+        if report.target_seconds is not None:
+            self.times.observe(rows, guesses, report.target_seconds)
+        if helped and (step := self.times.step(rows)):
+            self.helper.took(rows, helped, report.draft_seconds / step)
+
+
+def paying_lengths(chances: Sequence[Sequence[float]], times: ForwardTimes, room: int, rows: int) -> list[int]:
+    """Guesses per row with the most expected tokens per second, see `best_lengths`; none where that is not worth it."""
+    return best_lengths(chances, rows, lambda guesses: rows * (1 + times.added(rows, guesses)), MARGIN, room)[1]
+
+
+class HelperRecord:
+    """How often a helper's guesses are kept, what they cost, and when to try it again.
+
+    Args:
+        rate: chance that a guess is kept, to begin with.
+        cost: of each guess in plain steps, until one was timed.
+        most: most guesses one after another.
+    """
+
+    _TRIES = 4
+    """Guesses in a new text before a helper may be put off."""
+    _SHORTEST_REST = 16
+    _TRIALS = 0.01
+    """Share of the time for trying again one that guessed badly, with one guess: it rests by that, within bounds."""
+    _AWAKE = 32
+    """Steps before its next trial from which on it sees what is decoded."""
+
+    def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
+        self._rate, self._acceptance = rate, Acceptance(prior=rate)
+        self._most, self._judged, self._tries, self._behind = most, 0, 0, True
+        self._costs = defaultdict[int, DraftCost](partial(DraftCost, cost))
+        self._pauses = defaultdict[int, Backoff](partial(Backoff, _LONGEST_PAUSE))
+        self._pause, self._hopeless = Backoff(_LONGEST_PAUSE), dict[int, bool]()
+
+    def begin(self) -> None:
+        """A new text: try anew, unless no text is worth guessing. What is known of other texts counts half."""
+        self._acceptance = Acceptance(prior=(self._acceptance.rate + self._rate) / 2)
+        self._tries, self._behind = self._TRIES, True
+        for rows, pause in self._pauses.items():
+            if not self._hopeless.get(rows):
+                pause.end()
+
+    def length(self, times: ForwardTimes, rows: int, most: int) -> int:
+        """Guesses per row with the most tokens per second, few at first; one now and then where none pays.
+
+        Args:
+            times: of the model's forwards.
+            rows: that the helper would guess for.
+            most: guesses per row that there is room for.
+        """
+        pause = self._pause = self._pauses[load(rows)]
+        if pause.left:
+            self._behind = True
+            return min(1, most) if pause.passed() else 0
+        if found := self._best(self._acceptance.rate, times, rows, min(most, self._most, 1 + self._judged)):
+            pause.end()
+            return found
+        hopeless = times.widest(rows) > 0 and not self._best(1.0, times, rows, min(most, self._most))
+        if self._tries > 0 and not hopeless:
+            return min(1, most)
+        trial = self._costs[load(rows)].of(1) + times.added(rows, rows)
+        rest = max(self._SHORTEST_REST, min(math.ceil(trial / self._TRIALS), _FIRST_PAUSE))
+        pause.begin(_FIRST_PAUSE if hopeless else rest)
+        self._hopeless[load(rows)] = hopeless
+        return 0
+
+    def _best(self, rate: float, times: ForwardTimes, rows: int, most: int) -> int:
+        """Guesses per row, up to `most`, with the most tokens per second at that chance to be kept; 0 if none pays."""
+        drafting = self._costs[load(rows)]
+        costs = {length: 1 + drafting.of(length) + times.added(rows, rows * length) for length in range(1, most + 1)}
+        return best_length(costs, partial(expected_tokens, rate), MARGIN)
+
+    @property
+    def rests(self) -> bool:
+        """Whether it makes no guess in the next steps either, with as many rows as there were last."""
+        return self._pause.left > self._AWAKE
+
+    def judged(self, kept: int, offered: int) -> None:
+        """`kept` of `offered` guesses in a row were right."""
+        self._judged += 1
+        self._tries -= 1
+        self._acceptance.observe(kept, offered)
+
+    def took(self, rows: int, guesses: int, share: float) -> None:
+        """So many guesses, one after the other in each row, took that share of a plain step of so many rows.
+
+        The first ones of a text and after a pause had to read all since, and do not count.
+        """
+        if not self._behind:
+            self._costs[load(rows)].took(guesses, share)
+        self._behind = False
+
+
+class Meter(Worker):
+    """Watches the steps of one method and says once that it loses time.
+
+    What plain decoding would have taken is known from steps without a guess, as at the end of a text. Where there are
+    none, a forward over the guesses stands for it: that takes longer, so a loss seen with it is one.
+
+    Args:
+        name: of the method.
+        tell: called with the words, once.
+    """
+
+    _STEPS = 64
+    """Steps after which a method is judged, again and again."""
+    _LOSS = 0.95
+    """Gain in plain steps below which a method is said to lose time."""
+    _PLAIN = 3
+    """Steps without a guess that are enough to know what one takes."""
+    _STALL = 3.0
+    """Longest that a step may seem, in usual ones: the rest is somebody else's work."""
+
+    def __init__(self, name: str, tell: Callable[[str], None]) -> None:
+        self._name, self._tell, self._told = name, tell, False
+        self._begin(0)
+
+    def _begin(self, rows: int) -> None:
+        """Forget the times of batches of another number of rows, and count anew."""
+        self._rows = rows
+        self._plain, self._wide = deque[float](maxlen=self._STEPS), deque[float](maxlen=self._STEPS)
+        self._count()
+
+    def _count(self) -> None:
+        self._kept, self._guesses, self._seconds = 0, 0, list[float]()
+
+    def observe(self, report: StepReport) -> None:
+        """A step in which this method alone decoded."""
+        if self._told or report.target_seconds is None:
+            return
+        if len(report.rows) != self._rows:
+            self._begin(len(report.rows))
+        guesses = sum(map(len, report.trees)) - self._rows
+        (self._wide if guesses else self._plain).append(report.target_seconds)
+        self._guesses += guesses
+        self._kept += sum(len(outcome.path) - 1 for outcome in report.outcomes)
+        self._seconds.append(report.draft_seconds + report.target_seconds)
+        if len(self._seconds) == self._STEPS:
+            self._judge()
+
+    def _judge(self) -> None:
+        step = statistics.median(self._plain if len(self._plain) >= self._PLAIN else self._wide or self._plain)
+        stalled = self._STALL * statistics.median(self._seconds)
+        tokens, cost = self._STEPS + self._kept / self._rows, sum(min(one, stalled) for one in self._seconds) / step
+        if self._guesses and tokens / cost < self._LOSS:
+            self._told = True
+            self._tell(
+                f"{self._name} is losing time here: {tokens / cost:.2f}x of plain decoding over {self._STEPS} steps, "
+                f"{self._kept / self._guesses:.0%} of its guesses kept. Method auto guesses only where that pays; "
+                "method full does not guess"
+            )
+        self._count()
