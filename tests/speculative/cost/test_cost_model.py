@@ -224,6 +224,16 @@ def test_where_positions_are_dear_a_new_text_brings_no_trial() -> None:
     assert 1 <= sum(map(bool, asked(model, 8, 0.2, 1.0, 400))) <= 3  # and once in a while, whether it still is so
 
 
+def test_where_positions_are_dear_short_texts_together_bring_a_trial() -> None:
+    model = CostModel(HelperRecord(0.7, 0.1))
+    asked(model, 8, 0.2, 1.0, 50)
+    trials = 0
+    for _ in range(10):
+        model.helper.begin()
+        trials += sum(map(bool, asked(model, 8, 0.2, 1.0, 40)))
+    assert 1 <= trials <= 2
+
+
 def test_a_stall_in_a_trial_does_not_end_all_trials() -> None:
     model = CostModel(HelperRecord(0.7, 0.1))
     asked(model, 8, 2.0, 1.0, 4)

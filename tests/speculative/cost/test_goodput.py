@@ -54,6 +54,14 @@ def test_lengths_are_those_of_brute_force(rates: list[float], c: float, b: float
     assert reached == pytest.approx(brute_force(rates, 4, target, draft), rel=1e-9)
 
 
+def test_while_a_plain_step_seems_to_take_no_time_nothing_is_guessed() -> None:
+    target = LinearLatency()
+    target.observe(4, 0.001)
+    target.observe(8, 1.0)
+    assert target.seconds(1) == target.seconds(2) == 0.0
+    assert goodput_lengths([0.9], 2, target, LinearLatency()) == [0]
+
+
 def test_better_guesses_are_never_fewer_and_dearer_tokens_never_more() -> None:
     free = line(0, 0)
     by_rate = [goodput_lengths([rate], 8, line(1, 0.1), free)[0] for rate in (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)]

@@ -14,12 +14,12 @@ import pytest
 from shoal.decode.rules.accept import Outcome
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
-from shoal.speculative.cost.model import Line, best_length
+from shoal.speculative.cost.model import LeastSquares, best_length
 from shoal.speculative.cost.policy import Width
 
 
 def test_planted_coefficients_come_back() -> None:
-    dice, law = random.Random(0), Line()
+    dice, law = random.Random(0), LeastSquares()
     for x in range(1, 200):
         law.add(math.log10(x), 0.74 * math.log10(x) + 4.61 + dice.gauss(0, 0.01))
     assert law.slope == pytest.approx(0.74, abs=0.01) and law.at(0.0) == pytest.approx(4.61, abs=0.02)
@@ -27,14 +27,14 @@ def test_planted_coefficients_come_back() -> None:
 
 
 def test_too_little_to_fit() -> None:
-    law = Line()
+    law = LeastSquares()
     for y in (1.0, 2.0, 6.0):
         law.add(2.0, y)
     assert law.slope is None and law.at(5.0) == 3.0
 
 
 def test_points_of_more_weight_draw_the_line_as_if_they_came_more_often() -> None:
-    weighted, repeated = Line(), Line()
+    weighted, repeated = LeastSquares(), LeastSquares()
     for x, y, weight in [(1, 1.0, 3), (2, 5.0, 1), (4, 2.0, 2)]:
         weighted.add(x, y, weight)
         for _ in range(weight):

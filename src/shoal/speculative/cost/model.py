@@ -92,7 +92,7 @@ def best_lengths(
     return best, [lengths[row] for row in range(len(chances))]
 
 
-class Line:
+class LeastSquares:
     """Weighted least squares of y on x."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class LinearLatency:
     _STALL, _FADE, _SHARE = 3.0, 0.97, 0.02
 
     def __init__(self) -> None:
-        self._line = Line()
+        self._line = LeastSquares()
         self._x = self._y = self._slope = 0.0
 
     def observe(self, size: float, seconds: float) -> None:
@@ -235,7 +235,7 @@ class DraftCost:
         mean, count = self._means.get(guesses, (expected, 0))
         weight = self._NEW if count else self._FIRST
         self._means[guesses] = mean + weight * (min(share, 2 * expected) - mean), min(count + 1, _WIDE)
-        line = Line()
+        line = LeastSquares()
         for number, (mean, count) in self._means.items():
             line.add(number, mean, count)
         (middle, height), slope = line.middle, line.slope

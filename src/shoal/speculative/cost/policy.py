@@ -19,7 +19,7 @@ from shoal.speculative.cost.model import (
     Acceptance,
     DraftCost,
     ForwardTimes,
-    Line,
+    LeastSquares,
     LinearLatency,
     best_length,
     best_lengths,
@@ -186,7 +186,7 @@ def goodput_lengths(rates: Sequence[float], most: int, target: LinearLatency, dr
 
 
 def kept_of(tree: TokenTree, outcome: Outcome) -> tuple[int, int]:
-    """Guesses of a tree that were kept, and those that were judged one after another: with one more that was refused."""
+    """Guesses of a tree that were kept, and those that were judged one after another: one more if one was refused."""
     kept = len(outcome.path) - 1
     return kept, kept + bool(tree.children(outcome.path[-1]))
 
@@ -247,7 +247,7 @@ class WidthPolicy(DraftLengthPolicy):
         self._found[self._length].append((tokens, report.draft_seconds + report.target_seconds))
 
     def _best(self) -> int:
-        law = Line()
+        law = LeastSquares()
         for length, found in self._found.items():
             law.add(math.log10(1 + length), statistics.fmean(tokens for tokens, _ in found))
         return best_length(
