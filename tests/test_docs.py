@@ -14,10 +14,11 @@ import test_matrix
 from documents import ROOT, blocks, registered, run_document
 from shoal import methods
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "lab").glob("*.md"),
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "lab").rglob("*.md"),
                 *(ROOT / "tests" / "fixtures").rglob("*.md")])
-RUN = [path for path in PAGES if path.name != "README.md" or path.parent != ROOT]
+RUN = [path for path in PAGES if path != ROOT / "README.md" and not path.is_relative_to(ROOT / "lab")]
 RUN = [path for path in RUN if blocks(path.read_text(encoding="utf-8"))]
+QUOTED = re.compile(r"<!-- from (\S+) -->\n((?:\|.*\n)+)")
 
 
 def name_of(path: Path) -> str:
@@ -53,6 +54,30 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
     targets = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     missing = [link for link in targets if link and not (path.parent / link).exists()]
     assert not missing, f"{path.name} links to {missing}"
+
+
+def test_tables_that_are_quoted_are_those_of_their_reports() -> None:
+    for path in PAGES:
+        for report, table in QUOTED.findall(path.read_text("utf-8")):
+            lines = (path.parent / report).read_text("utf-8").splitlines()
+            missing = [line for line in table.splitlines() if line not in lines]
+            assert not missing, f"{path.name} quotes rows that {report} does not have: {missing}"
+
+
+def test_anchors_of_links_are_there() -> None:
+    for path in PAGES:
+        text = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)\s:]*#[^)\s]+)\)", text):
+            target, _, anchor = link.partition("#")
+            home = path.parent / target if target else path
+            assert home.suffix != ".md" or anchor in anchors(home), f"{path.name} links to {link}"
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.M | re.S)
+    titles = (re.sub(r"[^\w\s-]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.M))
+    return {title.strip().replace(" ", "-") for title in titles}
 
 
 @pytest.fixture

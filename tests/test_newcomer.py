@@ -1,4 +1,6 @@
-"""A newcomer's day: the examples of docs/adding_a_method.md, put into a fresh copy one file each, pass the matrix."""
+"""A newcomer's day: the way of a token is found by the names of folders, and the examples of docs/adding_a_method.md,
+put into a fresh copy one file each, pass the matrix.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,21 @@ def class_of(text: str) -> str:
     found = re.search(r"class (\w+)\((?:Drafting)?Method\)", text)
     assert found is not None, text
     return found[1]
+
+
+WAY = re.compile(r"^\| (\w[\w ]*) \| `(\S+)/` \| `(\S+)\.py`: `(\w+)` \|$", re.M)
+
+
+def test_the_way_of_a_token_is_found_by_folders() -> None:
+    """Each moment of the architecture page has a folder, and the file that it names there defines where to begin."""
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    way = {moment: (folder, file, name) for moment, folder, file, name in WAY.findall(page)}
+    assert {"sampled", "accepted", "emitted"} <= set(way)
+    for moment, (folder, file, name) in way.items():
+        assert f"| `{folder}/` |" in page.split("<!-- folders:begin -->")[1], f"{moment}: there is no folder {folder}"
+        assert file.startswith(f"{folder}/"), f"{moment}: {file}.py is not in {folder}"
+        module = import_module(f"shoal.{file.replace('/', '.')}")
+        assert vars(module)[name].__module__ == module.__name__, f"{moment}: {name} is defined elsewhere"
 
 
 @pytest.fixture(scope="module")

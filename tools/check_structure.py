@@ -35,7 +35,9 @@ MOST_LAB_LINES = 37_000
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 64
 """Classes and protocols in the modules that the decoding loop imports, however indirectly."""
-MOST_DOC_PAGES, MOST_DOC_WORDS = 30, 104_000
+MOST_DOC_PAGES, MOST_DOC_WORDS = 15, 30_000
+REFERENCE = ("api", "generation_config", "methods", "reference_server", "supported_models")
+"""Pages of docs that are written by scripts, or walked by tests field by field: they are not read from end to end."""
 
 
 def main() -> int:
@@ -44,7 +46,8 @@ def main() -> int:
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     core = sorted(PACKAGES["shoal"].rglob("*.py"))
     lab = [path for path in sorted((ROOT / "lab").rglob("*.py")) if "tests" not in path.parts]
-    docs = [path for path in sorted((ROOT / "docs").glob("*.md"))]
+    docs = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in REFERENCE]
+    docs += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     near_loop = sum(len(list(classes(path_of(module)))) for module in reachable(imports, LOOP))
     wrong = [*twice(), *cycles(imports), *of_the_lab(imports), *crowded(core)]
     for what, found, most in (

@@ -20,18 +20,18 @@ from urllib.parse import unquote
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {"README.md": "index.md", "lab/benchmarks/README.md": "benchmarks.md",
-           "lab/reports/quality/README.md": "quality.md", "lab/reports/evidence/README.md": "evidence_tables.md",
-           "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+           "lab/README.md": "lab.md", "lab/methods.md": "lab_methods.md", "lab/evaluation.md": "evaluation.md",
+           "lab/benchmarks/README.md": "benchmarks.md",
+           "lab/reports/evidence/tables.md": "studies/evidence_tables.md",
            "tests/fixtures/models/shoal-reference/README.md": "reference_model.md",
            "tests/fixtures/models/shoal-reference-layerskip/README.md": "reference_model_layerskip.md",
-           "tests/fixtures/gguf/README.md": "gguf_fixtures.md"}
-"""Documents elsewhere in the repository -> their names on the site."""
-RESULTS = (("Speed", "index.md", "How fast"), ("What else costs time", "performance.md", "At a glance"),
-           ("Drafts", "drafting.md", "What it brought"), ("Fewer layers", "evidence.md", "Which method for me?"),
-           ("Where D3 stands", "evidence.md", "Does D3 hold?"), ("Constraints", "constraints.md", "Measured"),
-           ("Servers", "serving.md", "Measured"))
-"""The page of results: its headings, and the section of a page that stands under each."""
+           "tests/fixtures/gguf/README.md": "gguf_fixtures.md",
+           **{path.relative_to(ROOT).as_posix(): f"studies/{path.stem}.md"
+              for path in sorted((ROOT / "lab" / "reports").glob("*.md"))},
+           **{path.relative_to(ROOT).as_posix(): f"studies/{path.parent.name}.md"
+              for path in sorted((ROOT / "lab" / "reports").glob("*/README.md"))}}
+"""Documents elsewhere in the repository -> their names on the site; each study of lab/reports is one."""
 SHARED = 3
 """Commands that take an option, in the same words, before it is listed apart."""
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
@@ -43,7 +43,6 @@ def on_files(files: Files, config: Any) -> Files:
     for place, name in OUTSIDE.items():
         files.append(File.generated(config, name, content=(ROOT / place).read_text("utf-8")))
     files.append(File.generated(config, "commands.md", content=commands()))
-    files.append(File.generated(config, "results.md", content=results()))
     for path in _linked():
         files.append(File.generated(config, f"files/{path.relative_to(ROOT).as_posix()}", abs_src_path=str(path)))
     return files
@@ -91,46 +90,6 @@ def commands() -> str:
 
 def _words(entry: str) -> str:
     return " ".join(entry.split())
-
-
-def results() -> str:
-    """The page of results: what other pages measured, each with a link to where it is told in full."""
-    parts = ["# Results\n\nEvery figure has a command and a report in the repository; the pages behind the links say "
-             "how it was measured, and what was not.\n"]
-    for title, page, heading in RESULTS:
-        home = ROOT / next((place for place, name in OUTSIDE.items() if name == page), f"docs/{page}")
-        text = _replaced(_section(home.read_text("utf-8"), heading), lambda link, page=page: _from(link, page))
-        parts.append(f"## {title}\n\n{text.strip()}\n\n[More]({_home('', page)})\n")
-    return "\n".join(parts)
-
-
-def _section(markdown: str, heading: str) -> str:
-    """What stands under a heading, deeper ones made less deep by as much as they lie below it."""
-    level, fenced, found = 0, False, list[str]()
-    for line in markdown.splitlines():
-        fenced ^= bool(_FENCE.match(line.lstrip()))
-        mark = None if fenced else re.match(r"(#+) (.*)", line)
-        if level and mark and len(mark[1]) <= level:
-            break
-        if level:
-            found.append(f"###{line[level + 1:]}" if mark else line)
-        elif mark and mark[2] == heading:
-            level = len(mark[1])
-    if not found:
-        raise ValueError(f"there is no section {heading!r}")
-    return "\n".join(found)
-
-
-def _from(link: str, page: str) -> str:
-    """A link of a page as one of a document in docs/."""
-    path, mark, anchor = link.partition("#")
-    return link if "://" in link else _home(path, page) + mark + anchor
-
-
-def _home(path: str, page: str) -> str:
-    """A path that a page of the site names, or the page itself, as docs/ sees it."""
-    home = ROOT / next((place for place, name in OUTSIDE.items() if name == page), f"docs/{page}")
-    return os.path.relpath(home.parent / path if path else home, ROOT / "docs")
 
 
 def _help(name: str) -> str:

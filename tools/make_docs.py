@@ -3,17 +3,21 @@
     python tools/make_docs.py            writes them
     python tools/make_docs.py --check    says what is out of date, exit code 1 if anything is
 
-Written are docs/methods.md and lab/methods.md, whose facts come from the classes of the methods, and
-docs/supported_models.md, which says what `sweep_models.py` has reported.
+Written are docs/methods.md and lab/methods.md, whose facts come from the classes of the methods,
+docs/supported_models.md, which says what `sweep_models.py` has reported, and in docs/architecture.md the folders of
+both packages, from their docstrings and imports.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import grimp
 
 import shoal
 from shoal import methods
@@ -53,6 +57,7 @@ A list may stand wherever a method may: in a request to the server, a line of a 
 options of `--with` follow its name after colons, and a drafting method in a list verifies the plan of the depth method
 beside it, as with `inner`."""
 """What docs/methods.md says of several methods at once."""
+FOLDERS = ("<!-- folders:begin -->", "<!-- folders:end -->")
 NOTE = "<!-- Written by tools/make_docs.py; change the source and run it again. -->"
 
 
@@ -70,7 +75,7 @@ def documents() -> dict[Path, str]:
     """Every document that is written here, with its text."""
     docs, lab = ROOT / "docs", ROOT / "lab"
     return {docs / "methods.md": methods_page(), lab / "methods.md": lab_methods_page(),
-            docs / "supported_models.md": sweep_page.page()}
+            docs / "supported_models.md": sweep_page.page(), docs / "architecture.md": architecture_page()}
 
 
 def question_table(rows: list[dict[str, Any]]) -> str:
@@ -111,6 +116,57 @@ def lab_methods_page() -> str:
             "loses by our own tables. Those that come with Shoal are in [methods.md](../docs/methods.md).", "",
             summary_table(rows), ""]
     return "\n".join([*head, *(section(row, rows) for row in rows)]) + "\n"
+
+
+def architecture_page() -> str:
+    """docs/architecture.md with the folders of today between its marks."""
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    before, _, rest = page.partition(f"{FOLDERS[0]}\n")
+    return f"{before}{FOLDERS[0]}\n{folders()}\n{FOLDERS[1]}{rest.partition(FOLDERS[1])[2]}"
+
+
+def folders() -> str:
+    """How the core's folders import each other, and what is in each folder of both packages."""
+    core, lab = ROOT / "src" / "shoal", ROOT / "lab" / "src" / "shoal_lab"
+    arrows = [f"    {name} --> {other}" for name, others in import_arrows(core.name).items() for other in others]
+    lines = ["```mermaid", "flowchart TD", *arrows, "```", ""]
+    for title, root in (("`src/shoal/`", core), ("`lab/src/shoal_lab/`", lab)):
+        lines += [f"| {title} | what is in it |", "|---|---|"]
+        for path in sorted(root.rglob("__init__.py")):
+            if path.parent != root:
+                lines.append(f"| `{path.parent.relative_to(root).as_posix()}/` | {first_sentence(path)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def import_arrows(package: str) -> dict[str, list[str]]:
+    """Folder -> the folders that it imports, without those that one of these imports in turn."""
+    graph = grimp.build_graph(package, cache_dir=None, exclude_type_checking_imports=True)
+    top = {module.split(".")[1] for module in graph.modules if module.count(".") > 1}
+    found: dict[str, set[str]] = {name: set() for name in sorted(top)}
+    for module in graph.modules:
+        here = module.split(".")[1] if "." in module else ""
+        for other in graph.find_modules_directly_imported_by(module):
+            there = other.split(".")[1] if "." in other else ""
+            if here in top and there in top and here != there:
+                found[here].add(there)
+
+    def reached(name: str) -> set[str]:
+        seen, ahead = {name}, [name]
+        while ahead:
+            new = found[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        return seen
+
+    return {name: sorted(other for other in others if not any(other in reached(via) for via in others - {other}))
+            for name, others in found.items()}
+
+
+def first_sentence(path: Path) -> str:
+    """What the docstring of a package begins with."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").split())
+    return re.split(r"(?<=\.) ", text)[0]
 
 
 def home_of(name: str) -> str:

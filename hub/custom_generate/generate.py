@@ -1,4 +1,4 @@
-"""Depth-aware decoding with Shoal, for `model.generate(..., custom_generate="<this repository>")`."""
+"""Shoal's methods, for `model.generate(..., custom_generate="<this repository>")`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checked answers under depth schedules: the tables of docs/evidence.md, and what cards say of methods that lose some.
+"""Checked answers under depth schedules: tables of lab/reports/evidence, and what cards say of lossy methods.
 
 lab/reports/evidence/MODEL-SUITE.json is what `shoal eval --suite SUITE --controls ...` writes as results.json.
 """

@@ -1,4 +1,4 @@
-"""Tables of docs/choosing.md: two models that take turns, searches, and choices of the next token, by right answers.
+"""Tables of lab/reports/choosing: two models that take turns, searches, choices of the next token, by right answers.
 
     python lab/benchmarks/choosing.py            writes them
     python lab/benchmarks/choosing.py --check    says whether they are out of date, exit code 1 if they are
@@ -21,7 +21,7 @@ from quality_tables import between
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "lab" / "reports" / "choosing"
-PAGE = ROOT / "docs" / "choosing.md"
+PAGE = REPORTS / "README.md"
 
 ALIKE = 0.05
 """Shares of the large model that differ by no more are compared."""

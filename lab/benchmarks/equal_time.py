@@ -1,4 +1,4 @@
-"""D3 beside constant depth at equal measured time: tables of lab/reports/evidence and docs/evidence.md.
+"""D3 beside constant depth at equal measured time: tables of lab/reports/evidence.
 
 Equal means of layers are not equal times of an answer. Here constant depth gets the time that D3 was measured to take,
 and its loss there is read off the line between its own two nearest points, of which full depth is the first.

@@ -1,4 +1,4 @@
-"""Tables and pictures of docs/evidence.md and of lab/reports/evidence, and the evidence in the cards that ship.
+"""Tables and pictures of lab/reports/evidence, and the evidence in the cards that ship.
 
     python lab/benchmarks/evidence.py            writes them
     python lab/benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
@@ -7,7 +7,7 @@ In lab/reports/evidence, MODEL-distance.json is what `shoal eval --measure dista
 MODEL-controls.json the same of fewer answers under all controls, MODEL-times.json the same with `--timed`,
 MODEL-SUITE.json what it writes of checked answers (MODEL-SUITE-N.json of fewer), and MODEL-why.json what
 lab/benchmarks/why.py writes; lab/reports/auto/MODEL.json says what drafts brought. Tables go between lines such as
-`<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in the page, long ones beside the reports;
+`<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in README.md, long ones in tables.md;
 `shoal recommend` reads the cards.
 """
 
@@ -27,7 +27,7 @@ from quality_tables import between
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "lab" / "reports" / "evidence"
-PAGES = (ROOT / "docs" / "evidence.md", REPORTS / "README.md")
+PAGES = (REPORTS / "README.md", REPORTS / "tables.md")
 CARDS = {"smollm2-135m": "smollm2-135m-instruct", "gemma3-270m": "gemma-3-270m",
          "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct"}
 """Model -> its card in src/shoal/cards."""
@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
         return int(bool(stale))
     for path in stale:
         path.write_text(new[path], encoding="utf-8")
-    draw(reports, answered(), ROOT / "docs" / "pictures")
+    draw(reports, answered(), ROOT / "lab" / "reports" / "pictures")
     return 0
 
 

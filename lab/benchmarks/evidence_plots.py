@@ -1,4 +1,4 @@
-"""The two pictures of docs/evidence.md that set models side by side. Needs matplotlib."""
+"""The two pictures of lab/reports/evidence that set models side by side. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="M", default="shoal-reference", help="folder, Hub id or name")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("lab/reports/quality"))
     parser.add_argument("--work", metavar="DIR", type=Path, default=Path("build/quality"), help="outcomes of items")
-    parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("docs/pictures"))
+    parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("lab/reports/pictures"))
     parser.add_argument("--jobs", metavar="N", type=int, default=2, help="commands at a time, one thread each")
     parser.add_argument("--minutes", metavar="T", type=float, help="begin no stage after so long; all if none")
     parser.add_argument("--quick", action="store_true", help="a few items of everything, to see that it runs")

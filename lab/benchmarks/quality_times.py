@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="M", default="shoal-reference", help="folder, Hub id or name")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("lab/reports/quality"), help="of quality.py")
-    parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("docs/pictures"))
+    parser.add_argument("--pictures", metavar="DIR", type=Path, default=Path("lab/reports/pictures"))
     parser.add_argument("--items", metavar="N", type=int, default=24, help="answers of each method")
     parser.add_argument("--threads", metavar="N", type=int, default=1, help="of torch")
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=160, help="longest answer")

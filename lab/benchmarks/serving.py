@@ -1,4 +1,4 @@
-"""Measure everything that docs/serving.md reports of `shoal serve` under load.
+"""Measure everything that lab/reports/serving reports of `shoal serve` under load.
 
     python lab/benchmarks/serving.py --minutes 25
     python lab/benchmarks/serving.py --only streams,card,depth --minutes 10
@@ -88,7 +88,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one short round of everything, to see that it runs: "
                         "for small models")
     parser.add_argument("--out", metavar="DIR", type=Path, default=ROOT / "lab" / "reports" / "serving")
-    parser.add_argument("--pictures", metavar="DIR", type=Path, default=ROOT / "docs" / "pictures")
+    parser.add_argument("--pictures", metavar="DIR", type=Path, default=ROOT / "lab" / "reports" / "pictures")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Why schedules lose what they lose: the tables of lab/reports/evidence and docs/evidence.md from `why.py`'s reports.
+"""Why schedules lose what they lose: the tables of lab/reports/evidence from `why.py`'s reports.
 
 lab/reports/evidence/MODEL-why.json is what `lab/benchmarks/why.py` writes as why.json.
 """

@@ -1,4 +1,4 @@
-"""Write the tables of benchmark results into README.md, lab/benchmarks/README.md, and pages of docs.
+"""Write the tables of benchmark results into README.md, lab/benchmarks/README.md, and pages of lab/reports.
 
     python lab/tools/bench_table.py            writes them
     python lab/tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
@@ -6,11 +6,11 @@
 The source are the reports in the order of their names: on real model files those that lab/benchmarks/real.py wrote into
 lab/reports/real, on random weights those that `shoal bench --json` wrote into lab/reports/results, `shoal bench-drafts
 --json` into lab/reports/drafts, what lab/benchmarks/serving.py wrote into lab/reports/serving, and what a forerunner of
-bench-drafts wrote about `auto` into lab/reports/auto. The README and docs/performance.md show the files in
-lab/reports/real/avx512, and docs/performance.md those in lab/reports/real/amx as well. The tables go between the
+bench-drafts wrote about `auto` into lab/reports/auto. The README and lab/reports/performance.md show the files in
+lab/reports/real/avx512, and the latter those in lab/reports/real/amx as well. The tables go between the
 lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
-`<!-- auto:end -->`, and that of lab/reports/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. docs/parts.md
-shows what `shoal bench-drafts` wrote of trained layers into lab/reports/parts, and between `<!-- cards:begin -->` and
+`<!-- auto:end -->`, and that of lab/reports/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. The page of
+lab/reports/parts shows what `shoal bench-drafts` wrote of trained layers there, and between `<!-- cards:begin -->` and
 `<!-- cards:end -->` the cards of parts, those that ship or lie in hub and those in lab/reports/parts.
 """
 
@@ -32,6 +32,7 @@ from shoal_lab.bench.speed import table as speeds
 from shoal_lab.bench.table import intervals, processor
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "lab" / "reports"
 sys.path.insert(0, str(ROOT / "lab" / "benchmarks"))
 import real_page as real  # noqa: E402 - beside the reports
 import serving_page as load  # noqa: E402
@@ -59,23 +60,23 @@ def documents(results: Path = ROOT / "lab" / "reports" / "results") -> dict[Path
     files, shapes = _reports(results.parent / "real"), _reports(results)
     overview = real.overview([report for _, report in files])
     wide = real.glance([report for _, report in _reports(results.parent / "real" / "avx512")])
-    found = {ROOT / "README.md": wide or _NOTHING, ROOT / "docs" / "performance.md": wide}
+    found = {ROOT / "README.md": wide or _NOTHING, PAGES / "performance.md": wide}
     found[ROOT / "lab" / "benchmarks" / "README.md"] = "\n".join([
         "\n## Results on real models", overview, *(long(*one) for one in files),
         "\n## Results on random weights in the shape of a model\n", *(long(*one) for one in shapes),
     ])
     suites = [json.loads(path.read_text("utf-8")) for path in sorted((results.parent / "drafts").glob("*.json"))]
-    found[ROOT / "docs" / "drafting.md"] = "\n".join(map(drafts, suites))
+    found[PAGES / "drafts" / "README.md"] = "\n".join(map(drafts, suites))
     trained = [report for _, report in _reports(results.parent / "parts") if _has_layer(report)]
-    found[ROOT / "docs" / "parts.md"] = "\n".join(map(drafts, trained))
+    found[PAGES / "parts" / "README.md"] = "\n".join(map(drafts, trained))
     loads = {path.stem: json.loads(path.read_text("utf-8")) for path in (results.parent / "serving").glob("*.json")}
-    found[ROOT / "docs" / "serving.md"] = load.section(loads, "pictures/serving-gain.png")
+    found[PAGES / "serving" / "README.md"] = load.section(loads, "../pictures/serving-gain.png")
     pages = {page: filled(page.read_text("utf-8"), content) for page, content in found.items()}
-    performance, units = ROOT / "docs" / "performance.md", _reports(results.parent / "real" / "amx")
+    performance, units = PAGES / "performance.md", _reports(results.parent / "real" / "amx")
     pages[performance] = filled(pages[performance], real.glance([report for _, report in units]), "amx")
-    drafting = ROOT / "docs" / "drafting.md"
+    drafting = PAGES / "drafts" / "README.md"
     pages[drafting] = filled(pages[drafting], autos(_reports(results.parent / "auto")), "auto")
-    parts = ROOT / "docs" / "parts.md"
+    parts = PAGES / "parts" / "README.md"
     pages[parts] = filled(pages[parts], cards(), "cards")
     return pages
 
@@ -201,7 +202,7 @@ def cards() -> str:
 def _card(path: Path) -> list[str]:
     card = json.loads(path.read_text("utf-8"))
     shares = [100 * now / before for before, now in pairwise([1.0, *card["acceptance"]])]
-    return [f"`{card['part']}`", f"[{card['model']}](../{path.relative_to(ROOT).as_posix()})",
+    return [f"`{card['part']}`", f"[{card['model']}](../../../{path.relative_to(ROOT).as_posix()})",
             ", ".join(f"{share:.0f}" for share in shares), f"{card['tokens_per_forward']:.2f}",
             f"{card['training_tokens'] / 1e3:,.0f}", f"{card['minutes']:.0f}", f"{card['bytes'] / 1e6:.1f}"]
 

@@ -1,6 +1,6 @@
-"""Draw what docs/long_contexts.md begins with: what is lost against how fast steps are. Needs matplotlib.
+"""Draw what lab/reports/long begins with: what is lost against how fast steps are. Needs matplotlib.
 
-    python lab/tools/long_contexts_picture.py docs/pictures/long-contexts.png
+    python lab/tools/long_contexts_picture.py lab/reports/pictures/long-contexts.png
 
 Reads reports of `shoal eval` and of `lab/benchmarks/long_steps.py` in `lab/reports/long`, joined by method.
 """

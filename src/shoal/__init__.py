@@ -1,4 +1,6 @@
-"""Shoal: open models on the machine that you have, several times as fast, without a changed word.
+"""Shoal runs open language models on the machine you have, faster than other software and without a changed word.
+
+D3, fewer layers for later tokens, is what it was built around; it and other lossy methods come with what they lose.
 
 Every public name is imported on first use, so that `import shoal` costs next to nothing and loads no torch. Methods of
 other packages, shoal-lab's among them, are found under the names of their classes, too: `shoal.Medusa`.

@@ -105,5 +105,5 @@ def test_a_field_without_effect_is_logged_once(server: Running, caplog: pytest.L
 
 
 def test_the_document_holds_the_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert table() in page and responses.table() in page, "docs/serving.md is old, see shoal.serve.protocol.fields"
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference_server.md").read_text(encoding="utf-8")
+    assert table() in page and responses.table() in page, "run shoal.serve.protocol.fields and .responses"

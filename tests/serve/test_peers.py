@@ -237,5 +237,5 @@ def test_a_seed_of_minus_one_is_drawn(server: Running, route: str) -> None:
 
 
 def test_the_document_holds_the_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert peers.table() in page, "docs/serving.md is old, see shoal.serve.protocol.peers"
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference_server.md").read_text(encoding="utf-8")
+    assert peers.table() in page, "run shoal.serve.protocol.peers"

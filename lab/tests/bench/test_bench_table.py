@@ -115,7 +115,7 @@ def test_what_drafts_bring_is_a_line_per_method(tool: ModuleType, tmp_path: Path
     (tmp_path / "drafts").mkdir()
     report = drafts_report({"full": 1.0, "a": 0.5, "draft_model:draft=m:length=3": 2.5})
     (tmp_path / "drafts" / "a.json").write_text(json.dumps(report), encoding="utf-8")
-    text = tool.documents(tmp_path / "results")[ROOT / "docs" / "drafting.md"]
+    text = tool.documents(tmp_path / "results")[ROOT / "lab" / "reports" / "drafts" / "README.md"]
     assert "| method | edits (2) |" in text and "| a | 0.50x (0.50-0.50), 1.00, 25 % |" in text
     assert "| draft_model:length=3 | **2.50x** (2.50-2.50), 5.00, 25 % |" in text
     assert "Of 4 answers of lossless methods 3 equal plain decoding's, 1 differ by a tie, 0 otherwise" in text
@@ -126,7 +126,7 @@ def test_trained_parts_have_a_page_with_their_cards(tool: ModuleType, tmp_path: 
     for name, systems in (("a", {"full": 1.0, "eagle:part=folder:width=2": 0.5}), ("b", {"full": 1.0, "deer": 3.0})):
         (tmp_path / "parts" / f"{name}.json").write_text(json.dumps(drafts_report(systems)), encoding="utf-8")
     (tmp_path / "parts" / "card.json").write_text(json.dumps({"part": "heal"}), encoding="utf-8")
-    text = tool.documents(tmp_path / "results")[ROOT / "docs" / "parts.md"]
+    text = tool.documents(tmp_path / "results")[ROOT / "lab" / "reports" / "parts" / "README.md"]
     assert "| eagle:width=2 | 0.50x" in text and "| deer |" not in text
     card = json.loads((ROOT / "src/shoal/parts/smollm2-135m-instruct/part.json").read_text("utf-8"))
     first, second = card["acceptance"][:2]
@@ -165,7 +165,7 @@ def test_loads_stand_beside_what_was_predicted(tool: ModuleType, tmp_path: Path)
     (tmp_path / "serving").mkdir()
     for name, found in (("streams", stage), ("load-m-4", file), ("gain", {"aims": [aim], "gains": [gain, plain]})):
         (tmp_path / "serving" / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
-    text = tool.documents(tmp_path / "results")[ROOT / "docs" / "serving.md"]
+    text = tool.documents(tmp_path / "results")[ROOT / "lab" / "reports" / "serving" / "README.md"]
     assert "| speed | 3.12 | 3 | yes |" in text
     assert "| 8 at once | waves | tokens/s | 2.00 (1.00-3.00) | 1.30 | 1.40 |" in text
     assert "| 1 a second | join | mean latency | 1.07 |  |  |" in text
@@ -184,7 +184,7 @@ def test_auto_beside_plain_decoding_has_a_line_per_kind(tool: ModuleType, tmp_pa
               "setting": {"model": "m.gguf", "new_tokens": 96, "rounds": 5}}
     (tmp_path / "auto").mkdir()
     (tmp_path / "auto" / "m.json").write_text(json.dumps(report), encoding="utf-8")
-    text = tool.documents(tmp_path / "results")[ROOT / "docs" / "drafting.md"]
+    text = tool.documents(tmp_path / "results")[ROOT / "lab" / "reports" / "drafts" / "README.md"]
     assert "| chat | 1.23x (at least 1.06), 1.50 |" in text
     assert "2 texts, 96 tokens, 5 rounds, 2030-01-02; 1 texts equal" in text
     assert "--methods auto --items 10 --model m`" in text

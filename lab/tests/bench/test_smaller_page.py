@@ -41,7 +41,7 @@ def test_the_page_has_every_row_of_its_reports(table: ModuleType, capsys: Any, m
     speed, distance = (",".join(map(str, sorted(REPORTS.glob(f"{model}-smaller-{kind}*.json"), key=heads_first)))
                        for kind in ("speed", "distance"))
     assert table.main(["--model", model, speed, distance]) == 0
-    page = (ROOT / "docs" / "smaller.md").read_text("utf-8").splitlines()
+    page = (ROOT / "lab" / "reports" / "smaller.md").read_text("utf-8").splitlines()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
     assert len(rows) > 10 and not [row for row in rows if row not in page]
 

@@ -19,8 +19,8 @@ from shoal.cli.options import config
 from shoal.cli.options.parser import Parser, parse
 from shoal.errors import LAB_INSTALL, unknown
 
-ABOUT = """Open models on the machine that you have, several times as fast as what you could install instead, without
-a changed word. Ways to trade answers for time, D3 first, are measured beside it."""
+ABOUT = """Run open language models on the machine you have: faster than other software on the same files, without a
+changed word. D3 and other ways to trade answers for time come with what they lose, measured."""
 COMMANDS = {
     "generate": "continue a prompt, streaming the text",
     "chat": "talk with a model in the terminal",

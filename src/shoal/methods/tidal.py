@@ -40,7 +40,7 @@ class Tidal(Method):
             earlier one where there are few.
         reselect: the layer that selects anew; the number of layers for none. None for the first one without a
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
-            on `k`, and which one is best on the model: see docs/long_contexts.md.
+            on `k`, and which one is best on the model: see lab/reports/long.
         share: who shares a set of columns, those query heads that share a `kv_head` or each `query_head` with itself.
     """
 
