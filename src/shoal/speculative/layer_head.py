@@ -18,7 +18,8 @@ from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.build import build
-from shoal.model.packed.native_stack import LIMIT, NativeStack
+from shoal.model.packed.native_calls import LIMIT
+from shoal.model.packed.native_stack import NativeStack
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import SequenceChunk, Stack, Start
 from shoal.speculative.matrix import NativeProduct, Product

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from shoal.model.kv.reading import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Linear, Quant, quant_for
+from shoal.model.packed.native_calls import LIMIT, Call, States, calls_of
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.stack import PackedStack
@@ -36,7 +37,6 @@ from shoal.model.stack import (
     SequenceChunk,
     Start,
     first_seen,
-    from_layer,
     lay_vectors,
     mark_shallow,
     missing_kv,
@@ -44,9 +44,6 @@ from shoal.model.stack import (
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-LIMIT = native.MAX_TOKENS
-"""Most tokens of a forward that the kernels run."""
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLOATS = ("fp32", "fp16", "bf16")
@@ -132,7 +129,7 @@ class NativeStack(PackedStack):
         """Run `chunks` through the layers that their plans name; see the protocol."""
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
-        calls = _calls(chunks, cache)
+        calls = calls_of(chunks, cache)
         if len(calls) == 1:
             return self._run(calls[0].by_kernels, calls[0].chunks, cache, hook, start)
         return self._run_all(calls, cache, hook, start)
@@ -149,11 +146,11 @@ class NativeStack(PackedStack):
         return self._run_native(work, chunks, cache, hook, start)
 
     def _run_all(
-        self, calls: Sequence[_Call], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
+        self, calls: Sequence[Call], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
     ) -> Tensor:
         """One forward after the other; what they give is put together again."""
         logits: dict[tuple[int, int], Tensor] = {}
-        states = _States(self.num_layers, 0 if hook is None else first_seen(hook))
+        states = States(self.num_layers, 0 if hook is None else first_seen(hook))
         for call in calls:
             own = None if start is None else Start(0, call.entering(start.hidden))
             shown = None if hook is None else states.of(call)
@@ -446,110 +443,6 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
     ]
 
 
-@dataclass(slots=True)
-class _Call:
-    """Chunks, or pieces of them, that share a call.
-
-    Attributes:
-        by_kernels: whether the kernels run it, in one call; else plain torch does.
-        chunks: in the order of their rows.
-        places: of each the chunk's number, and the first of its tokens.
-    """
-
-    by_kernels: bool
-    chunks: list[SequenceChunk]
-    places: list[tuple[int, int]]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(chunk.tokens) for chunk in self.chunks)
-
-    def entering(self, hidden: Tensor) -> Tensor:
-        """Their states [chunks, nodes, D], padded, of those of all chunks."""
-        pieces = zip(self.places, self.chunks, strict=True)
-        return pad_sequence([hidden[number, first : first + len(chunk.tokens)] for (number, first), chunk in pieces],
-                            batch_first=True)
-
-    def takes(self, chunk: SequenceChunk) -> bool:
-        """Whether there is room for one more, and its groups of MLPs are those of the others."""
-        return self.tokens + len(chunk.tokens) <= LIMIT and _grouped([*self.chunks, chunk])
-
-
-class _States:
-    """Hidden states that several forwards show, put together for one hook."""
-
-    def __init__(self, num_layers: int, first: int) -> None:
-        self._layers = range(first, num_layers + 1)
-        self._found: dict[tuple[int, int], dict[int, Tensor]] = {}
-
-    def of(self, call: _Call) -> HiddenStateHook:
-        """A hook for one of them."""
-
-        def hook(layer: int, states: Tensor) -> None:
-            for place, chunk, own in zip(call.places, call.chunks, states, strict=True):
-                self._found.setdefault(place, {})[layer] = own[: len(chunk.tokens)].clone()
-
-        return from_layer(self._layers.start, hook)
-
-    def show(self, hook: HiddenStateHook) -> None:
-        """All of them, layer by layer, [chunks, nodes, D]."""
-        numbers = sorted({number for number, _ in self._found})
-        for layer in self._layers:
-            whole = [torch.cat([self._found[place][layer] for place in sorted(self._found) if place[0] == number])
-                     for number in numbers]
-            hook(layer, pad_sequence(whole, batch_first=True))
-
-
-def _calls(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[_Call]:
-    """The forwards that run some chunks: as few as the kernels can take, and one in plain torch of what they cannot.
-
-    So nobody's arithmetic depends on what runs beside it.
-    """
-    by_kernels = [_runs_native(chunk, cache) for chunk in chunks]
-    if all(by_kernels) and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks):
-        return [_Call(True, list(chunks), [(number, 0) for number in range(len(chunks))])]
-    calls, by_torch = list[_Call](), _Call(False, [], [])
-    for number, (whole, known) in enumerate(zip(chunks, by_kernels, strict=True)):
-        for first, chunk in _pieces(whole) if known else [(0, whole)]:
-            if known and (first or not calls or not calls[-1].takes(chunk)):
-                calls.append(_Call(True, [], []))
-            call = calls[-1] if known else by_torch
-            call.chunks.append(chunk)
-            call.places.append((number, first))
-    return [*calls, by_torch] if by_torch.chunks else calls
-
-
-def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
-    """A chunk of more tokens than a call takes, which is a chain, in pieces of its tokens; each with its first one."""
-    if len(chunk.tokens) <= LIMIT:
-        return [(0, chunk)]
-    size, found = len(chunk.tokens), list[tuple[int, SequenceChunk]]()
-    for first in range(0, size, LIMIT):
-        last = min(first + LIMIT, size)
-        found.append((first, replace(
-            chunk, tokens=chunk.tokens[first:last], steps=chunk.steps[first:last], fed=chunk.fed + first,
-            wanted=max(0, last - max(first, size - chunk.wanted)),
-        )))
-    return found
-
-
-def _runs_native(chunk: SequenceChunk, cache: KVCache) -> bool:
-    """Whether the kernels run a chunk.
-
-    No node may be beyond what ancestors can name or see a later one, and the row's forms and groups must be known.
-    """
-    if chunk.mutual or (chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES):
-        return False
-    cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
-    known = chunk.experts is None or chunk.experts.mlps.native is not None
-    return not cut and known and _readable(chunk.row, cache)
-
-
-def _grouped(chunks: Sequence[SequenceChunk]) -> bool:
-    """Whether the groups of MLPs that chunks run are those of one kind, if any."""
-    return len({id(chunk.experts.mlps) for chunk in chunks if chunk.experts is not None}) <= 1
-
-
 def _experts(
     chunks: Sequence[SequenceChunk], layers: Sequence[int]
 ) -> tuple[native.NativeExperts, list[list[int]]] | None:
@@ -561,13 +454,6 @@ def _experts(
     tokens = [opened for chunk in chunks for opened in (
         [None] * len(chunk.tokens) if chunk.experts is None else chunk.experts.masks)]
     return known, [[0 if masks is None else masks[layer] for masks in tokens] for layer in layers]
-
-
-def _readable(row: int, cache: KVCache) -> bool:
-    """Whether the kernels know the forms in which a row is stored."""
-    held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside]
-    return all(one is None or one.form.kernel in kernels for pair in held
-               for one, kernels in zip(pair, (("int8", "int4"), ("bitmap",)), strict=True))
 
 
 def _own(store: KVLayer, row: int) -> native.OwnColumns:

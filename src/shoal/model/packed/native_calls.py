@@ -1,0 +1,132 @@
+"""How a forward is cut into calls of the kernels, and put together again.
+
+A call takes up to `LIMIT` tokens; what the kernels do not know runs in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from shoal.model.kv.cache import KVCache
+from shoal.model.packed import native
+from shoal.model.stack import HiddenStateHook, SequenceChunk, from_layer
+
+LIMIT = native.MAX_TOKENS
+"""Most tokens of a forward that the kernels run."""
+
+
+@dataclass(slots=True)
+class Call:
+    """Chunks, or pieces of them, that share a call.
+
+    Attributes:
+        by_kernels: whether the kernels run it, in one call; else plain torch does.
+        chunks: in the order of their rows.
+        places: of each the chunk's number, and the first of its tokens.
+    """
+
+    by_kernels: bool
+    chunks: list[SequenceChunk]
+    places: list[tuple[int, int]]
+
+    @property
+    def tokens(self) -> int:
+        """Of all chunks."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    def entering(self, hidden: Tensor) -> Tensor:
+        """Their states [chunks, nodes, D], padded, of those of all chunks."""
+        pieces = zip(self.places, self.chunks, strict=True)
+        return pad_sequence([hidden[number, first : first + len(chunk.tokens)] for (number, first), chunk in pieces],
+                            batch_first=True)
+
+    def takes(self, chunk: SequenceChunk) -> bool:
+        """Whether there is room for one more, and its groups of MLPs are those of the others."""
+        return self.tokens + len(chunk.tokens) <= LIMIT and _grouped([*self.chunks, chunk])
+
+
+class States:
+    """Hidden states that several forwards show, put together for one hook."""
+
+    def __init__(self, num_layers: int, first: int) -> None:
+        self._layers = range(first, num_layers + 1)
+        self._found: dict[tuple[int, int], dict[int, Tensor]] = {}
+
+    def of(self, call: Call) -> HiddenStateHook:
+        """A hook for one of them."""
+
+        def hook(layer: int, states: Tensor) -> None:
+            for place, chunk, own in zip(call.places, call.chunks, states, strict=True):
+                self._found.setdefault(place, {})[layer] = own[: len(chunk.tokens)].clone()
+
+        return from_layer(self._layers.start, hook)
+
+    def show(self, hook: HiddenStateHook) -> None:
+        """All of them, layer by layer, [chunks, nodes, D]."""
+        numbers = sorted({number for number, _ in self._found})
+        for layer in self._layers:
+            whole = [torch.cat([self._found[place][layer] for place in sorted(self._found) if place[0] == number])
+                     for number in numbers]
+            hook(layer, pad_sequence(whole, batch_first=True))
+
+
+def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[Call]:
+    """The forwards that run some chunks: as few as the kernels can take, and one in plain torch of what they cannot.
+
+    So nobody's arithmetic depends on what runs beside it.
+    """
+    by_kernels = [_runs_native(chunk, cache) for chunk in chunks]
+    if all(by_kernels) and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks):
+        return [Call(True, list(chunks), [(number, 0) for number in range(len(chunks))])]
+    calls, by_torch = list[Call](), Call(False, [], [])
+    for number, (whole, known) in enumerate(zip(chunks, by_kernels, strict=True)):
+        for first, chunk in _pieces(whole) if known else [(0, whole)]:
+            if known and (first or not calls or not calls[-1].takes(chunk)):
+                calls.append(Call(True, [], []))
+            call = calls[-1] if known else by_torch
+            call.chunks.append(chunk)
+            call.places.append((number, first))
+    return [*calls, by_torch] if by_torch.chunks else calls
+
+
+def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
+    """A chunk of more tokens than a call takes, which is a chain, in pieces of its tokens; each with its first one."""
+    if len(chunk.tokens) <= LIMIT:
+        return [(0, chunk)]
+    size, found = len(chunk.tokens), list[tuple[int, SequenceChunk]]()
+    for first in range(0, size, LIMIT):
+        last = min(first + LIMIT, size)
+        found.append((first, replace(
+            chunk, tokens=chunk.tokens[first:last], steps=chunk.steps[first:last], fed=chunk.fed + first,
+            wanted=max(0, last - max(first, size - chunk.wanted)),
+        )))
+    return found
+
+
+def _runs_native(chunk: SequenceChunk, cache: KVCache) -> bool:
+    """Whether the kernels run a chunk.
+
+    No node may be beyond what ancestors can name or see a later one, and the row's forms and groups must be known.
+    """
+    if chunk.mutual or (chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES):
+        return False
+    cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
+    known = chunk.experts is None or chunk.experts.mlps.native is not None
+    return not cut and known and _readable(chunk.row, cache)
+
+
+def _grouped(chunks: Sequence[SequenceChunk]) -> bool:
+    """Whether the groups of MLPs that chunks run are those of one kind, if any."""
+    return len({id(chunk.experts.mlps) for chunk in chunks if chunk.experts is not None}) <= 1
+
+
+def _readable(row: int, cache: KVCache) -> bool:
+    """Whether the kernels know the forms in which a row is stored."""
+    held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside]
+    return all(one is None or one.form.kernel in kernels for pair in held
+               for one, kernels in zip(pair, (("int8", "int4"), ("bitmap",)), strict=True))
