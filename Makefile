@@ -39,7 +39,7 @@ $(MODEL_STAMP): $(STAMP)
 	@touch $@
 
 $(ALL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,eval,plot,ray]' -e lab
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,plot,ray]' -e 'lab[eval]'
 	@touch $@
 
 demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another

@@ -47,7 +47,6 @@ def test_a_wrong_option_comes_before_a_missing_package(case: str, tiny_folder: s
 
 CORE: dict[str, list[str]] = {
     "batch": ["batch", "{out}/lines.jsonl", "{out}/answers.jsonl", "--max-new-tokens", "3"],
-    "correctness": ["correctness", "--max-new-tokens", "3"],
     "env": ["env"],
     "generate": ["generate", "ab", "--max-new-tokens", "3"],
     "methods": ["methods"],

@@ -9,10 +9,10 @@ import torch
 import shoal
 from gguf_fixtures import FOLDER
 from shared_models import FIXTURES, REFERENCE
-from shoal.cli import correctness as command
 from shoal.cli import main
-from shoal.cli.divergence import TOLERANCE
 from shoal.model.packed import native
+from shoal_lab.cli import correctness as command
+from shoal_lab.cli.divergence import TOLERANCE
 
 FOUR_BITS = str(FOLDER / "llama-Q4_K_M.gguf")
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")

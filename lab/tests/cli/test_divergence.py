@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli.divergence import diverge, first_difference
+from shoal_lab.cli.divergence import diverge, first_difference
 
 TOKENS = st.lists(st.integers(0, 3), max_size=6)
 

@@ -50,6 +50,7 @@ def test_a_wrong_option_comes_before_a_missing_package(case: str, tiny_folder: s
 
 
 ALONE: dict[str, list[str]] = {
+    "correctness": ["correctness", "--max-new-tokens", "3"],
     "distances": ["eval", "--suite", "known", "--n", "2", "--measure", "distance", "--max-new-tokens", "3", "--method",
                   "early_exit"],
     "eagle": ["train", "eagle", "--prompts", "{out}/asked.txt", "--tokens", "200", "--max-new-tokens", "12", "--epochs",

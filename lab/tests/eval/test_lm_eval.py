@@ -18,10 +18,10 @@ from shoal.errors import Unsupported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed; pip install 'shoal[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed; pip install 'shoal-lab[eval]'")
     from lm_eval.api.instance import Instance
 
-    from shoal.integrations.lm_eval import ShoalLM, evaluate, local_tasks
+    from shoal_lab.eval.lm_eval import ShoalLM, evaluate, local_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 D3 = {"method": "d3", "method_args": {"alpha": 0.8, "core": 2, "order": "center_out"}}

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal import catalog, methods
-from shoal.cli.divergence import TOLERANCE, Divergence, diverge
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
+from shoal_lab.cli.divergence import TOLERANCE, Divergence, diverge
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine

@@ -13,7 +13,7 @@ from shoal.methods.base import Method
 from shoal_lab.eval.paired import accuracy_difference, holm, wilson
 
 if TYPE_CHECKING:
-    from shoal.integrations.lm_eval import ShoalLM
+    from shoal_lab.eval.lm_eval import ShoalLM
 
 _METRICS = ("exact_match", "acc")
 _FILTERS = ("strict-match", "get-answer", "none")
@@ -28,7 +28,7 @@ def compare(
     Args:
         model: folder, Hub id or a loaded transformers model.
         methods: methods by label; the full model is always there.
-        tasks: see `shoal.integrations.lm_eval.local_tasks`.
+        tasks: see `shoal_lab.eval.lm_eval.local_tasks`.
         data: folder of local data, or None.
         limit: most documents per task.
         task_options: options of `lm_eval.simple_evaluate`.
@@ -51,7 +51,7 @@ def compare(
 
 def _model_class() -> Callable[..., ShoalLM]:
     try:
-        from shoal.integrations.lm_eval import ShoalLM
+        from shoal_lab.eval.lm_eval import ShoalLM
     except ImportError as error:
         raise Unsupported("a task of lm-evaluation-harness", f"it is not installed ({error})",
                           "Install it with: pip install 'shoal-lab[eval]', or take a suite that `shoal eval --list` "
@@ -62,7 +62,7 @@ def _model_class() -> Callable[..., ShoalLM]:
 def _run(
     model: ShoalLM, tasks: Sequence[str], data: Path | None, limit: int | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    from shoal.integrations.lm_eval import evaluate
+    from shoal_lab.eval.lm_eval import evaluate
 
     found = evaluate(model, tasks, data, limit, **options)
     return {
