@@ -33,7 +33,7 @@ def test_exactness_follows_from_the_recipe(capsys):
 def test_what_a_model_lacks():
     assert command.describe("d3", ModelInfo(16))["runs"] is True
     row = command.describe("shortgpt", ModelInfo(16))
-    assert row["runs"] is False and "measure_layers" in row["why_not"]
+    assert row["runs"] is False and "quick_card" in row["why_not"]
 
 
 def test_a_foreign_method_that_does_not_import(monkeypatch):

@@ -76,7 +76,7 @@ def test_ascii_where_the_terminal_has_no_blocks(monkeypatch):
         (["--layers", "8", "--model", "x"], "exclude each other"),
         (["--layers", "8", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--layers", "8", "--core", "9"], "core"),
-        (["--layers", "8", "--method", "shortgpt"], "measure_layers"),
+        (["--layers", "8", "--method", "shortgpt"], "quick_card"),
     ],
 )
 def test_refusals(capsys, words, message):

@@ -159,7 +159,7 @@ def test_shortgpt_leaves_out_the_least_influential_layers() -> None:
 
 
 def test_shortgpt_without_scores_says_how_to_get_them() -> None:
-    with pytest.raises(Unsupported, match="measure_layers"):
+    with pytest.raises(Unsupported, match="quick_card"):
         ShortGPT().recipe(info())
 
 
