@@ -11,11 +11,11 @@ from typing import Any
 from families import VOCAB
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, StepReport
+from shoal.decode.worker import Drafter, Proposer, StepReport
 
 
 @dataclass
-class Planted(Drafter):
+class Planted(Drafter, Proposer):
     """Proposes chains or random trees along `truth`, wrong at each node with probability `error`.
 
     Attributes:

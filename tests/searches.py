@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.branches.search import Branch
-from shoal.decode.recipe import Recipe
+from shoal.decode.recipe import Recipe, Search
 from shoal.methods.base import Method
 from shoal.types import ModelInfo
 
@@ -15,7 +15,7 @@ Steps = Generator[Sequence[Branch], None, Branch]
 
 
 @dataclass(frozen=True)
-class Script:
+class Script(Search):
     """A search that is one function."""
 
     branches: int

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, StepReport
+from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.methods.base import Method
 from shoal.methods.d3_spec import D3Spec
 from shoal.model.stack import HiddenStateHook, SequenceChunk
@@ -35,7 +35,7 @@ METHODS: dict[str, Method] = {
 
 
 @dataclass
-class Watched(Drafter):
+class Watched(Drafter, Proposer):
     """A proposer that behaves like `inner` and keeps what came of it.
 
     Attributes:

@@ -40,6 +40,19 @@ def test_cycles_but_the_registry_s(tool: ModuleType) -> None:
     assert tool.reachable(imports, "b") == {"b", "c", base, package}
 
 
+def test_lookups_of_what_components_declare(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parts.py").write_text("class Part:\n    late: bool = False\n    @property\n    def timed(self): ...\n")
+    (tmp_path / "reads.py").write_text(
+        "getattr(part, 'late', False)\ngetattr(config, 'other')\npart.timed\nif hasattr(part, 'timed'): ...\n")
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "PACKAGES", {"shoal": tmp_path})
+    monkeypatch.setattr(tool, "COMPONENTS", ("parts.py",))
+    assert list(tool.looked_up([tmp_path / "parts.py", tmp_path / "reads.py"])) == [
+        "reads.py:1 looks up 'late', which components declare", "reads.py:4 looks up 'timed', which components declare"]
+
+
 def test_a_bound_that_is_passed(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "MOST_CLASSES", 1)
     assert tool.main() == 1

@@ -14,7 +14,7 @@ from shoal.model.stack import HiddenStateHook, SequenceChunk
 
 
 @dataclass
-class Watched(Drafter):
+class Watched(Drafter, Proposer):
     """Stands before a proposer.
 
     Attributes:

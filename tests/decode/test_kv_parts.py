@@ -18,7 +18,7 @@ from families import tiny
 from planted import Planted
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
-from shoal.decode.worker import Keeper
+from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.engine.request import chat_ids
@@ -29,6 +29,7 @@ from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
+from shoal.model.kv.form import KVForm, Store
 from shoal.model.kv.layer import KVLayer
 from shoal.model.stack import QueryHook, SequenceChunk
 from shoal.types import ModelInfo
@@ -189,10 +190,8 @@ NEUTRAL = {
 
 
 @dataclass(frozen=True)
-class AsItIs:
+class AsItIs(Store, KVForm):
     """A form that stores what it is given."""
-
-    kernel = None
 
     def form(self, layer: int) -> AsItIs:
         return self
@@ -272,7 +271,7 @@ class Halve(Reading):
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(Keep):
     """The same as a part: of every pair the first column stays, with a bias."""
 
     def begin(self, stack: Any, cache: Any) -> Merger:

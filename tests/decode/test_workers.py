@@ -23,7 +23,7 @@ from shoal.decode.rules.lenient import Lenient
 from shoal.decode.rules.rejection import Rejection
 from shoal.decode.rules.typical import Typical
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import DraftLengthPolicy, StepReport, Worker
+from shoal.decode.worker import DraftLengthPolicy, Proposer, StepReport, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.methods.auto import Cautious
 from shoal.model.kv.cache import KVCache
@@ -121,7 +121,7 @@ def test_an_open_batch_tells_of_every_prompt_once() -> None:
 
 
 def test_a_worker_of_another_kind_is_refused() -> None:
-    class Duck:
+    class Duck(Proposer):
         def begin(self, stack: Any, cache: Any) -> Any:
             return self
 

@@ -20,7 +20,7 @@ from schedules import Action, Job, actions, follow
 from searches import Given
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
-from shoal.decode.worker import Keeper
+from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
@@ -397,7 +397,7 @@ def test_a_turn_that_does_not_end_is_told_and_closing_ends_all_the_same() -> Non
 
 
 @dataclass(frozen=True)
-class _Breaks:
+class _Breaks(Keep):
     """A part `keep` whose second rewrite fails, and no other."""
 
     every: int

@@ -16,7 +16,7 @@ from shoal import Unsupported
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, StepReport
+from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
 from shoal.methods.full import Full
@@ -24,7 +24,7 @@ from shoal.types import ModelInfo
 
 
 @dataclass(frozen=True)
-class Foretell(Drafter):
+class Foretell(Drafter, Proposer):
     """Proposes what a row will say, every fourth token wrong."""
 
     answers: tuple[tuple[int, ...], ...]

@@ -32,8 +32,11 @@ from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.full import Full
+from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.schedule import Schedule
+from shoal.methods.streaming_llm import StreamingLLM
+from shoal.methods.topk_oracle import TopKOracle
 from shoal.types import ModelInfo
 from shoal_lab.methods.rsd import RSD
 from shoal_lab.methods.skipdecode import SkipDecode
@@ -41,7 +44,9 @@ from shoal_lab.methods.skipdecode import SkipDecode
 SHALLOW = D3(alpha=0.9, core=2)
 PROMPTS = [[5, 17, 80, 3, 41, 5, 17, 80], [60, 2, 33, 9, 71, 12, 28, 90, 14], [8]]
 NEW = 12
-SENTINELS = {"keep": object(), "store": object(), "select": object()}
+INFO = ModelInfo(6)
+SENTINELS = {"keep": StreamingLLM().recipe(INFO).keep, "store": KVInt8().recipe(INFO).store,
+             "select": TopKOracle(k=3).recipe(INFO).select}
 
 
 @dataclass(frozen=True)

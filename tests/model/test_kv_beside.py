@@ -14,7 +14,7 @@ from drive import prompt
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.methods.common.stored import Int8, StoredFrom
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.form import column_bytes
+from shoal.model.kv.form import KVForm, column_bytes
 from shoal.model.kv.layer import KVLayer
 from shoal.model.stack import SequenceChunk
 
@@ -22,10 +22,8 @@ SIZES = (2, 8, 8)
 
 
 @dataclass(frozen=True)
-class AsItIs:
+class AsItIs(KVForm):
     """A form that stores what it is given, in its dtype."""
-
-    kernel = None
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         return (values,)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter
+from shoal.decode.worker import Drafter, Proposer
 from shoal.methods.common.drafting import DraftingMethod
 
 
@@ -45,7 +45,7 @@ class Hangs(DraftingMethod):
 
 
 @dataclass(frozen=True)
-class Made:
+class Made(Proposer):
     how: Hangs
 
     def begin(self, stack: Any, cache: Any) -> Any:

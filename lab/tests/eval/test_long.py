@@ -219,7 +219,7 @@ def test_what_a_window_has_left_behind_is_read_anew(monkeypatch: pytest.MonkeyPa
 def test_what_says_nothing_about_prompts_is_read_anew(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.methods.streaming_llm import Ends
 
-    monkeypatch.delattr(Ends, "by_length")
+    monkeypatch.setattr(Ends, "by_length", False)
     rows = SharedPrompts(tiny_engine, PROMPTS).under(make(METHODS["streaming_llm"]), 4).run(
         PROMPTS, [{"max_new_tokens": 4, "ignore_eos": True}] * 4)
     assert [row.ledger.prefill_tokens for row in rows] == list(map(len, PROMPTS))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from drive import decode, prompt, stack_of
 from families import tiny
 from shoal.decode.recipe import Recipe
+from shoal.decode.worker import Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
@@ -64,7 +65,7 @@ def test_shadow_tokens_are_what_the_exits_would_say() -> None:
     proposer = DynamicExit(DEL((2, 5), longest=3, memory=1.0, window=4, probe=1), (2, 5))
     drafters: list[DynamicDrafter] = []
 
-    class Kept:
+    class Kept(Proposer):
         def begin(self, *parts: object) -> DynamicDrafter:
             drafters.append(proposer.begin(*parts))  # type: ignore[arg-type]
             return drafters[0]

@@ -13,7 +13,7 @@ from drive import gap, prompt
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import SequenceChunk, Stack, Start, from_layer
+from shoal.model.stack import FromLayer, SequenceChunk, Stack, Start
 from shoal_lab.components.rewind import earliest, rewound
 
 FULL = DepthPlan.full(6)
@@ -113,7 +113,7 @@ def test_who_looks_at_later_layers_alone_sees_the_same(backend: Backend, name: s
 
     def states(first: int) -> dict[int, torch.Tensor]:
         seen: dict[int, torch.Tensor] = {}
-        hook = from_layer(first, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+        hook = FromLayer(first, lambda layer, hidden: seen.update({layer: hidden.clone()}))
         stack.forward(chunks, filled(stack, (9, 5)), hook)
         return seen
 

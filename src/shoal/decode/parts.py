@@ -23,7 +23,7 @@ from shoal.decode.worker import (
     Worker,
 )
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk, Stack, first_seen, from_layer
+from shoal.model.stack import FromLayer, HiddenStateHook, QueryHook, SequenceChunk, Stack, first_seen
 
 W = TypeVar("W", bound=Worker)
 
@@ -72,7 +72,7 @@ class PartsAtWork:
             for hook, places in hooks:
                 hook(layer, hidden if places is None else hidden[places])
 
-        return (from_layer(min(first_seen(hook) for hook, _ in hooks), show),)
+        return (FromLayer(min(first_seen(hook) for hook, _ in hooks), show),)
 
     def with_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the coming forward, with what is to see their queries."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.decode.tree import TokenTree
     from shoal.decode.worker import Controller, Experts, Keep, Planner, Proposer, Select, Worker
     from shoal.model.kv.form import Store
+    from shoal.model.stack import Stack
 
     WaitedFor: TypeAlias = Branch | Future[Any]
     """What a search waits for."""
@@ -58,20 +59,23 @@ class Rule(Protocol):
         ...
 
 
-class Search(Protocol):
-    """Plain Python over branches, of which one becomes the row's answer. Immutable.
+class Search(ABC):
+    """Plain Python over branches, of which one becomes the row's answer. Immutable."""
 
-    One whose course depends on when somebody else has answered says so by an attribute `timed`.
-    """
+    @property
+    def timed(self) -> bool:
+        """Whether its course depends on when somebody else has answered."""
+        return False
 
+    @abstractmethod
     def most(self, greedy: bool) -> int:
         """The most branches that it has at once: so many rows, and their KV, are counted for it.
 
         Args:
             greedy: whether tokens are chosen without a draw.
         """
-        ...
 
+    @abstractmethod
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
         """The search for one row: yields the branches for which it waits, and returns the one that won.
 
@@ -82,7 +86,6 @@ class Search(Protocol):
         Args:
             root: has read the prompt but for its last token, and emitted nothing.
         """
-        ...
 
 
 class Loop(ABC):
@@ -92,11 +95,13 @@ class Loop(ABC):
         exact: whether the tokens are those of the plain loop, greedy or sampled.
         takes: the parts of a recipe that it works with; the others are refused beside it.
         fills_masks: whether it works on masked-diffusion models, and on no others.
+        second_reads: positions that its second model stores of a row at most; None for all of them.
     """
 
     exact: ClassVar[bool] = False
     fills_masks: ClassVar[bool] = False
     takes: ClassVar[tuple[str, ...]] = ()
+    second_reads: ClassVar[int | None] = None
 
     @property
     def scratch(self) -> int:
@@ -107,6 +112,11 @@ class Loop(ABC):
     def timed(self) -> bool:
         """Whether what a step does depends on when somebody else has answered."""
         return False
+
+    @property
+    def second_stack(self) -> Stack | None:
+        """A second model, which stores keys and values of the rows as well; None without one."""
+        return None
 
     @abstractmethod
     def batch(self) -> Callable[..., RowBatch]:
@@ -163,7 +173,7 @@ class Recipe:
     planner: Planner | None = None
 
     def __post_init__(self) -> None:
-        if getattr(self.select, "across_layers", False) and getattr(self.keep, "differs", False):
+        if self.select is not None and self.select.across_layers and self.keep is not None and self.keep.differs:
             raise Unsupported(
                 f"layers that share a choice of columns, {type(self.select).__name__}, "
                 f"beside {type(self.keep).__name__}",
@@ -194,6 +204,17 @@ class Recipe:
     def scratch(self) -> int:
         """Most positions that a forward may store of a row beside those that the row has come to."""
         return self.loop.scratch if self.loop is not None else 0 if self.proposer is None else MOST_GUESSES
+
+    @property
+    def second_stack(self) -> Stack | None:
+        """A second model, of the proposer or the loop, which stores keys and values of the rows as well."""
+        found = None if self.proposer is None else self.proposer.second_stack
+        return self.loop.second_stack if found is None and self.loop is not None else found
+
+    @property
+    def second_reads(self) -> int | None:
+        """Positions that the second model stores of a row at most; None for all of them."""
+        return None if self.loop is None else self.loop.second_reads
 
     @property
     def alters_kv(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shoal.decode.tree import TokenTree
     from shoal.model.experts import ExpertChoice
     from shoal.model.kv.layer import KVLayer
-    from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk
+    from shoal.model.stack import HiddenStateHook, QueryHook, SequenceChunk, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,7 @@ W_co = TypeVar("W_co", bound=Worker, covariant=True)
 class Part(Protocol[W_co]):
     """A part of a recipe that has a worker. Immutable."""
 
+    @abstractmethod
     def begin(self, stack: Any, cache: Any) -> W_co:
         """The worker for rows that decode on `stack` with their KV in `cache`."""
         ...
@@ -146,37 +147,88 @@ class Keeper(Worker, ABC):
         """
 
 
-class Selector(Worker):
-    """A part `select` at work: its `query_hooks` choose the columns."""
-
-
 Planner = Part[Worker]
 """Settles which layers a row runs: told that its prompt has been read, it replaces the plan of the row's recipe."""
-Proposer = Part[Drafter]
-"""Guesses tokens ahead."""
 Controller = Part[DraftLengthPolicy]
 """Chooses how much to guess."""
-Select = Part[Selector]
-"""Chooses which of the stored KV a query reads: `k` columns, if it has a number `k`.
-
-One whose hooks are `model.kv.choice.TopColumns`, which kernels call for, says by `label_bytes(stack, columns)` what
-they keep beside a row of so many columns to score it by."""
-Experts = Part[Worker]
-"""Chooses which neurons of the MLPs a token runs, by its worker's `experts`; `bytes_to_come(stack)` says what it will
-keep in memory for that."""
 
 
-class Keep(Part[Keeper], Protocol):
+class Proposer(Part[Drafter]):
+    """Guesses tokens ahead."""
+
+    @property
+    def second_stack(self) -> Stack | None:
+        """A second model, which stores keys and values of the rows as well; None without one."""
+        return None
+
+    @property
+    def most_fed(self) -> int | None:
+        """Most nodes of a forward beside the last token, where they are more than what is guessed; None otherwise."""
+        return None
+
+
+class Experts(Part[Worker]):
+    """Chooses which neurons of the MLPs a token runs, by its worker's `experts`."""
+
+    def bytes_to_come(self, stack: Stack) -> int:
+        """Memory that it will take on that model beyond what it holds already."""
+        return 0
+
+
+class Keep(Part[Keeper]):
     """Chooses which of a row's KV stays.
 
-    One that keeps other columns in each layer says so by a class attribute `differs`, and a `Select` whose layers share
-    what they choose by `across_layers`: the two are refused beside each other. One that leaves a prompt as the model
-    stores it, up to its last token, says so by `dense_prompt`, as a `Select` does that chooses for answers alone and a
-    `Store` whose form columns take later, and by `listens` how many positions at its end are to be read with it; one
-    whose work follows from the row's length alone, whatever the prompt's, by `by_length`; one that leaves columns with
-    a bias on their scores, by `weighs`.
+    Attributes:
+        differs: whether other columns stay in each layer.
+        weighs: whether columns get a bias on their scores.
+        dense_prompt: whether a prompt is stored as the model itself does, up to its last token.
+        by_length: whether what goes follows from the row's length alone, whatever the prompt's.
     """
 
+    differs: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+    dense_prompt: ClassVar[bool] = False
+    by_length: ClassVar[bool] = False
+
+    @property
+    def listens(self) -> int:
+        """Positions at a prompt's end that must be read under it, where the prompt is dense up to there."""
+        return 1
+
+    @property
+    def untouched(self) -> int:
+        """Length up to which a prompt stays whole, so that no column is compared with others."""
+        return 0
+
+    @abstractmethod
     def most_columns(self, length: int) -> int:
         """The most columns that a layer stores of a row that comes to so many positions, guesses apart."""
-        ...
+
+
+class Select(Part[Worker]):
+    """Chooses which of the stored KV a query reads, by its worker's `query_hooks`.
+
+    Attributes:
+        across_layers: whether layers share what one of them chose, so that a part `keep` must not differ between them.
+        dense_prompt: whether queries of a prompt read all.
+    """
+
+    across_layers: ClassVar[bool] = False
+    dense_prompt: ClassVar[bool] = False
+
+    @property
+    def most_read(self) -> int:
+        """Columns that a query reads at most; 0 where no number is fixed."""
+        return 0
+
+    @property
+    def by_query_head(self) -> bool:
+        """Whether each query head has columns of its own; else those share some that share a KV head."""
+        return False
+
+    def label_bytes(self, stack: Stack, columns: int) -> int | None:
+        """What kernels store beside a row of so many columns to score them.
+
+        None where its hooks are no `shoal.model.kv.choice.TopColumns`, which kernels choose for themselves.
+        """
+        return None

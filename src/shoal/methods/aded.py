@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter
+from shoal.decode.worker import Drafter, Proposer
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Number, Tries
 from shoal.speculative.corpus import stamp_of, tokens_of
@@ -80,7 +80,7 @@ class ADED(DraftingMethod):
 
 
 @dataclass(frozen=True)
-class AdaptiveNGrams:
+class AdaptiveNGrams(Proposer):
     """Proposes trees from tri-grams of a corpus, the prompt and the answer.
 
     Attributes:

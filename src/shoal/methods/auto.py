@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, StepReport
+from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips
 from shoal.errors import Unsupported
@@ -28,8 +28,7 @@ from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
-    from shoal.decode.worker import Proposer
-    from shoal.model.stack import HiddenStateHook, SequenceChunk
+    from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
     from shoal.speculative.eagle import EagleProposer
 
 _WIDEST = 64
@@ -134,7 +133,7 @@ class Auto(Method):
 
 
 @dataclass(frozen=True, eq=False)
-class Cautious:
+class Cautious(Proposer):
     """A proposer that guesses where that pays, from the row's own text or with a helper.
 
     Attributes:
@@ -150,9 +149,9 @@ class Cautious:
     chances: Chances = field(default_factory=Chances)
 
     @property
-    def stack(self) -> Any:
-        """The second model, whose KV counts; None without one."""
-        return getattr(self.helper, "stack", None)
+    def second_stack(self) -> Stack | None:
+        """See `Proposer`."""
+        return None if self.helper is None else self.helper.second_stack
 
     def begin(self, stack: Any, cache: Any) -> CautiousDrafter:
         """A drafter that has seen no row yet."""

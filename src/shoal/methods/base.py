@@ -121,7 +121,8 @@ class Method(ABC):
 
     A subclass checks the ranges of its knobs in `__post_init__` (after calling this one, which checks their types)
     and returns its parts from `recipe`. Types in field annotations must be importable at run time. A method that
-    wraps another one holds it in a field called `inner`.
+    wraps another one holds it in a field called `inner`. How much it guesses stand fields called `length`, `nodes`,
+    `branching` and `beam` for, which a limit on memory makes smaller.
 
     Attributes:
         name: the name of its file and of its row in the registry.
@@ -165,13 +166,17 @@ class Method(ABC):
     @property
     def wants_card(self) -> bool:
         """Whether something that is left open here follows from the model's calibration card, or else from a guess."""
-        inner = getattr(self, "inner", None)
+        inner = self.option("inner")
         return isinstance(inner, Method) and inner.wants_card
 
     @classmethod
     def knobs(cls) -> tuple[str, ...]:
         """Names of the method's options."""
         return tuple(field.name for field in fields(cls))
+
+    def option(self, name: str) -> Any:
+        """The value of an option; None where the method has none of that name."""
+        return getattr(self, name) if name in self.knobs() else None
 
     def to_dict(self) -> dict[str, Any]:
         """`{"method": name, "method_args": {...}}` with JSON values only; a wrapped method under "inner"."""

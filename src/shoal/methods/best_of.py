@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.branches.verifier import Verifier, ask, attempt_of, likelihood
-from shoal.decode.recipe import Recipe
+from shoal.decode.recipe import Recipe, Search
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -62,7 +62,7 @@ class BestOf(VerifiedMethod):
 
 
 @dataclass(frozen=True)
-class Favourite:
+class Favourite(Search):
     """All samples to their ends; of two that are equally good and likely the earlier wins.
 
     Attributes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Selector
+from shoal.decode.worker import Select, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first, whole_layers
 from shoal.methods.common.limits import Layers, Most, Positions
@@ -93,7 +93,7 @@ class DoubleSparsity(Method):
 
 
 @dataclass(frozen=True)
-class Outlined:
+class Outlined(Select):
     """The part `select`; see `DoubleSparsity`. `layers` choose."""
 
     dense_prompt: ClassVar[bool] = True
@@ -102,8 +102,8 @@ class Outlined:
     layers: tuple[int, ...]
 
     @property
-    def k(self) -> int:
-        """Columns that a query reads."""
+    def most_read(self) -> int:
+        """See `Select`."""
         return self.knobs.k or 0
 
     def label_bytes(self, stack: Stack, columns: int) -> int:
@@ -116,7 +116,7 @@ class Outlined:
         return OutlinedSelector(self, stack, cache)
 
 
-class OutlinedSelector(Selector):
+class OutlinedSelector(Worker):
     """See `Outlined`. Holds the labels of each row."""
 
     def __init__(self, part: Outlined, stack: Stack, cache: KVCache) -> None:

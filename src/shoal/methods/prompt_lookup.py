@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter
+from shoal.decode.worker import Drafter, Proposer
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Suffix
 from shoal.speculative.follow import continuation
@@ -56,7 +56,7 @@ class PromptLookup(DraftingMethod):
 
 
 @dataclass(frozen=True)
-class NGrams:
+class NGrams(Proposer):
     """Continues the latest earlier occurrence of the longest suffix that has one.
 
     A continuation that runs into the end of the text goes on with what it has just guessed, so a short period is

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Keeper
+from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
 from shoal.methods.common.limits import Most, Positions, Seed
@@ -66,7 +66,7 @@ class SnapKV(Method):
 
 
 @dataclass(frozen=True)
-class Snap:
+class Snap(Keep):
     """The part `keep`; see `SnapKV`."""
 
     differs: ClassVar[bool] = True
@@ -78,6 +78,11 @@ class Snap:
     def listens(self) -> int:
         """See `Keep`."""
         return self.knobs.window
+
+    @property
+    def untouched(self) -> int:
+        """See `Keep`."""
+        return self.knobs.budget or 0
 
     def begin(self, stack: Any, cache: Any) -> Snapper:
         """A keeper."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Keeper
+from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
 from shoal.methods.common.limits import Positions
@@ -56,7 +56,7 @@ class StreamingLLM(Method):
 
 
 @dataclass(frozen=True)
-class Ends:
+class Ends(Keep):
     """Keeps the two ends of a row's KV: see `StreamingLLM`."""
 
     by_length: ClassVar[bool] = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Selector
+from shoal.decode.worker import Select, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import SHOWN_QUERIES, Method, check_layer, whole_layers
 from shoal.methods.common.limits import Layers, Positions
@@ -100,7 +100,7 @@ ALL, SELECTS, READS = range(3)
 
 
 @dataclass(frozen=True)
-class Tides:
+class Tides(Select):
     """The part `select`; see `Tidal`."""
 
     across_layers: ClassVar[bool] = True
@@ -109,6 +109,16 @@ class Tides:
     k: int
     roles: tuple[int, ...]
     apart: bool = False
+
+    @property
+    def most_read(self) -> int:
+        """See `Select`."""
+        return self.k
+
+    @property
+    def by_query_head(self) -> bool:
+        """See `Select`."""
+        return self.apart
 
     def label_bytes(self, stack: Stack, columns: int) -> int:
         """Nothing: columns are scored by their keys."""
@@ -119,7 +129,7 @@ class Tides:
         return TidesSelector(self, stack, cache)
 
 
-class TidesSelector(Selector):
+class TidesSelector(Worker):
     """See `Tides`."""
 
     def __init__(self, tides: Tides, stack: Stack, cache: KVCache) -> None:

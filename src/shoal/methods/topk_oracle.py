@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Selector
+from shoal.decode.worker import Select, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first
@@ -62,7 +62,7 @@ class TopKOracle(Method):
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Select):
     """The part `select`; see `TopKOracle`."""
 
     dense_prompt: ClassVar[bool] = True
@@ -70,8 +70,8 @@ class TopK:
     knobs: TopKOracle
 
     @property
-    def k(self) -> int:
-        """Columns that a query reads."""
+    def most_read(self) -> int:
+        """See `Select`."""
         return self.knobs.k or 0
 
     def begin(self, stack: Any, cache: Any) -> TopKSelector:
@@ -79,7 +79,7 @@ class TopK:
         return TopKSelector(self.knobs, stack)
 
 
-class TopKSelector(Selector):
+class TopKSelector(Worker):
     """See `TopKOracle`."""
 
     def __init__(self, knobs: TopKOracle, stack: Stack) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
-"""Called with a layer's number and the hidden states [chunks, nodes, D] that enter it, short chunks padded. One that
-`from_layer` made looks at the later layers alone: an executor may leave out the calls before."""
+"""Called with a layer's number and the hidden states [chunks, nodes, D] that enter it, short chunks padded. Of a
+`FromLayer` an executor may leave out the calls before its first layer."""
 QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 """Called in a layer's attention for one row, with the layer's number, queries [heads, nodes, head_dim] and keys
 [kv_heads, columns, head_dim] with their positions turned in, the nodes' own included, and which columns a node may see,
@@ -194,6 +194,11 @@ class Stack(Protocol):
         """Whether attention and MLP of a layer can run apart."""
         ...
 
+    @property
+    def adds_masks(self) -> bool:
+        """Whether attention adds its mask to the scores, instead of taking bools."""
+        ...
+
     def forward(
         self,
         chunks: Sequence[SequenceChunk],
@@ -257,16 +262,21 @@ class Stack(Protocol):
         ...
 
 
-def from_layer(first: int, hook: HiddenStateHook) -> HiddenStateHook:
-    """A hook, a function, that looks at no states that enter layers before `first`."""
-    vars(hook)["first"] = first
-    return hook
+@dataclass(frozen=True, slots=True)
+class FromLayer:
+    """A hook that looks at no states that enter layers before `first`."""
+
+    first: int
+    hook: HiddenStateHook
+
+    def __call__(self, layer: int, hidden: Tensor) -> None:
+        """See `HiddenStateHook`."""
+        self.hook(layer, hidden)
 
 
 def first_seen(hook: HiddenStateHook) -> int:
     """The first layer that a hook looks at."""
-    first: int = getattr(hook, "first", 0)
-    return first
+    return hook.first if isinstance(hook, FromLayer) else 0
 
 
 def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:

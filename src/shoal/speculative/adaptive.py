@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shoal.decode.worker import Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.speculative.draft import Draft, check_length, check_share
 from shoal.speculative.per_row import PerRow
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(Proposer):
     """A fixed plan drafts; where a draft stops follows the acceptance.
 
     Attributes:

@@ -19,7 +19,7 @@ from shoal.decode import sampling
 from shoal.decode.row import Row
 from shoal.decode.rules.rejection import Rejection
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter
+from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
@@ -33,7 +33,7 @@ from shoal.speculative.taps import Taps
 
 
 @dataclass(eq=False)
-class EagleProposer:
+class EagleProposer(Proposer):
     """The part `proposer`: trees of guesses from a trained layer.
 
     Attributes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter
+from shoal.decode.worker import Drafter, Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
@@ -27,7 +27,7 @@ View = Callable[[Sequence[int]], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class ModelProposer:
+class ModelProposer(Proposer):
     """Draws a tree of guesses from a second model with the same tokens, by the numbers that the row's rule wants.
 
     Attributes:
@@ -45,6 +45,11 @@ class ModelProposer:
     head: Callable[[Tensor], Tensor] | None = None
     ids: tuple[int, ...] = ()
     view: View | None = None
+
+    @property
+    def second_stack(self) -> Stack | None:
+        """See `Proposer`."""
+        return self.stack
 
     def begin(self, stack: Any, cache: Any) -> ModelDrafter:
         """A drafter with an empty cache of its own."""

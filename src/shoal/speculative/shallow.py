@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.decode.worker import Drafter
+from shoal.decode.worker import Drafter, Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.speculative.draft import Draft, Widths, check_length, check_share
 
@@ -42,7 +42,7 @@ class OwnLayersDrafter(Drafter):
 
 
 @dataclass(frozen=True)
-class Shallow:
+class Shallow(Proposer):
     """Drafts chains with the layers of a depth plan, whose schedule restarts with every draft.
 
     Attributes:

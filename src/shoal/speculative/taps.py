@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.model.stack import HiddenStateHook, SequenceChunk, from_layer
+from shoal.model.stack import FromLayer, HiddenStateHook, SequenceChunk
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -62,7 +62,7 @@ class Taps:
                 for (tap, base, chunk), states in zip(fed, hidden, strict=True):
                     tap.last = base, chunk, states
 
-        return from_layer(self._layer, hook)
+        return FromLayer(self._layer, hook)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
         """See `Worker.fork`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter
+from shoal.decode.worker import Drafter, Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MaskedProposer:
+class MaskedProposer(Proposer):
     """Draws a chain of guesses from a masked-diffusion model with the same tokens.
 
     Attributes:
@@ -40,6 +40,11 @@ class MaskedProposer:
     length: int
     name: str
     window: int | None = None
+
+    @property
+    def second_stack(self) -> Stack:
+        """See `Proposer`."""
+        return self.stack
 
     def begin(self, stack: Any, cache: Any) -> MaskedDrafter:
         """A drafter for rows of the target `stack`."""

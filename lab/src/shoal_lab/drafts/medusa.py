@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter
+from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 from shoal.speculative.matrix import packed
@@ -108,7 +108,7 @@ class MedusaHeads:
 
 
 @dataclass(eq=False)
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """The part `proposer`: the heads' guesses in a fixed form.
 
     Attributes:

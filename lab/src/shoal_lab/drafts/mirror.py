@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.decode.worker import StepReport
+from shoal.decode.worker import Proposer, StepReport
 from shoal.model.packed.native import MAX_NODES
 from shoal.speculative.choose import Place, choose
 from shoal.speculative.growth import grow
@@ -40,7 +40,7 @@ Pool = Mapping[Outcome, Chain]
 
 
 @dataclass(frozen=True)
-class MirrorProposer:
+class MirrorProposer(Proposer):
     """Chains of a second model, drafted for several outcomes of the verification before.
 
     Attributes:

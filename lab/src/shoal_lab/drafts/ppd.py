@@ -19,10 +19,10 @@ from torch import Tensor
 from shoal.decode.row import Row
 from shoal.decode.sampling import biased
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, StepReport
+from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack, from_layer
+from shoal.model.stack import FromLayer, HiddenStateHook, SequenceChunk, Stack
 from shoal.speculative.part_file import TrainedPart
 from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
 
@@ -33,7 +33,7 @@ MOST_PROMPTS = 6
 
 
 @dataclass(eq=False)
-class PromptProposer:
+class PromptProposer(Proposer):
     """The part `proposer`; see the module.
 
     Attributes:
@@ -52,7 +52,7 @@ class PromptProposer:
 
     @property
     def most_fed(self) -> int:
-        """Most nodes of a forward beside the root, prompts included."""
+        """See `Proposer`: prompts are fed as well."""
         return max(tree.fed for tree in self.trees.states)
 
     def begin(self, stack: Stack, cache: KVCache) -> PromptDrafter:
@@ -111,7 +111,7 @@ class PromptDrafter(Drafter):
                     if chunk.vectors is not None:
                         self._ready[id(row)] = _Ready(row, states[chunk.words : len(chunk.tokens)].clone())
 
-        return from_layer(self._stack.num_layers, hook)
+        return FromLayer(self._stack.num_layers, hook)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
         """See `Worker.fork`."""

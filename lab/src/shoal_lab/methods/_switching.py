@@ -17,6 +17,7 @@ from shoal.methods.common.second_model import PairedMethod
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
+    from shoal.model.stack import Stack
     from shoal.types import ModelInfo
     from shoal_lab.loops.switching import TurnPolicy
 
@@ -75,6 +76,12 @@ class Switching(Loop):
     stack: Any = None
     plan: DepthPlan | None = None
     name: str = ""
+
+    @property
+    def second_stack(self) -> Stack | None:
+        """See `Loop`."""
+        found: Stack | None = self.stack
+        return found
 
     def batch(self) -> Callable[..., RowBatch]:
         """See `Loop`."""

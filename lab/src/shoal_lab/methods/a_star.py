@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decode.branches.verifier import Verifier, ask, attempt_of, likelihood
-from shoal.decode.recipe import Recipe
+from shoal.decode.recipe import Recipe, Search
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -90,7 +90,7 @@ class AStar(VerifiedMethod):
 
 
 @dataclass(frozen=True)
-class BestFirst:
+class BestFirst(Search):
     """The part `search`; see `AStar`.
 
     Attributes:

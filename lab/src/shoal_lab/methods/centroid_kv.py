@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Keeper
+from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import SHOWN_QUERIES, Method, whole_layers
 from shoal.methods.common.limits import Most, Positions, Share
@@ -70,7 +70,7 @@ class CentroidKV(Method):
 
 
 @dataclass(frozen=True)
-class Centroids:
+class Centroids(Keep):
     """The part `keep`; see `CentroidKV`."""
 
     differs: ClassVar[bool] = True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
+from shoal.decode.worker import Proposer
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, LayerList, Number, Share
 from shoal.speculative.draft import Draft, check_least, check_length, check_share, first_layers
@@ -85,7 +86,7 @@ class DEL(DraftingMethod):
 
 
 @dataclass(frozen=True)
-class DynamicExit:
+class DynamicExit(Proposer):
     """The first layers draft; how many, and how far, follows what each exit would have said of the verified tokens.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Keeper
+from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method, whole_layers
 from shoal.methods.common.limits import Number, Positions, Seed
@@ -82,7 +82,7 @@ class DynamicContext(Method):
 
 
 @dataclass(frozen=True)
-class Gated:
+class Gated(Keep):
     """The part `keep`; see `DynamicContext`."""
 
     differs: ClassVar[bool] = True

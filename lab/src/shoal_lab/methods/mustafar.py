@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Keeper
+from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method, whole_layers
 from shoal.methods.common.limits import Positions, Share
+from shoal.model.kv.form import KVForm, Store
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Mustafar(Method):
 
 
 @dataclass(frozen=True)
-class Settling:
+class Settling(Keep):
     """The part `keep`: all columns stay, and those that have left the window settle; see `Mustafar`."""
 
     dense_prompt: ClassVar[bool] = True
@@ -98,7 +99,7 @@ class Settler(Keeper):
 
 
 @dataclass(frozen=True)
-class Bitmaps:
+class Bitmaps(Store):
     """The part `store`: a form for the settled columns of some layers."""
 
     dense_prompt: ClassVar[bool] = True
@@ -112,7 +113,7 @@ class Bitmaps:
 
 
 @dataclass(frozen=True)
-class Bitmap:
+class Bitmap(KVForm):
     """uint8 [heads, columns, 2 words], bit j being dimension j, and [heads, columns, numbers] in the model's dtype.
 
     The numbers of a vector are in the order of their dimensions. Of equal magnitudes the earlier dimensions stay.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Worker
+from shoal.decode.worker import Experts, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -84,7 +84,7 @@ class ReadME(Method):
 
 
 @dataclass(frozen=True)
-class Routed:
+class Routed(Experts):
     """The part `experts`; see `ReadME`."""
 
     knobs: ReadME

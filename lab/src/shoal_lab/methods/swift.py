@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.decode.worker import Proposer
 from shoal.depth.skips import Skips, sublayers
 from shoal.errors import Unsupported
 from shoal.methods.common.drafting import DraftingMethod
@@ -93,7 +94,7 @@ class Swift(DraftingMethod):
 
 
 @dataclass(frozen=True)
-class Searched:
+class Searched(Proposer):
     """Some sublayers are left out, which ones is found out on the row's own text.
 
     Attributes:

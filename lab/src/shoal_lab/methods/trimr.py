@@ -130,7 +130,7 @@ class Trimming(Loop):
     judge: Any = None
 
     @property
-    def stack(self) -> Any:
+    def second_stack(self) -> Any:
         """The judge, where it is a model."""
         return None if self.judge is None else self.judge.stack
 

@@ -15,9 +15,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar
 
-from shoal.decode.branches.verifier import Attempt
+from shoal.decode.branches.verifier import Attempt, BoundedVerifier
 from shoal.sandbox.process import Program, Sandbox, find
 from shoal.sandbox.source import parsed, text_of, tree_of, whole
 
@@ -63,7 +62,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Execution:
+class Execution(BoundedVerifier):
     """The share of the prompt's examples that a finished program passes.
 
     An answer that has not ended, and one to a prompt without examples, is judged by its likelihood.
@@ -72,8 +71,6 @@ class Execution:
         seconds: what all examples of a program may take together, from when it is begun: programs of others may come
             first, and that is not its fault. Those that are left then have failed.
     """
-
-    bounded: ClassVar[bool] = True
 
     seconds: float = math.inf
 

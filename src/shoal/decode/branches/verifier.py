@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -53,10 +54,15 @@ class NoVerdictInTime(NoVerdict, TimeoutError):
 
 
 Verifier = Callable[[Attempt], float]
-"""Says how likely an attempt is right, or will be, in [0, 1]; the same for the same attempt.
+"""Says how likely an attempt is right, or will be, in [0, 1]; the same for the same attempt."""
 
-One whose `bounded` is true sees to it that it answers in time, and is waited for as long as it takes.
-"""
+
+class BoundedVerifier(ABC):
+    """A verifier that sees to it that it answers in time, and is waited for as long as it takes."""
+
+    @abstractmethod
+    def __call__(self, attempt: Attempt) -> float:
+        """See `Verifier`."""
 
 
 def likelihood(attempt: Attempt) -> float:
@@ -194,7 +200,7 @@ def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
     Args:
         verifier: anybody's.
         attempt: what it is shown.
-        seconds: how long to wait, unless it is `bounded`; infinity for ever.
+        seconds: how long to wait, unless it is a `BoundedVerifier`; infinity for ever.
 
     Raises:
         NoVerdict: it failed, or its answer is no number in [0, 1].
@@ -202,7 +208,7 @@ def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
     """
     if verifier is likelihood:
         return attempt.likelihood
-    asked = Awaited(verifier, attempt, math.inf if getattr(verifier, "bounded", False) else seconds, "verifier")
+    asked = Awaited(verifier, attempt, math.inf if isinstance(verifier, BoundedVerifier) else seconds, "verifier")
     asked.wait()
     value = asked.answer
     if not isinstance(value, Real) or not 0 <= float(value) <= 1:

@@ -51,7 +51,7 @@ class Ranks:
                 "it measures time, which differs between them, and all must run the same forwards",
                 "Leave the method's control at its default",
             )
-        if self.size > 1 and any(getattr(part, "timed", False) for part in (recipe.loop, recipe.search)):
+        if self.size > 1 and any(part is not None and part.timed for part in (recipe.loop, recipe.search)):
             raise Unsupported(
                 f"waiting for what others say in {self.size} processes", "it comes at another time in each of them",
                 "Let a model judge thoughts, and likelihood answers",

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.row import Row
+from shoal.decode.worker import Select
 from shoal.engine.memory.kv_peak import KVPeak, peak_of
 from shoal.engine.memory.shorter import guesses
 from shoal.engine.memory.sizes import shown
@@ -125,9 +126,9 @@ def second_bytes(rows: Sequence[Row], extra: int) -> int:
     total = 0
     for row in rows:
         recipe = row.recipe
-        other = getattr(recipe.proposer, "stack", None) or getattr(recipe.loop, "stack", None)
+        other = recipe.second_stack
         if other is not None:
-            length = getattr(recipe.loop, "second_reads", None) or row.prompt_length + row.stop.room - 1 + extra
+            length = recipe.second_reads or row.prompt_length + row.stop.room - 1 + extra
             total += KVPeak(length * sum(other.position_bytes), 0).counted
     return total
 
@@ -179,32 +180,31 @@ def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     lengths = [row.prompt_length + row.stop.room for row in rows for _ in range(row.branches)]
     choosing = choosing_bytes(engine, rows[0].recipe.select, lengths, nodes)
     bounds = stack.bound_bytes if isinstance(stack, NativeStack) and rows[0].takes_likeliest else 0
-    groups = getattr(rows[0].recipe.experts, "bytes_to_come", lambda _: 0)(stack)
+    experts = rows[0].recipe.experts
+    groups = 0 if experts is None else experts.bytes_to_come(stack)
     forward = max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
     return bounds + rewriting + choosing + groups + forward
 
 
-def choosing_bytes(engine: Engine, select: Any, lengths: Sequence[int], nodes: Sequence[int]) -> int:
+def choosing_bytes(engine: Engine, select: Select | None, lengths: Sequence[int], nodes: Sequence[int]) -> int:
     """While rows of these lengths choose what they read by a part: scores, what is chosen, and labels of kernels."""
     stack = engine.stack
-    if select is None or max(lengths) <= getattr(select, "k", 0):
+    if select is None or max(lengths) <= select.most_read:
         return 0
     heads = stack.shape.heads if isinstance(stack, PackedStack) else _config(engine).num_attention_heads
-    label_bytes = getattr(select, "label_bytes", None)
     kv_heads, dim, _ = max(stack.kv_sizes)
-    if label_bytes is None or not isinstance(stack, NativeStack):  # torch ranks the columns of a row at a time
+    labels = [select.label_bytes(stack, length) for length in lengths]
+    if None in labels or not isinstance(stack, NativeStack):  # torch ranks the columns of a row at a time
         return int(4 * max(lengths) * (_RANKING * heads * max(nodes) + kv_heads * dim))
     scores = sum(count * (length + ROOM_BESIDE) for count, length in zip(nodes, lengths, strict=True))
-    labels: int = sum(label_bytes(stack, length) for length in lengths)
-    chosen = (heads if getattr(select, "apart", False) else kv_heads) * getattr(select, "k", 0) * sum(nodes)
-    return 4 * (heads * scores + chosen) + labels
+    chosen = (heads if select.by_query_head else kv_heads) * select.most_read * sum(nodes)
+    return 4 * (heads * scores + chosen) + sum(filter(None, labels))
 
 
 def _chooses(rows: Sequence[Row]) -> bool:
     """Whether columns of a prompt are weighed against each other."""
     keep = rows[0].recipe.keep
-    budget = getattr(getattr(keep, "knobs", None), "budget", None) or 0
-    return getattr(keep, "differs", False) and max(row.prompt_length for row in rows) > budget
+    return keep is not None and keep.differs and max(row.prompt_length for row in rows) > keep.untouched
 
 
 def _masks(stack: Stack, rows: Sequence[Row], nodes: Sequence[int]) -> int:
@@ -219,7 +219,7 @@ def _masks(stack: Stack, rows: Sequence[Row], nodes: Sequence[int]) -> int:
 
 def _mask(stack: Stack, read: Sequence[tuple[int, int, int]]) -> int:
     """Of pieces of rows: row, first position and size; a byte for each token and column, or an element to be added."""
-    adds = getattr(stack, "adds_masks", False)
+    adds = stack.adds_masks
     element = stack.dtype.itemsize if adds else 1
     if isinstance(stack, PackedStack):  # row by row, in each layer anew
         return max(_seen(first, size, window, adds) for _, first, size in read for window in {*stack.windows})

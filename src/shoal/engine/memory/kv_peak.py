@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from shoal.decode.row import Row
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.form import GROWTH, KVForm, column_bytes, is_late
+from shoal.model.kv.form import GROWTH, KVForm, column_bytes
 from shoal.model.kv.layer import WINDOW_SLACK, KVLayer
 from shoal.model.kv.memory import SMALL, is_paged
 from shoal.model.stack import Stack
@@ -49,7 +49,8 @@ def peak_of(stack: Stack, cache: KVCache, rows: Sequence[Row], extra: int = 0) -
     last = max(row.stop.room for row in rows) - 1
     drops = {drop - 1 for row in rows for drop in row.recipe.plan.attention if drop - 1 < last}
     found = [_at(stack, cache, rows, step, extra) for step in sorted({0, last, *drops})]
-    return KVPeak(*(max(getattr(peak, part) for peak in found) for part in ("counted", "resident", "moving")))
+    counted, resident, moving = (max(sizes) for sizes in zip(*map(astuple, found), strict=True))
+    return KVPeak(counted, resident, moving)
 
 
 def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int) -> KVPeak:
@@ -76,13 +77,13 @@ def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int
 def _own_size(stack: Stack, row: Row, layer: int) -> int:
     """Bytes of a column that is stored beside the slot; 0 where it is in the slot."""
     form = _form(row, layer)
-    return 0 if form is None or is_late(form) else column_bytes(form, stack.kv_sizes[layer], stack.dtype)
+    return 0 if form is None or form.late else column_bytes(form, stack.kv_sizes[layer], stack.dtype)
 
 
 def _settled(stack: Stack, row: Row, layer: int, reserve: int, columns: int) -> int:
     """At most what columns take that leave the slot later; they are counted there as well."""
     form = _form(row, layer)
-    if form is None or not is_late(form):
+    if form is None or not form.late:
         return 0
     return column_bytes(form, stack.kv_sizes[layer], stack.dtype) * _more(max(reserve, columns))
 
@@ -93,7 +94,8 @@ def _form(row: Row, layer: int) -> KVForm | None:
 
 def _bias(row: Row, heads: int, columns: int) -> int:
     """At most what a row has to add to the scores of its columns."""
-    return 4 * heads * _more(columns) if getattr(row.recipe.keep, "weighs", False) else 0
+    keep = row.recipe.keep
+    return 4 * heads * _more(columns) if keep is not None and keep.weighs else 0
 
 
 def _columns(row: Row, number: int, layer: KVLayer, chunk: int, step: int, extra: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.decode.row import Row
 from shoal.engine.memory.footprint import Footprint, choosing_bytes, footprint, logits_bytes, standing, work_bytes
-from shoal.engine.memory.shorter import guesses, shorter
+from shoal.engine.memory.shorter import amount, guesses, shorter
 from shoal.engine.memory.sizes import parse, shown
 from shoal.errors import OutOfMemory
 from shoal.heap import resident
@@ -96,7 +96,7 @@ class MemoryLimit:
             while rows:
                 for number, less in enumerate(shorter(whole)):
                     said = [f"prompts at a time: {rows}"] * (rows < prompts)
-                    said += [f"guesses: method {less.name} {_number(less)}"] * (number > 0)
+                    said += [f"guesses: method {less.name} {amount(less)}"] * (number > 0)
                     said += [f"KV as {lossy.name}, which is lossy"] if lossy is not None else []
                     yield less, rows, ", ".join(said)
                 rows //= 2
@@ -181,10 +181,3 @@ def beside_kv(engine: Engine, row: Row, method: Method) -> int:
     nodes = 1 + most
     choosing = choosing_bytes(engine, row.recipe.select, [row.prompt_length + row.stop.room], [nodes])
     return logits_bytes(engine.stack, [nodes]) * (1 if row.sampling.greedy else 3) + choosing
-
-
-def _number(method: Method) -> str:
-    """How much a method guesses, for a notice."""
-    names = ("branching", "nodes", "length")
-    found = next(((name, value) for name in names if (value := getattr(method, name, None)) is not None), None)
-    return "" if found is None else f"with {found[0]} {found[1]}"

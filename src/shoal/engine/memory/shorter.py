@@ -15,6 +15,9 @@ from shoal.methods.base import Method
 from shoal.methods.common.combined import Combined
 from shoal.methods.common.drafting import DraftingMethod
 
+_AMOUNTS = ("branching", "nodes", "length", "beam")
+"""Options by which methods say how much they guess; see `shoal.methods.base.Method`."""
+
 
 def guesses(method: Method, recipe: Recipe) -> tuple[int, int]:
     """The most nodes of a forward beside the root, and how many of them lie beside its deepest path."""
@@ -22,25 +25,23 @@ def guesses(method: Method, recipe: Recipe) -> tuple[int, int]:
         return 0, 0
     if recipe.loop is not None:
         return recipe.scratch, recipe.scratch
-    fed = getattr(recipe.proposer, "most_fed", None)
-    if fed is not None:
-        return fed, fed
-    one: Any = _member(method)
-    branching, nodes = getattr(one, "branching", None), getattr(one, "nodes", None)
+    if recipe.proposer is not None and recipe.proposer.most_fed is not None:
+        return recipe.proposer.most_fed, recipe.proposer.most_fed
+    one = _member(method)
+    branching, nodes, length, beam = (None if one is None else one.option(name) for name in _AMOUNTS)
     if branching is not None:
         count = sum(accumulate(branching, mul))
         return count, count - len(branching)
-    length = getattr(one, "length", None) or recipe.scratch
     if nodes is not None:
         return nodes, nodes - 1
-    beam = getattr(one, "beam", 1)
+    length, beam = length or recipe.scratch, beam or 1
     return min(beam * length, recipe.scratch), (beam - 1) * length
 
 
 def shorter(method: Method) -> Iterator[Method]:
     """The method itself, then less and less guessed; at last nothing, where the rule is exact."""
     yield method
-    one: Any = _member(method)
+    one = _member(method)
     if one is None:
         return
     while (less := _less(one)) is not None:
@@ -54,13 +55,19 @@ def shorter(method: Method) -> Iterator[Method]:
         yield members[0] if len(members) == 1 else Combined(tuple(members))
 
 
+def amount(method: Method) -> str:
+    """How much it guesses, in words; empty where no option of its own says so."""
+    found = ((name, method.option(name)) for name in _AMOUNTS[:3])
+    return next((f"with {name} {value}" for name, value in found if value is not None), "")
+
+
 def _less(one: Any) -> Any:
     """Fewer levels of a tree, or half as many guesses; None where there are none to take away."""
-    branching = getattr(one, "branching", None)
+    branching = one.option("branching")
     if branching is not None:
         return replace(one, branching=branching[:-1]) if len(branching) > 1 else None
     for knobs in (("nodes",), ("nodes", "length"), ("length",)):
-        values = [getattr(one, knob, None) for knob in knobs]
+        values = [one.option(knob) for knob in knobs]
         halves = {knob: value // 2 for knob, value in zip(knobs, values, strict=True)
                   if isinstance(value, int) and value > 1}
         if len(halves) == len(knobs):
@@ -75,7 +82,7 @@ def _members(method: Method) -> tuple[Method, ...]:
 
 def _member(method: Method) -> Method | None:
     """The one that guesses by a number of its own."""
-    return next((one for one in _members(method) if isinstance(one, DraftingMethod) or hasattr(one, "length")), None)
+    return next((one for one in _members(method) if isinstance(one, DraftingMethod) or "length" in one.knobs()), None)
 
 
 def _with(method: Method, one: Method) -> Method:

@@ -222,9 +222,8 @@ class Scheduler:
         row.check()
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
-        other = getattr(recipe.proposer, "stack", None) or getattr(recipe.loop, "stack", None)
-        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store, other,
-                               getattr(recipe.loop, "second_reads", None), beside)
+        need = self._room.need(recipe.plan, row.prompt_length, row.stop.room, recipe.scratch, keep, recipe.store,
+                               recipe.second_stack, recipe.second_reads, beside)
         branches = row.branches
         if branches > self.max_rows:
             raise Unsupported(

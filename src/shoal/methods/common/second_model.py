@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shoal.decode.worker import Proposer
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.common.drafting import DraftingMethod
 
 if TYPE_CHECKING:
-    from shoal.decode.worker import Proposer
     from shoal.speculative.shape import TreeShape
     from shoal.types import ModelInfo
 
@@ -105,7 +105,7 @@ def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Absent:
+class Absent(Proposer):
     """Stands for a draft model where there is no engine to load it: when a method is only described or planned."""
 
     def begin(self, stack: Any, cache: Any) -> Any:

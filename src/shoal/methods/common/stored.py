@@ -11,12 +11,12 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method, check_layer
 from shoal.methods.common.limits import Layers
+from shoal.model.kv.form import KVForm, Store
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.kv.form import KVForm
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StoringMethod(Method):
 
 
 @dataclass(frozen=True)
-class StoredFrom:
+class StoredFrom(Store):
     """The part `store`: layers from `first` on in that form."""
 
     first: int
@@ -62,7 +62,7 @@ class StoredFrom:
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8(KVForm):
     """int8 [heads, columns, head_dim] and float16 scales [heads, columns, blocks]."""
 
     kernel: ClassVar[str | None] = "int8"
@@ -81,7 +81,7 @@ class Int8:
 
 
 @dataclass(frozen=True)
-class Int4:
+class Int4(KVForm):
     """uint8 [heads, columns, blocks, 16], two numbers each, and float16 scales [heads, columns, blocks].
 
     Attributes:

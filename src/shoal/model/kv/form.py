@@ -1,12 +1,17 @@
-"""Rows whose keys and values lie in memory in another form than the one in which the model computes them."""
+"""Rows whose keys and values lie in memory in another form than the one in which the model computes them.
+
+Imports no torch at first, since methods name their forms.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 GROWTH = 1.5
 
@@ -14,47 +19,54 @@ KVSizes = tuple[int, int, int]
 """Heads, and head_dim of keys and of values."""
 
 
-class KVForm(Protocol):
+class KVForm(ABC):
     """How a layer stores keys and values: each column for itself, so that columns can be dropped and overwritten.
 
-    One of values alone names the form of the keys beside them by an attribute `of_keys`. One that columns take only
-    when the row's part `keep` lets them settle says so by a class attribute `late`; until then they lie in the slot.
+    Attributes:
+        kernel: the name under which the native kernels read the form themselves; None if they do not know it.
+        late: whether columns take it only when the row's part `keep` lets them settle; until then they lie in the slot.
     """
 
-    @property
-    def kernel(self) -> str | None:
-        """The name under which the native kernels read the form themselves; None if they do not know it."""
-        ...
+    kernel: ClassVar[str | None] = None
+    late: ClassVar[bool] = False
 
+    @property
+    def of_keys(self) -> KVForm | None:
+        """How the keys beside these values are stored; None for alike."""
+        return None
+
+    @abstractmethod
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """Keys or values [heads, columns, head_dim] as any number of tensors [heads, columns, ...]."""
-        ...
 
+    @abstractmethod
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """What `encode` was given, or nearly: [heads, columns, head_dim or more] in float32, or the dtype of that."""
-        ...
 
 
-class Store(Protocol):
-    """The part `store` of a recipe. Immutable."""
+class Store(ABC):
+    """The part `store` of a recipe. Immutable.
 
+    Attributes:
+        dense_prompt: whether a prompt is stored as the model itself does, up to its last token.
+    """
+
+    dense_prompt: ClassVar[bool] = False
+
+    @abstractmethod
     def form(self, layer: int) -> KVForm | None:
         """How that layer stores the row; None for as it is."""
-        ...
-
-
-def is_late(form: KVForm | None) -> bool:
-    """Whether columns take the form only when they settle."""
-    return getattr(form, "late", False)
 
 
 def forms_of(form: KVForm) -> tuple[KVForm, KVForm]:
     """How keys are stored, and how values are."""
-    return getattr(form, "of_keys", None) or form, form
+    return form.of_keys or form, form
 
 
 def column_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
     """What one position takes, keys and values together, of a model that computes them in `dtype`."""
+    import torch
+
     sides = zip(forms_of(form), sizes[1:], strict=True)
     return sum(part.nbytes for one, dim in sides for part in one.encode(torch.zeros(sizes[0], 1, dim, dtype=dtype)))
 
@@ -111,6 +123,8 @@ class EncodedRow:
 
     def make_room(self, columns: int) -> None:
         """Let that many columns fit; replaces the tensors where they are too small."""
+        import torch
+
         if columns > self.capacity:
             more = max(columns, int(self.capacity * GROWTH) + 16) - self.capacity
             self.keys, self.values = (tuple(torch.cat([part, part.new_zeros(part.shape[0], more, *part.shape[2:])], 1)
@@ -149,6 +163,8 @@ def move(tensors: Sequence[Tensor], columns: Tensor, to: int) -> None:
 
 
 def _picked(tensor: Tensor, columns: Tensor) -> Tensor:
+    import torch
+
     if columns.ndim == 1:
         return tensor.index_select(1, columns)
     return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], columns]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.model.kv.form import GROWTH, EncodedRow, KVForm, KVSizes, is_late, move
+from shoal.model.kv.form import GROWTH, EncodedRow, KVForm, KVSizes, move
 from shoal.model.kv.memory import clear, is_paged, zeros
 
 WINDOW_SLACK = 256
@@ -392,7 +392,7 @@ class KVLayer:
             raise ValueError(f"row {row} has stored {self.lengths[row]} positions; a form is set before the first one")
         if form is not None or self.encoded[row] is not None or self.settled[row] is not None:
             own = None if form is None else EncodedRow(form, reserve)
-            self.encoded[row], self.settled[row] = (None, own) if is_late(form) else (own, None)
+            self.encoded[row], self.settled[row] = (None, own) if form is not None and form.late else (own, None)
             self.version += 1
             self._note_beside()
 

@@ -17,7 +17,7 @@ from operator import mul
 
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.form import Store, column_bytes, is_late
+from shoal.model.kv.form import Store, column_bytes
 from shoal.model.kv.layer import WINDOW_SLACK
 from shoal.model.kv.memory import is_paged
 from shoal.model.stack import Stack
@@ -89,7 +89,7 @@ class KVRoom:
             for end, window in zip(ends, self._windows, strict=True)
         ]
         forms = [None if store is None else store.form(layer) for layer in range(len(columns))]
-        own = [0 if form is None or (self._paged and is_late(form)) else column_bytes(form, sizes, self._dtype)
+        own = [0 if form is None or (self._paged and form.late) else column_bytes(form, sizes, self._dtype)
                for form, sizes in zip(forms, self._kv_sizes, strict=True)]
         length = prompt + answer + guesses if second_reads is None else second_reads
         return Need(tuple(columns), tuple(own), beside + (0 if second is None else _whole(second, length)))

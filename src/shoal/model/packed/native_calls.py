@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
-from shoal.model.stack import HiddenStateHook, SequenceChunk, from_layer
+from shoal.model.stack import FromLayer, HiddenStateHook, SequenceChunk
 
 LIMIT = native.MAX_TOKENS
 """Most tokens of a forward that the kernels run."""
@@ -64,7 +64,7 @@ class States:
             for place, chunk, own in zip(call.places, call.chunks, states, strict=True):
                 self._found.setdefault(place, {})[layer] = own[: len(chunk.tokens)].clone()
 
-        return from_layer(self._layers.start, hook)
+        return FromLayer(self._layers.start, hook)
 
     def show(self, hook: HiddenStateHook) -> None:
         """All of them, layer by layer, [chunks, nodes, D]."""

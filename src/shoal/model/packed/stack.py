@@ -55,6 +55,7 @@ class PackedStack:
     """
 
     can_split = shows_queries = True
+    adds_masks = False
     prefill_chunk = 2048
     most_nodes: int | None = None
 

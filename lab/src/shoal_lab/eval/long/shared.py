@@ -14,6 +14,7 @@ from typing import Any
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
+from shoal.decode.worker import Keep, Select
 from shoal.engine.engine import Engine
 from shoal.engine.memory.available import free
 from shoal.engine.request import Request
@@ -21,6 +22,7 @@ from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.model.kv.copy import RowCopy, copy_in, copy_out
+from shoal.model.kv.form import Store
 from shoal.types import Step
 
 _CHUNK = 256
@@ -29,8 +31,8 @@ _PARTS = ("plan", "keep", "store", "select")
 
 def dense_prompt(recipe: Recipe) -> bool:
     """Whether a prompt is read, and stored up to its last token, as the model itself does."""
-    parts = (part for part in (recipe.keep, recipe.store, recipe.select) if part is not None)
-    return all(getattr(part, "dense_prompt", False) for part in parts)
+    parts: tuple[Keep | Store | Select | None, ...] = (recipe.keep, recipe.store, recipe.select)
+    return all(part is None or part.dense_prompt for part in parts)
 
 
 def dense_beginning(recipe: Recipe, length: int) -> int:
@@ -39,14 +41,13 @@ def dense_beginning(recipe: Recipe, length: int) -> int:
 
 
 def _heard(recipe: Recipe) -> int:
-    return max(1, getattr(recipe.keep, "listens", 1))
+    return 1 if recipe.keep is None else max(1, recipe.keep.listens)
 
 
 def shareable(recipe: Recipe) -> bool:
     """Whether what is stored of a prompt's beginning is the same whatever comes behind it."""
-    keep = recipe.keep
-    return dense_prompt(recipe) or ((keep is None or getattr(keep, "by_length", False)) and (
-        recipe.select is None or getattr(recipe.select, "dense_prompt", False)))
+    return dense_prompt(recipe) or ((recipe.keep is None or recipe.keep.by_length) and (
+        recipe.select is None or recipe.select.dense_prompt))
 
 
 class SharedPrompts:
