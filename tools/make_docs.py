@@ -103,8 +103,9 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
 def methods_page() -> str:
     """docs/methods.md."""
     rows = [row for row in table(None) if home_of(row["name"]) == "shoal"]
-    head = [NOTE, "# Methods", "", "What exact and lossy mean is defined in [correctness.md](correctness.md); how to "
-            "write a method in [adding_a_method.md](adding_a_method.md).", "", question_table(rows), "",
+    head = [NOTE, "# Methods", "", "Every method that comes with Shoal, with all its options. Which one to take: "
+            "[choosing a method](choosing_a_method.md). What exact and lossy mean: [correctness](correctness.md).", "",
+            question_table(rows), "",
             summary_table(rows), "", COMBINING]
     return "\n".join([*head, *(section(row, rows) for row in rows)]) + "\n"
 
