@@ -1,6 +1,6 @@
 """One matrix times a few tokens: Shoal's kernels beside torch's own and what its inductor generates.
 
-    python lab/benchmarks/kernels.py [--rows 8192] [--cols 2048] [--tokens 1,8] [--rounds 5] [--json OUT]
+    python lab/benchmarks/kernel_products.py [--rows 8192] [--cols 2048] [--tokens 1,8] [--rounds 5] [--json OUT]
 
 Each candidate has a pool of matrices larger than any cache and goes through it in turn; candidates take turns by the
 round, and the roof is read before each. Bytes are those of weights and scales. The error is that of the product
@@ -165,7 +165,7 @@ def main() -> None:
             f"{row['bytes_per_second'] / 1e9:6.1f} GB/s  error {row['error']:.4f}"
         )
     report = {
-        "command": " ".join(["lab/benchmarks/kernels.py", *sys.argv[1:]]),
+        "command": " ".join(["lab/benchmarks/kernel_products.py", *sys.argv[1:]]),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "roof": bandwidth,
