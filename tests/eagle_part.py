@@ -1,4 +1,7 @@
-"""EAGLE's trained layer with random weights, beside a tiny model: any such part must leave the output as it is."""
+"""EAGLE's trained layer with random weights, beside a tiny model, and what it guesses by transformers' own Llama layer.
+
+Any such part must leave the output as it is.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,67 @@ import functools
 import json
 import shutil
 import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+from transformers import LlamaModel
 
 from backends import reference
 from families import tiny
+from shoal.decode.tree import TokenTree
+from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.speculative.eagle_head import FUSE, NORMS
 from shoal.speculative.layer_head import LayerShape
-from shoal.speculative.part_file import CARD, FORMAT, TENSORS, TOKENS
+from shoal.speculative.part_file import CARD, FORMAT, SCALE, TENSORS, TOKENS
 
 IDS = tuple(range(3, 90))
+ECHOED = (5, 8, 11)
+ECHO = dict.fromkeys(ECHOED, 12.0)
+"""A bias that leaves three tokens to choose from, so that even random guesses are kept now and then."""
 OTHERS = (("llama", torch.float64), ("hybrid", torch.float64), ("hybrid", torch.float32), ("qwen3", torch.float64))
 """Models that the part is declared for as well: what the matrix of all methods runs on."""
 
 
+@functools.cache
+def target(family: str) -> Engine:
+    return engine_for(reference(family))
+
+
 def write_eagle(folder: Path, family: str, ids: tuple[int, ...] = IDS) -> Path:
     """Write a part for the tiny model of a family into a folder that is there."""
-    engine = engine_for(reference(family))
+    prints = {engine_for(tiny(other, dtype=dtype)).fingerprint for other, dtype in OTHERS}
+    return write_eagle_for(target(family), folder, ids, prints)
+
+
+def write_eagle_for(engine: Engine, folder: Path, ids: tuple[int, ...], others: Collection[str] = ()) -> Path:
+    """Write a part for an engine's model, and for those with other fingerprints, into a folder that is there."""
     hidden = engine.stack.head_rows([0]).shape[1]
     shape = LayerShape(hidden, 2 * hidden, 4, hidden // 4)
     generator = torch.Generator().manual_seed(1)
     sizes = shape.sizes() | {FUSE: (hidden, 2 * hidden)} | dict.fromkeys(NORMS, (hidden,))
     tensors = {name: float(len(size) == 1) + 0.3 * torch.randn(size, generator=generator)
                for name, size in sizes.items()}
-    prints = {engine.fingerprint, *(engine_for(tiny(other, dtype=dtype)).fingerprint for other, dtype in OTHERS)}
     save_file({**tensors, TOKENS: torch.tensor(ids, dtype=torch.int32)}, folder / TENSORS)
-    card = {"format": FORMAT, "part": "eagle", "fingerprints": sorted(prints), "layers": engine.stack.num_layers,
-            "vocabulary": None, "shape": {"hidden": hidden, "ffn": 2 * hidden, "heads": 4, "head_dim": hidden // 4}}
+    card = {
+        "format": FORMAT, "part": "eagle", "fingerprints": sorted({engine.fingerprint, *others}),
+        "layers": engine.stack.num_layers, "vocabulary": None,
+        "shape": {"hidden": hidden, "ffn": 2 * hidden, "heads": 4, "head_dim": hidden // 4},
+    }
     (folder / CARD).write_text(json.dumps(card), "utf-8")
     return folder
+
+
+def in_whole_numbers(tensors: dict[str, Tensor], largest: int) -> None:
+    """Let matrices be stored as whole numbers up to `largest`, with a scale for each row."""
+    for name, tensor in [*tensors.items()]:
+        if tensor.ndim == 2:
+            tensors[name + SCALE] = tensor.abs().amax(1) / largest
+            tensors[name] = (tensor / tensors[name + SCALE][:, None]).round().to(torch.int8)
 
 
 @functools.cache
@@ -51,3 +83,49 @@ def eagle_part(family: str) -> str:
             file.replace(kept / file.name)
     shutil.rmtree(fresh)
     return str(kept)
+
+
+class EagleTwin:
+    """The layer of a part in float64, run over a whole text for each guess.
+
+    Args:
+        folder: of the part.
+        family: of its model.
+    """
+
+    def __init__(self, folder: str | Path, family: str) -> None:
+        self._model = reference(family)
+        self._tensors = {name: tensor.double() if tensor.is_floating_point() else tensor
+                         for name, tensor in load_file(Path(folder) / TENSORS).items()}
+        self._ids = self._tensors[TOKENS].long()
+        sizes = json.loads((Path(folder) / CARD).read_text("utf-8"))["shape"]
+        shape = LayerShape(*(sizes[name] for name in ("hidden", "ffn", "heads", "head_dim")))
+        self._eps = shape.eps
+        self._layer = LlamaModel(shape.config(len(self._ids))).double().eval()
+        held = {name: tensor for name, tensor in self._tensors.items() if name in self._layer.state_dict()}
+        assert set(held) == set(shape.sizes())
+        self._layer.load_state_dict(held, strict=False)
+
+    @torch.no_grad()
+    def likeliest(self, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int) -> list[int]:
+        """The likeliest tokens after a text whose last token has no state yet, and after some guesses."""
+        states = self._model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0].double()
+        embedded = self._model.get_input_embeddings()(torch.tensor([*tokens, *guesses])).double()
+        for _ in range(len(guesses) + 1):
+            both = [rms_norm(x, x.shape[-1:], self._tensors[name], self._eps)
+                    for x, name in zip((states, embedded[1 : len(states) + 1]), NORMS, strict=True)]
+            outputs = self._layer(inputs_embeds=linear(torch.cat(both, -1), self._tensors[FUSE])[None])
+            states = torch.cat([states, outputs.last_hidden_state[0, -1:]])
+        logits = self._model.get_output_embeddings().weight[self._ids].double() @ states[-1]
+        for token, value in bias.items():
+            logits[self._ids == token] += value
+        return [int(self._ids[place]) for place in logits.topk(count).indices]
+
+    def agrees(self, tokens: list[int], tree: TokenTree, bias: Mapping[int, float], width: int) -> bool:
+        """Whether the children of every node are the first of the `width` likeliest tokens there."""
+        for node in range(len(tree)):
+            children = [tree.tokens[child] for child in tree.children(node)]
+            guesses = [tree.tokens[place] for place in tree.path(node)[1:]]
+            if children and children != self.likeliest(tokens, guesses, bias, width)[: len(children)]:
+                return False
+        return True

@@ -8,6 +8,7 @@ installed, its methods are in the matrix too; see `lab_matrix`.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 from drafts import draft_of
 from eagle_part import eagle_part
@@ -85,8 +86,28 @@ CORE: tuple[Method, ...] = (
 )
 
 if find_spec("shoal_lab"):
-    from lab_matrix import LAB, MASKED
+    from lab_matrix import (
+        COUNTING_OF_LAB,
+        LAB,
+        LAGGING,
+        MASKED,
+        SEARCHES,
+        SELF_DRAFTING,
+        SPEAKING,
+        drafting_of_lab,
+        switching_of_lab,
+    )
 else:
-    LAB, MASKED = (), ()
+    LAB = MASKED = LAGGING = SEARCHES = SPEAKING = COUNTING_OF_LAB = ()
+    SELF_DRAFTING = {}
+
+    def drafting_of_lab(draft: Any) -> dict[str, Method]:
+        return {}
+
+    def switching_of_lab(draft: Any) -> list[Method]:
+        return []
 
 MATRIX: tuple[Method, ...] = CORE + LAB
+
+COUNTING: tuple[Method, ...] = (*(method for method in CORE if method.name == "snapkv"), *COUNTING_OF_LAB)
+"""Those that go by what each forward shows of one token, or by how many tokens of a text are stored."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from native_twin import Case, make_twin
+from settling import Bitmap
 from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
 from shoal.model.packed.native import (
@@ -23,7 +24,6 @@ from shoal.model.packed.native import (
     NativeModel,
 )
 from shoal.model.packed.native.batch import OwnColumns
-from shoal_lab.methods.mustafar import Bitmap
 
 BLOCKS = {"int8": Int8(), "int4": Int4(), "int8 and int4": Int4(Int8())}
 FORMS = ("float32", "bfloat16", *BLOCKS, "bitmap", "biased")

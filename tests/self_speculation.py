@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from method_matrix import SELF_DRAFTING
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
@@ -14,22 +15,12 @@ from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.methods.base import Method
 from shoal.methods.d3_spec import D3Spec
 from shoal.model.stack import HiddenStateHook, SequenceChunk
-from shoal_lab.methods.del_ import DEL
-from shoal_lab.methods.draft_and_verify import DraftAndVerify
-from shoal_lab.methods.layerskip import LayerSkip
-from shoal_lab.methods.swift import Swift
 
 METHODS: dict[str, Method] = {
-    "layerskip": LayerSkip(4, 5),
-    "layerskip, stopping": LayerSkip(5, 8, stop=0.4),
-    "layerskip, all layers": LayerSkip(6, 4),
     "d3_spec": D3Spec(mean=0.85, core=2),
     "d3_spec, steep": D3Spec(alpha=0.6, core=1, length=7, order="late_middle"),
-    "draft_and_verify": DraftAndVerify((2, 3), (3,), greedy_stop=0.3, sampled_stop=0.2, accepted=0.5),
-    "swift": Swift(ratio=0.25, length=4, stop=0.3, nodes=14, window=8, rounds=6, bayes_every=3),
-    "swift, chains": Swift(ratio=0.3, length=5, stop=0.2, trees=False, window=6, rounds=3, bayes_every=0),
-    "del": DEL((1, 2, 4), 6, head=0.0, window=5),
-    "del, off at first": DEL((1, 3), 6, head=1.0, window=0, probe=2),
+    "d3_spec, all layers": D3Spec(alpha=1.0, length=4),
+    **SELF_DRAFTING,
 }
 """Settings under which the six layers of a tiny random model accept something and reject something."""
 

@@ -69,7 +69,7 @@ def test_generate_loads_and_answers(model: str) -> None:
 
 def test_chats_by_depth_and_by_drafts(once: None, model: str) -> None:
     plain = report("generate", "--model", model, "Why is the sky blue?", "--json", *GREEDY)
-    for method in ("prompt_lookup", "d3_spec", "draft_and_verify"):
+    for method in ("prompt_lookup", "d3_spec"):
         drafted = report("generate", "--model", model, "--method", method, "Why is the sky blue?", "--json", *GREEDY)
         assert drafted["tokens"] == plain["tokens"]
     shallow = report("generate", "--model", model, "--method", "d3", "--mean", "0.9", "Why?", "--json", *GREEDY)
@@ -78,7 +78,7 @@ def test_chats_by_depth_and_by_drafts(once: None, model: str) -> None:
 
 def test_methods_and_plan(once: None, model: str) -> None:
     rows = {row["name"]: row for row in report("methods", "--model", model, "--json")["methods"]}
-    assert rows["d3"]["runs"] and rows["swift"]["runs"]
+    assert rows["d3"]["runs"] and rows["d3_spec"]["runs"]
     assert report("plan", "--model", model, "--mean", "0.9", "--json")["num_layers"] == 30
     assert "30 layers" in said("plan", "--model", model)[0]
 

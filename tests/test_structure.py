@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,7 @@ import scripts
 
 ROOT = Path(__file__).resolve().parents[1]
 pytest.importorskip("grimp", reason="what reads the imports needs Python 3.11")
+needs_lab = pytest.mark.skipif(find_spec("shoal_lab") is None, reason="it reads the imports of both packages")
 
 
 @pytest.fixture
@@ -18,6 +20,7 @@ def tool() -> ModuleType:
     return scripts.script("tools/check_structure.py")
 
 
+@needs_lab
 def test_the_source_is_as_it_should_be(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main() == 0
     assert "no class name twice, no import cycle" in capsys.readouterr().out
@@ -53,6 +56,7 @@ def test_lookups_of_what_components_declare(
         "reads.py:1 looks up 'late', which components declare", "reads.py:4 looks up 'timed', which components declare"]
 
 
+@needs_lab
 def test_a_bound_that_is_passed(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "MOST_CLASSES", 1)
     assert tool.main() == 1

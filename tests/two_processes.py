@@ -1,6 +1,6 @@
 """One of the processes that share a model: makes its calls, and writes what came of them. Started by torchrun.
 
-argv: where to write, then folders of models.
+argv: where to write, the calls to make as JSON, then folders of models.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,18 @@ CALLS: dict[str, dict[str, Any]] = {
     "d3": {"method": {"method": "d3", "method_args": {"alpha": 0.8, "core": 2}}},
     "early_exit": {"method": {"method": "early_exit", "method_args": {"exit_layer": 2}}},
     "prompt_lookup": {"method": "prompt_lookup"},
-    "layerskip": {"method": {"method": "layerskip", "method_args": {"exit_layer": 2}}},
-    "vocabtrim": {"method": {"method": "vocabtrim", "method_args": {"draft": "BESIDE", "tokens": list(range(40))}}},
-    "mirror_sd": {"method": {"method": "mirror_sd", "method_args": {"draft": "BESIDE", "k": 2}}},
-    "rapid": {"method": {"method": "rapid", "method_args": {"context": 6, "chunk": 2, "begin": 1, "end": 2}}},
+    "d3_spec": {"method": {"method": "d3_spec", "method_args": {"mean": 0.6, "core": 1}}},
+    "draft_model": {"method": {"method": "draft_model", "method_args": {"draft": "BESIDE"}}},
     "sampled": {"temperature": 1.0, "seed": 11},
     "best_of": {"method": {"method": "best_of", "method_args": {"n": 3}}, "temperature": 1.0, "seed": 11},
-    "a_star": {"method": {"method": "a_star", "method_args": {"k": 2, "step": 3}}, "temperature": 1.0, "seed": 11},
-    "momentum": {"method": {"method": "momentum", "method_args": {"alpha": 0.3}}},
-    "adadec": {"method": {"method": "adadec", "method_args": {"threshold": 0.9, "lookahead": 2}}},
-    "superposed": {"method": {"method": "superposed", "method_args": {"k": 2, "tokens": 4}}},
-    "trimr": {"method": {"method": "trimr", "method_args": {"share": 0.5, "thoughts": 0, "opening": "",
-                                                              "closing": [5, 6]}}},
-    "entropy_adaptive": {"method": {"method": "entropy_adaptive", "method_args": {"draft": "BESIDE", "tau": 6.5}}},
-    "random_switching": {"method": {"method": "random_switching", "method_args": {"draft": "BESIDE", "share": 0.5}},
-                         "temperature": 1.0, "seed": 11},
 }
-"""What is asked of both; BESIDE stands for the folder of a second model."""
+"""What is asked of both, where nothing else is said; BESIDE stands for the folder of a second model."""
 
 
-def answers(engine: Any) -> dict[str, Any]:
+def answers(engine: Any, calls: Mapping[str, dict[str, Any]] = CALLS) -> dict[str, Any]:
     """What an engine says, alone or as one of several processes."""
     found = {}
-    beside = json.dumps(CALLS).replace("BESIDE", str(Path(engine.model_name).with_name("hybrid")))
+    beside = json.dumps(calls).replace("BESIDE", str(Path(engine.model_name).with_name("hybrid")))
     for name, options in json.loads(beside).items():
         results = engine.generate(PROMPTS, max_new_tokens=12, **options)
         found[name] = [[*result.tokens, *result.depths] for result in results]
@@ -66,10 +56,11 @@ def main() -> None:
     from shoal.engine.scheduling.scheduler import Scheduler
 
     report: dict[str, Any] = {}
-    for folder in sys.argv[2:]:
+    for folder in sys.argv[3:]:
         for dtype in ("float64", "float32"):
             engine = shoal.load(folder, dtype=dtype, device="cpu", tensor_parallel=True)
-            report[f"{Path(folder).name} {dtype}"] = {**answers(engine), "held": held(engine.model)}
+            said = answers(engine, json.loads(sys.argv[2]))
+            report[f"{Path(folder).name} {dtype}"] = {**said, "held": held(engine.model)}
     drawn = engine.generate([5, 6], max_new_tokens=6, temperature=1.0)
     report["drawn"] = [drawn.seed, *drawn.tokens]
     report["refused"] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from drafts import draft_of
 from masked import masked_model
 from shoal.methods.base import Method
@@ -112,3 +114,47 @@ LAB: tuple[Method, ...] = (
     Mustafar(sparsity=0.0),
     Mustafar(sparsity=0.6, window=1, every=2),
 )
+
+LAGGING: tuple[Method, ...] = tuple(method for method in LAB if isinstance(method, ATTS | EntropyAdaptive | FoReaL
+                                                                           | RandomSwitching))
+"""Two models write in turns, and the engine's own has read no more than up to where it wrote last."""
+
+SPEAKING: tuple[Method, ...] = tuple(method for method in LAB if isinstance(method, TrimR) and method.share is not None)
+"""They put in tokens of their own, whatever a request's constraint allows."""
+
+COUNTING_OF_LAB: tuple[Method, ...] = tuple(
+    method for method in LAB if isinstance(method, CentroidKV | Mustafar | DynamicContext | EntropyAdaptive | Superposed
+                                           | ATTS))
+"""They go by what each forward shows of one token, or by how many tokens of a text are stored."""
+
+SEARCHES: tuple[Method, ...] = (AStar(k=2, step=3),)
+"""Searches that ask a verifier."""
+
+SELF_DRAFTING: dict[str, Method] = {
+    "layerskip": LayerSkip(4, 5),
+    "layerskip, stopping": LayerSkip(5, 8, stop=0.4),
+    "layerskip, all layers": LayerSkip(6, 4),
+    "draft_and_verify": DraftAndVerify((2, 3), (3,), greedy_stop=0.3, sampled_stop=0.2, accepted=0.5),
+    "swift": Swift(ratio=0.25, length=4, stop=0.3, nodes=14, window=8, rounds=6, bayes_every=3),
+    "swift, chains": Swift(ratio=0.3, length=5, stop=0.2, trees=False, window=6, rounds=3, bayes_every=0),
+    "del": DEL((1, 2, 4), 6, head=0.0, window=5),
+    "del, off at first": DEL((1, 3), 6, head=1.0, window=0, probe=2),
+}
+"""Drafting with the model's own layers, under settings in which a tiny random model accepts and rejects something."""
+
+
+def drafting_of_lab(draft: Any) -> dict[str, Method]:
+    """Those that draft without the target's layers and keep its tokens, with `draft` as their second model."""
+    return {
+        "mirror_sd": MirrorSD(draft, exit_layer=5, k=3, length=3),
+        "mirror_sd on d3": MirrorSD(draft, k=2, inner=D3(alpha=0.93, core=2)),
+        "deer": DEER(masked_model(), length=3),
+        "rsd beam": RSD(draft, rule="match"),
+        "rsd branching": RSD(draft, branching=(2, 2), rule="match"),
+        "vocabtrim": VocabTrim(draft, tokens=tuple(range(60))),
+    }
+
+
+def switching_of_lab(draft: Any) -> list[Method]:
+    """Those in which `draft` stores what the engine's own model has said."""
+    return [ATTS(draft, alpha=1.0, draft_tokens=3, target_tokens=2)]

@@ -25,8 +25,8 @@ LINES: list[Any] = [
     {"id": number, "prompt": "word " * (number % 7 + 1), "max_new_tokens": 20 + number % 60, "seed": 1,
      **({"method": "d3", "method_args": {"alpha": 0.9, "core": 2}} if number % 3 else {})} for number in range(300)
 ]
-NAMED = {"best_of": {"n": 2}, "a_star": {"k": 2, "step": 4, "width": 1}, "adadec": {"lookahead": 2},
-         "momentum": {"alpha": 0.3}, "superposed": {"k": 2}}
+NAMED: dict[str, dict[str, Any]] = {"best_of": {"n": 2}, "prompt_lookup": {}, "d3_spec": {"mean": 0.8, "core": 2},
+                                    "kv_int8": {}, "tidal": {"k": 8}}
 for number, (name, knobs) in enumerate(NAMED.items(), 20):
     LINES[number] |= {"method": name, "method_args": knobs, "temperature": 0.9 if number < 22 else 0.0}
 LINES[7:9] = ["nonsense\n", {"messages": [{"role": "user", "content": "Hello"}]}]

@@ -12,7 +12,6 @@ import shoal
 from shoal.cli import main
 from shoal.engine.cards import places as cards
 from shoal.engine.cards import quick as layer_card
-from word_problems import write
 
 TOKENS = ["--max-new-tokens", "12", "--dtype", "float32"]
 
@@ -56,15 +55,6 @@ def test_no_card_keeps_the_order_by_position_and_says_what_it_costs(capsys: Any,
 def test_what_needs_no_card_measures_none(capsys: Any, tiny_folder: str, words: list[str]) -> None:
     _, err = done(capsys, "plan", "--model", tiny_folder, *words, *TOKENS)
     assert err == "" and not cards.cached().exists()
-
-
-@pytest.mark.parametrize("words", [["--method", "d3"], ["--methods", "full,d3"]])
-def test_an_evaluation_knows_the_layers_of_the_methods_it_compares(
-    capsys: Any, tiny_folder: str, tmp_path: Path, words: list[str]
-) -> None:
-    problems = str(write(tmp_path))
-    _, err = done(capsys, "eval", "--model", tiny_folder, "--suite", problems, "--n", "2", *words, *TOKENS, "--json")
-    assert "kept for the next time" in err and len(list(cards.cached().glob("*.json"))) == 1
 
 
 def test_an_answer_comes_although_nothing_could_be_measured(

@@ -12,7 +12,6 @@ from shoal.cli import chat, main
 from shoal.cli import plan as plan_command
 from shoal.cli.entry import COMMANDS, LAB
 from shoal.cli.options import common, config
-from shoal_lab.train.prompts import from_file
 
 OPTIONS = ("--model", "--port", "--method", "--stop", "--quiet", "--trust-remote-code")
 
@@ -119,7 +118,7 @@ def test_a_byte_order_mark_is_no_text(places: tuple[Path, Path]) -> None:
     file.write_bytes(b"\xef\xbb\xbf[serve]\r\nport = 8001\r\n")
     assert words() == ["--port=8001"]
     file.write_bytes(b"\xef\xbb\xbfa\r\nb\r\n")
-    assert (common.read_text(file), from_file(file)) == ("a\nb\n", ["a", "b"])
+    assert common.read_text(file) == "a\nb\n"
     card = file.with_name("card.json")
     card.write_bytes(b'\xef\xbb\xbf{"method": "prompt_lookup"}')
     assert methods.make(str(card)) == methods.make("prompt_lookup")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from shoal.cli import main
@@ -58,7 +60,7 @@ def test_misspelt_knob_before_a_prompt(capsys):
 
 def test_knob_of_another_method_names_its_owner(capsys):
     said = fails(capsys, "plan", "--layers", "32", "--exit-layer", "3")
-    assert "--method early_exit or layerskip or mirror_sd has" in said
+    assert re.search(r"--method early_exit( or \w+)* has", said)
 
 
 def test_value_of_the_wrong_type(capsys):

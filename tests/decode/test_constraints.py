@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
+from constrained_law import law, samples, target
 from drafts import noisy
 from drive import banning, prompt
-from exactness import Words, chi_square
-from families import tiny
+from exactness import chi_square
 from masks import Bound, Ruled, by_hand, turns
-from method_matrix import MATRIX
+from method_matrix import COUNTING, MATRIX, SPEAKING
+from own_loop import Repeating, RepeatingLoop
 from searches import Given, Script, Steps
 from shoal.decode import sampling
 from shoal.decode.branches.search import Branch
@@ -23,8 +22,6 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.rules.rejection import Rejection
 from shoal.depth.plan import DepthPlan
-from shoal.engine.engine import Engine
-from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -35,18 +32,13 @@ from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.speculative import model as module
 from shoal.types import Result
-from shoal_lab.methods.jacobi import Jacobi
-from shoal_lab.methods.rsd import RSD
-from shoal_lab.methods.trimr import TrimR
-from shoal_lab.methods.vocabtrim import VocabTrim
 from test_matrix import NEW, PROMPTS, SAMPLINGS, alone, decode, engine_of, tiny_of
 from turns import by_turns
 
 TURNS = Ruled(turns)
-_APART = ("snapkv", "centroid_kv", "mustafar", "dynamic_context", "entropy_adaptive", "superposed", "atts")
-BOUND = [method for method in MATRIX if not isinstance(method, TrimR) or method.share is None]
+BOUND = [method for method in MATRIX if method not in SPEAKING]
 """Those that put in no tokens of their own, which no law has allowed."""
-FORCED = [method for method in BOUND if "window=4" not in repr(method) and method.name not in _APART]
+FORCED = [method for method in BOUND if "window=4" not in repr(method) and method not in COUNTING]
 """Those that let a forward hold several tokens of the text, and go neither by what was uncertain about each of them nor
 by how many there are."""
 
@@ -152,7 +144,7 @@ def test_rows_of_a_scheduler_have_constraints_of_their_own() -> None:
     """Some have none; what they say alone is what they say together, and prompts are kept for later ones."""
     engine = engine_of("llama")
     rules = [TURNS, Ruled(lambda words, token: token == 11), None, Ruled(lambda words, token: token % 2 == 0)]
-    inners: list[Method] = [Full(), D3Spec(), Jacobi()]
+    inners: list[Method] = [Full(), D3Spec(), Repeating()]
     methods = [inner if rule is None else Bound(inner, rule) for rule in rules for inner in inners]
     expected = [engine.generate(PROMPTS[0], method=method, max_new_tokens=NEW).tokens for method in methods]
     scheduler = Scheduler(engine, start=False, prefix_bytes=1 << 24)
@@ -195,62 +187,15 @@ def test_a_token_that_no_rule_allows_is_an_error_and_other_rows_go_on() -> None:
 
 
 def test_a_loop_without_a_place_for_it_refuses_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Jacobi(4).recipe(engine_of("llama").info(NEW)).loop
-    monkeypatch.setattr(type(loop), "takes", ("plan",))
+    monkeypatch.setattr(RepeatingLoop, "takes", ("plan",))
     with pytest.raises(Unsupported, match="the part 'constraint' beside a loop"):
-        Bound(Jacobi(4), TURNS).recipe(engine_of("llama").info(NEW))
-
-
-SIZE, HORIZON, ROWS, ROUNDS = 5, 4, 250, 4
-TEMPERATURE, TOP_K = 2.5, 3
-FIVE = Ruled(functools.partial(turns, size=SIZE), SIZE)
-START = [1, 4, 2, 1]
-
-
-@functools.cache
-def target() -> Engine:
-    return engine_for(tiny("llama", vocab_size=SIZE, layers=2))
-
-
-@functools.cache
-def law(masked_last: bool = False) -> dict[Words, float]:
-    """Of four tokens, from the model's own forward on every text: masked, then truncated; or the other way round."""
-    found = {}
-    for words in itertools.product(range(SIZE), repeat=HORIZON):
-        with torch.inference_mode():
-            logits = target().model(torch.tensor([[*START, *words]])).logits[0, len(START) - 1 : -1]
-        share = 1.0
-        for at, scores in enumerate(logits / TEMPERATURE):
-            mask = FIVE()(words[:at])
-            first, last = (None, mask) if masked_last else (mask, None)
-            scores = scores if first is None else scores.where(first, -torch.inf)
-            scores = scores.masked_fill(scores < scores.topk(TOP_K).values[-1], -torch.inf)
-            weights = (scores if last is None else scores.where(last, -torch.inf)).softmax(-1)
-            share *= float(weights[words[at]])
-        if share > 0:
-            found[words] = share
-    return found
-
-
-def samples(method: Method) -> tuple[list[Words], float]:
-    """Many short answers to one prompt, and the share of guesses that were kept."""
-    found: list[Words] = []
-    drafted = accepted = 0
-    for seed in range(ROUNDS):
-        results = target().generate([START] * ROWS, method=Bound(method, FIVE), max_new_tokens=HORIZON, seed=seed,
-                                    temperature=TEMPERATURE, top_k=TOP_K)
-        found += [result.tokens for result in results]
-        drafted += sum(result.stats.drafted for result in results)
-        accepted += sum(result.stats.accepted for result in results)
-    return found, accepted / max(drafted, 1)
+        Bound(Repeating(4), TURNS).recipe(engine_of("llama").info(NEW))
 
 
 DRAFTS: dict[str, Any] = {
     "plain": lambda draft: Full(),
     "chain": lambda draft: DraftModel(draft, length=3, rule="rejection"),
     "tree": lambda draft: DraftModel(draft, branching=(2, 2, 1), rule="rejection"),
-    "beam": lambda draft: RSD(draft, beam=3, length=3),
-    "cut head": lambda draft: VocabTrim(draft, tokens=(1, 3), length=3, rule="rejection"),
     "n-grams": lambda draft: PromptLookup(min_ngram=1, rule="rejection"),
     "own layers": lambda draft: D3Spec(alpha=0.6, core=1, rule="rejection"),
 }

@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 
 from drive import prompt
 from families import tiny
-from method_matrix import MATRIX
+from method_matrix import LAGGING, MATRIX
 from shoal.decode.prefixes import Prefixes, _common
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.copy import RowCopy, copy_in, copy_out
-from shoal_lab.methods.layerskip import LayerSkip
 from test_matrix import engine_of
 
 METHODS: dict[str, Any] = {
     "full": "full",
     "d3": D3(alpha=0.7, core=2),
-    "layerskip": LayerSkip(exit_layer=2, length=3),
+    "d3_spec": D3Spec(mean=0.5, core=1, length=3),
 }
 
 
@@ -63,10 +63,6 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new(family: str, method: str
         talk = [*talk, *result.tokens, *prompt(4, 20 + turn)]
 
 
-LAGGING = ("entropy_adaptive", "foreal", "random_switching", "atts")
-"""Two models write in turns, and the engine's own has read no more than up to where it wrote last."""
-
-
 @pytest.mark.parametrize("method", MATRIX, ids=repr)
 def test_turns_are_found_again_whatever_decodes(method: Method) -> None:
     """All of a turn that ran everything but its last token, else its prompt, and nothing of a KV of its own."""
@@ -79,7 +75,7 @@ def test_turns_are_found_again_whatever_decodes(method: Method) -> None:
         handle = answer(scheduler, talk, method=method, max_new_tokens=6)
         (result,), row = handle.results, handle.entries[0].row
         assert result.tokens == made.generate(talk, method=method, max_new_tokens=6).tokens
-        if method.name in LAGGING:
+        if method in LAGGING:
             assert row.cached <= known
         else:
             assert row.cached == (0 if own else known)

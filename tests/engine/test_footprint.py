@@ -18,6 +18,7 @@ from shoal.engine.memory.footprint import Footprint, footprint
 from shoal.engine.request import Request
 from shoal.heap import resident
 from shoal.methods import make
+from shoal.methods.d3_spec import D3Spec
 from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.tidal import Tidal
@@ -25,7 +26,6 @@ from shoal.model.hf import HFStack
 from shoal.model.kv.form import GROWTH
 from shoal.model.packed.native import NativeBatch
 from shoal.model.packed.native.choices import ChoicesAtWork
-from shoal_lab.methods.layerskip import LayerSkip
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=3)
 
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_largest_forward(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(engine.stack), "forward", seen)
-        sizes = run(engine, lengths, new, LayerSkip(exit_layer=2, length=3) if guessed else "full")
+        sizes = run(engine, lengths, new, D3Spec(mean=0.5, core=1, length=3) if guessed else "full")
     assert sizes.logits == max(found)
 
 

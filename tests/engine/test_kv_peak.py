@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +18,14 @@ import shoal.engine.memory.kv_peak as kv_peak
 import shoal.model.kv.memory as kv_memory
 from backends import BACKENDS, NATIVE, Backend, on_backends
 from drive import make_run, prompt
+from kv_peaks import engine_of, run
+from settling import Settling
 from shoal.engine.engine import Engine
-from shoal.engine.memory.kv_peak import KVPeak, peak_of
+from shoal.engine.memory.kv_peak import peak_of
 from shoal.engine.memory.shorter import guesses
 from shoal.engine.request import Request
-from shoal.methods import make
 from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
@@ -33,49 +34,15 @@ from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal_lab.methods.centroid_kv import CentroidKV
-from shoal_lab.methods.layerskip import LayerSkip
-from shoal_lab.methods.mustafar import Mustafar
 
 STREAM = StreamingLLM(window=9, sinks=2, every=4)
 DROPPING: list[Any] = [D3(alpha=0.8, core=2), [D3(alpha=0.7, core=2), KVInt8()]]
 """Of several rows one may have given up a layer before another one comes to be largest: there it is a bound."""
 EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), KVInt4(), KVInt4(keys=8), STREAM, [STREAM, KVInt8()], *DROPPING]
-DRAFTED: list[Any] = [PromptLookup(length=3), LayerSkip(exit_layer=2, length=3), [PromptLookup(), KVInt8()],
+DRAFTED: list[Any] = [PromptLookup(length=3), D3Spec(mean=0.5, core=1, length=3), [PromptLookup(), KVInt8()],
                       [D3(alpha=0.8, core=2), PromptLookup(length=3)]]
 """They store guesses where they make some, which is counted as if they always did."""
-BOUNDED: list[Any] = [*DRAFTED, SnapKV(budget=12, window=4, pool=3),
-                      CentroidKV(chunk=8, window=4, sinks=1, every=8), Mustafar(sparsity=0.5, window=4, every=8)]
-
-
-def engine_of(backend: Backend, family: str = "llama") -> Engine:
-    return Engine(backend.stack(family))
-
-
-def watched(see: Callable[[KVCache], None], patch: pytest.MonkeyPatch) -> None:
-    """Let the cache be seen before and after every commit: when scratch is largest, and before columns go."""
-    commit = KVCache.commit
-
-    def seen(self: KVCache, row: int, path: Any) -> None:
-        see(self)
-        commit(self, row, path)
-        see(self)
-
-    patch.setattr(KVCache, "commit", seen)
-
-
-def run(engine: Engine, lengths: list[int], new: int, method: Any, see: Callable[[KVCache], None]) -> KVPeak:
-    """The prediction; `see` is shown the cache while the rows run."""
-    ids = [prompt(length, number) for number, length in enumerate(lengths)]
-    options = {"method": method, "max_new_tokens": new, "ignore_eos": True}
-    request = Request.from_options(options)
-    rows = engine.rows(ids, request)
-    _, extra = guesses(make(request.method), rows[0].recipe)
-    predicted = peak_of(engine.stack, engine.cache_for(rows, new), rows, extra)
-    with pytest.MonkeyPatch.context() as patch:
-        watched(see, patch)
-        engine.generate(ids, **options)
-    return predicted
+BOUNDED: list[Any] = [*DRAFTED, SnapKV(budget=12, window=4, pool=3), Settling(0.5)]
 
 
 @given(
@@ -117,7 +84,7 @@ def test_it_is_never_less(family: str, lengths: list[int], new: int, method: Any
 def test_columns_that_settle_late_are_counted_in_both_forms(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "PAGED", paged)
     found: list[int] = []
-    predicted = run(engine_of(NATIVE), [60], 40, Mustafar(sparsity=0.05, window=4, every=8),
+    predicted = run(engine_of(NATIVE), [60], 40, Settling(0.05),
                     lambda cache: found.append(cache.bytes().allocated))
     assert predicted.counted >= max(found)
 

@@ -20,9 +20,7 @@ from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.early_exit import EarlyExit
-from shoal_lab.methods.del_ import DEL
-from shoal_lab.methods.layerskip import LayerSkip
-from shoal_lab.methods.skipdecode import SkipDecode
+from shoal.methods.schedule import Schedule
 
 IDS, NEW = prompt(9, 1), 16
 METHODS = {
@@ -30,7 +28,7 @@ METHODS = {
     "d3": D3(alpha=0.93, core=2),
     "d3, low first": D3(alpha=0.9, core=2, order="low_first", start=3),
     "early exit": EarlyExit(exit_layer=4),
-    "skipdecode": SkipDecode(minimum=0.4),
+    "schedule": Schedule((2, 4, 1), (1, 3, 3)),
 }
 PLANS = {
     "full": DepthPlan.full(6),
@@ -90,10 +88,8 @@ def test_a_generation_costs_what_it_says(name: str, method: str) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        LayerSkip(4, 5),
         D3Spec(alpha=0.6, core=1, length=7, order="late_middle"),
         D3Spec(mean=0.85, core=2, inner=D3(alpha=0.93, core=2)),
-        DEL((1, 2, 4), 6, head=0.0, window=5),
     ],
     ids=lambda method: method.name,
 )

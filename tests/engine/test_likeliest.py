@@ -10,6 +10,7 @@ import torch
 
 import shoal
 from gguf_models import write_model
+from own_loop import Repeating
 from real_models import real_model
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.model.packed import native
@@ -54,7 +55,7 @@ WISHES: dict[str, tuple[dict[str, Any], bool]] = {
     "bias": ({"logit_bias": {3: 1.0}}, False),
     "processor": ({"logits_processor": [loud]}, False),
     "search": ({"method": {"method": "best_of", "method_args": {"n": 2}}}, False),
-    "loop": ({"method": "adadec"}, False),
+    "loop": ({"method": Repeating(2)}, False),
     "rule": ({"method": {"method": "prompt_lookup", "method_args": {"rule": "lenient", "margin": 2.0}}}, False),
 }
 

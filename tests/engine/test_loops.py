@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from drive import prompt
+from own_loop import Repeating
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Loop, Recipe
 from shoal.decode.row import Row
@@ -28,13 +29,12 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import ENDLESS
 from shoal.model.kv.room import KVRoom
 from shoal.types import ModelInfo
-from shoal_lab.methods.jacobi import Jacobi
 from test_matrix import engine_of
 
 NEW = 10
 KINDS: tuple[Any, ...] = (
-    Full(), Jacobi(n=3), D3(alpha=0.85, core=2), Jacobi(n=6), PromptLookup(min_ngram=1, length=3), BestOf(2),
-    [Jacobi(n=6), D3(alpha=0.85, core=2)],
+    Full(), Repeating(n=3), D3(alpha=0.85, core=2), Repeating(n=6), PromptLookup(min_ngram=1, length=3), BestOf(2),
+    [Repeating(n=6), D3(alpha=0.85, core=2)],
 )
 
 
@@ -114,7 +114,7 @@ def test_rows_of_one_loop_share_forwards_whatever_else_they_ask(monkeypatch: pyt
     monkeypatch.setattr(engine.stack, "forward", counted)
     scheduler = Scheduler(engine, start=False)
     for number, new in enumerate((20, 21, 22)):
-        submit(scheduler, Jacobi(n=4), number, max_new_tokens=new)
+        submit(scheduler, Repeating(n=4), number, max_new_tokens=new)
     submit(scheduler, Full(), 3, max_new_tokens=20)
     for _ in range(3):
         scheduler.turn()
@@ -143,7 +143,8 @@ def test_what_is_cancelled_in_the_middle_leaves_the_others_alone() -> None:
 def test_a_fault_ends_its_own_rows_only(fault: str) -> None:
     scheduler = Scheduler(engine_of("hybrid"), start=False)
     bad = submit(scheduler, Odd(fault), 2, seed=13)
-    fine = [submit(scheduler, method, number) for number, method in ((0, Full()), (1, Jacobi(n=3)), (3, Odd("step")))]
+    others = {0: Full(), 1: Repeating(n=3), 3: Odd("step")}
+    fine = [submit(scheduler, method, number) for number, method in others.items()]
     finish(scheduler)
     with pytest.raises(RuntimeError, match="no batch today" if fault == "begin" else "this row and no other"):
         list(bad)
@@ -164,7 +165,7 @@ def test_what_a_loop_cannot_honour_is_refused_before_anything_runs(ask: Callable
 def test_a_block_is_counted_in_the_memory_of_a_row() -> None:
     engine = engine_of("llama")
     scheduler = Scheduler(engine, start=False)
-    plain, wide = (submit(scheduler, method, 1).entries[0].need for method in (Full(), Jacobi(n=9)))
+    plain, wide = (submit(scheduler, method, 1).entries[0].need for method in (Full(), Repeating(n=9)))
     assert [more - less for more, less in zip(wide.columns, plain.columns, strict=True)] == [8] * 6
 
 
@@ -188,4 +189,4 @@ def test_a_loop_that_is_not_exact_makes_the_recipe_so_and_is_not_scored() -> Non
     assert recipe.exact_to == "none"
     with pytest.raises(Unsupported, match="without its loop"):
         recipe.check_scored("odd")
-    Jacobi().recipe(ModelInfo(6)).check_scored("jacobi")
+    Repeating().recipe(ModelInfo(6)).check_scored("repeating")

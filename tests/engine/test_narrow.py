@@ -18,10 +18,9 @@ from families import tiny
 from gguf_models import tiny_model, write_model
 from oracle import decoder_layers
 from shoal import NarrowMLPs
-from shoal.engine.loading.transformed import Transformed
 from shoal.errors import Unsupported
 from shoal.model.parity import chunked_logits
-from shoal_lab.prune import write_checkpoint
+from transformed_files import write_transformed
 
 IDS = prompt(12, 3)
 FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "glm4")
@@ -66,7 +65,7 @@ def test_every_road_gives_the_logits_of_zeroed_activations(tmp_path: Path, famil
     kept = some(tiny(family), equal=equal)
     wanted = zeroed(family, kept)
     assert gap(wanted, hf_logits(tiny(family, dtype=torch.float64))) > 1e-2
-    write_checkpoint.write(Transformed(str(whole), None, False, NarrowMLPs(kept)), tmp_path / "narrow")
+    write_transformed(whole, NarrowMLPs(kept), tmp_path / "narrow")
     for path, transform in ((whole, NarrowMLPs(kept)), (tmp_path / "narrow", None)):
         modules = shoal.load(path, dtype="float64", backend="hf", transform=transform)
         assert gap(logits(modules), wanted) < 1e-10
@@ -90,7 +89,7 @@ def test_all_neurons_are_the_model_itself(tmp_path: Path) -> None:
 def test_a_narrower_model_is_narrowed_again(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole", "llama")
     first = some(tiny("llama"))
-    write_checkpoint.write(Transformed(str(whole), None, False, NarrowMLPs(first)), tmp_path / "narrow")
+    write_transformed(whole, NarrowMLPs(first), tmp_path / "narrow")
     then = tuple(tuple(range(0, len(layer), 2)) for layer in first)
     twice = shoal.load(tmp_path / "narrow", dtype="float64", transform=NarrowMLPs(then))
     assert gap(logits(twice), zeroed("llama", tuple(layer[::2] for layer in first))) < 1e-10

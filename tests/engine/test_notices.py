@@ -8,18 +8,15 @@ import pytest
 import torch
 
 from families import tiny
+from method_matrix import SELF_DRAFTING
 from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.methods.base import Method
 from shoal.methods.d3_spec import D3Spec
-from shoal_lab.methods.del_ import DEL
-from shoal_lab.methods.draft_and_verify import DraftAndVerify
-from shoal_lab.methods.layerskip import LayerSkip
-from shoal_lab.methods.swift import Swift
 from test_matrix import SCORES
 
-SELF_DRAFTING = (D3Spec(), LayerSkip(), Swift(), DraftAndVerify(), DEL())
+DEFAULTS = tuple(kind() for kind in dict.fromkeys([D3Spec, *map(type, SELF_DRAFTING.values())]))
 
 
 def engine(card: Card | None = None) -> Engine:
@@ -30,7 +27,7 @@ def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "nothing is known" in record.getMessage()]
 
 
-@pytest.mark.parametrize("method", SELF_DRAFTING, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", DEFAULTS, ids=lambda method: method.name)
 def test_uncalibrated_self_drafting_is_told_of_once(method: Method, caplog: pytest.LogCaptureFixture) -> None:
     one = engine()
     for _ in range(2):
@@ -39,19 +36,14 @@ def test_uncalibrated_self_drafting_is_told_of_once(method: Method, caplog: pyte
     assert notices(caplog)[0].startswith(f"{method.name} drafts with") and "shoal calibrate" in notices(caplog)[0]
 
 
-@pytest.mark.parametrize("method", SELF_DRAFTING, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", DEFAULTS, ids=lambda method: method.name)
 def test_on_a_calibrated_model_it_is_not(method: Method, caplog: pytest.LogCaptureFixture) -> None:
     engine(Card(SCORES)).recipe(method, 8)
     assert not notices(caplog)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [LayerSkip(4), DraftAndVerify((2, 3), (3,)), DEL((2, 4)), D3Spec(order=(2, 3), core=4)],
-    ids=lambda method: method.name,
-)
-def test_nor_where_the_layers_were_named(method: Method, caplog: pytest.LogCaptureFixture) -> None:
-    engine().recipe(method, 8)
+def test_nor_where_the_layers_were_named(caplog: pytest.LogCaptureFixture) -> None:
+    engine().recipe(D3Spec(order=(2, 3), core=4), 8)
     assert not notices(caplog)
 
 
@@ -66,6 +58,7 @@ def test_a_method_that_loses_time_is_told_of_through_the_log(caplog: pytest.LogC
     """Guesses of random layers are hardly ever right, and each costs most of a forward."""
     with caplog.at_level(logging.WARNING):
         engine(Card(SCORES)).generate(
-            [5, 17, 80], method=LayerSkip(5, 8), max_new_tokens=400, temperature=1.5, seed=1, ignore_eos=True
+            [5, 17, 80], method=D3Spec(mean=0.95, core=5, length=8), max_new_tokens=400, temperature=1.5, seed=1,
+            ignore_eos=True,
         )
-    assert [record for record in caplog.records if "layerskip is losing time" in record.getMessage()]
+    assert [record for record in caplog.records if "d3_spec is losing time" in record.getMessage()]

@@ -38,7 +38,7 @@ TEXTS: dict[str, Callable[[], Any]] = {
     "a grammar": lambda: run(constraint=shoal.Grammar(f'root ::= "{LONE}"')),
     "a schema": lambda: run(constraint={"enum": [LONE]}),
     "a schema's key": lambda: run(constraint={"properties": {LONE: {}}}),
-    "a method's option": lambda: run(method={"method": "adablock", "method_args": {"delimiters": [LONE]}}),
+    "a method's option": lambda: run(method={"method": "d3", "method_args": {"order": LONE}}),
 }
 
 

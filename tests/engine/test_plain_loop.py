@@ -17,7 +17,7 @@ from shoal.engine.loading.load import engine_for
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.shortgpt import ShortGPT
-from shoal_lab.methods.skipdecode import SkipDecode
+from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 
 NEW = 10
 PROMPTS = [prompt(3, 1), prompt(WINDOW, 2), prompt(WINDOW + 5, 3)]
@@ -68,7 +68,7 @@ NEUTRAL = {
     "d3, a start beyond the end": D3(alpha=0.5, start=1.0, core=2),
     "d3, mean of all layers": D3(mean=1.0, core=2),
     "early exit at the last layer": EarlyExit(exit_layer=6),
-    "skipdecode without decline": SkipDecode(maximum=1.0, minimum=1.0, warm_up=2),
+    "unified layer skipping of none": UnifiedLayerSkipping(speedup=1),
     "shortgpt that removes nothing": ShortGPT(removed=0),
 }
 

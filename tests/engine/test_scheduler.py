@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drive import prompt
 from families import tiny
+from own_loop import Repeating
 from schedules import Action, Job, actions, follow
 from searches import Given
 from shoal.decode.recipe import Recipe
@@ -28,13 +29,12 @@ from shoal.engine.scheduling.admission import ContinuousBatching, GangBatching, 
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull, Unsupported
 from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv import memory as kv_memory
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal_lab.methods.jacobi import Jacobi
-from shoal_lab.methods.layerskip import LayerSkip
 
 SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "150"))
 JOBS: list[Job] = [
@@ -43,13 +43,13 @@ JOBS: list[Job] = [
     (prompt(3, 3), {"max_new_tokens": 4, "method": D3(alpha=0.7, core=2, order="low_first")}),
     (prompt(9, 4), {"max_new_tokens": 8, "method": EarlyExit(exit_layer=2)}),
     ([4, 8, 4, 8, 4, 8, 4], {"max_new_tokens": 10, "method": PromptLookup(length=3)}),
-    (prompt(6, 6), {"max_new_tokens": 8, "method": LayerSkip(exit_layer=2, length=2)}),
+    (prompt(6, 6), {"max_new_tokens": 8, "method": D3Spec(mean=0.5, core=1, length=2)}),
     (prompt(12, 7), {"max_new_tokens": 6, "temperature": 1.0, "seed": 4}),
     (prompt(4, 8), {"max_new_tokens": 1}),
     (prompt(7, 9), {"max_new_tokens": 8, "repetition_penalty": 1.4, "stop_token_ids": [3, 50, 60]}),
-    (prompt(8, 10), {"max_new_tokens": 9, "method": Jacobi(n=4)}),
-    (prompt(2, 11), {"max_new_tokens": 7, "method": Jacobi(n=3), "temperature": 1.0, "seed": 5}),
-    (prompt(20, 12), {"max_new_tokens": 8, "method": [Jacobi(n=4), D3(alpha=0.8, core=2)]}),
+    (prompt(8, 10), {"max_new_tokens": 9, "method": Repeating(n=4)}),
+    (prompt(2, 11), {"max_new_tokens": 7, "method": Repeating(n=3), "temperature": 1.0, "seed": 5}),
+    (prompt(20, 12), {"max_new_tokens": 8, "method": [Repeating(n=4), D3(alpha=0.8, core=2)]}),
 ]
 """Ticks cost what their layers cost: waves soon pay."""
 
@@ -359,7 +359,7 @@ def test_a_batch_in_no_known_state_is_given_up_and_the_next_one_works(
         raise ZeroDivisionError
 
     scheduler = Scheduler(engine("hybrid"), start=False)
-    lost, other = submit(scheduler, 0), scheduler.submit(prompt(5), max_new_tokens=9, method=Jacobi())
+    lost, other = submit(scheduler, 0), scheduler.submit(prompt(5), max_new_tokens=9, method=Repeating())
     scheduler.turn()
     plain = scheduler._batches.plain
     monkeypatch.setattr(plain, name, broken)

@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def reports(folders: dict[str, Path]) -> list[dict[str, Any]]:
     target = next(iter(folders.values())).parent / "report"
-    done = torchrun(two_processes.__file__, target, *folders.values())
+    done = torchrun(two_processes.__file__, target, json.dumps(CALLS), *folders.values())
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(Path(f"{target}.{rank}").read_text()) for rank in (0, 1)]
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import shoal
 from chat_tokenizer import chat_tokenizer
@@ -22,16 +21,13 @@ from oracle import decoder_layers
 from shoal import DropLayers
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.loading.checkpoint import Checkpoint
-from shoal.engine.loading.transformed import Transformed
 from shoal.errors import Unsupported
 from shoal.model.hf import HFStack
 from shoal.model.kv.cache import KVCache
-from shoal.model.packed.source import FileSource
 from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits
 from shoal.model.stack import SequenceChunk
-from shoal_lab.prune import write_checkpoint
+from transformed_files import write_transformed
 
 IDS = prompt(12, 3)
 GONE = (1, 2)
@@ -45,9 +41,7 @@ def saved(folder: Path, family: str, shards: str = "50MB", **changes: Any) -> Pa
 
 
 def written(source: Path, folder: Path, *layers: int) -> Path:
-    files = Transformed(str(source), None, False, DropLayers(layers))
-    write_checkpoint.write(files, folder)
-    return folder
+    return write_transformed(source, DropLayers(layers), folder)
 
 
 def logits(engine: Engine) -> Tensor:
@@ -127,33 +121,13 @@ def test_dropping_nothing_is_the_identity(tmp_path: Path, backend: Any) -> None:
     assert same.fingerprint == plain.fingerprint and same.card == plain.card and same.card.order
 
 
-def test_kept_tensors_are_written_bit_for_bit_in_files_of_any_size(tmp_path: Path, monkeypatch: Any) -> None:
-    whole = saved(tmp_path / "whole", "llama", shards="20KB")
-    assert (whole / "model.safetensors.index.json").is_file()
-    monkeypatch.setattr(write_checkpoint, "SHARD_BYTES", 60_000)
-    fewer = written(whole, tmp_path / "fewer", 0, 4)
-    before, after = FileSource(whole), FileSource(fewer)
-    assert len(list(fewer.glob("model-*.safetensors"))) > 2
-    moved = {1: 0, 2: 1, 3: 2, 5: 3}
-    for old, new in moved.items():
-        name = "model.layers.{}.self_attn.q_proj.weight"
-        assert torch.equal(before[name.format(old)], after[name.format(new)])
-    assert len(after.names()) == len(before.names()) - 2 * 9
-    assert gap(hf_logits(AutoModelForCausalLM.from_pretrained(fewer, dtype=torch.float64).eval()),
-               logits(shoal.load(whole, dtype="float64", transform=DropLayers((4, 0))))) < 1e-10
-
-
 def test_tokenizer_and_generation_config_come_along(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole", "llama")
     chat_tokenizer().save_pretrained(whole)
     GenerationConfig(eos_token_id=[2, 7], temperature=0.3).to_json_file(whole / "generation_config.json")
-    fewer = written(whole, tmp_path / "fewer", 3)
-    words = AutoTokenizer.from_pretrained(fewer)
-    assert words("Hello, you")["input_ids"] == chat_tokenizer()("Hello, you")["input_ids"]
-    assert words.chat_template == chat_tokenizer().chat_template
     for backend in ("packed", "hf"):
         changed = shoal.load(whole, dtype="float32", backend=backend, transform=DropLayers((3,)))
-        assert changed.eos_token_ids == shoal.load(fewer, dtype="float32").eos_token_ids == {2, 7}
+        assert changed.eos_token_ids == {2, 7}
         assert changed.generate("Hello", max_new_tokens=3).stats.num_layers == 5
 
 
@@ -286,27 +260,3 @@ def test_sizes_that_belong_to_no_config_are_refused_on_both_executors(tmp_path: 
     for backend in ("packed", "hf"):
         with pytest.raises(Unsupported, match=r"layers\.1\.mlp\.up_proj\.weight"):
             shoal.load(whole, backend=backend, transform=lambda config, source: (config, Narrow(source)))
-
-
-def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, monkeypatch: Any) -> None:
-    whole = saved(tmp_path / "whole", "llama")
-
-    def full(*_: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(GenerationConfig, "to_json_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        written(whole, tmp_path / "fewer", 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
-
-
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
-    whole = saved(tmp_path / "whole", "llama")
-    with pytest.raises(ValueError, match="is there already and not empty"):
-        written(whole, whole, 1)
-    with pytest.raises(ValueError, match="there is no folder"):
-        written(whole, tmp_path / "no" / "where", 1)
-    (tmp_path / "empty").mkdir()
-    assert Checkpoint(str(written(whole, tmp_path / "empty", 1)), None, False).config().num_hidden_layers == 5
-    with safe_open(tmp_path / "empty" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}

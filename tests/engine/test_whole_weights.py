@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 import shoal
 from chat_tokenizer import chat_tokenizer
 from drive import prompt
+from eagle_part import eagle_part, target
 from families import FAMILIES, RELATIVES, tiny
 from gguf_models import ARCHITECTURES, tiny_model, write_model
 from gguf_words import byte_level
@@ -29,7 +30,6 @@ from shoal.model.packed.shape import shape_of
 from shoal.model.transform import DropLayers
 from shoal.model.whole import check_quantised
 from shoal.speculative.part_file import CARD, TENSORS, TOKENS
-from trained_parts import MAKERS, part_for, target
 
 IDS = prompt(9, 2)
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -285,9 +285,8 @@ def test_whole_gguf_files_are_taken(tmp_path: Path, architecture: str) -> None:
     assert loads(tmp_path / "tiny.gguf", "packed") == loads(tmp_path / "tiny.gguf", "hf")
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_trained_part(tmp_path: Path, kind: str) -> None:
-    place = Path(part_for(kind, "llama"))
+def test_a_trained_part(tmp_path: Path) -> None:
+    place = Path(eagle_part("llama"))
     held = load_file(place / TENSORS)
     name = min(name for name in held if name != TOKENS)
     engine = target("llama")
@@ -300,7 +299,7 @@ def test_a_trained_part(tmp_path: Path, kind: str) -> None:
         (other / CARD).write_bytes((place / CARD).read_bytes())
         save_file(changed, other / TENSORS)
         with pytest.raises(ValueError, match=said):
-            engine.generate(IDS, method={"method": kind, "method_args": {"part": str(other)}}, max_new_tokens=4)
+            engine.generate(IDS, method={"method": "eagle", "method_args": {"part": str(other)}}, max_new_tokens=4)
 
 
 CASES = {**{name: (name, {}) for name in (*FAMILIES, *RELATIVES)}, **VARIANTS,

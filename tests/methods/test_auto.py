@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from backends import reference
 from chat_tokenizer import chat_tokenizer
 from drafts import draft_of
+from eagle_part import ECHO, eagle_part
 from families import VOCAB, tiny
 from scripted import Scripted
 from shoal.engine.engine import Engine
@@ -26,7 +28,6 @@ from shoal.model.kv.cache import KVCache
 from shoal.speculative import part_file
 from shoal.speculative.cost import policy
 from shoal.types import ModelInfo, Result
-from trained_parts import ECHOED, part_for
 
 
 def new_text(length: int, seed: int) -> list[int]:
@@ -176,13 +177,10 @@ def test_calibrated_self_drafting_changes_no_token(sampling: dict[str, object]) 
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
     """A model for which a part comes with Shoal."""
-    shutil.copytree(part_for("eagle", "llama"), tmp_path / "tiny")
+    shutil.copytree(eagle_part("llama"), tmp_path / "tiny")
     monkeypatch.setattr(part_file, "SHIPPED", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     return engine_for(reference("llama"))
-
-
-ECHO = dict.fromkeys(ECHOED, 12.0)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=str)
@@ -228,7 +226,7 @@ def test_a_part_in_the_users_cache_is_found_before_that_which_ships(
     shipped: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = tmp_path / "cache" / "shoal" / "parts"
-    shutil.copytree(part_for("eagle", "llama"), mine / "zebra")
+    shutil.copytree(eagle_part("llama"), mine / "zebra")
     (mine / "damaged").mkdir()
     (mine / "damaged" / part_file.CARD).write_text("{")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -237,14 +235,18 @@ def test_a_part_in_the_users_cache_is_found_before_that_which_ships(
     assert str(mine / "damaged" / part_file.CARD) in caplog.text
 
 
-def test_a_part_that_was_named_is_the_helper_and_no_other_beside_it(shipped: Engine) -> None:
-    named = str(part_for("eagle", "llama"))
+def test_a_part_that_was_named_is_the_helper_and_no_other_beside_it(shipped: Engine, tmp_path: Path) -> None:
+    named = eagle_part("llama")
     assert Auto(part=named).recipe(shipped.info()).proposer.helper.part.name == named
     assert Auto().recipe(shipped.info()).proposer.helper.part.name.endswith("tiny")
     with pytest.raises(ValueError, match="draft is 'small' and part 'trained'; only one helper drafts"):
         Auto(draft="small", part="trained")
+    other = tmp_path / "other"
+    shutil.copytree(named, other)
+    card = json.loads((other / part_file.CARD).read_text("utf-8"))
+    (other / part_file.CARD).write_text(json.dumps({**card, "part": "medusa"}), "utf-8")
     with pytest.raises(ValueError, match="is of kind 'medusa'; eagle needs"):
-        Auto(part=str(part_for("medusa", "llama"))).recipe(shipped.info())
+        Auto(part=str(other)).recipe(shipped.info())
 
 
 def test_only_a_search_that_found_sublayers_to_skip_gives_a_helper() -> None:

@@ -25,6 +25,7 @@ from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.kv_int8 import KVInt8
@@ -32,8 +33,6 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.types import Result
-from shoal_lab.methods.del_ import DEL
-from shoal_lab.methods.layerskip import LayerSkip
 from test_matrix import engine_of
 from turns import by_turns
 
@@ -88,7 +87,7 @@ def test_it_is_the_likeliest_of_separate_runs(model: str, inner: Method | None) 
 
 
 @pytest.mark.parametrize(
-    "drafting", [DraftModel(draft_of("llama")), LayerSkip(4, 3), DEL((4, 5), window=0, head=0.0)], ids=repr
+    "drafting", [DraftModel(draft_of("llama")), D3Spec(mean=0.8, core=2, length=3)], ids=repr
 )
 def test_drafts_change_no_sample(drafting: Method) -> None:
     engine = engine_of("llama")

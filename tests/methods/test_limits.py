@@ -72,17 +72,17 @@ def test_the_bound_and_the_remedy_are_named() -> None:
     assert refusal("prompt_lookup", {"max_ngram": 10**9}) == (
         "max_ngram of prompt_lookup is 1000000000; 16 is the most from a request. The operator may allow more by "
         "--method-limit prompt_lookup.max_ngram=N")
-    assert "is a list of 65; 64 entries" in refusal("momentum", {"resistance": [1.0] * 65})
-    assert "a text of 5000 characters" in refusal("trimr", {"opening": "x" * 5000})
+    assert "is a list of 17; 16 entries" in refusal("draft_model", {"branching": [1] * 17})
+    assert "a text of 5000 characters" in refusal("d3", {"order": "x" * 5000})
     assert "is more than 18446744073709551616; 1048576 is" in refusal("tidal", {"k": 10**5000})
 
 
 def test_the_operator_allows_more() -> None:
-    more = Settings(limits={"aded.iterations": 5000, "momentum.resistance": 100})
+    more = Settings(limits={"aded.iterations": 5000, "d3.horizon": 100})
     assert policy.choose("aded", {"iterations": 5000}, more) == make({"method": "aded",
                                                                       "method_args": {"iterations": 5000}})
     assert "5000 is the most" in refusal("aded", {"iterations": 5001}, more)
-    assert policy.choose("momentum", {"candidates": 5}, more)
+    assert policy.choose("d3", {"alpha": 0.9}, more)
     policy.check_limits(more.limits)
     for place in ("aded.nothing", "nothing.k", "aded", "aded.search", ""):
         with pytest.raises(ValueError, match="there is no such number"):

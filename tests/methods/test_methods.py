@@ -15,7 +15,6 @@ from shoal.methods.full import Full
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.types import ModelInfo
-from shoal_lab.methods.skipdecode import SkipDecode
 
 
 def info(num_layers: int = 32, max_new_tokens: int = 64, **others: object) -> ModelInfo:
@@ -35,8 +34,6 @@ def test_neutral_settings_are_the_full_plan(num_layers: int) -> None:
         D3(alpha=1.0, start=3, horizon=5),
         D3(core=num_layers, alpha=0.5),
         D3(mean=1.0),
-        SkipDecode(maximum=num_layers, minimum=num_layers),
-        SkipDecode(maximum=1.0, minimum=1.0),
         UnifiedLayerSkipping(speedup=1),
         EarlyExit(num_layers),
         ShortGPT(removed=0),
@@ -48,7 +45,7 @@ def test_neutral_settings_are_the_full_plan(num_layers: int) -> None:
         assert recipe.exact_to == "full"
 
 
-@pytest.mark.parametrize("method", [D3(), SkipDecode(), UnifiedLayerSkipping(), EarlyExit(), ShortGPT()])
+@pytest.mark.parametrize("method", [D3(), UnifiedLayerSkipping(), EarlyExit(), ShortGPT()])
 @pytest.mark.parametrize("num_layers", [16, 30, 32, 80])
 def test_defaults_are_lossy_and_gentle(method: Method, num_layers: int) -> None:
     recipe = method.recipe(scored(num_layers))
@@ -116,20 +113,6 @@ def test_d3_covers_the_request_beyond_its_horizon_and_the_horizon_beyond_the_req
     assert D3(alpha=0.99, horizon=200).recipe(info(32, 10)).plan == D3(alpha=0.99).recipe(info(32, 200)).plan
 
 
-def test_skipdecode_runs_the_warm_up_layers_and_the_top() -> None:
-    for warm_up in (1, 3):
-        plan = SkipDecode(maximum=22, minimum=11, warm_up=warm_up).recipe(info()).plan
-        assert plan.layers(0) == tuple(range(32))
-        for step in range(1, 64):
-            count = round(22 - 11 * step / 63)
-            assert plan.layers(step) == (*range(warm_up), *range(32 - (count - warm_up), 32))
-
-
-def test_skipdecode_reaches_its_minimum_at_the_end_of_its_horizon() -> None:
-    plan = SkipDecode(maximum=1.0, minimum=0.5, horizon=20).recipe(info(32, 40)).plan
-    assert [plan.depth(step) for step in (0, 18, 19, 39)] == [32, 17, 16, 16]
-
-
 @pytest.mark.parametrize("num_layers", [2, 12, 21, 30, 32, 36, 42, 80])
 def test_unified_layer_skipping_spaces_its_layers_evenly(num_layers: int) -> None:
     for percent in range(100, 50 * num_layers + 1, 10):
@@ -180,11 +163,6 @@ def test_shortgpt_without_scores_says_how_to_get_them() -> None:
         (lambda: D3(order="sideways").recipe(info()), "unknown removal order 'sideways'"),
         (lambda: D3(order=(1, 2, 3)).recipe(info()), r"each flex layer \(2\.\.29\) once"),
         (lambda: D3(mean=2.0).recipe(info()), "out of reach"),
-        (lambda: SkipDecode(maximum=10, minimum=11), "minimum is 11"),
-        (lambda: SkipDecode(warm_up=0), "warm_up is 0"),
-        (lambda: SkipDecode(horizon=0), "horizon is 0"),
-        (lambda: SkipDecode(maximum=33, minimum=8).recipe(info()), "33 layers.*has 32"),
-        (lambda: SkipDecode(maximum=32, minimum=4, warm_up=5).recipe(info()), r"warm_up is 5.*1\.\.4"),
         (lambda: UnifiedLayerSkipping(0.5), "speedup is 0.5"),
         (lambda: UnifiedLayerSkipping(math.inf), "speedup is inf"),
         (lambda: UnifiedLayerSkipping(17).recipe(info(16)), r"2\.\.16.*at most 8"),

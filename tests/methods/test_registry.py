@@ -32,27 +32,11 @@ from shoal.methods.schedule import Schedule
 from shoal.methods.shortgpt import ShortGPT
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
 from shoal.types import ModelInfo
-from shoal_lab.methods.adablock import AdaBlock
-from shoal_lab.methods.deer import DEER
-from shoal_lab.methods.del_ import DEL
-from shoal_lab.methods.diffusion import Diffusion
-from shoal_lab.methods.diffusion_grammar import DiffusionGrammar
-from shoal_lab.methods.draft_and_verify import DraftAndVerify
-from shoal_lab.methods.fast_dllm import FastDLLM
-from shoal_lab.methods.layerskip import LayerSkip
-from shoal_lab.methods.mirror_sd import MirrorSD
-from shoal_lab.methods.prophet import Prophet
-from shoal_lab.methods.rapid import Rapid
-from shoal_lab.methods.rsd import RSD
-from shoal_lab.methods.skipdecode import SkipDecode
-from shoal_lab.methods.swift import Swift
-from shoal_lab.methods.vocabtrim import VocabTrim
 
 SHIPPED = {
     "full": Full,
     "auto": Auto,
     "d3": D3,
-    "skipdecode": SkipDecode,
     "unified_layer_skipping": UnifiedLayerSkipping,
     "early_exit": EarlyExit,
     "shortgpt": ShortGPT,
@@ -60,22 +44,8 @@ SHIPPED = {
     "calibrated": Calibrated,
     "prompt_lookup": PromptLookup,
     "draft_model": DraftModel,
-    "rsd": RSD,
-    "mirror_sd": MirrorSD,
-    "rapid": Rapid,
-    "deer": DEER,
-    "vocabtrim": VocabTrim,
     "aded": ADED,
-    "layerskip": LayerSkip,
     "d3_spec": D3Spec,
-    "draft_and_verify": DraftAndVerify,
-    "swift": Swift,
-    "del": DEL,
-    "diffusion": Diffusion,
-    "diffusion_grammar": DiffusionGrammar,
-    "fast_dllm": FastDLLM,
-    "prophet": Prophet,
-    "adablock": AdaBlock,
 }
 CONFIGURED = [
     Full(),
@@ -83,7 +53,6 @@ CONFIGURED = [
     D3(),
     D3(alpha=0.98, start=1, order=(3, 2, 4), core=5, horizon=9, rounding="ceil"),
     D3(start=1.0, mean=0.7),
-    SkipDecode(maximum=22, minimum=0.3, warm_up=2, horizon=50),
     UnifiedLayerSkipping(2),
     EarlyExit(7),
     ShortGPT(3),
@@ -93,21 +62,7 @@ CONFIGURED = [
     D3Spec(rule="lenient", margin=math.inf),
     ADED("some/text.txt", search="mcts", step=0.04, nodes=64),
     DraftModel("some/model", branching=(2, 2), rule="rejection"),
-    VocabTrim("some/model", tokens=(3, 5, 1), keep=2),
-    RSD("some/model", beam=2, inner=D3(alpha=0.9)),
-    MirrorSD("some/model", exit_layer=3, k=0, length=2, inner=D3(alpha=0.9)),
-    Rapid("some/model", context=600, eta=5.0),
-    DEER("some/model", length=32, rule="rejection"),
-    LayerSkip(3, 5, stop=0.4, rule="rejection"),
     D3Spec(mean=0.4, order=(3, 2, 4), core=5, length=6, inner=D3(alpha=0.9)),
-    DraftAndVerify((3, 5), (4,), accepted=0.8),
-    Swift(ratio=0.3, trees=False),
-    DEL((2, 4, 8), 9, head=0.0),
-    Diffusion(8, steps=4, remasking="entropy", guidance=0.5),
-    FastDLLM(factor=1.5, reuse="dual"),
-    DiffusionGrammar(rules='a ::= "b" | "c" a'),
-    Prophet(gaps=(math.inf, 5.0, 2), region=(3, 5)),
-    AdaBlock(delimiters=("\n", 7), delimiter_threshold=2),
 ]
 
 
@@ -207,7 +162,7 @@ def test_a_card_that_cannot_be_used(tmp_path: Path, content: str | None, words: 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("d33", r"unknown method 'd33'\. Did you mean 'd3'\?.*skipdecode"),
+        ("d33", r"unknown method 'd33'\. Did you mean 'd3'\?.*shortgpt"),
         ("D3", r"Did you mean 'd3'\?"),
         ("early-exit", r"Did you mean 'early_exit'\?"),
         ("base", "unknown method 'base'"),

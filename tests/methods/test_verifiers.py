@@ -19,6 +19,7 @@ import pytest
 from chat_tokenizer import chat_tokenizer
 from drive import SHORT
 from families import tiny
+from method_matrix import SEARCHES
 from serving import MODEL, serving, tiny_engine
 from shoal.cli.options.method_list import methods_from
 from shoal.decode.branches import examples
@@ -32,7 +33,6 @@ from shoal.methods import make
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.types import ModelInfo
-from shoal_lab.methods.a_star import AStar
 from test_matrix import engine_of
 
 WORDS = chat_tokenizer()
@@ -182,7 +182,7 @@ def test_the_program_is_the_block_wherever_it_begins() -> None:
     assert program("", "no (program") == "no (program"
 
 
-@pytest.mark.parametrize("method", [AStar(k=2, step=3), BestOf(3)], ids=repr)
+@pytest.mark.parametrize("method", [BestOf(3), *SEARCHES], ids=repr)
 def test_a_verifier_behind_a_url_steers_and_is_told_all(method: Method) -> None:
     engine, seen = engine_for(tiny("llama"), WORDS), list[dict[str, Any]]()
 
@@ -216,7 +216,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", [AStar(k=2, step=3), BestOf(2)], ids=lambda one: one.name)
+@pytest.mark.parametrize("kind", [BestOf(2), *SEARCHES], ids=lambda one: one.name)
 @pytest.mark.parametrize(("said", "words"), BAD, ids=[str(number) for number in range(len(BAD))])
 def test_a_bad_endpoint_fails_its_own_request_alone(kind: Method, said: Any, words: str) -> None:
     let_go = threading.Event()
@@ -242,7 +242,7 @@ def test_nobody_there() -> None:
         engine_of("llama").generate(SHORT[0], method=method, max_new_tokens=3, **WARM)
 
 
-@pytest.mark.parametrize("kind", [AStar, BestOf])
+@pytest.mark.parametrize("kind", [BestOf, *map(type, SEARCHES)])
 def test_other_rows_go_on_while_a_verdict_is_waited_for(kind: Callable[..., Method]) -> None:
     """The verifier answers only when another row has come to its end: it would never, if that one had to wait."""
     over = threading.Event()
@@ -306,7 +306,7 @@ def test_over_http_a_server_s_own_verifier_that_hangs_holds_up_nobody_else() -> 
     assert early, "the other request was answered while this one waited"
 
 
-@pytest.mark.parametrize("kind", [BestOf, AStar])
+@pytest.mark.parametrize("kind", [BestOf, *map(type, SEARCHES)])
 def test_processes_that_share_a_model_wait_for_no_verdict(kind: Callable[..., Method]) -> None:
     ranks.Ranks(size=2).check(kind(2).recipe(ModelInfo(6)))
     with pytest.raises(Unsupported, match="waiting for what others say in 2 processes"):
@@ -316,4 +316,4 @@ def test_processes_that_share_a_model_wait_for_no_verdict(kind: Callable[..., Me
 def test_words_of_the_command_line_may_hold_a_url() -> None:
     (found,) = methods_from("best_of:n=2:verifier=http://127.0.0.1:8000/score:patience=2").values()
     assert found == BestOf(2, verifier="http://127.0.0.1:8000/score", patience=2)
-    assert list(methods_from("a_star:verifier=execution,d3:mean=0.8"))[0] == "a_star:verifier=execution"
+    assert list(methods_from("best_of:verifier=execution,d3:mean=0.8"))[0] == "best_of:verifier=execution"

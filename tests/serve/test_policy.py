@@ -9,17 +9,17 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from method_matrix import CORE, SEARCHES
 from shoal import methods
 from shoal.methods import make
 from shoal.methods.auto import Auto
 from shoal.methods.d3 import D3
+from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.serve import policy
 from shoal.serve.http.errors import ApiError
 from shoal.serve.settings import Settings
-from shoal_lab.methods.deer import DEER
-from shoal_lab.methods.rapid import Rapid
 
 
 def test_only_the_first_request_looks_for_methods(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,6 @@ def test_each_of_a_list_must_be_allowed() -> None:
     refused: list[tuple[list[Any], Settings, int]] = [
         (several, Settings(methods=frozenset({"d3"})), 403),
         (["full", "draft_model"], Settings(), 403),
-        (["full", "deer"], Settings(), 403),
         (["full", ["d3", {"method": "auto", "method_args": {"draft": "some/model"}}]], Settings(), 403),
         (["full", {"method": "prompt_lookup", "method_args": inner}], Settings(), 403),
         (["full", {"method": ["d3", "draft_model"]}], Settings(), 403),
@@ -58,10 +57,8 @@ def test_each_of_a_list_must_be_allowed() -> None:
 
 
 def test_no_free_text_of_a_request_names_a_file() -> None:
-    texts_that_name_none = {("a_star", "delimiter"), ("d3", "order"), ("d3_spec", "order"),
-                            ("trimr", "opening"), ("trimr", "closing"), ("trimr", "cues"),
-                            ("diffusion_grammar", "rules")}
-    for name in policy.allowed(Settings()):
+    texts_that_name_none = {("d3", "order"), ("d3_spec", "order")}
+    for name in set(policy.allowed(Settings())) & {method.name for method in CORE}:
         method = methods.get(name)
         hints = get_type_hints(method)
         free = {knob for knob in method.knobs() if {str, object, Path} & {hints[knob], *get_args(hints[knob])}}
@@ -71,15 +68,11 @@ def test_no_free_text_of_a_request_names_a_file() -> None:
             with pytest.raises(ApiError, match=f"{knob} of {name} names a file") as error:
                 policy.choose(name, {knob: "/some/folder"}, Settings())
             assert error.value.status == 403
-    assert policy.choose("rapid", {"length": 4}, Settings()) == Rapid(length=4)
-    assert policy.choose("rapid", {"draft": "m"}, Settings(methods=frozenset({"rapid"}))) == Rapid(draft="m")
-    assert policy.choose("deer", {"draft": "m"}, Settings(methods=frozenset({"deer"}))) == DEER(draft="m")
-    with pytest.raises(ApiError, match="must be a function") as error:
-        policy.choose("rapid", {"likeness": "os.system"}, Settings())
-    assert error.value.status == 400
+    listed = Settings(methods=frozenset({"draft_model"}))
+    assert policy.choose("draft_model", {"draft": "m"}, listed) == DraftModel(draft="m")
 
 
-@pytest.mark.parametrize("name", ["a_star", "best_of"])
+@pytest.mark.parametrize("name", ["best_of", *(method.name for method in SEARCHES)])
 def test_a_request_names_no_verifier_that_runs_or_asks_anything(name: str) -> None:
     listed = Settings(methods=frozenset({name}))
     assert policy.choose(name, {"verifier": "likelihood"}, Settings()) == make(name)
@@ -97,11 +90,10 @@ def test_a_request_names_no_verifier_that_runs_or_asks_anything(name: str) -> No
 
 
 def test_methods_that_find_all_they_need_in_the_model_are_allowed() -> None:
-    own = {"full", "shortgpt", "topk_oracle", "streaming_llm", "kv_int8", "best_of", "jacobi"}
-    own |= {"tidal", "snapkv", "centroid_kv", "mustafar"}
+    own = {"full", "shortgpt", "topk_oracle", "streaming_llm", "kv_int8", "best_of", "tidal", "snapkv"}
     assert own <= set(policy.allowed(Settings()))
     assert policy.choose("topk_oracle", {"k": 8}, Settings()) == TopKOracle(k=8)
-    assert not {"draft_model", "mirror_sd", "vocabtrim", "calibrated", "schedule"} & set(policy.allowed(Settings()))
+    assert not {"draft_model", "calibrated", "schedule"} & set(policy.allowed(Settings()))
 
 
 def test_requests_are_decoded_by_auto_and_may_turn_it_off_but_load_nothing_through_it() -> None:

@@ -69,7 +69,7 @@ def test_a_prompt_that_was_read_is_found_again(server: Running) -> None:
 
 
 def test_the_names_are_those_that_dashboards_know(server: Running) -> None:
-    spec = {"method": "layerskip", "method_args": {"exit_layer": 3, "length": 2}}
+    spec = {"method": "d3_spec", "method_args": {"mean": 0.8, "core": 2, "length": 2}}
     body = {**BODY, "max_tokens": 12, "metrics": True, **spec}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     text = httpx.get(f"{server.url}/metrics").text

@@ -1,15 +1,17 @@
-"""Chains that the kernels draft within one call: the same guesses as forward by forward, and as the module's."""
+"""Chains that the kernels draft within one call: the same guesses as forward by forward, and as transformers' layer."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends import NATIVE
 from drive import Run, decode, prompt
+from eagle_part import IDS, EagleTwin, target, write_eagle
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.speculative import eagle as drafting
@@ -17,8 +19,6 @@ from shoal.speculative import part_file
 from shoal.speculative.eagle import EagleProposer
 from shoal.speculative.shape import Branching
 from shoal.types import Sampling
-from train_twin import agrees
-from trained_parts import IDS, eagle, target, written
 from watched import Watched
 
 NEW = 24
@@ -38,11 +38,10 @@ def ids(few: bool) -> tuple[int, ...]:
 
 
 def drafted(
-    tmp_path: str, few: bool, length: int = 5, temperature: float = 0.0, **options: object
+    tmp_path: Path, few: bool, length: int = 5, temperature: float = 0.0, **options: object
 ) -> tuple[Run, Watched]:
     engine = target("llama")
-    folder = written(eagle(engine, ids(few)), engine, tmp_path)
-    part = part_file.read(folder, "eagle", engine.info())
+    part = part_file.read(str(write_eagle(tmp_path, "llama", ids(few))), "eagle", engine.info())
     proposer = Watched(EagleProposer(part, Branching((1,) * length), **options))
     recipe = Recipe(DepthPlan.full(6), proposer)
     how = {"stack": NATIVE.stack("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
@@ -53,7 +52,7 @@ def drafted(
 @pytest.mark.parametrize("options", [{}, {"stop": (1e-3, 0.05)}, {"nodes": 2}, {"temperature": 0.7}],
                          ids=["all", "stop", "nodes", "drawn"])
 def test_one_call_guesses_what_forwards_would(
-    tmp_path: object, few: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, few: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "stop" in options:
         options = {"stop": options["stop"][few]}
@@ -69,11 +68,11 @@ def test_one_call_guesses_what_forwards_would(
     monkeypatch.undo()
 
 
-def test_one_call_guesses_what_the_module_would(tmp_path: object) -> None:
+def test_one_call_guesses_what_transformers_would(tmp_path: Path) -> None:
     run, proposer = drafted(tmp_path, few=True, length=3)
-    module, seen = eagle(target("llama"), ids(few=True)), 0
+    twin, seen = EagleTwin(tmp_path, "llama"), 0
     for tree in proposer.trees:
         texts = [row.tokens[: end + 1] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
                  if row.tokens[end] == tree.tokens[0]]
-        seen += any(agrees(module, "llama", text, tree, {}, 1) for text in texts)
+        seen += any(twin.agrees(text, tree, {}, 1) for text in texts)
     assert seen == len(proposer.trees) > 10

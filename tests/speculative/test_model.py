@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import random
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from drafts import draft_of, noisy
 from drive import prompt
@@ -26,7 +21,6 @@ from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.model.stack import SequenceChunk
 from shoal.speculative.shape import Branching, Leaf
-from shoal_lab.methods.rsd import RSD, Beam, truncated_gumbel
 from toy_tokenizers import byte_level, metaspace
 
 NEW = 24
@@ -52,12 +46,12 @@ class Fed:
         return self._forward(chunks, cache, hook)
 
 
-@pytest.mark.parametrize(("method", "noise"), [(DraftModel, 0.0), (DraftModel, 0.03), (RSD, 0.03)])
-def test_the_draft_reads_nothing_twice(method: type[DraftModel] | type[RSD], noise: float) -> None:
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_the_draft_reads_nothing_twice(noise: float) -> None:
     """Per row: the prompt, every emitted token but the last once, and guesses that were refused."""
     engine, draft = home(), draft_of("llama", noise)
     fed = Fed(engine.info().draft_engine(draft).stack)  # type: ignore[misc]
-    result = engine.generate(PROMPTS[0], method=method(draft, length=3), max_new_tokens=NEW)
+    result = engine.generate(PROMPTS[0], method=DraftModel(draft, length=3), max_new_tokens=NEW)
     tokens = sum(len(chunk.tokens) for chunks in fed.chunks for chunk in chunks)
     refused = result.stats.drafted - result.stats.accepted
     assert result.stats.accepted > 0
@@ -98,7 +92,7 @@ def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) ->
     draft._known["padded"] = "padded", other  # type: ignore[attr-defined]
     for options in ({}, {"temperature": 1.0, "seed": 3}):
         plain = target.generate(PROMPTS, max_new_tokens=NEW, **options)
-        for method in (DraftModel("padded"), RSD("padded", rule="match")):
+        for method in (DraftModel("padded"), DraftModel("padded", branching=(3, 2, 1))):
             found = target.generate(PROMPTS, method=method, max_new_tokens=NEW, **options)
             assert [r.tokens for r in found] == [r.tokens for r in plain]
 
@@ -112,7 +106,7 @@ def test_drafts_that_do_not_fit_are_refused() -> None:
     engine = home()
     refused(engine, DraftModel(), "draft_model has no draft model; give draft")
     refused(engine, DraftModel("/no/such/folder"), "draft model '/no/such/folder' cannot be loaded.*no folder")
-    refused(engine, RSD(3), "object of type int.*no transformers model")
+    refused(engine, DraftModel(3), "object of type int.*no transformers model")
     refused(engine, DraftModel(tiny("llama", vocab_size=50)), "has 50 tokens and the model 97")
     short = tiny("llama", max_position_embeddings=64)
     refused(engine, DraftModel(short), "up to 276 tokens.*context is 64 tokens.*max_new_tokens")
@@ -135,8 +129,7 @@ def test_other_tokenizers_are_refused() -> None:
         (lambda: DraftModel("m", length=0), "length is 0"),
         (lambda: DraftModel("m", branching=()), "at least one level"),
         (lambda: DraftModel("m", branching=(2, 0)), "at least 1 child"),
-        (lambda: RSD("m", beam=0), "a beam of 0 paths"),
-        (lambda: RSD("m", rule="lenient"), "margin is None"),
+        (lambda: DraftModel("m", rule="lenient"), "margin is None"),
     ],
 )
 def test_settings_out_of_range(make: Any, words: str) -> None:
@@ -184,62 +177,6 @@ def test_stop_strings_inside_a_block() -> None:
 # Shapes.
 
 
-def test_a_truncated_gumbel_is_a_gumbel_below_its_bound() -> None:
-    """Against samples of Gumbel variables that happen to lie below the bound."""
-    numbers = random.Random(0)
-    location, bound = 0.3, 1.1
-    plain = (location - math.log(-math.log(numbers.random())) for _ in range(40_000))
-    below = sorted(value for value in plain if value < bound)
-    ours = sorted(truncated_gumbel(location, bound, numbers.random()) for _ in range(len(below)))
-    assert max(ours) <= bound
-    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
-        place = int(share * len(below))
-        assert ours[place] == pytest.approx(below[place], abs=0.05)
-    for extreme in ((0.0, -2000.0, 0.5), (-800.0, 0.0, 0.5), (0.0, 0.0, 0.0), (0.0, 0.0, 1 - 2**-53)):
-        assert truncated_gumbel(*extreme) <= extreme[1]
-
-
-def draw_beam(probs: torch.Tensor, size: int, numbers: random.Random) -> tuple[tuple[int, int], ...]:
-    """Paths of two tokens of a beam over `probs` [V] and `probs` reversed, in descending value."""
-    draft_probs = [probs, probs.flip(0)]
-    beam, tokens, leaves = Beam(size, 2), [()], [Leaf(0)]
-    for level in range(2):
-        drawn = []
-        for _ in leaves:
-            rest, own = draft_probs[level].clone(), []
-            for _ in range(min(size, len(probs))):
-                own.append(numbers.choices(range(len(probs)), rest.tolist())[0])
-                rest[own[-1]] = 0
-            drawn.append(own)
-        logs = [[float(draft_probs[level][t].log()) for t in own] for own in drawn]
-        kept = beam.keep(leaves, logs, lambda leaf, rank: numbers.random())
-        grown = [
-            (value, log, (*tokens[at], drawn[at][rank]))
-            for at, children in enumerate(kept)
-            for rank, (log, value) in enumerate(children)
-        ]
-        leaves = [Leaf(0, log, value) for value, log, _ in grown]
-        tokens = [words for _, _, words in grown]
-    return tuple(words for _, words in sorted(zip([-leaf.value for leaf in leaves], tokens, strict=True)))
-
-
-def test_a_beam_is_a_sample_of_paths_without_replacement() -> None:
-    probs = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    shares = {(a, b): float(probs[a] * probs[2 - b]) for a, b in itertools.product(range(3), repeat=2)}
-    numbers, total = random.Random(1), 12_000
-    counts = Counter(draw_beam(probs, 2, numbers) for _ in range(total))
-    for first, second in itertools.permutations(shares, 2):
-        chance = shares[first] * shares[second] / (1 - shares[first])
-        assert counts[(first, second)] / total == pytest.approx(chance, abs=4.5 * math.sqrt(chance / total) + 1e-4)
-
-
-def test_a_beam_without_noise_is_a_beam_search() -> None:
-    kept = Beam(3, 2).keep(
-        [Leaf(1, -1.0, -1.0), Leaf(2, -1.1, -1.1)], [[-0.1, -2.0, -3.0], [-0.2, -0.3, -9.0]], lambda leaf, rank: None
-    )
-    assert [[log for log, _ in children] for children in kept] == [[-1.1], [pytest.approx(-1.3), pytest.approx(-1.4)]]
-
-
 def test_branching_keeps_all() -> None:
     shape = Branching((3, 1))
     assert (shape.length, shape.width(0), shape.width(1)) == (2, 3, 1)
@@ -260,9 +197,8 @@ def test_siblings_are_distinct_and_drawn_with_their_law() -> None:
             trees.append(tree)
             return Rejection().walk(tree, target)
 
-    request = Request.from_options(
-        {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 3, "seed": 1, "method": RSD(draft, beam=4, length=3)}
-    )
+    method = DraftModel(draft, branching=(4, 3, 2), rule="rejection")
+    request = Request.from_options({"max_new_tokens": NEW, "temperature": 1.0, "top_k": 3, "seed": 1, "method": method})
     rows = engine.rows(PROMPTS, request)
     for row in rows:
         row.recipe = dataclasses.replace(row.recipe, rule=Kept())

@@ -109,7 +109,7 @@ def test_every_exact_method_is_compared(capsys, tiny_folder):
     code, report = judged(capsys, "abc", "abcabcabcabc", "--model", tiny_folder, "--all")
     assert code == 0 and report["passed"]
     found = {one["method"] for one in report["methods"]}
-    assert {"full", "prompt_lookup", "aded", "draft_model", "rsd"} <= found
+    assert {"full", "prompt_lookup", "aded", "draft_model"} <= found
     assert "d3" not in found and "early_exit" not in {*found, *report["skipped"]}
     for one in report["methods"]:
         assert one["exact_to"] == "full" and len(one["prompts"]) == 2

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from native_twin import Case, Token, Twin, make_twin
+from settling import Bitmap
 from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeBatch
 from shoal.model.packed.native.batch import OwnColumns
-from shoal_lab.methods.mustafar import Bitmap
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 

@@ -12,7 +12,7 @@ import pytest
 from backends import HF, Backend, on_one_backend, reference
 from drafts import noisy
 from drive import Run, decode, prompt
-from masked import masked_model
+from method_matrix import drafting_of_lab
 from shoal.decode.recipe import Recipe
 from shoal.decode.text.stop import StopRules
 from shoal.depth.plan import DepthPlan
@@ -24,9 +24,6 @@ from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.types import Sampling
-from shoal_lab.methods.deer import DEER
-from shoal_lab.methods.mirror_sd import MirrorSD
-from shoal_lab.methods.rsd import RSD
 from turns import by_turns
 from watched import Watched
 
@@ -60,12 +57,8 @@ def drafting(family: str) -> dict[str, Method]:
         "draft_model": DraftModel(draft(family)),
         "draft_model tree": DraftModel(draft(family), branching=(3, 1, 2)),
         "draft_model on d3": DraftModel(draft(family), inner=D3(alpha=0.93, core=2)),
-        "mirror_sd": MirrorSD(draft(family), exit_layer=5, k=3, length=3),
-        "mirror_sd on d3": MirrorSD(draft(family), k=2, inner=D3(alpha=0.93, core=2)),
-        "deer": DEER(masked_model(), length=3),
-        "rsd beam": RSD(draft(family), rule="match"),
-        "rsd branching": RSD(draft(family), branching=(2, 2), rule="match"),
         "lenient at 0": DraftModel(draft(family), rule="lenient", margin=0.0),
+        **drafting_of_lab(draft(family)),
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backends import reference
+from eagle_part import ECHOED, IDS, OTHERS, target
 from families import tiny
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
@@ -25,17 +25,7 @@ from shoal_lab.train.part import Base, ShippedModule
 from shoal_lab.train.ppd import PromptModule
 from shoal_lab.train.read_me import ReadMEModule, group_neurons
 
-IDS = tuple(range(3, 90))
-ECHOED = (5, 8, 11)
-"""Heads do not know of a request's bias, so they are given the tokens that it leaves."""
-OTHERS = (("llama", torch.float64), ("hybrid", torch.float64), ("hybrid", torch.float32), ("qwen3", torch.float64))
-"""Models that the parts are declared for as well: what the matrix of all methods runs on."""
 RANKS = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
-
-
-@functools.cache
-def target(family: str) -> Engine:
-    return engine_for(reference(family))
 
 
 def eagle(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> EagleModule:

@@ -10,24 +10,20 @@ from transformers import PreTrainedModel
 
 from drafts import draft_of
 from generate_calls import an_eos, batch, generate
+from method_matrix import drafting_of_lab
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal_lab.methods.mirror_sd import MirrorSD
-from shoal_lab.methods.rsd import RSD
-from shoal_lab.methods.vocabtrim import VocabTrim
 
 METHODS = {
     "auto": Auto(),
     "prompt_lookup": PromptLookup(min_ngram=1),
     "aded": ADED(),
     "draft_model": DraftModel(draft_of("llama")),
-    "mirror_sd": MirrorSD(draft_of("llama"), k=2),
-    "rsd": RSD(draft_of("llama"), rule="match"),
-    "vocabtrim": VocabTrim(draft_of("llama"), tokens=tuple(range(60))),
+    **drafting_of_lab(draft_of("llama")),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from drive import prompt
 from families import tiny
+from method_matrix import switching_of_lab
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -14,13 +15,12 @@ from shoal.methods.auto import Auto
 from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.draft_model import DraftModel
-from shoal_lab.methods.atts import ATTS
 
 SMALL = tiny("llama", seed=1, layers=4)
 ENGINE = engine_for(tiny("llama"))
 IDS, NEW = prompt(20, 3), 12
-METHODS = [DraftModel(SMALL, length=3), ATTS(SMALL, alpha=1.0, draft_tokens=3, target_tokens=2),
-           Auto(draft=SMALL), BestOf(2, inner=DraftModel(SMALL, length=3))]
+FILLING = [DraftModel(SMALL, length=3), *switching_of_lab(SMALL)]
+METHODS = [*FILLING, Auto(draft=SMALL), BestOf(2, inner=DraftModel(SMALL, length=3))]
 
 
 def second(engine: Engine, method: Method) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def test_it_is_counted_for_every_branch(method: Method) -> None:
     assert second(ENGINE, method)[1] == branches * (len(IDS) + NEW + scratch)
 
 
-@pytest.mark.parametrize("method", METHODS[:2], ids=lambda one: one.name)
+@pytest.mark.parametrize("method", FILLING, ids=lambda one: one.name)
 def test_it_stores_no_more_than_that_and_rows_wait_for_room(method: Method) -> None:
     room = Scheduler(ENGINE, start=False)
     need = room.submit(IDS, method=method, max_new_tokens=NEW).entries[0].need

@@ -1,0 +1,40 @@
+"""Methods that guess with trained heads or vectors: any of them changes the number of forwards and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends import HF, Backend, on_backends
+from part_checks import check_tokens
+from shoal.methods.base import Method
+from shoal.methods.d3 import D3
+from shoal_lab.methods.medusa import Medusa
+from shoal_lab.methods.ppd import PPD
+from trained_parts import part_for
+from turns import by_turns
+
+
+def methods(family: str) -> dict[str, Method]:
+    heads, vectors, d3 = part_for("medusa", family), part_for("ppd", family), D3(alpha=0.93, core=2)
+    return {
+        "medusa": Medusa(heads),
+        "medusa tree": Medusa(heads, nodes=7),
+        "medusa on d3": Medusa(heads, length=2, inner=d3),
+        "ppd": PPD(vectors),
+        "ppd tree": PPD(vectors, nodes=12),
+        "ppd on d3": PPD(vectors, length=2, inner=d3),
+    }
+
+
+NAMES = list(methods("llama"))
+
+
+@pytest.mark.parametrize("method", NAMES)
+@on_backends("hybrid", "llama")
+def test_no_greedy_token_changes(backend: Backend, name: str, method: str) -> None:
+    check_tokens(backend, name, methods(name)[method], "greedy")
+
+
+@by_turns("method, sampling", NAMES, ["sampled", "penalised"])
+def test_no_sample_changes(method: str, sampling: str) -> None:
+    check_tokens(HF, "hybrid", methods("hybrid")[method], sampling)

@@ -1,0 +1,38 @@
+"""The layer of `eagle` guesses while it drafts what the module that is trained would."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends import HF
+from drive import decode, prompt
+from eagle_part import ECHO, target
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.speculative import part_file
+from shoal.speculative.eagle import EagleProposer
+from shoal.speculative.shape import Branching, Likeliest, TreeShape
+from shoal.types import Sampling
+from train_twin import agrees
+from trained_parts import eagle, part_for
+from watched import Watched
+
+
+@pytest.mark.parametrize(("family", "shape"), [
+    ("llama", Branching((1,) * 3)), ("qwen2", Branching((1,) * 3)), ("llama", Branching((3, 2, 2))),
+    ("llama", Likeliest(3, 3)),
+], ids=["chain", "chain of another family", "branching", "likeliest"])
+def test_the_layer_guesses_what_its_module_would(family: str, shape: TreeShape) -> None:
+    """Through prompts and accepted guesses, with the layer's own outputs in the place of states that are not known."""
+    module, width = eagle(target(family)), shape.width(0)
+    part = part_file.read(part_for("eagle", family), "eagle", target(family).info())
+    proposer = Watched(EagleProposer(part, shape))
+    recipe = Recipe(DepthPlan.full(6), proposer)
+    ids = [prompt(70, 1), prompt(5, 2)]
+    run = decode(None, ids, recipe, stack=HF.stack(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)
+    seen = 0
+    for tree in proposer.trees:
+        texts = [row.tokens[: end + 1] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
+                 if row.tokens[end] == tree.tokens[0]]
+        seen += any(agrees(module, family, text, tree, ECHO, width) for text in texts)
+    assert seen == len(proposer.trees) > 4

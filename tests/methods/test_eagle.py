@@ -1,0 +1,86 @@
+"""`eagle`: any part, on every backend, changes the number of forwards and no more, and guesses what its layer says."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends import HF, Backend, on_backends
+from drive import decode, prompt
+from eagle_part import ECHO, EagleTwin, eagle_part, target
+from part_checks import BATCHES, check_tokens
+from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.methods.base import Method
+from shoal.methods.best_of import BestOf
+from shoal.methods.d3 import D3
+from shoal.methods.eagle import Eagle
+from shoal.speculative import part_file
+from shoal.speculative.eagle import EagleProposer
+from shoal.speculative.shape import Branching, Likeliest, TreeShape
+from shoal.types import Sampling
+from turns import by_turns
+from watched import Watched
+
+
+def methods(family: str) -> dict[str, Method]:
+    layer = eagle_part(family)
+    return {
+        "plain": Eagle(layer, stop=0.0, length=3),
+        "stopping": Eagle(layer, stop=0.4),
+        "tree": Eagle(layer, stop=0.0, width=3, nodes=8, length=3),
+        "on d3": Eagle(layer, stop=0.0, length=2, inner=D3(alpha=0.93, core=2)),
+    }
+
+
+NAMES = list(methods("llama"))
+
+
+@pytest.mark.parametrize("method", NAMES)
+@on_backends("hybrid", "llama")
+def test_no_greedy_token_changes(backend: Backend, name: str, method: str) -> None:
+    check_tokens(backend, name, methods(name)[method], "greedy")
+
+
+@by_turns("method, sampling", NAMES, ["sampled", "penalised"])
+def test_no_sample_changes(method: str, sampling: str) -> None:
+    check_tokens(HF, "hybrid", methods("hybrid")[method], sampling)
+
+
+def test_branches_of_a_search_and_turns_of_a_chat_guess_as_well() -> None:
+    """Twins of a row know nothing of its states, and a turn takes over what the turns before have stored."""
+    engine, layer = target("llama"), Eagle(eagle_part("llama"), stop=0.0)
+    options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logit_bias": ECHO}
+    plain = engine.generate(BATCHES[4], method=BestOf(3), **options)
+    found = engine.generate(BATCHES[4], method=BestOf(3, inner=layer), **options)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert sum(one.stats.accepted for one in found) > 0
+    with Scheduler(engine, max_rows=2) as scheduler:
+        for turn in range(1, 4):  # each prompt begins with what the one before has left
+            ids = prompt(30, 5)[: 10 * turn]
+            answers = []
+            for method in ("full", layer):
+                handle = scheduler.submit(ids, method=method, max_new_tokens=16, logit_bias=ECHO)
+                list(handle)
+                answers.append(handle.results[0])
+            assert answers[0].tokens == answers[1].tokens and answers[1].stats.drafted > 0
+
+
+@pytest.mark.parametrize(("family", "shape"), [
+    ("llama", Branching((1,) * 3)), ("qwen2", Branching((1,) * 3)), ("llama", Branching((3, 2, 2))),
+    ("llama", Likeliest(3, 3)),
+], ids=["chain", "chain of another family", "branching", "likeliest"])
+def test_the_layer_guesses_what_transformers_would(family: str, shape: TreeShape) -> None:
+    """Through prompts and accepted guesses, with the layer's own outputs in the place of states that are not known."""
+    twin, width = EagleTwin(eagle_part(family), family), shape.width(0)
+    part = part_file.read(eagle_part(family), "eagle", target(family).info())
+    proposer = Watched(EagleProposer(part, shape))
+    recipe = Recipe(DepthPlan.full(6), proposer)
+    ids = [prompt(70, 1), prompt(5, 2)]
+    run = decode(None, ids, recipe, stack=HF.stack(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)
+    seen = 0
+    for tree in proposer.trees:
+        texts = [row.tokens[: end + 1] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
+                 if row.tokens[end] == tree.tokens[0]]
+        seen += any(twin.agrees(text, tree, ECHO, width) for text in texts)
+    assert seen == len(proposer.trees) > 4
