@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,15 @@ import pytest
 from chat_tokenizer import MARKS_FIRST, chat_tokenizer
 from families import tiny
 from shoal import PythonMembers
-from shoal.engine.constraints import jedi_process, members
+from shoal.engine.constraints import jedi_process, members, monitor
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.sandbox.helper import Helpers
 
+OtherWork = Callable[[str], list[subprocess.Popen[str]]]
 BOUND = {
     "x = []\nx.": "append",
     "import os\nprint({'a': os.": "getcwd",
@@ -125,7 +130,7 @@ def test_a_text_that_makes_strings_without_end_is_answered() -> None:
     try:
         known(text)
     except RuntimeError as error:
-        assert "jedi's process died" in str(error)
+        assert "jedi has no answer" in str(error)
     assert "append" in known("x = []\nx.")
 
 
@@ -179,31 +184,54 @@ def test_answers_go_on_with_a_member(options: dict[str, Any], method: Any) -> No
         assert [one.tokens for one in results] == alone
 
 
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    (tmp_path / "jedi_twin.py").write_text(code, encoding="utf-8")
-    monkeypatch.setattr(members, "_idle", [])
-    monkeypatch.setattr(jedi_process, "__file__", str(tmp_path / "jedi_twin.py"))
+@pytest.fixture
+def other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherWork]:
+    """Puts code in the place of jedi; gives the list of the processes that run it."""
+    made: list[Helpers] = []
+
+    def put(code: str) -> list[subprocess.Popen[str]]:
+        (tmp_path / "jedi_twin.py").write_text(code, encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        helpers = Helpers("jedi_twin", seconds=None, memory=None)
+        made.append(helpers)
+        take, taken = helpers._taken, list[subprocess.Popen[str]]()
+        monkeypatch.setattr(helpers, "_taken", lambda: taken.append(take()) or taken[-1])
+        monkeypatch.setattr(members, "_jedi", helpers)
+        return taken
+
+    yield put
+    for helpers in made:
+        helpers.end()
 
 
-@pytest.mark.parametrize("code", ["import time\ntime.sleep(60)", "import sys\nsys.stdin.readline()", "1 / 0"],
-                         ids=["hangs", "leaves", "dies"])
+@pytest.mark.parametrize(
+    ("code", "seconds", "why"),
+    [
+        ("import time\n\ndef answer(question):\n    time.sleep(60)\n", 0.5, "it takes more than 0.5 s"),
+        ("import sys\n\ndef answer(question):\n    sys.exit(3)\n", 60.0, "the process that worked on it ended with 3"),
+        ("1 / 0", 60.0, "does not start: it ended with 1"),
+    ],
+    ids=["hangs", "leaves", "dies"],
+)
 def test_a_jedi_that_fails_is_ended_and_no_other_request_is_touched(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, seconds: float, why: str, other_work: OtherWork
 ) -> None:
     engine = engine_for(tiny("llama", layers=2), chat_tokenizer(MARKS_FIRST))
     engine.eos_token_ids = frozenset({2})
-    with monkeypatch.context() as patch, Scheduler(engine) as scheduler:
-        broken(tmp_path, patch, code)
-        take, taken = members._take, []
-        patch.setattr(members, "_take", lambda: taken.append(take()) or taken[-1])
+    taken = other_work(code)
+    with Scheduler(engine) as scheduler:
         good = scheduler.submit("x = []\nx.", max_new_tokens=12)
-        bad = scheduler.submit("x = []\nx.", constraint=PythonMembers(seconds=0.5), max_new_tokens=12)
-        with pytest.raises(Unsupported, match="PythonMembers.*(jedi's process died, or took more|no answer within)"):
+        bad = scheduler.submit("x = []\nx.", constraint=PythonMembers(seconds=seconds), max_new_tokens=12)
+        with pytest.raises(Unsupported, match=f"PythonMembers.*jedi has no answer: .*{why}"):
             list(bad)
         assert all(process.wait(10) is not None for process in taken) and taken
         list(good)
         assert good.results[0].tokens == engine.generate("x = []\nx.", max_new_tokens=12).tokens
-    assert "append" in known("x = []\nx.")
+
+
+def test_the_start_of_a_process_does_not_count(other_work: OtherWork) -> None:
+    taken = other_work("import time\ntime.sleep(2.5)\n\ndef answer(question):\n    return ['append']\n")
+    assert monitor.asked(PythonMembers(seconds=2.0), "x = []\nx.") == ["append"] and len(taken) == 1
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shoal.sandbox import helper
 from shoal.sandbox.helper import Helpers, NoAnswer, OverLimit
 
 kept: list[bytes] = []
@@ -21,6 +24,8 @@ def answer(question: Any) -> Any:
     if what == "say":
         print("not for the asker")
         return [question[1], os.getpid()]
+    if what == "limits":
+        return [resource.getrlimit(one)[0] for one in (resource.RLIMIT_CPU, resource.RLIMIT_AS)]
     if what == "spin":
         while True:
             pass
@@ -86,6 +91,37 @@ def test_many_threads_share_few_processes(helpers: Helpers) -> None:
     for thread in threads:
         thread.join()
     assert sorted(number for number, _ in found) == list(range(20)) and len({process for _, process in found}) <= 2
+
+
+def test_where_a_question_has_a_time_of_its_own_waiting_counts(
+    helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        helpers._room.acquire()
+    with pytest.raises(OverLimit, match="no answer within 0.1 s: others are asked"):
+        helpers.ask(["say", 1], within=0.1)
+    for _ in range(2):
+        helpers._room.release()
+    given, timed = list[float](), helper._timed
+    monkeypatch.setattr(helper, "_timed", lambda *args: given.append(args[2]) or timed(*args))
+    monkeypatch.setattr(helper, "time", SimpleNamespace(monotonic=iter([10.0, 110.0, 10.0, 10.0]).__next__))
+    monkeypatch.setattr(helper, "_PATIENCE", 450)
+    assert helpers.ask(["say", 1], within=500.0)[0] == helpers.ask(["say", 1], within=500.0)[0] == 1
+    assert given == [helper._START_SECONDS, 400.0, 450]
+
+
+def test_a_question_that_takes_longer_than_its_time_is_ended(helpers: Helpers) -> None:
+    with pytest.raises(OverLimit, match=r"^it takes more than 0.2 s$"):
+        helpers.ask(["spin"], within=0.2)
+    assert helpers.ask(["say", 1], within=60)[0] == 1
+
+
+def test_without_limits_of_the_work_there_are_none(helpers: Helpers) -> None:
+    free = Helpers("test_helper", seconds=None, memory=None)
+    mine = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_CPU, resource.RLIMIT_AS)]
+    assert free.ask(["limits"]) == mine and not set(helpers.ask(["limits"])) & set(mine)
+    assert len({free.ask(["keep", 100 << 20]) for _ in range(3)}) == 1
+    free.end()
 
 
 def test_a_process_that_has_not_given_back_its_memory_is_replaced(helpers: Helpers) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -43,42 +45,53 @@ class Helpers:
     Args:
         work: the module in which they find `answer`, a function of a question; both are what JSON can hold, and of a
             question whatever else it has is given as the name of its kind.
-        seconds: of computing time for an answer.
-        memory: bytes that a process may take beyond those with which it begins, where the system can hold it to that.
+        seconds: of computing time for an answer; None for any, where each question has a time of its own.
+        memory: bytes that a process may take beyond those with which it begins, where the system can hold it to that;
+            None where the work sees to it.
+        at_once: questions that are worked on at a time.
     """
 
-    def __init__(self, work: str, seconds: int, memory: int) -> None:
+    def __init__(self, work: str, seconds: int | None, memory: int | None, at_once: int = _AT_ONCE) -> None:
         self.seconds, self.memory = seconds, memory
-        self._words = [sys.executable, "-c", _START, str(_ROOT), work, str(seconds), str(memory)]
+        self._words = [sys.executable, "-c", _START, str(_ROOT), work, str(seconds or 0), str(memory or 0)]
         self._idle: list[subprocess.Popen[str]] = []
         self._starting: weakref.WeakSet[subprocess.Popen[str]] = weakref.WeakSet()
-        self._room = threading.BoundedSemaphore(_AT_ONCE)
+        self._room = threading.BoundedSemaphore(at_once)
         self._owner = os.getpid()
         _all.add(self)
 
-    def ask(self, question: Any) -> Any:
+    def ask(self, question: Any, within: float = math.inf) -> Any:
         """The answer to a question; it waits where others are asked at the time.
+
+        Args:
+            question: see the class.
+            within: seconds by the clock until there must be an answer. Waiting counts, the start of a process does not.
 
         Raises:
             NoAnswer: there is none: it would take too long or too much memory (OverLimit), `answer` raised an error, or
                 no process can be started.
         """
-        line = json.dumps(question, default=_named) + "\n"
-        with self._room:
+        line, asked = json.dumps(question, default=_named) + "\n", time.monotonic()
+        if not self._room.acquire(timeout=min(within, threading.TIMEOUT_MAX)):
+            raise OverLimit(f"there is no answer within {within:g} s: others are asked")
+        try:
+            left = min(within - (time.monotonic() - asked), (self.seconds or math.inf) * _PATIENCE)
             process = self._taken()
             if process in self._starting:
                 self._starting.discard(process)
                 said, _ = _timed(process, "", _START_SECONDS)
                 if said != READY:
                     raise NoAnswer(f"the process that is to work on it does not start: it ended with {_end(process)}")
-            said, late = _timed(process, line, self.seconds * _PATIENCE)
+            said, late = _timed(process, line, left)
             if not said.endswith("\n"):
-                raise OverLimit(self._why(_end(process), late))
+                raise OverLimit(self._why(_end(process), late, within))
             answer, why, limit, spent = json.loads(said)
             if spent:
                 _end(process)
             else:
                 self._idle.append(process)
+        finally:
+            self._room.release()
         if why is not None:
             raise (OverLimit if limit else NoAnswer)(why)
         return answer
@@ -114,11 +127,13 @@ class Helpers:
         self._starting.add(process)
         return process
 
-    def _why(self, code: int, late: bool) -> str:
+    def _why(self, code: int, late: bool, within: float) -> str:
         end = signal.Signals(-code).name if code < 0 else str(code)
+        if late and within < math.inf:
+            return f"it takes more than {within:g} s"
         if late or end == "SIGXCPU":
             return f"it takes more than {self.seconds} s of computing time"
-        if end in ("SIGABRT", "SIGKILL"):
+        if self.memory and end in ("SIGABRT", "SIGKILL"):
             return f"it takes more than {self.memory >> 20} MiB of memory"
         if end in ("SIGSEGV", "SIGBUS"):
             return "it is nested too deeply, or its parts refer to one another through too many others"
@@ -143,7 +158,7 @@ def exchange(process: subprocess.Popen[str], line: str) -> str:
 def _timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str, bool]:
     """What a process says to a line, and whether it was ended since that took too long."""
     late = threading.Event()
-    timer = threading.Timer(seconds, _stop, (process, late))
+    timer = threading.Timer(min(max(seconds, 0.0), threading.TIMEOUT_MAX), _stop, (process, late))
     timer.start()
     try:
         return exchange(process, line), late.is_set()

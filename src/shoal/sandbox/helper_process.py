@@ -20,18 +20,20 @@ from shoal.sandbox.helper import READY, NoAnswer, OverLimit
 
 
 def main(work: str, seconds: str, memory: str) -> None:
-    """Answer until stdin ends; arguments as `Helpers` has them."""
+    """Answer until stdin ends; arguments as `Helpers` has them, 0 for None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, meant for who asks
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # libraries may print
     answer = importlib.import_module(work).answer
     print(READY, end="", file=answers, flush=True)
     most, begun = int(memory), _taken()
-    _limit_memory(begun + most)
+    if most:
+        _limit_memory(begun + most)
     for line in sys.stdin:
-        _limit_time(int(seconds))
+        if int(seconds):
+            _limit_time(int(seconds))
         said, why, limit, spent = _told(answer, json.loads(line), most)
-        spent = spent or _taken() - begun > most // 4  # what the next question would lack
+        spent = spent or 0 < most // 4 < _taken() - begun  # what the next question would lack
         print(json.dumps([said, why, limit, spent]), file=answers, flush=True)
 
 

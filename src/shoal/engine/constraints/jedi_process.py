@@ -1,6 +1,4 @@
-"""Run as a file: answers questions of `members`, apart, since jedi may hang and loads compiled modules.
-
-A line on stdin is `[code, folder]` as JSON, one on stdout the members that may follow the code, or null.
+"""The work of a helper's process: jedi's, apart, since it may hang and loads compiled modules.
 
 The code may be a stranger's. jedi runs none of it, but would follow the paths that it adds to `sys.path`; here it may
 read what is installed and what lies in the folder, nothing else, and take so much memory and no more.
@@ -8,14 +6,20 @@ read what is installed and what lies in the folder, nothing else, and take so mu
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
+
+import jedi
+import parso
+from jedi.inference import sys_path
 
 _MEMORY = 2 << 30
 """Most bytes of the process's own memory."""
+_NOWHERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "none")
+"""The folder of code that has none: there is nothing."""
 _READS = frozenset(("open", "os.listdir", "os.scandir"))
 _ACTS = frozenset(("os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "os.system", "socket.connect",
                    "subprocess.Popen"))
@@ -52,31 +56,32 @@ def _within(path: str) -> str:
     return os.path.join(os.path.abspath(path), "")
 
 
-def main() -> None:
-    """Answer until stdin ends."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [place for place in sys.path if place != here]  # else code would import its neighbours
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # modules may print
-    import jedi
-    import parso
-    from jedi.inference import sys_path
+def answer(question: tuple[str, str]) -> list[str] | None:
+    """The members that may follow some code, None for any.
 
+    Args:
+        question: the code, and the folder where it lies, or nothing.
+    """
+    environment, wall = _walled_in()
+    code, wall.folder = question
+    project = jedi.Project(wall.folder or _NOWHERE, smart_sys_path=bool(wall.folder))
+    try:
+        script = jedi.Script(code, project=project, environment=environment)
+        return sorted({one.name for one in script.complete() if one.type not in ("keyword", "path")})
+    except Exception:  # jedi raises what it likes about code that it does not understand
+        return None
+
+
+@cache
+def _walled_in() -> tuple[Any, Wall]:
+    """What jedi takes for the user's Python, and the wall that stands around this process from now on."""
     sys_path.check_sys_path_modifications = lambda module_context: []
     environment = jedi.InterpreterEnvironment()
     wall = Wall([*environment.get_sys_path(), *sys.path, sys.prefix, sys.base_prefix, jedi.settings.cache_directory,
                  *(os.path.dirname(str(one.__file__)) for one in (jedi, parso))])
     _limit_memory()
     sys.addaudithook(wall)
-    for line in sys.stdin:
-        code, wall.folder = json.loads(line)
-        project = jedi.Project(wall.folder or here + "/none", smart_sys_path=bool(wall.folder))
-        try:
-            script = jedi.Script(code, project=project, environment=environment)
-            found = sorted({one.name for one in script.complete() if one.type not in ("keyword", "path")})
-        except Exception:  # jedi raises what it likes about code that it does not understand
-            found = None
-        print(json.dumps(found), file=answers, flush=True)
+    return environment, wall
 
 
 def _limit_memory() -> None:
@@ -88,7 +93,3 @@ def _limit_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-
-
-if __name__ == "__main__":
-    main()

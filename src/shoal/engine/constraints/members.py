@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
-import json
 import keyword
 import re
-import subprocess
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from threading import TIMEOUT_MAX, BoundedSemaphore, Timer
+from typing import ClassVar
 
-from shoal.engine.constraints import jedi_process
 from shoal.engine.constraints.monitor import Monitor
 from shoal.errors import Unsupported, needs
-from shoal.sandbox.helper import exchange
+from shoal.sandbox.helper import Helpers, NoAnswer
 
-_idle: list[subprocess.Popen[str]] = []
-"""Processes that wait for a question; whoever asks takes one out, so that one who hangs holds up nobody else."""
-_places = BoundedSemaphore(4)
-"""How many may ask at a time: each has a process."""
+_jedi = Helpers("shoal.engine.constraints.jedi_process", seconds=None, memory=None, at_once=4)
 _ROOT = re.compile(r"(?<![\w.)\]}'\"])([^\W\d]\w*)(?:\.\w+)*\Z")
 _CLOSED = re.compile(r"([)\]}'\"])(?:\.\w+)*\Z")
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -44,12 +36,14 @@ class PythonMembers(Monitor):
     Attributes:
         folder: where the code lies, so that its imports are found, beside modules that are installed; none if empty.
             No path that the text names is followed.
-        seconds: see `Monitor`.
+        seconds: see `Monitor`; the start of a process for jedi does not count.
 
     Raises:
         Unsupported: jedi is not installed, or there is no such folder.
         ValueError: `seconds` is not above 0.
     """
+
+    keeps_time: ClassVar[bool] = True
 
     folder: str = ""
     seconds: float = 20.0
@@ -76,19 +70,12 @@ class PythonMembers(Monitor):
         return closed is not None and code.count(_OPENS.get(closed[1], "")) >= code.count(closed[1])
 
     def follows(self, text: str) -> Collection[str] | None:
-        """See the base class; RuntimeError where jedi's process has died, or was ended after `seconds`."""
+        """See the base class; RuntimeError where jedi's process dies, does not start, or takes too long."""
         folder = str(Path(self.folder).absolute()) if self.folder else ""
-        with _places:
-            process = _take()
-            timer = Timer(min(self.seconds, TIMEOUT_MAX), process.kill)
-            timer.start()
-            line = exchange(process, json.dumps([_code(text), folder]) + "\n")
-            timer.cancel()
-            if not line:
-                _end(process)
-                raise RuntimeError(f"jedi's process died, or took more than {self.seconds:g} s")
-            _idle.append(process)
-        members: list[str] | None = json.loads(line)
+        try:
+            members: list[str] | None = _jedi.ask([_code(text), folder], self.seconds)
+        except NoAnswer as error:
+            raise RuntimeError(f"jedi has no answer: {error}") from error
         return members
 
 
@@ -98,24 +85,3 @@ def _code(text: str) -> str:
     if len(parts) == 1:
         return text
     return parts[-1].partition("\n")[2] if len(parts) % 2 == 0 else ""
-
-
-def _take() -> subprocess.Popen[str]:
-    while _idle:
-        process = _idle.pop()
-        if process.poll() is None:
-            return process
-        _end(process)
-    return subprocess.Popen([sys.executable, jedi_process.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                            stderr=subprocess.DEVNULL, encoding="utf-8")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
-
-
-@atexit.register
-def _end_all() -> None:
-    while _idle:
-        _end(_idle.pop())

@@ -35,9 +35,11 @@ class Monitor(ABC):
     Attributes:
         mark: the character after which it is asked; ASCII, and none of a word.
         seconds: an answer that takes longer is an error of the request.
+        keeps_time: whether `follows` sees to that itself.
     """
 
     mark: ClassVar[str] = "."
+    keeps_time: ClassVar[bool] = False
     seconds: float = 20.0
 
     def watches(self, text: str) -> bool:
@@ -272,7 +274,7 @@ def asked(monitor: Monitor, text: str) -> Collection[str]:
     said: list[Any] = []
     thread = threading.Thread(target=_ask, args=(monitor, text, said), daemon=True)
     thread.start()
-    thread.join(min(monitor.seconds, threading.TIMEOUT_MAX))
+    thread.join(threading.TIMEOUT_MAX if monitor.keeps_time else min(monitor.seconds, threading.TIMEOUT_MAX))
     words = said[0] if said else TimeoutError(f"no answer within {monitor.seconds:g} s")
     if isinstance(words, BaseException):
         raise _failed(monitor, f"{type(words).__name__}: {words}") from words
