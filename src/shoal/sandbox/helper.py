@@ -144,24 +144,18 @@ def _named(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
-def exchange(process: subprocess.Popen[str], line: str) -> str:
-    """What a process says to a line on its stdin: a line, or what it said before it ended."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-        return process.stdout.readline()
-    except OSError:
-        return ""
-
-
 def _timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str, bool]:
-    """What a process says to a line, and whether it was ended since that took too long."""
+    """What a process says to a line, a line or what it said before it ended; and whether that took too long."""
+    assert process.stdin is not None and process.stdout is not None
     late = threading.Event()
     timer = threading.Timer(min(max(seconds, 0.0), threading.TIMEOUT_MAX), _stop, (process, late))
     timer.start()
     try:
-        return exchange(process, line), late.is_set()
+        process.stdin.write(line)
+        process.stdin.flush()
+        return process.stdout.readline(), late.is_set()
+    except OSError:
+        return "", late.is_set()
     except BaseException:
         _end(process)  # what it will say would be taken for the next question's answer
         raise
