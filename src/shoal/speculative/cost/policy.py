@@ -61,6 +61,12 @@ class Backoff:
         self.left -= 1
         return not self.left
 
+    def soon(self, first: int) -> None:
+        """Let the next step be the last one of the count."""
+        if not self.left:
+            self.begin(first)
+        self.left = 1
+
     def end(self) -> None:
         """It pays again."""
         self.left = self._next = 0
@@ -112,7 +118,8 @@ class GoodputPolicy(DraftLengthPolicy):
     def limits(self, rows: Sequence[Row]) -> list[int]:
         """The first steps measure: one plain, one with all guesses."""
         before = list(self._states)
-        self._states = {id(row): self._states.get(id(row)) or self._new() for row in rows}
+        self._states = {id(row): self._states.get(id(row)) or (Acceptance(self._fade), Backoff(self._RAREST_PROBE))
+                        for row in rows}
         self._steps += 1
         if self._steps <= self._MEASURED:
             return [0 if self._steps < self._MEASURED else self._most] * len(rows)
@@ -121,19 +128,16 @@ class GoodputPolicy(DraftLengthPolicy):
         self._planned -= 1
         return [self._waking(self._states[id(row)][1], length) for row, length in zip(rows, self._lengths, strict=True)]
 
-    def _new(self) -> tuple[Acceptance, Backoff]:
-        return Acceptance(self._fade), Backoff(self._RAREST_PROBE)
-
-    def _plan(self, rates: Sequence[float]) -> None:
-        """Choose the lengths; where nobody is to guess that stands until a probe has told something."""
-        self._lengths = goodput_lengths(rates, self._most, self._target, self._draft)
-        self._planned = self._PLANNED if any(self._lengths) else self._RAREST_PROBE
-
     def _waking(self, pause: Backoff, length: int) -> int:
         if length:
             pause.end()
             return length
         return int(pause.passed(self._FIRST_PROBE))
+
+    def _plan(self, rates: Sequence[float]) -> None:
+        """Choose the lengths; where nobody is to guess that stands until a probe has told something."""
+        self._lengths = goodput_lengths(rates, self._most, self._target, self._draft)
+        self._planned = self._PLANNED if any(self._lengths) else self._RAREST_PROBE
 
     def observe(self, report: StepReport) -> None:
         """Times of guessing and verifying, and what was kept."""
@@ -149,7 +153,6 @@ class GoodputPolicy(DraftLengthPolicy):
                 self._planned = 0
         for row, tree, outcome in report.guessed():
             if id(row) in self._states:
-                self._planned = min(self._planned, self._PLANNED if any(self._lengths) else 0)
                 self._states[id(row)][0].observe(*kept_of(tree, outcome))
 
     def _again(self, report: StepReport) -> None:
@@ -159,10 +162,7 @@ class GoodputPolicy(DraftLengthPolicy):
             self._steps -= 1
         for row in ready:
             if id(row) in self._states:
-                _, pause = self._states[id(row)]
-                if not pause.left:
-                    pause.begin(self._FIRST_PROBE)
-                pause.left = 1
+                self._states[id(row)][1].soon(self._FIRST_PROBE)
 
 
 def goodput_lengths(rates: Sequence[float], most: int, target: LinearLatency, draft: LinearLatency) -> list[int]:
