@@ -217,9 +217,9 @@ def test_what_a_window_has_left_behind_is_read_anew(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_says_nothing_about_prompts_is_read_anew(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.methods.streaming_llm import Ends
+    from shoal.methods.streaming_llm import StreamingLLM
 
-    monkeypatch.setattr(Ends, "by_length", False)
+    monkeypatch.setattr(StreamingLLM, "by_length", False)
     rows = SharedPrompts(tiny_engine, PROMPTS).under(make(METHODS["streaming_llm"]), 4).run(
         PROMPTS, [{"max_new_tokens": 4, "ignore_eos": True}] * 4)
     assert [row.ledger.prefill_tokens for row in rows] == list(map(len, PROMPTS))
@@ -305,7 +305,7 @@ def _small(sample: Any) -> Any:
 
 
 def test_a_random_choice_keeps_as_much_and_the_window() -> None:
-    from shoal.model.kv.attended import drawn
+    from shoal.model.kv.scoring import drawn
 
     keys = torch.zeros(3, 50, 4)
     kept = drawn("0/1", keys, 8, 20)

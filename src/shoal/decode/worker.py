@@ -181,14 +181,20 @@ class Keep(Part[Keeper]):
     Attributes:
         differs: whether other columns stay in each layer.
         weighs: whether columns get a bias on their scores.
-        dense_prompt: whether a prompt is stored as the model itself does, up to its last token.
-        by_length: whether what goes follows from the row's length alone, whatever the prompt's.
     """
 
     differs: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
-    dense_prompt: ClassVar[bool] = False
-    by_length: ClassVar[bool] = False
+
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether a prompt is stored as the model itself does, up to its last token."""
+        return False
+
+    @property
+    def by_length(self) -> bool:
+        """Whether what goes follows from the row's length alone, whatever the prompt's."""
+        return False
 
     @property
     def listens(self) -> int:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Select, Worker
-from shoal.depth.plan import DepthPlan
-from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_first, whole_layers
+from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, check_first, whole_layers
 from shoal.methods.common.limits import Layers, Most, Positions
+from shoal.methods.common.selection import ALL, LABELED, SelectionMethod, layers_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
-    from shoal.model.kv.cache import KVCache
-    from shoal.model.kv.choice import Labels, TopColumns
-    from shoal.model.stack import SequenceChunk, Stack
+    from shoal.model.kv.choice import Labels
+    from shoal.model.stack import Stack
 
 Ranking = tuple[tuple[tuple[int, ...], ...], ...]
 """Per layer and KV head the dimensions of a head, those that matter most first."""
 
 
 @dataclass(frozen=True)
-class DoubleSparsity(Method):
+class DoubleSparsity(SelectionMethod):
     """Columns are scored by some dimensions of their keys, found once for the model; the best are read as they are.
 
     `shoal calibrate --for double_sparsity` ranks the dimensions. The kernels keep those that are used apart, so that a
@@ -53,8 +48,6 @@ class DoubleSparsity(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k is not None and self.k < 1:
-            raise ValueError(f"k is {self.k}; it must be at least 1 column, or None for all")
         if self.first < 0:
             raise ValueError(f"first is {self.first}; it must be at least 0")
         dims = {len(head) for layer in self.channels for head in layer}
@@ -64,18 +57,28 @@ class DoubleSparsity(Method):
         if self.width is not None and not 1 <= self.width <= max(dims):
             raise ValueError(f"width is {self.width}; it must be in [1, {max(dims)}], the dimensions of a head")
 
-    def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and some of the columns.
-
-        Raises:
-            ValueError: the calibration is of a model with other layers or heads, or `first` is beyond its layers.
-            Unsupported: attention does not show its queries.
-        """
+    def selects(self, info: ModelInfo) -> bool:
+        """See `SelectionMethod`."""
         self._check_sizes(info)
         check_first(self.first, info)
-        whole = [] if self.k is None else [layer for layer in whole_layers(self.name, info) if layer >= self.first]
-        part = None if not whole else Outlined(self, tuple(whole))
-        return Recipe(DepthPlan.full(info.num_layers), select=part)
+        return self.k is not None and LABELED in self.roles(info)
+
+    def roles(self, info: ModelInfo) -> tuple[int, ...]:
+        """See `SelectionMethod`."""
+        whole = whole_layers(self.name, info)
+        return tuple(LABELED if layer >= self.first and layer in whole else ALL for layer in range(info.num_layers))
+
+    def labels(self) -> Labels:
+        """See `SelectionMethod`."""
+        from shoal.model.kv.choice import labels_for
+
+        return labels_for([[sorted(head[: self.label_width]) for head in layer] for layer in self.channels])
+
+    def label_bytes(self, stack: Stack, columns: int) -> int:
+        """What kernels keep apart of the keys of a row that has come to so many columns."""
+        roles = self.roles(layers_of(stack))
+        heads = sum(sizes[0] for sizes, role in zip(stack.kv_sizes, roles, strict=True) if role == LABELED)
+        return heads * self.label_width * (columns + 16) * stack.dtype.itemsize
 
     @property
     def label_width(self) -> int:
@@ -90,57 +93,3 @@ class DoubleSparsity(Method):
             raise ValueError(f"channels are of {len(found)} layers with {heads} KV heads of {dim} dimensions, and this "
                              f"model has {info.num_layers} with {wanted[0][0]} of {wanted[0][1]}; calibrate it with "
                              "`shoal calibrate --for double_sparsity`")
-
-
-@dataclass(frozen=True)
-class Outlined(Select):
-    """The part `select`; see `DoubleSparsity`. `layers` choose."""
-
-    dense_prompt: ClassVar[bool] = True
-
-    knobs: DoubleSparsity
-    layers: tuple[int, ...]
-
-    @property
-    def most_read(self) -> int:
-        """See `Select`."""
-        return self.knobs.k or 0
-
-    def label_bytes(self, stack: Stack, columns: int) -> int:
-        """What kernels keep apart of the keys of a row that has come to so many columns."""
-        heads = sum(stack.kv_sizes[layer][0] for layer in self.layers)
-        return heads * self.knobs.label_width * (columns + 16) * stack.dtype.itemsize
-
-    def begin(self, stack: Any, cache: Any) -> OutlinedSelector:
-        """A selector."""
-        return OutlinedSelector(self, stack, cache)
-
-
-class OutlinedSelector(Worker):
-    """See `Outlined`. Holds the labels of each row."""
-
-    def __init__(self, part: Outlined, stack: Stack, cache: KVCache) -> None:
-        from shoal.model.kv.choice import LABELED, Ranking
-
-        knobs = part.knobs
-        self._dims = tuple(tuple(tuple(sorted(head[: knobs.label_width])) for head in layer)
-                           for layer in knobs.channels)
-        self._roles = tuple(LABELED if layer in part.layers else 0 for layer in range(stack.num_layers))
-        self._count, self._cache, self._ranking = knobs.k or 0, cache, Ranking.of(stack)
-        self._labels: dict[int, tuple[Row, Labels]] = {}
-
-    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[TopColumns | None]:
-        """Rows that decode choose, each for itself."""
-        from shoal.model.kv.choice import TopColumns
-
-        self._labels = {key: held for key, held in self._labels.items() if held[0].finish_reason is None}
-        given = self._count, self._roles, self._cache
-        return [TopColumns(*given, row.slot, self._ranking, self._labels_of(row)) if row.emitted else None
-                for row in rows]
-
-    def _labels_of(self, row: Row) -> Labels:
-        from shoal.model.kv.choice import labels_for
-
-        if id(row) not in self._labels:
-            self._labels[id(row)] = row, labels_for(self._dims)
-        return self._labels[id(row)][1]

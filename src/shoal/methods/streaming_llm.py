@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from shoal.decode.recipe import Recipe
-from shoal.decode.worker import Keep, Keeper
-from shoal.depth.plan import DepthPlan
-from shoal.methods.base import Method
+from shoal.methods.common.eviction import EvictionMethod
 from shoal.methods.common.limits import Positions
-from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
-    from shoal.model.kv.layer import KVLayer
+    from torch import Tensor
+
+    from shoal.model.kv.scoring import StoredColumns
 
 
 @dataclass(frozen=True)
-class StreamingLLM(Method):
+class StreamingLLM(EvictionMethod):
     """Attention sinks and a window: the KV of the first tokens and of the last ones stays, the rest is given up.
 
     So memory and time per token do not grow with the text; what stood between is lost. The paper counts positions
@@ -35,6 +31,7 @@ class StreamingLLM(Method):
 
     name: ClassVar[str] = "streaming_llm"
     paper: ClassVar[str] = "arXiv 2309.17453"
+    differs: ClassVar[bool] = False
 
     window: Positions | None = 1024
     sinks: Positions = 4
@@ -49,49 +46,11 @@ class StreamingLLM(Method):
         if self.every < 1:
             raise ValueError(f"every is {self.every}; it must be at least 1 token")
 
-    def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and two ends of the KV."""
-        ends = None if self.window is None else Ends(self.sinks, self.window, self.every)
-        return Recipe(DepthPlan.full(info.num_layers), keep=ends)
+    @property
+    def budget(self) -> int | None:
+        """Both ends."""
+        return None if self.window is None else self.sinks + self.window
 
-
-@dataclass(frozen=True)
-class Ends(Keep):
-    """Keeps the two ends of a row's KV: see `StreamingLLM`."""
-
-    by_length: ClassVar[bool] = True
-
-    sinks: int
-    window: int
-    every: int
-
-    def begin(self, stack: Any, cache: Any) -> EndsKeeper:
-        """A keeper; it remembers nothing."""
-        return EndsKeeper(self)
-
-    def most_columns(self, length: int) -> int:
-        """See `Keep`: up to the first time that some go, and between two times."""
-        kept = self.sinks + self.window
-        due = (kept // self.every + 1) * self.every
-        return length if length <= due else max(due, kept + min(self.every, length - due))
-
-
-class EndsKeeper(Keeper):
-    """See `Ends`."""
-
-    def __init__(self, ends: Ends) -> None:
-        self._ends = ends
-
-    def next_length(self, row: Row, length: int) -> int:
-        """The next multiple of `every` at which there is something to give up."""
-        ends = self._ends
-        first = max(length + 1, ends.sinks + ends.window + 1)
-        return -(-first // ends.every) * ends.every
-
-    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
-        """Give up what lies between the ends."""
-        for _, layer in layers:
-            stored = layer.stored(row.slot)
-            if stored > self._ends.sinks + self._ends.window:
-                columns = [*range(self._ends.sinks), *range(stored - self._ends.window, stored)]
-                layer.keep_columns(row.slot, columns)
+    def score(self, columns: StoredColumns) -> Tensor:
+        """Nothing between the ends stays, so scores do not matter."""
+        return columns.places

@@ -1,4 +1,4 @@
-"""State that a drafter keeps for each row."""
+"""State that a worker keeps for each row."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ class PerRow(Generic[T]):
 
     def __init__(self, make: Callable[[Row], T]) -> None:
         self._make = make
-        self._kept: dict[int, tuple[Row, T]] = {}
+        self._kept: dict[int, tuple[Row, T]] = {}  # the row is held, so no other one gets its id
 
     def __getitem__(self, row: Row) -> T:
         if id(row) not in self._kept:
             self._kept = {key: entry for key, entry in self._kept.items() if entry[0].finish_reason is None}
             self._kept[id(row)] = row, self._make(row)
         return self._kept[id(row)][1]
+
+    def forget(self, row: Row) -> None:
+        """Let go of what is kept for a row, if anything is."""
+        self._kept.pop(id(row), None)
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -10,7 +10,8 @@ from typing import Any
 from shoal.engine.engine import Engine
 from shoal.methods.base import whole_layers
 from shoal.methods.calibrated import Calibrated
-from shoal.methods.tidal import SELECTS, Tidal
+from shoal.methods.common.selection import SELECTS
+from shoal.methods.tidal import Tidal
 from shoal_lab.eval.long import study
 from shoal_lab.eval.long.contexts import Maker, Wanted
 from shoal_lab.eval.long.measure import LongEvaluator

@@ -98,15 +98,23 @@ class Ranking:
         return (scores - scores.logsumexp(-1, keepdim=True)).amax(1)
 
     def largest(self, count: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        """The columns that rank first, each node's own among them; arguments as of a `QueryHook`.
+        """The columns that rank first, each node's own among them: see `largest`; arguments as of a `QueryHook`."""
+        return largest(self.scores(queries, keys, seen), count, seen)
 
-        Returns:
-            int64 [kv_heads or heads, nodes, count], -1 for none.
-        """
-        scores = self.scores(queries, keys, seen)
-        scores.scatter_(2, own_columns(seen).expand(len(scores), -1)[..., None], torch.inf)
-        best = scores.topk(count, -1)
-        return best.indices.where(best.values > -torch.inf, -1)
+
+def largest(scores: Tensor, count: int, seen: Tensor) -> Tensor:
+    """The columns with the largest scores, each node's own among them.
+
+    Args:
+        scores: [kv_heads or heads, nodes, columns], -inf where a node sees nothing.
+        count: columns that are chosen.
+        seen: bool [nodes, columns].
+
+    Returns:
+        int64 [kv_heads or heads, nodes, count], -1 for none.
+    """
+    best = scores.scatter(2, own_columns(seen).expand(len(scores), -1)[..., None], torch.inf).topk(count, -1)
+    return best.indices.where(best.values > -torch.inf, -1)
 
 
 def own_columns(seen: Tensor) -> Tensor:

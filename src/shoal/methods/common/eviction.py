@@ -1,0 +1,169 @@
+"""What methods have in common that give up columns of the KV: all but the scores. Imports no torch at first."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.worker import Keep, Keeper
+from shoal.depth.plan import NEVER, DepthPlan
+from shoal.methods.base import Method, whole_layers
+from shoal.speculative.per_row import PerRow
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.row import Row
+    from shoal.model.kv.cache import KVCache
+    from shoal.model.kv.layer import KVLayer
+    from shoal.model.kv.scoring import StoredColumns
+    from shoal.model.stack import QueryHook, SequenceChunk, Stack
+
+
+@dataclass(frozen=True)
+class EvictionMethod(Method, Keep):
+    """A method that scores the columns of the KV and gives up those that score least. It is its own part `keep`.
+
+    A subclass defines `score`, and says by options or properties of these names how many columns stay and when the
+    others go. Layers with a sliding window keep what that says.
+
+    Attributes:
+        differs: whether scores differ from layer to layer, as they do unless they follow from the places alone.
+    """
+
+    differs: ClassVar[bool] = True
+
+    @property
+    def budget(self) -> int | None:
+        """Columns that stay, the ends among them; None for all."""
+        return None
+
+    @property
+    def sinks(self) -> int:
+        """The first columns, which stay whatever their scores."""
+        return 0
+
+    @property
+    def window(self) -> int | None:
+        """The last columns, which stay whatever their scores."""
+        return 0
+
+    @property
+    def every(self) -> int | None:
+        """Columns go whenever the text has grown by so many tokens; None: once, at the prompt's end."""
+        return None
+
+    @property
+    def queries(self) -> int:
+        """Positions at the prompt's end whose queries `score` is shown; only where `every` is None."""
+        return 0
+
+    @property
+    def neutral(self) -> bool:
+        """Whether all columns stay."""
+        return self.budget is None
+
+    def kept(self, columns: int) -> int:
+        """How many of so many columns stay."""
+        return columns if self.budget is None else min(columns, self.budget)
+
+    @abstractmethod
+    def score(self, columns: StoredColumns) -> Tensor:
+        """What each column is worth: [columns], or [kv_heads, columns] where the heads differ.
+
+        Scores of the window may be left out, since it stays. Of equal columns the earlier one stays.
+        """
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and a part of the KV.
+
+        Raises:
+            Unsupported: queries are asked for, and attention does not show them, or no layer sees all of the text.
+        """
+        if self.queries and not self.neutral:
+            whole_layers(self.name, info)
+        return Recipe(DepthPlan.full(info.num_layers), keep=None if self.neutral else self)
+
+    @property
+    def dense_prompt(self) -> bool:
+        """See `Keep`."""
+        return self.every is None
+
+    @property
+    def by_length(self) -> bool:
+        """See `Keep`."""
+        return self.every is not None
+
+    @property
+    def listens(self) -> int:
+        """See `Keep`."""
+        return max(1, self.queries)
+
+    @property
+    def untouched(self) -> int:
+        """See `Keep`."""
+        return self.budget or 0
+
+    def most_columns(self, length: int) -> int:
+        """See `Keep`: up to the first time that some go, and between two times."""
+        if self.every is None:
+            return length
+        kept = self.kept(length)
+        due = (kept // self.every + 1) * self.every
+        return length if length <= due else max(due, kept + min(self.every, length - due))
+
+    def begin(self, stack: Any, cache: Any) -> ScoreKeeper:
+        """See `Part`."""
+        return ScoreKeeper(self, stack, cache)
+
+
+class ScoreKeeper(Keeper):
+    """See `EvictionMethod`. Remembers the last queries of prompts, per layer and with the position of the first."""
+
+    def __init__(self, method: EvictionMethod, stack: Stack, cache: KVCache) -> None:
+        self._method, self._stack, self._cache = method, stack, cache
+        self._queries: PerRow[dict[int, list[tuple[int, Tensor]]]] = PerRow(lambda _: {})
+
+    def next_length(self, row: Row, length: int) -> int:
+        """The prompt's end, or the next multiple of `every`, at which there is something to give up."""
+        method, prompt = self._method, row.prompt_length
+        if method.every is None:
+            return prompt if length < prompt and method.kept(prompt) < prompt else NEVER
+        return (max(length, method.untouched) // method.every + 1) * method.every
+
+    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+        """Listens to pieces of prompts that reach into what is asked for."""
+        return [self._listener(row, len(chunk.tokens)) for row, chunk in zip(rows, chunks, strict=True)]
+
+    def _listener(self, row: Row, size: int) -> QueryHook | None:
+        begin, first = self._cache.positions[row.slot], row.prompt_length - self._method.queries
+        if row.emitted or begin + size <= first or self._method.kept(row.prompt_length) >= row.prompt_length:
+            return None
+        known = self._queries[row.root or row]
+
+        def note(layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> None:
+            if self._stack.windows[layer] is None:
+                before = [one for one in known.get(layer, ()) if one[0] < begin]  # a forward that failed is run again
+                known[layer] = [*before, (begin, queries[:, max(0, first - begin) :])]
+
+        return note
+
+    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        """Keep the best columns and the ends."""
+        from shoal.model.kv.scoring import StoredColumns, best_columns
+
+        method = self._method
+        known = self._queries[row.root or row]
+        for number, layer in layers:
+            pieces = [piece for _, piece in known.get(number, ())]
+            columns = StoredColumns(number, layer, row.slot, self._stack, pieces)
+            count = method.kept(columns.count)
+            if count < columns.count:
+                sizes = count, columns.count, method.sinks, method.window or 0
+                layer.keep_columns(row.slot, best_columns(method.score(columns), *sizes))
+        if row.root is None:  # branches of a search read the prompt's last token each for itself
+            self._queries.forget(row)

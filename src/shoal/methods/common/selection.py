@@ -1,0 +1,136 @@
+"""What methods have in common whose queries read some of the KV: all but the scores. Imports no torch at first."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.worker import Select, Worker
+from shoal.depth.plan import DepthPlan
+from shoal.methods.base import Method
+from shoal.speculative.per_row import PerRow
+from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.decode.row import Row
+    from shoal.model.kv.cache import KVCache
+    from shoal.model.kv.choice import Labels, Ranking
+    from shoal.model.stack import QueryHook, SequenceChunk, Stack
+
+ALL, SELECTS, READS, LABELED = range(4)
+"""Roles of layers, as in `shoal.model.kv.choice`, which imports torch."""
+
+
+@dataclass(frozen=True)
+class SelectionMethod(Method, Select):
+    """A method whose queries read the `k` columns that score best, their own among them. It is its own part `select`.
+
+    Prompts are read in full. A subclass has an option `k` and defines `selects`, and `score` for layers that choose
+    each for itself, in torch. Where layers share a choice, or kernels are to choose, it names the `roles` of layers
+    instead.
+    """
+
+    dense_prompt: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"k is {self.k}; it must be at least 1 column, or None for all")
+
+    @property
+    @abstractmethod
+    def k(self) -> int | None:
+        """Columns that a query reads; None for all."""
+
+    @abstractmethod
+    def selects(self, info: ModelInfo) -> bool:
+        """Whether queries leave columns out on that model; checks the options against it.
+
+        Raises:
+            ValueError: an option is out of range for this model.
+            Unsupported: the model lacks what the method needs.
+        """
+
+    def chooses(self, layer: int) -> bool:
+        """Whether queries choose in a layer; elsewhere they read all."""
+        return True
+
+    def score(self, queries: Tensor, keys: Tensor, seen: Tensor, ranking: Ranking) -> Tensor:
+        """What each column is worth to each query: [kv_heads or heads, nodes, columns], -inf where `seen` is false.
+
+        Args:
+            queries, keys, seen: as of a `QueryHook`.
+            ranking: by the model's own attention.
+        """
+        return ranking.scores(queries, keys, seen)
+
+    def roles(self, info: ModelInfo) -> tuple[int, ...] | None:
+        """What each layer does, by the layers' number and windows; None where `score` and `chooses` say it."""
+        return None
+
+    def labels(self) -> Labels | None:
+        """What kernels keep of a row to score its columns by, not filled in; None where keys do."""
+        return None
+
+    def recipe(self, info: ModelInfo) -> Recipe:
+        """Every layer, and some of the columns.
+
+        Raises:
+            ValueError: an option is out of range for this model.
+            Unsupported: the model lacks what the method needs.
+        """
+        return Recipe(DepthPlan.full(info.num_layers), select=self if self.selects(info) else None)
+
+    @property
+    def most_read(self) -> int:
+        """See `Select`."""
+        return self.k or 0
+
+    def label_bytes(self, stack: Stack, columns: int) -> int | None:
+        """See `Select`; none where kernels score columns by their keys."""
+        return None if self.roles(layers_of(stack)) is None else 0
+
+    def begin(self, stack: Any, cache: Any) -> ScoreSelector:
+        """See `Part`."""
+        return ScoreSelector(self, stack, cache)
+
+
+def layers_of(stack: Stack) -> ModelInfo:
+    """What `roles` looks at."""
+    return ModelInfo(stack.num_layers, windows=stack.windows)
+
+
+class ScoreSelector(Worker):
+    """See `SelectionMethod`."""
+
+    def __init__(self, method: SelectionMethod, stack: Stack, cache: KVCache) -> None:
+        from shoal.model.kv.choice import Ranking
+
+        self._method, self._cache, self._roles = method, cache, method.roles(layers_of(stack))
+        self._ranking = Ranking.of(stack, method.by_query_head)
+        self._labels = PerRow(lambda _: method.labels())
+
+    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+        """Rows that decode choose, each for itself."""
+        return [self._hook(row) if row.emitted else None for row in rows]
+
+    def _hook(self, row: Row) -> QueryHook:
+        from shoal.model.kv.choice import TopColumns
+
+        if self._roles is None:
+            return self._choose
+        count = self._method.most_read
+        return TopColumns(count, self._roles, self._cache, row.slot, self._ranking, self._labels[row])
+
+    def _choose(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
+        from shoal.model.kv.choice import largest
+
+        count = self._method.most_read
+        if count >= keys.shape[1] or not self._method.chooses(layer):
+            return None
+        return largest(self._method.score(queries, keys, seen, self._ranking), count, seen)
