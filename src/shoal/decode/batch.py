@@ -164,11 +164,7 @@ class Batch:
         """
         start = time.perf_counter()
         steps, rows = self._search(rows)
-        for row in rows:
-            if row.error is not None:
-                raise row.error
-        reading = [row for row in rows if self._reads(row)]
-        decoding = [row for row in rows if row.room and not self._reads(row)]
+        reading, decoding = self._apart(rows)
         if not (reading or decoding):
             for search in self.searches[: not steps]:
                 search.doze(_DOZE)
@@ -188,12 +184,26 @@ class Batch:
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
 
+    def _apart(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+        """Rows that read, and rows that decode; those that rest are neither. Raises what went wrong in a row's KV."""
+        reading, decoding = list[Row](), list[Row]()
+        for row in rows:
+            if row.error is not None:
+                raise row.error
+            if self._reads(row):
+                reading.append(row)
+            elif row.room:
+                decoding.append(row)
+        return reading, decoding
+
     def _search(self, rows: Sequence[Row] | None) -> tuple[list[Step], list[Row]]:
         """Let searches go on, all or those of `rows`: what they emit, and the rows that may run now."""
-        chosen = None if rows is None else {id(row) for row in rows}
+        chosen = None if rows is None else set(rows)
+        if not self.searches:
+            return [], self.rows if chosen is None else [row for row in self.rows if row in chosen]
         steps = [step for search in self.searches[:] if chosen is None or search.among(chosen)
                  for step in search.go_on()]
-        return steps, [row for row in self.rows if chosen is None or {id(row), id(row.root)} & chosen]
+        return steps, [row for row in self.rows if chosen is None or row in chosen or row.root in chosen]
 
     def rollback(self) -> None:
         """Forget what a forward that failed has left unfinished.
@@ -215,9 +225,8 @@ class Batch:
     def _pieces(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Share]:
         """Who reads how much of its prompt, in the order of the slots."""
         pieces: list[_Share] = []
-        chosen = {id(row) for row in rows}
         for row in self.reading:
-            if id(row) in chosen and budget > 0:
+            if row in rows and budget > 0:
                 first = self.cache.positions[row.slot]
                 due = self.due(row)
                 size = self.piece(due, min(due, budget, most or budget, self.parts.ahead(row, first) or budget))
@@ -234,9 +243,9 @@ class Batch:
         start = time.perf_counter()
         chunks = [share.chunk for share in shares]
         rows = [share.row for share in shares]
-        watched = self.parts.watch(rows, chunks)
-        fed = self.parts.with_experts(rows, self.parts.with_hooks(rows, chunks))
-        logits = self.stack.forward(fed, self.cache, *watched).split([chunk.wanted for chunk in chunks])
+        fed, watched = self.parts.looked_at(rows, chunks)
+        found = self.stack.forward(fed, self.cache, *watched)
+        logits = [found] if len(chunks) == 1 else found.split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
         for share, values in zip(shares, logits, strict=True):
             share.count()
@@ -244,13 +253,14 @@ class Batch:
             if share.forced:
                 score_forced(share.row, self.cache.positions[share.row.slot], values)
             if share.tree is None:
-                self._commit(share.row, range(len(share.chunk.tokens)))
+                self.commit(share.row, range(len(share.chunk.tokens)))
             else:
                 ended.append((share, RowTarget(share.row, share.tree, values[-len(share.tree) :])))
         outcomes = self.judge_all([(share.row, target, len(share.chunk.tokens)) for share, target in ended])
-        mixed = len({share.guesses for share in shares}) > 1
-        self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
-        return self._settle(ended, outcomes)
+        if self.parts.listening(rows):
+            mixed = len({share.guesses for share in shares}) > 1
+            self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
+        return self.settle(ended, outcomes)
 
     def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
         """What is fed for each row that decodes: its last token, and guesses of what follows."""
@@ -277,13 +287,13 @@ class Batch:
                 rows, trees, kept = zip(*some, strict=True)
                 self.parts.observe(StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
 
-    def _settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
-        """Commit and emit what was accepted."""
+    def settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
+        """Commit and emit what was accepted; a loop that emits otherwise overrides this."""
         steps: list[Step] = []
         for (share, target), outcome in zip(ended, outcomes, strict=True):
             emitted = _emit(share.row, target, outcome)
             first, kept = share.before, outcome.path[: len(emitted)]
-            self._commit(share.row, [*range(first), *(first + node for node in kept)])
+            self.commit(share.row, [*range(first), *(first + node for node in kept)])
             emitted += share.row.force()
             if share.row.root is None:
                 steps += emitted
@@ -292,7 +302,7 @@ class Batch:
         self.retire()
         return steps
 
-    def _commit(self, row: Row, path: Sequence[int]) -> None:
+    def commit(self, row: Row, path: Sequence[int]) -> None:
         """Let the nodes of `path` stay, and the row's `keep` rewrite what is stored where that is due."""
         before = self.cache.positions[row.slot]
         self.cache.commit(row.slot, path)
@@ -369,11 +379,12 @@ class _Share:
             ledger.prefill_tokens += size
             ledger.prefill_layer_tokens += size * plan.num_layers
             return
-        if self.tree is not None:
+        if self.tree is not None and len(self.tree) > 1:
             ledger.drafted += len(self.tree) - 1
             ledger.drafted_at.update(range(1, self.tree.depths[-1] + 1))
-        ledger.decode_layer_tokens += sum(plan.depth(step) for step in self.chunk.steps)
-        ledger.read(plan.depth(min(self.chunk.steps)))
+        depths = [plan.depth(step) for step in self.chunk.steps]
+        ledger.decode_layer_tokens += sum(depths)
+        ledger.read(depths[0])  # steps never fall, so the first one runs most
 
 
 def _guesses(row: Row, tree: TokenTree, before: int) -> _Share:
@@ -412,7 +423,8 @@ def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:
             row.record(target.logits(node), target.scores(node))
     guessed = len(outcome.path) - 1
     steps = row.emit(tokens, guessed, lambda offset, token: target.logprob(outcome.path[offset], token))
-    kept = min(len(steps), guessed)
-    row.ledger.accepted += kept
-    row.ledger.accepted_at.update(range(1, kept + 1))
+    if guessed:
+        kept = min(len(steps), guessed)
+        row.ledger.accepted += kept
+        row.ledger.accepted_at.update(range(1, kept + 1))
     return steps

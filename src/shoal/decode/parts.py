@@ -40,8 +40,23 @@ class PartsAtWork:
         self._stack, self._cache = stack, cache
         self._workers: dict[int, Worker] = {}
 
+    def listening(self, rows: Sequence[Row]) -> bool:
+        """Whether anybody wants to be told what becomes of a forward of these rows."""
+        return any(row.recipe.has_workers or row.recipe.meter is not None for row in rows)
+
+    def looked_at(
+        self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]
+    ) -> tuple[Sequence[SequenceChunk], tuple[HiddenStateHook, ...]]:
+        """The chunks of the coming forward with all that is to see or to choose, and what sees its hidden states."""
+        if not any(row.recipe.has_workers for row in rows):
+            return chunks, ()
+        watched = self.watch(rows, chunks)
+        return self.with_experts(rows, self.with_hooks(rows, chunks)), watched
+
     def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
         """A tree for every row: its root alone, unless its recipe has a proposer and there is room for guesses."""
+        if all(row.recipe.proposer is None for row in rows):
+            return [TokenTree.chain(row.tokens[-1:]) for row in rows]
         trees: dict[int, TokenTree] = {}
         limits = self._limits(rows)
         for drafter, group in self._at_work(rows, _proposer):
@@ -204,8 +219,8 @@ def _in_turn(hooks: Sequence[QueryHook]) -> QueryHook:
 
 def _places(rows: Sequence[Row], group: Sequence[Row]) -> list[int]:
     """Where the rows of the group stand among all."""
-    ids = {id(row) for row in group}
-    return [place for place, row in enumerate(rows) if id(row) in ids]
+    members = set(group)
+    return [place for place, row in enumerate(rows) if row in members]
 
 
 _PARTS: tuple[Callable[[Row], Part[Worker] | None], ...] = (

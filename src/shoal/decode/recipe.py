@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 from shoal.depth.plan import DepthPlan
@@ -243,6 +244,12 @@ class Recipe:
     def branches(self, greedy: bool) -> int:
         """The most rows that decode side by side for one answer."""
         return 1 if self.search is None else self.search.most(greedy)
+
+    @cached_property
+    def has_workers(self) -> bool:
+        """Whether any part is told of steps or asked in them; a plain recipe has none."""
+        parts = (self.planner, self.proposer, self.controller, self.keep, self.select, self.experts)
+        return any(part is not None for part in parts)
 
     @property
     def parts(self) -> tuple[str, ...]:

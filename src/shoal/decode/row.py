@@ -17,9 +17,9 @@ from shoal.model.kv.cache import KVBytes
 from shoal.types import Alternative, FinishReason, Sampling, Step, TokenLogprob
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """State of one row; made by the engine, moved on by the loop.
+    """State of one row; made by the engine, moved on by the loop. Equal to itself alone.
 
     Attributes:
         number: the row's number in its request: keys its random numbers and its results.

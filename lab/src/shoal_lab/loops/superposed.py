@@ -46,13 +46,13 @@ class SuperposedBatch(Batch):
         steps = self._write(writing) if writing else []
         return steps + (super().step(budget, reading, most) if reading else [])
 
-    def _settle(self, ended: Any, outcomes: Sequence[Outcome]) -> list[Step]:
+    def settle(self, ended: Any, outcomes: Sequence[Outcome]) -> list[Step]:
         """Nothing is emitted where a prompt ends: its likeliest followers begin the drafts."""
         steps: list[Step] = []
         for share, target in ended:
             row, drafts = share.row, Drafts(self._how, share.row)
             drafts.extend(target.logits(0))  # what fails here can begin again
-            self._commit(row, range(len(share.chunk.tokens)))
+            self.commit(row, range(len(share.chunk.tokens)))
             self._prefixes.keep(self.cache, row.slot, row.tokens)
             self._drafts[id(row)] = row, drafts
             steps += self._end(row, drafts)
@@ -70,7 +70,7 @@ class SuperposedBatch(Batch):
         for row, one, values in zip(rows, drafts, logits, strict=True):
             depth = row.recipe.plan.depth(one.length)
             one.extend(values)
-            self._commit(row, [0])
+            self.commit(row, [0])
             row.ledger.target_forwards += 1
             row.ledger.decode_layer_tokens += depth
             row.ledger.read(depth)

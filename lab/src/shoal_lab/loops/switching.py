@@ -151,7 +151,7 @@ class SwitchingBatch(Batch):
         """Commit what a model has read, and note the work."""
         if large:
             _count(row, chunk)
-            self._commit(row, range(len(chunk.tokens)))
+            self.commit(row, range(len(chunk.tokens)))
         else:
             row.ledger.draft_forwards += 1
             row.ledger.second_layer_tokens += sum(map(self._plan.depth, chunk.steps))

@@ -97,9 +97,9 @@ class TrimmingBatch(Batch):
     def _waits(self, row: Row) -> bool:
         return row.error is None and isinstance(self._thoughts[id(row)][1].due, Question)
 
-    def _settle(self, ended: Any, outcomes: Sequence[Outcome]) -> list[Step]:
+    def settle(self, ended: Any, outcomes: Sequence[Outcome]) -> list[Step]:
         """See `Batch`; what is said is read, and the thinking closed where it is to be."""
-        steps = super()._settle(ended, outcomes)
+        steps = super().settle(ended, outcomes)
         for share, _ in ended:
             if share.row.finish_reason is None:
                 steps += self._act(share.row)

@@ -147,9 +147,9 @@ class SearchRun:
         self._winner: Branch | None = None
         self._error: BaseException | None = None
 
-    def among(self, rows: set[int]) -> bool:
+    def among(self, rows: set[Row]) -> bool:
         """Whether the row or one of its branches has one of these ids."""
-        return id(self.root) in rows or any(id(branch.row) in rows for branch in self.branches)
+        return self.root in rows or any(branch.row in rows for branch in self.branches)
 
     def go_on(self) -> list[Step]:
         """Run the search as far as what it waits for is there: the winner's steps at its end, else nothing."""

@@ -34,6 +34,7 @@ class Detokenizer:
         self._given = 0  # characters of decode(context + open) given out
         self._run: _ByteRun | None = None
         self._kinds: dict[int, bytes | None] = {}
+        self._alone: dict[int, str] = {}  # texts of tokens by themselves
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Any tokens as text; empty without a tokenizer."""
@@ -75,7 +76,7 @@ class Detokenizer:
     def _classify(self, token: int) -> bytes | None:
         if self._tokenizer is None or (name := self._tokenizer.convert_ids_to_tokens(token)) is None:
             return b""
-        text = self._decode([token])
+        text = self._alone[token] = self._decode([token])
         if text == "" and self._decode([token], skip_special_tokens=False) != "":
             return b""
         byte = _BYTE.fullmatch(name)
@@ -113,7 +114,7 @@ class Detokenizer:
 
     def _close(self, tokens: list[int]) -> None:
         """Make `tokens` the context: they show all that a tokenizer may drop or add between two tokens."""
-        if tokens and (text := self._decode(tokens)):
+        if tokens and (text := self._alone[tokens[0]] if len(tokens) == 1 else self._decode(tokens)):
             self._context, self._given = tokens, len(text)
         else:
             self._context = self._context + tokens

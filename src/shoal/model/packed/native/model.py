@@ -284,8 +284,9 @@ class NativeModel:
             raise RuntimeError("what chooses the columns of a forward ran another one of the same model, which would "
                                "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
-        read = torch.zeros(1, dtype=torch.int32)
-        struct.likeliest = read.data_ptr() if likeliest and self._bounds_pay(len(batch.wanted)) else None
+        read = c_int32()
+        bounded = likeliest and self._bounds_pay(len(batch.wanted))
+        struct.likeliest = ctypes.addressof(read) if bounded else None
         if taps is not None:
             struct.tap_count = min(max(len(taps), 1), struct.active_count + 1)
             check_plain("taps", taps, (struct.tap_count, struct.tokens, self.spec.hidden))
@@ -300,10 +301,11 @@ class NativeModel:
         self._check(struct)
         logits = self._run(struct, threads, asked)
         del at_work
-        if struct.likeliest:
-            self._note_read(len(batch.wanted), int(read) * LANES > self._most_read * self.spec.vocab)
+        let_through = min(self.spec.vocab, read.value * LANES)
+        if bounded:
+            self._note_read(len(batch.wanted), let_through > self._most_read * self.spec.vocab)
         if batch.wanted:
-            self.head_read += self._head_bytes(min(self.spec.vocab, int(read) * LANES))
+            self.head_read += self._head_bytes(let_through)
         if asked is not None and asked.error is not None:
             raise asked.error
         return logits
