@@ -35,7 +35,7 @@ CONFIGS = ("vocab_size",)
 
 MOST_CORE_LINES = 40_100
 MOST_CORE_FILES = 313
-MOST_LAB_LINES = 37_000
+MOST_LAB_LINES = 37_500
 """Of the package, benchmarks and tools."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 67  # each kind of part is a class, with its defaults

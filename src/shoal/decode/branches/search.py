@@ -148,7 +148,7 @@ class SearchRun:
         self._error: BaseException | None = None
 
     def among(self, rows: set[Row]) -> bool:
-        """Whether the row or one of its branches has one of these ids."""
+        """Whether the row or one of its branches is one of these."""
         return self.root in rows or any(branch.row in rows for branch in self.branches)
 
     def go_on(self) -> list[Step]:

@@ -474,8 +474,8 @@ class Scheduler:
 
 def _without(rows: Iterable[Row], others: Iterable[Row]) -> list[Row]:
     """Those rows that are none of the others, nor a branch of one."""
-    known = {id(row) for row in others}
-    return [row for row in rows if not {id(row), id(row.root)} & known]
+    known = set(others)
+    return [row for row in rows if row not in known and row.root not in known]
 
 
 def _needs(entries: Iterable[ScheduledRow]) -> list[Need]:

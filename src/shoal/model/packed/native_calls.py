@@ -21,7 +21,7 @@ LIMIT = native.MAX_TOKENS
 
 
 @dataclass(slots=True)
-class Call:
+class KernelCall:
     """Chunks, or pieces of them, that share a call.
 
     Attributes:
@@ -57,7 +57,7 @@ class States:
         self._layers = range(first, num_layers + 1)
         self._found: dict[tuple[int, int], dict[int, Tensor]] = {}
 
-    def of(self, call: Call) -> HiddenStateHook:
+    def of(self, call: KernelCall) -> HiddenStateHook:
         """A hook for one of them."""
 
         def hook(layer: int, states: Tensor) -> None:
@@ -75,19 +75,19 @@ class States:
             hook(layer, pad_sequence(whole, batch_first=True))
 
 
-def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[Call]:
+def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall]:
     """The forwards that run some chunks: as few as the kernels can take, and one in plain torch of what they cannot.
 
     So nobody's arithmetic depends on what runs beside it.
     """
     by_kernels = [_runs_native(chunk, cache) for chunk in chunks]
     if all(by_kernels) and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks):
-        return [Call(True, list(chunks), [(number, 0) for number in range(len(chunks))])]
-    calls, by_torch = list[Call](), Call(False, [], [])
+        return [KernelCall(True, list(chunks), [(number, 0) for number in range(len(chunks))])]
+    calls, by_torch = list[KernelCall](), KernelCall(False, [], [])
     for number, (whole, known) in enumerate(zip(chunks, by_kernels, strict=True)):
         for first, chunk in _pieces(whole) if known else [(0, whole)]:
             if known and (first or not calls or not calls[-1].takes(chunk)):
-                calls.append(Call(True, [], []))
+                calls.append(KernelCall(True, [], []))
             call = calls[-1] if known else by_torch
             call.chunks.append(chunk)
             call.places.append((number, first))

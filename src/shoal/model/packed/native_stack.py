@@ -26,7 +26,7 @@ from shoal.model.kv.reading import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Linear, Quant, quant_for
-from shoal.model.packed.native_calls import LIMIT, Call, States, calls_of
+from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.stack import PackedStack
@@ -146,7 +146,7 @@ class NativeStack(PackedStack):
         return self._run_native(work, chunks, cache, hook, start)
 
     def _run_all(
-        self, calls: Sequence[Call], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
+        self, calls: Sequence[KernelCall], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
     ) -> Tensor:
         """One forward after the other; what they give is put together again."""
         logits: dict[tuple[int, int], Tensor] = {}
