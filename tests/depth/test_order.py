@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depth_strategies import budgets
-from shoal.depth.budget import Budget, counts
+from shoal.depth.budget import Budget, counts, lay_out
 from shoal.depth.order import Core, core_for, default_core, removal_order
 from shoal.depth.plan import DepthPlan
-from shoal.depth.schedule import lay_out
 from shoal.errors import Unsupported
 
 BY_PLACE = ("auto", "center_out", "late_middle", "low_first", "high_first", "spread")

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.depth.budget import PowerLaw, counts
-from shoal.depth.solve import lowest_mean, solve_alpha
+from shoal.depth.budget import PowerLaw, counts, lowest_mean, solve_alpha
 
 LENGTHS = (32, 64, 128, 256, 512)
 TABLE = [

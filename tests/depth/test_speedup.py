@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.depth.speedup import head_layers, ideal_speedup
+from shoal.depth.budget import head_layers, ideal_speedup
 
 
 def llama_head_layers(hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int = 32000) -> float:

@@ -15,10 +15,9 @@ from backends import BACKENDS, Backend, on_backends, reference
 from drive import decode, gap, oracle_logits, prompt
 from families import FAMILIES, fingerprint, tiny
 from oracle import greedy_under_plan
-from shoal.depth.budget import Constant, LinearFall, PowerLaw, StepDown
+from shoal.depth.budget import Constant, LinearFall, PowerLaw, StepDown, lay_out
 from shoal.depth.order import ORDERS, removal_order
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.depth.schedule import lay_out
 from shoal.errors import Unsupported
 from turns import by_turns
 

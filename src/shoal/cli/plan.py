@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
-from shoal.depth.speedup import ideal_speedup
+from shoal.depth.budget import ideal_speedup
 from shoal.errors import needs
 from shoal.types import ModelInfo
 

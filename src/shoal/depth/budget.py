@@ -1,36 +1,50 @@
 """Budgets: how many layers the token of each step runs.
 
-A budget maps a step index to a number of layers and knows nothing about which layers these are. Layer counts may be
-written as an int (that many layers) or as a float in (0, 1] (a share of L): `1` is one layer, `1.0` all of them.
+A budget maps a step index to a number of layers; it does not say which layers these are. A layer count is an int (that
+many layers) or a float in (0, 1] (a share of L): `1` is one layer, `1.0` all of them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, Protocol, get_args
+
+from typing_extensions import override
+
+from shoal.depth.plan import DepthPlan
 
 Rounding = Literal["floor", "ceil", "round"]
 _GUARD = 1e-9
+_LOWEST_ALPHA = 1e-12
+_HIGHEST_DECAY = 1 - 1e-8
+_HALVINGS = 45
 
 
 class Budget(Protocol):
     """A non-increasing function from the step index to a number of layers."""
 
     def layers(self, step: int, num_layers: int, horizon: int) -> int:
-        """Layers of `step` (>= 1) in a stack of `num_layers`, planned over `horizon` tokens, before clamping."""
-        ...
+        """Layers that `step` (>= 1) runs, before clamping.
+
+        Args:
+            step: index of the generated token.
+            num_layers: L.
+            horizon: tokens over which the budget is laid out.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class PowerLaw:
+class PowerLaw(Budget):
     """D3's budget, `L * alpha^max(0, step - i0)` (arXiv 2503.08524).
 
     Attributes:
         alpha: decay base in (0, 1]; 1 keeps every layer.
-        start: where the decay begins. A float in [0, 1] is a share of the horizon, an int a number of tokens:
-            `1` waits for one token, `1.0` for the whole horizon. i0 = round(start * horizon) for a share.
-        rounding: how the product becomes a count; the paper takes the floor.
+        start: where the decay begins: an int is a number of tokens, a float in [0, 1] a share of the horizon, rounded
+            (i0 = round(start * horizon)). `1` waits for one token, `1.0` for the whole horizon.
+        rounding: how the product is rounded to a count; the paper takes the floor.
     """
 
     alpha: float
@@ -51,30 +65,34 @@ class PowerLaw:
         """i0, the last step before the decay begins."""
         return round(self.start * horizon) if isinstance(self.start, float) else self.start
 
+    @override
     def layers(self, step: int, num_layers: int, horizon: int) -> int:
-        """See `Budget.layers`."""
         exact = num_layers * self.alpha ** max(0, step - self.first_decay(horizon))
         return _to_count(exact, self.rounding)
 
 
 @dataclass(frozen=True, slots=True)
-class LinearFall:
-    """SkipDecode's budget: from `maximum` down to `minimum` over the horizon, then `minimum` (arXiv 2307.02628)."""
+class LinearFall(Budget):
+    """SkipDecode's budget: falls from `maximum` to `minimum` over the horizon and stays there (arXiv 2307.02628)."""
 
     maximum: float | int
     minimum: float | int
 
     def __post_init__(self) -> None:
-        _check_span(self.maximum, self.minimum)
+        _check_layers("maximum", self.maximum)
+        _check_layers("minimum", self.minimum)
+        if type(self.maximum) is type(self.minimum):
+            _check_order(self.maximum, self.minimum)
 
+    @override
     def layers(self, step: int, num_layers: int, horizon: int) -> int:
-        """See `Budget.layers`."""
-        high, low = _span(self.maximum, self.minimum, num_layers)
+        high, low = as_layers(self.maximum, num_layers), as_layers(self.minimum, num_layers)
+        _check_order(high, low)
         return round(high - (high - low) * min(step, horizon - 1) / max(horizon - 1, 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(Budget):
     """The same number of layers at every step."""
 
     layer_count: float | int
@@ -82,17 +100,18 @@ class Constant:
     def __post_init__(self) -> None:
         _check_layers("a constant budget", self.layer_count)
 
+    @override
     def layers(self, step: int, num_layers: int, horizon: int) -> int:
-        """See `Budget.layers`."""
         return as_layers(self.layer_count, num_layers)
 
 
 @dataclass(frozen=True, slots=True)
-class StepDown:
-    """A staircase: pairs `(step, layers)`, each holding from its step on; all layers before the first.
+class StepDown(Budget):
+    """A staircase; before its first stair every layer runs.
 
     Attributes:
-        stairs: steps >= 1, strictly ascending; layers must not increase.
+        stairs: pairs `(step, layers)`, each valid from its step on. Steps are >= 1 and strictly ascending; layers must
+            not increase.
     """
 
     stairs: tuple[tuple[int, float | int], ...]
@@ -107,17 +126,17 @@ class StepDown:
             if type(before) is type(after) and after > before:
                 raise ValueError(f"the stair at step {step} rises from {before} to {after}; a budget must not increase")
 
+    @override
     def layers(self, step: int, num_layers: int, horizon: int) -> int:
-        """See `Budget.layers`."""
         reached = [layers for first, layers in self.stairs if first <= step]
         return as_layers(reached[-1], num_layers) if reached else num_layers
 
 
 def counts(budget: Budget, num_layers: int, core: int, horizon: int, steps: int) -> tuple[int, ...]:
-    """The budget as a table for steps 0..steps-1, clamped to [core, L]; entry 0 is L.
+    """The layer counts of steps 0..steps-1, clamped to [core, L]; entry 0 is L.
 
     Args:
-        budget: the budget.
+        budget: maps a step to a number of layers.
         num_layers: L.
         core: number of layers that always run.
         horizon: tokens over which the budget is laid out.
@@ -133,7 +152,7 @@ def counts(budget: Budget, num_layers: int, core: int, horizon: int, steps: int)
 
 
 def as_layers(value: float | int, num_layers: int) -> int:
-    """An int as it is, a share of L rounded (at least one layer); ValueError when it exceeds L."""
+    """A layer count as an int: an int unchanged, a share of L rounded to at least 1; ValueError if it exceeds L."""
     _check_layers("a layer count", value)
     count = max(1, round(value * num_layers)) if isinstance(value, float) else value
     if count > num_layers:
@@ -142,7 +161,7 @@ def as_layers(value: float | int, num_layers: int) -> int:
 
 
 def _to_count(exact: float, rounding: Rounding) -> int:
-    # A product that is an integer on paper may come out a hair beside it.
+    # The guard absorbs floating-point error in products that are integers on paper.
     if rounding == "floor":
         return math.floor(exact + _GUARD)
     return math.ceil(exact - _GUARD) if rounding == "ceil" else round(exact)
@@ -154,19 +173,94 @@ def _check_layers(name: str, value: float | int) -> None:
         raise ValueError(f"{name} is {value!r}; it must be an int >= 1 (layers) or a float in (0, 1] (share of them)")
 
 
-def _check_span(maximum: float | int, minimum: float | int) -> None:
-    _check_layers("maximum", maximum)
-    _check_layers("minimum", minimum)
-    if type(maximum) is type(minimum):
-        _check_order(maximum, minimum)
-
-
 def _check_order(maximum: float | int, minimum: float | int) -> None:
     if minimum > maximum:
         raise ValueError(f"minimum is {minimum} and maximum {maximum}; minimum must not exceed maximum")
 
 
-def _span(maximum: float | int, minimum: float | int, num_layers: int) -> tuple[int, int]:
-    high, low = as_layers(maximum, num_layers), as_layers(minimum, num_layers)
-    _check_order(high, low)
-    return high, low
+# typed=True keeps start=1 (one token) and start=1.0 (the whole horizon) apart.
+@lru_cache(maxsize=256, typed=True)
+def solve_alpha(
+    num_layers: int, mean: float, horizon: int, start: float | int, core: int, rounding: Rounding = "floor"
+) -> float:
+    """The alpha whose power law comes nearest to a mean depth.
+
+    A mean depth means the same for answers of any length; an alpha does not. Bisection finds it, since the mean never
+    falls as alpha grows.
+
+    Args:
+        num_layers: L.
+        mean: wanted mean of k(i) over tokens 0..horizon-1, in layers.
+        horizon: number of tokens.
+        start, rounding: as in `PowerLaw`.
+        core: number of layers that always run.
+
+    Raises:
+        ValueError: no alpha reaches this mean.
+    """
+
+    def mean_at(alpha: float) -> float:
+        return mean_depth(PowerLaw(alpha, start, rounding), num_layers, core, horizon)
+
+    lowest = mean_at(_LOWEST_ALPHA)
+    if not lowest <= mean <= num_layers:
+        raise ValueError(
+            f"a mean depth of {mean:g} layers over {horizon} tokens is out of reach: with start={start!r} and "
+            f"{core} core layers it lies in {lowest:g}..{num_layers}. Change mean, start, core or horizon"
+        )
+    low, high = _LOWEST_ALPHA, _HIGHEST_DECAY
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_at(middle) < mean else (low, middle)
+    return min(1.0, high, low, key=lambda alpha: abs(mean_at(alpha) - mean))
+
+
+def lowest_mean(num_layers: int, horizon: int, start: float | int, core: int, rounding: Rounding = "floor") -> float:
+    """The smallest mean depth in layers that a power law reaches: from `start` on only the core runs."""
+    return mean_depth(PowerLaw(_LOWEST_ALPHA, start, rounding), num_layers, core, horizon)
+
+
+def mean_depth(budget: PowerLaw, num_layers: int, core: int, horizon: int) -> float:
+    """Mean number of layers of tokens 0..horizon-1, token 0 at L."""
+    return sum(counts(budget, num_layers, core, horizon, horizon)) / horizon
+
+
+def lay_out(budget: Budget, removal: Sequence[int], num_layers: int, horizon: int, max_new_tokens: int) -> DepthPlan:
+    """The plan of one request; layers outside `removal` are core.
+
+    Args:
+        budget: number of layers of each step.
+        removal: flex layers in the order in which they are dropped.
+        num_layers: L.
+        horizon: tokens over which the budget is laid out.
+        max_new_tokens: most tokens of the request; the plan covers them even beyond the horizon.
+    """
+    steps = max(horizon, max_new_tokens)
+    table = counts(budget, num_layers, num_layers - len(removal), horizon, steps)
+    return DepthPlan.from_counts(table, removal, num_layers)
+
+
+def head_layers(head_parameters: float, layer_parameters: float) -> float:
+    """e, the cost of the LM head in decoder layers: its parameters (or bytes) over those of one layer."""
+    if layer_parameters <= 0 or head_parameters < 0:
+        raise ValueError(
+            f"a head of {head_parameters} and a layer of {layer_parameters} parameters; "
+            f"the layer must have some, and the head cannot have less than none"
+        )
+    return head_parameters / layer_parameters
+
+
+def ideal_speedup(num_layers: int, mean_layers: float, head_layers: float = 0.0) -> float:
+    """The ideal speed-up (L + e) / (mean + e): only decoder layers and LM head are counted.
+
+    It leaves out the prefill, attention over the context and all overhead of a step, so it is a yardstick, not a
+    promise. The figure that D3's paper reports follows from it (arXiv 2503.08524, BBH).
+
+    Args:
+        num_layers: L.
+        mean_layers: decoder layers per generated token, as measured, token 0 at L.
+        head_layers: e, as `head_layers()` gives it.
+    """
+    if not 0 < mean_layers <= num_layers:
+        raise ValueError(f"mean_layers is {mean_layers}; it must be in (0, {num_layers}]")
+    return (num_layers + head_layers) / (mean_layers + head_layers)

@@ -1,8 +1,8 @@
 """Removal orders: which flex layer goes first.
 
-An order is a permutation of the flex layers, so the sets that it yields for falling budgets are nested. The core,
-some layers at the head and some at the tail of the stack, always runs and never occurs in an order. Where two layers
-are equally good to drop, the deeper one goes first.
+An order is a permutation of the flex layers, so falling budgets give nested sets. The core, some layers at the head and
+some at the tail of the stack, always runs and is in no order. Of two layers that are equally good to drop, the deeper
+one goes first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.errors import Unsupported, unknown
 
 Order = str | Sequence[int]
 FALLBACK = "center_out"
-"""What "auto" means for a model without a recommended order."""
+"""The order that "auto" means for a model without a recommended one."""
 
 
 class Core(NamedTuple):
@@ -30,7 +30,7 @@ class Core(NamedTuple):
         return self.head + self.tail
 
     def flex(self, num_layers: int) -> range:
-        """The layers between head and tail; ValueError when the core does not fit into the stack."""
+        """The layers between head and tail; ValueError if the core does not fit into the stack."""
         if self.head < 0 or self.tail < 0 or self.size > num_layers:
             raise ValueError(
                 f"a core of {self.head} head and {self.tail} tail layers does not fit {num_layers} layers; "
@@ -40,7 +40,7 @@ class Core(NamedTuple):
 
 
 def default_core(num_layers: int) -> Core:
-    """max(4, L/8) layers, never more than L, split evenly; the head gets the odd one."""
+    """max(4, L/8) layers, at most L, split evenly; the head gets the odd one."""
     return core_for(num_layers)
 
 
@@ -52,8 +52,7 @@ def core_for(
     Args:
         num_layers: L.
         size: number of core layers; None for max(4, L/8).
-        order: as in `removal_order`.
-        recommended: as in `removal_order`.
+        order, recommended: as in `removal_order`.
     """
     total = min(max(4, num_layers // 8), num_layers) if size is None else size
     if not 1 <= total <= num_layers:
@@ -69,7 +68,7 @@ def center_out(flex: range, num_layers: int) -> tuple[int, ...]:
 
 
 def late_middle(flex: range, num_layers: int) -> tuple[int, ...]:
-    """A run that ends just before the tail core and grows downward."""
+    """The layer just before the tail core first, then downward."""
     return tuple(reversed(flex))
 
 
@@ -84,7 +83,7 @@ def high_first(flex: range, num_layers: int) -> tuple[int, ...]:
 
 
 def spread(flex: range, num_layers: int) -> tuple[int, ...]:
-    """A nested form of even spacing: the reverse of filling the widest gap between kept layers in its middle."""
+    """Evenly spaced at every count: the reverse of an order that keeps filling the middle of the widest gap."""
     kept = [flex.start - 1, flex.stop]
     filled: list[int] = []
     while len(filled) < len(flex):
@@ -121,24 +120,18 @@ ORDERS = ("auto", *_BY_PLACE, *_BY_SCORE)
 
 
 def removal_order(
-    order: Order,
-    num_layers: int,
-    head: int,
-    tail: int,
-    scores: Mapping[str, Sequence[float]] | None = None,
+    order: Order, num_layers: int, head: int, tail: int, scores: Mapping[str, Sequence[float]] | None = None,
     recommended: Order | None = None,
 ) -> tuple[int, ...]:
     """The flex layers in the order in which they are dropped.
 
     Args:
-        order: one of `ORDERS`, or the permutation itself. "auto" is the model's recommended order, `center_out`
-            where there is none.
+        order: one of `ORDERS`, or the permutation itself. "auto" is the model's recommended order, or `center_out`.
         num_layers: L.
-        head: core layers at the head of the stack.
-        tail: core layers at its tail.
+        head, tail: core layers at the head and at the tail of the stack.
         scores: cost of dropping each layer, by kind (`influence`, `leave_one_out`).
-        recommended: the order of the model's calibration card. One given as layers may have been found with another
-            core: its core layers are left out, and flex layers that it kept go last.
+        recommended: the order of the model's calibration card. A list of layers may have been found with another core:
+            layers of this core are left out, and flex layers that the list lacks go last.
 
     Raises:
         Unsupported: the order needs scores that the model does not have.
@@ -152,9 +145,7 @@ def removal_order(
     return _explicit(order, flex)
 
 
-def _recommended(
-    order: Order, flex: range, num_layers: int, scores: Mapping[str, Sequence[float]]
-) -> tuple[int, ...]:
+def _recommended(order: Order, flex: range, num_layers: int, scores: Mapping[str, Sequence[float]]) -> tuple[int, ...]:
     if isinstance(order, str):
         return _named(order, flex, num_layers, scores)
     rest = [layer for layer in center_out(flex, num_layers) if layer not in order]

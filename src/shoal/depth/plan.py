@@ -1,10 +1,10 @@
 """A depth plan: which sublayers every generated token runs.
 
-A plan stores, for every attention and every MLP, the first step that no longer runs it. That makes nesting a
-property of the data rather than a check: what runs at step i ran at every earlier step, so no executed layer ever
-misses a KV entry. Step 0 is the token that comes from the prefill; it always runs everything.
+A plan stores, for every attention and every MLP, the first step that no longer runs it. So plans are nested by
+construction: what runs at step i ran at every earlier step, and no executed layer misses a KV entry. Step 0 is the
+token that comes from the prefill; it runs everything.
 
-The plan knows step indices, never sequence positions.
+A plan knows step indices, never sequence positions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DepthPlan:
 
     Attributes:
         attention: for each layer, the first step index at which its attention no longer runs (`NEVER`: always runs).
-        mlp: the same for its MLP. Equal to `attention` in plans that drop whole layers.
+        mlp: the same for its MLP; equal to `attention` in plans that drop whole layers.
     """
 
     attention: tuple[int, ...]
@@ -45,30 +45,28 @@ class DepthPlan:
 
     @classmethod
     def full(cls, num_layers: int) -> DepthPlan:
-        """Every token runs every layer."""
+        """The plan in which every token runs every layer."""
         return cls((NEVER,) * num_layers, (NEVER,) * num_layers)
 
     @classmethod
     def whole_layers(cls, drop_steps: Sequence[int]) -> DepthPlan:
-        """A plan that drops attention and MLP of a layer together."""
+        """A plan that drops a layer's attention and MLP together."""
         return cls(tuple(drop_steps), tuple(drop_steps))
 
     @classmethod
     def from_counts(cls, counts: Sequence[int], removal: Sequence[int], num_layers: int) -> DepthPlan:
-        """Budget x order.
+        """The plan of a budget and a removal order.
 
         Args:
-            counts: number of layers k(i) for steps 0..len-1; must not increase. Later steps keep the last count.
+            counts: number of layers k(i) for steps 0..len-1, non-increasing. Later steps keep the last count.
             removal: flex layers in the order in which they are dropped.
             num_layers: L.
         """
         for step, (before, after) in enumerate(zip(counts, counts[1:], strict=False), start=1):
             if after > before:
-                raise Unsupported(
-                    f"a budget that grows from {before} to {after} layers at step {step}",
-                    "the added layers would miss the KV of the tokens that skipped them",
-                    "Use a non-increasing budget",
-                )
+                raise Unsupported(f"a budget that grows from {before} to {after} layers at step {step}",
+                                  "the added layers would miss the KV of the tokens that skipped them",
+                                  "Use a non-increasing budget")
         if counts and num_layers - min(counts) > len(removal):
             raise ValueError(
                 f"the budget asks for {min(counts)} layers, but only {len(removal)} of {num_layers} may be dropped"
@@ -83,8 +81,9 @@ class DepthPlan:
     def from_sets(cls, num_layers: int, sets: Sequence[Iterable[int]]) -> DepthPlan:
         """The plan whose step i runs exactly the layers of `sets[i]`; later steps keep the last set.
 
-        `sets[0]` belongs to the prefill's token and must hold every layer. A set that is not contained in the one
-        before it is refused.
+        Raises:
+            ValueError: `sets[0]`, which belongs to the prefill's token, does not hold every layer.
+            Unsupported: a set is not contained in the one before it.
         """
         every = frozenset(range(num_layers))
         frozen = [frozenset(s) for s in sets]
@@ -94,11 +93,9 @@ class DepthPlan:
         for step, (before, after) in enumerate(zip(frozen, frozen[1:], strict=False), start=1):
             grown = sorted(after - before)
             if grown:
-                raise Unsupported(
-                    f"a plan that brings layers {grown} back at step {step}",
-                    "their KV misses the tokens that skipped them",
-                    "Let every step's set be contained in the one before it",
-                )
+                raise Unsupported(f"a plan that brings layers {grown} back at step {step}",
+                                  "their KV misses the tokens that skipped them",
+                                  "Let every step's set be contained in the one before it")
             for layer in before - after:
                 drop[layer] = step
         return cls.whole_layers(drop)
@@ -110,7 +107,7 @@ class DepthPlan:
 
     @cached_property
     def first_shallow_step(self) -> int:
-        """The first step that drops anything (`NEVER` for a full plan)."""
+        """The first step that drops something; `NEVER` for a full plan."""
         return min(self.attention + self.mlp)
 
     @property
@@ -120,11 +117,11 @@ class DepthPlan:
 
     @cached_property
     def splits_layers(self) -> bool:
-        """Whether some layer's attention and MLP part at different steps."""
+        """Whether some layer's attention and MLP are dropped at different steps."""
         return self.attention != self.mlp
 
     def layers(self, step: int) -> tuple[int, ...]:
-        """The layers of which at least one sublayer runs at `step`, ascending."""
+        """The layers that run at least one sublayer at `step`, ascending."""
         return self._bands[bisect_right(self._band_starts, step)]
 
     @cached_property
@@ -133,18 +130,18 @@ class DepthPlan:
 
     @cached_property
     def _bands(self) -> list[tuple[int, ...]]:
-        """The layers before each drop, and after the last one."""
+        """The layers that run before each entry of `_band_starts`, and from the last one on."""
         last = list(map(max, self.attention, self.mlp))
         return [tuple(i for i, drop in enumerate(last) if drop > low) for low in (0, *self._band_starts)]
 
     def dropped(self, step: int) -> tuple[int, ...]:
-        """The layers whose attention does not run at `step`, ascending: their KV is not read any more."""
+        """The layers whose attention does not run at `step`, ascending; their KV is no longer read."""
         if step < self.first_shallow_step:
             return ()
         return tuple(layer for layer, drop in enumerate(self.attention) if drop <= step)
 
     def depth(self, step: int) -> float:
-        """Number of layers that run at `step`; a lone sublayer counts half."""
+        """Number of layers that run at `step`; a single sublayer counts half."""
         return self.num_layers - bisect_right(self._drops, step) / 2
 
     @cached_property

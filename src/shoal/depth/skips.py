@@ -10,7 +10,7 @@ from shoal.depth.plan import NEVER, DepthPlan
 
 @dataclass(frozen=True)
 class Skips:
-    """Layers whose attention, and layers whose MLP, a draft leaves out; ascending."""
+    """Sublayers that a draft leaves out: layers whose attention, and layers whose MLP is skipped, ascending."""
 
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
@@ -21,14 +21,14 @@ class Skips:
 
     @classmethod
     def spread(cls, num_layers: int, count: int) -> Skips:
-        """`count` sublayers, evenly spaced between the first and the last layer, which stay whole."""
+        """`count` evenly spaced sublayers; the first and the last layer stay whole."""
         inner = sublayers(num_layers)
         count = min(count, len(inner))
         return cls.of(inner[(2 * i + 1) * len(inner) // (2 * count)] for i in range(count))
 
     @classmethod
     def of(cls, parts: Iterable[tuple[str, int]]) -> Skips:
-        """From ("attention" or "mlp", layer) pairs."""
+        """Skips from pairs ("attention" or "mlp", layer)."""
         chosen = list(parts)
         return cls(*(tuple(layer for part, layer in chosen if part == name) for name in ("attention", "mlp")))
 
@@ -38,14 +38,14 @@ class Skips:
         return len(self.attention) + len(self.mlp)
 
     def parts(self) -> frozenset[tuple[str, int]]:
-        """The inverse of `of`."""
+        """Pairs ("attention" or "mlp", layer), as `of` takes them."""
         return frozenset([*(("attention", layer) for layer in self.attention), *(("mlp", layer) for layer in self.mlp)])
 
     def plan(self, num_layers: int) -> DepthPlan:
-        """The plan that leaves them out from step 1 on.
+        """The plan that skips them from step 1 on.
 
         Raises:
-            ValueError: a layer that the model does not have.
+            ValueError: the model lacks one of the layers.
         """
         wrong = [layer for layer in (*self.attention, *self.mlp) if not 0 <= layer < num_layers]
         if wrong:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.budget import PowerLaw, Rounding
+from shoal.depth.budget import PowerLaw, Rounding, lay_out, lowest_mean, solve_alpha
 from shoal.depth.order import core_for, default_core, removal_order
-from shoal.depth.schedule import lay_out
-from shoal.depth.solve import lowest_mean, solve_alpha
 from shoal.methods.base import Method
 from shoal.methods.common.limits import Horizon, LayerList, Layers, Most, Share
 from shoal.types import ModelInfo

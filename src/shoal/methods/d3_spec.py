@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.budget import PowerLaw, Rounding
+from shoal.depth.budget import PowerLaw, Rounding, lay_out, lowest_mean, solve_alpha
 from shoal.depth.order import core_for, removal_order
-from shoal.depth.schedule import lay_out
-from shoal.depth.solve import lowest_mean, solve_alpha
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, LayerList, Layers, Most, Share
 from shoal.speculative.draft import check_length, check_share

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.budget import Constant, as_layers
+from shoal.depth.budget import Constant, as_layers, lay_out
 from shoal.depth.order import removal_order
-from shoal.depth.schedule import lay_out
 from shoal.methods.base import Method
 from shoal.methods.common.limits import Layers
 from shoal.types import ModelInfo

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from shoal.depth.budget import ideal_speedup
 from shoal.depth.order import Core, default_core
-from shoal.depth.speedup import ideal_speedup
 from shoal.engine.engine import Engine
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.full import Full

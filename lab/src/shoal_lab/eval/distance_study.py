@@ -12,8 +12,8 @@ from itertools import zip_longest
 from statistics import mean, median
 from typing import Any
 
+from shoal.depth.budget import ideal_speedup
 from shoal.depth.plan import DepthPlan
-from shoal.depth.speedup import ideal_speedup
 from shoal.engine.engine import Engine
 from shoal.methods.full import Full
 from shoal.model.packed.stack import PackedStack

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.depth.speedup import ideal_speedup
+from shoal.depth.budget import ideal_speedup
 from shoal.errors import Unsupported
 from shoal.methods import make
 from shoal.methods.base import Method

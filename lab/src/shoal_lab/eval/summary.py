@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from shoal.depth.speedup import ideal_speedup
+from shoal.depth.budget import ideal_speedup
 from shoal_lab.eval.agreement import agreement
 from shoal_lab.eval.clustered import clustered_difference
 from shoal_lab.eval.decoders import WORK

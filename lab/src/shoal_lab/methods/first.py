@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import StepReport, Worker
-from shoal.depth.budget import Constant, as_layers
+from shoal.depth.budget import Constant, as_layers, lay_out
 from shoal.depth.order import ascending, core_for
 from shoal.depth.plan import DepthPlan
-from shoal.depth.schedule import lay_out
 from shoal.methods.base import Method
 from shoal.methods.common.limits import Layers, Most, Number
 from shoal.methods.common.trained import made_of

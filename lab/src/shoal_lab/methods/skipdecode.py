@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.budget import LinearFall, as_layers
+from shoal.depth.budget import LinearFall, as_layers, lay_out
 from shoal.depth.order import removal_order
-from shoal.depth.schedule import lay_out
 from shoal.methods.base import Method
 from shoal.methods.common.limits import Horizon, Layers, Most
 from shoal.types import ModelInfo

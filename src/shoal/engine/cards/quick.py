@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from shoal.depth.budget import lowest_mean
 from shoal.depth.order import ascending, default_core
-from shoal.depth.solve import lowest_mean
 from shoal.engine.cards import places as cards
 from shoal.engine.cards.card import BEARABLE, FORMAT, Card
 from shoal.engine.cards.divergence import DivergenceSums, Judged, Text

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from shoal import methods
+from shoal.depth.budget import ideal_speedup
 from shoal.depth.plan import NEVER
-from shoal.depth.speedup import ideal_speedup
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.knobs import choices, describe, field_docs, plain
