@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.batch.lines import Line, fields_of
-from shoal.batch.records import Record
+from shoal.batch.lines import Line, Record, fields_of
 
 SETTINGS = {"option": {"method": "full", "seed": 3}}
 

@@ -12,7 +12,7 @@ import pytest
 
 import shoal
 from documents import ROOT
-from shoal import catalog, file_hash
+from shoal import catalog, user_cache
 from shoal.cli import main
 
 KNOWN, DEFAULT = catalog.KNOWN, catalog.DEFAULT
@@ -118,21 +118,21 @@ def test_the_folder_is_the_user_s_cache_unless_said_otherwise(models: Path, monk
 
 
 def forget() -> None:
-    file_hash._sha256.cache_clear()
+    user_cache._sha256.cache_clear()
 
 
 def test_a_hash_is_computed_once_and_again_when_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, hashed = tmp_path / "a", []
-    real = file_hash._hash
-    monkeypatch.setattr(file_hash, "_hash", lambda path: hashed.append(path) or real(path))
+    real = user_cache._hash
+    monkeypatch.setattr(user_cache, "_hash", lambda path: hashed.append(path) or real(path))
     for content in (b"one", b"two"):
         file.write_bytes(content)
         os.utime(file, ns=(0, content[0] * 10**9))
         for _ in range(2):
             forget()
-            assert file_hash.sha256(file) == hashlib.sha256(content).hexdigest()
+            assert user_cache.sha256(file) == hashlib.sha256(content).hexdigest()
     assert len(hashed) == 2
 
 
@@ -143,7 +143,7 @@ def test_spoilt_notes_are_made_anew(tmp_path: Path, notes: str) -> None:
     path = tmp_path / "cache" / "shoal" / "sha256.json"
     path.parent.mkdir(parents=True)
     path.write_text(notes.replace("%s", str(file)))
-    assert file_hash.sha256(file) == hashlib.sha256(b"abc").hexdigest()
+    assert user_cache.sha256(file) == hashlib.sha256(b"abc").hexdigest()
     assert str(file) in path.read_text()
 
 
@@ -151,7 +151,7 @@ def test_notes_that_cannot_be_written_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     file = tmp_path / "a"
     file.write_bytes(b"abc")
-    assert file_hash.sha256(file) == hashlib.sha256(b"abc").hexdigest()
+    assert user_cache.sha256(file) == hashlib.sha256(b"abc").hexdigest()
 
 
 def test_the_known_models_are_named_in_the_documents() -> None:

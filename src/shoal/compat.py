@@ -1,4 +1,4 @@
-"""What differs between versions of the libraries underneath, without importing them."""
+"""Differences between versions of torch and transformers, found without importing them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from importlib import metadata
 from typing import Any
 
 TESTED = {"torch": "2.14.1", "transformers": "5.24.0"}
-"""The newest releases with which the tests have passed."""
+"""The newest releases that the tests have passed with."""
 
 log = logging.getLogger(__name__)
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a distribution as it calls itself, or None where it is absent."""
+    """The installed version of a distribution; None if it is absent."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -25,7 +25,7 @@ def installed_version(package: str) -> str | None:
 
 
 def untested() -> list[str]:
-    """Of each installed library that is newer than any with which the tests have passed: "name version"."""
+    """Installed libraries that are newer than the tested releases, as "name version"."""
     found = {package: installed_version(package) for package in TESTED}
     return [f"{package} {version}" for package, version in found.items()
             if version is not None and release(version) > release(TESTED[package])]
@@ -33,7 +33,7 @@ def untested() -> list[str]:
 
 @functools.cache
 def tell_untested() -> None:
-    """Say once in a process, in one line, which libraries are newer than any that was tested."""
+    """Log one line, once per process, about libraries newer than the tested releases."""
     if newer := untested():
         known = ", ".join(f"{package} {version}" for package, version in TESTED.items())
         log.warning("%s: newer than any version that Shoal was tested with (%s); if something fails, install that",
@@ -46,14 +46,13 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def cache_name(forward: Callable[..., Any]) -> str:
-    """How a model's `forward` calls the cache of keys and values that it takes.
+    """The name of the KV cache among the arguments of a model's `forward`.
 
-    Args:
-        forward: of a transformers model; 5.24 has renamed the argument, and code that comes with a model may not have.
+    transformers 5.24 renamed it; code that comes with a model may still use the old name.
     """
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def is_cache(value: object) -> bool:
-    """Whether it does what every cache of transformers does, whatever its class and the argument's name."""
+    """Whether the value has the methods of a transformers cache, whatever its class."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")

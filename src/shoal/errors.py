@@ -1,4 +1,4 @@
-"""What Shoal says when it is asked for something that cannot be done."""
+"""Errors for requests that cannot be done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Unsupported(ValueError):
     """A request that Shoal understands but cannot honour.
 
     Args:
-        what: the thing that was asked for, with its value.
+        what: the thing asked for, with its value.
         why: the reason it cannot be done.
         remedy: what the caller can do instead.
     """
@@ -26,32 +26,29 @@ class Unsupported(ValueError):
 
 
 class OutOfMemory(Unsupported):
-    """A request or a model that is too large for the memory there is; smaller ones go on working."""
+    """A request or a model is too large for the memory; smaller ones still work."""
 
 
 class QueueFull(RuntimeError):
-    """Too much is waiting already; the same request may be taken later."""
+    """Too many requests are waiting; the same request may be accepted later."""
 
 
 class Interrupted(RuntimeError):
-    """Work under way was lost through no fault of the request; the same request may be made again."""
+    """Work under way was lost, through no fault of the request; it may be sent again."""
 
 
 class Closed(RuntimeError):
-    """Whoever was asked takes no more requests."""
+    """The engine or scheduler takes no more requests."""
 
 
 @contextmanager
 def needs(extra: str, what: str, package: str = "shoal") -> Iterator[None]:
-    """Around imports of what an extra installs.
+    """Turn an ImportError inside the block into `Unsupported`, which names the extra to install.
 
     Args:
-        extra: its name.
-        what: what was asked for, for the error.
-        package: whose extra it is.
-
-    Raises:
-        Unsupported: something is not installed; names the extra.
+        extra: name of the extra.
+        what: what was asked for, for the message.
+        package: the package that has the extra.
     """
     try:
         yield
@@ -61,7 +58,7 @@ def needs(extra: str, what: str, package: str = "shoal") -> Iterator[None]:
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ValueError:
-    """The error for an unknown name: it names the nearest known one and lists them all; `hint` ends it."""
+    """The error for an unknown name; it suggests the nearest known one, lists them all, and ends with `hint`."""
     choices = sorted(known)
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), choices, n=1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
@@ -69,19 +66,19 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Va
 
 
 def lab_hint(what: str) -> str:
-    """The end of an error where shoal-lab, which brings more of `what`, is not installed."""
+    """A hint, to end an error with, that shoal-lab brings more of `what`; empty if it is installed."""
     return "" if find_spec("shoal_lab") else f". More {what} come with shoal-lab: {LAB_INSTALL}"
 
 
 def check_text(value: Any, what: str) -> None:
-    """Refuse text that is none: a lone surrogate, half of a character that UTF-16 writes in two, has no UTF-8.
+    """Refuse text with a lone surrogate, which has no UTF-8 form.
 
     Args:
-        value: text, or lists and mappings that may hold some.
-        what: names it in the error.
+        value: text, or lists and mappings that may hold text.
+        what: names the value in the error.
 
     Raises:
-        ValueError: says where the surrogate stands.
+        ValueError: says where the surrogate is.
     """
     if isinstance(value, str):
         try:
@@ -100,11 +97,7 @@ def check_text(value: Any, what: str) -> None:
 
 
 def stays_here(what: str) -> TypeError:
-    """The error for pickling what belongs to its process, as giving it to another process does.
-
-    Args:
-        what: names the object.
-    """
+    """The error for pickling `what`, an object that belongs to its process."""
     return TypeError(f"{what} can be neither pickled, copied nor sent to another process: its weights and kernels "
                      "belong to this one. Send what shoal.load was given, and load the model there; processes that "
                      "load one GGUF file share its weights")

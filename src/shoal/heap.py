@@ -1,4 +1,4 @@
-"""The process's heap and what is left: memory given back, and no search for garbage where there is none."""
+"""Memory of the process: returning it to the system, measuring it, and pausing the garbage collector."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 def give_back() -> None:
-    """Hand freed memory back to the system: glibc would keep the holes that temporaries leave."""
+    """Return freed memory to the system; by itself glibc keeps the holes that temporaries leave."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def available() -> int | None:
-    """Bytes of memory that the system has to spare; None where it does not say."""
+    """Bytes of memory that the system has available; None if it does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -28,7 +28,7 @@ def available() -> int | None:
 
 
 def resident() -> int | None:
-    """Bytes of this process that are in memory; None where the system does not say."""
+    """Resident bytes of this process; None if the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
     except OSError:
@@ -37,7 +37,7 @@ def resident() -> int | None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause the garbage collector: many new tuples would make it walk over everything that the libraries hold."""
+    """Pause the garbage collector: otherwise many new tuples make it walk all objects of the libraries."""
     was_on = gc.isenabled()
     gc.disable()
     try:

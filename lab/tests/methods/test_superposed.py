@@ -22,7 +22,7 @@ from drive import SHORT
 from families import tiny
 from generate_calls import batch, generate
 from serving import MODEL, serving, tiny_engine
-from shoal.batch.records import answered
+from shoal.batch.lines import answered
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.constraints.constraint import Regex

@@ -1,1 +1,1 @@
-"""Files of prompts to files of answers, through the scheduler; killed at any point, a job goes on where it was."""
+"""Files of prompts to files of answers, through the scheduler. A job that was killed resumes where it was."""

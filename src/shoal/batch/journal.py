@@ -1,7 +1,7 @@
-"""The output file of a job: it only grows, by whole lines that are on the disk before the next one is written.
+"""The output file of a job. It only grows, by whole lines, each synced to disk before the next one is written.
 
-Beside it lies `NAME.job`, which says what the job is: the hash of its input, and its settings. A file whose job is
-another one is never touched. What a kill has left of a half-written line is cut off when the job goes on.
+`NAME.job` beside it identifies the job by the hash of its input and its settings. A file of another job is never
+changed. A line that a kill left half-written is cut off when the job resumes.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from types import TracebackType
 from typing import Any
 
 from shoal import __version__
-from shoal.batch.records import Record
+from shoal.batch.lines import Record
 
 _REMEDY = "Give another output file, or remove this one and its .job file to start anew"
 
 
 class Journal:
-    """An output file, open for more; a context manager.
+    """An output file, open for appending; a context manager.
 
     Args:
-        path: the file; made where there is none.
-        job: what the job is, as JSON values; groups of named settings.
-        lines: how many lines the input has.
+        path: the file; created if it is absent.
+        job: identifies the job: groups of named settings, as JSON values.
+        lines: number of lines of the input.
 
     Attributes:
-        done: numbers of the lines that have their record.
-        errors: how many of the records are errors.
+        done: numbers of the lines that have a record.
+        errors: number of records that are errors.
 
     Raises:
-        ValueError: it cannot be written, belongs to another job, is damaged, or another process is writing it.
+        ValueError: the file cannot be written, belongs to another job, is damaged, or is being written by another
+            process.
     """
 
     def __init__(self, path: Path, job: Mapping[str, Mapping[str, Any]], lines: int) -> None:
@@ -49,7 +50,7 @@ class Journal:
             raise
 
     def append(self, record: Record) -> None:
-        """Write a record; when this returns it is on the disk."""
+        """Write a record and sync it to disk."""
         raw = json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
         while raw:
             raw = raw[os.write(self._file, raw) :]
@@ -57,7 +58,7 @@ class Journal:
         self._count(record)
 
     def close(self) -> None:
-        """Let another process go on with the file."""
+        """Close the file, which also releases its lock."""
         os.close(self._file)
 
     def __enter__(self) -> Journal:
@@ -67,10 +68,10 @@ class Journal:
         self.close()
 
     def _claim(self, job: dict[str, dict[str, Any]]) -> None:
-        """See that the file is this job's, or make it so."""
+        """Check that the file belongs to this job; mark it if it is new."""
         if not self._sidecar.exists():
             if os.fstat(self._file).st_size:
-                raise ValueError(f"{self._path} holds something that no job has written. Give another output file")
+                raise ValueError(f"{self._path} was not written by a batch job. Give another output file")
             _write(self._sidecar, {"shoal": __version__, **job})
             return
         try:
@@ -86,7 +87,7 @@ class Journal:
                     raise ValueError(f"{self._path} belongs to another job: {what}. {_REMEDY}")
 
     def _recover(self, lines: int) -> None:
-        """Find out what is done, and cut off a line that is not whole."""
+        """Read the records that are there, and cut off an unfinished last line."""
         whole = 0
         with self._path.open("rb") as file:
             for raw in file:
@@ -126,7 +127,7 @@ def _opened(path: Path) -> int:
 def _lock(file: int, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # not on Windows; there two processes must not be given one file
+    except ImportError:  # Windows has no such lock; there the user must not run one job twice at a time
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,21 +136,16 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _write(path: Path, value: Any) -> None:
-    """The file whole or not at all, and on the disk."""
+    """Write a JSON file atomically, and sync it to disk with its name, which is in the folder."""
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8") as file:
         json.dump(value, file, ensure_ascii=False, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Names are on the disk once their folder is."""
     if os.name != "posix":
         return
-    folder = os.open(path, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

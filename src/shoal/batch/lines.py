@@ -1,10 +1,12 @@
-"""A line of the input: one JSON object, checked, as the scheduler takes it.
+"""Lines of the input and of the output.
+
+A line of the input is one JSON object:
 
     {"prompt": "Once upon a time", "max_new_tokens": 64}
     {"id": "q7", "messages": [{"role": "user", "content": "Hello"}], "method": "d3", "method_args": {"alpha": 0.99}}
 
-A prompt is text or token ids and goes to the model as it is; messages are what a server's chats take and go through the
-chat template. All other fields are options of `Engine.generate`; what a line leaves out comes from the job.
+A prompt is text or token ids and goes to the model unchanged. Messages are those of the server's chats and go through
+the chat template. All other fields are options of `Engine.generate`; the job supplies those that a line leaves out.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from typing import Any
 from shoal.engine.messages import opening, plain
 from shoal.engine.request import chat_ids
 from shoal.errors import unknown
+from shoal.types import Result, TokenLogprob, finite_logprob
 
+Record = dict[str, Any]
+"""A line of the output: `line` is the number of the input's line, with its `text`, or an `error` in its place."""
 _OWN = ("id", "prompt", "messages", "method_args")
 _GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
 _CODE = ("logits_processor", "stopping_criteria")
@@ -28,10 +33,10 @@ _CODE = ("logits_processor", "stopping_criteria")
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is not blank.
+    """A non-blank line.
 
     Attributes:
-        number: its place in the file, from 1; blank lines count too.
+        number: its place in the file, from 1, blank lines counted.
         raw: its bytes.
     """
 
@@ -41,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Contents:
-    """What an input file holds: its hash, all its lines, and how many of them are not blank."""
+    """An input file: its hash, its number of lines, and how many of them are not blank."""
 
     sha256: str
     lines: int
@@ -50,7 +55,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Task:
-    """What a line asks for: a prompt, what has no effect in its messages, and options of `Scheduler.submit`."""
+    """A line as the scheduler takes it: prompt, names of message fields without effect, options of `submit`."""
 
     prompt: str | Sequence[int]
     ignored: Sequence[str]
@@ -58,7 +63,7 @@ class Task:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines that are not blank, in order; a byte order mark before the first is none of its text."""
+    """The non-blank lines, in order; a byte order mark before the first is removed."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             raw = raw if number > 1 else raw.removeprefix(BOM_UTF8)
@@ -67,10 +72,10 @@ def read(path: Path) -> Iterator[Line]:
 
 
 def contents(path: Path) -> Contents:
-    """Read the file once to tell it from others.
+    """Read the file once, to hash it and to count its lines.
 
     Raises:
-        ValueError: it is no readable file, or has no line.
+        ValueError: the file cannot be read, is no regular file, or has no non-blank line.
     """
     digest, lines, tasks = hashlib.sha256(), 0, 0
     if path.exists() and not path.is_file():
@@ -88,7 +93,7 @@ def contents(path: Path) -> Contents:
 
 
 def fields_of(raw: bytes) -> dict[str, Any]:
-    """The line's JSON object; ValueError where it is none, or holds a number or a character that JSON lacks."""
+    """The line's JSON object; ValueError for anything else, for NaN and infinity, and for lone surrogates."""
     try:
         given = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
         json.dumps(given, ensure_ascii=False).encode("utf-8")
@@ -110,7 +115,7 @@ def _no_number(word: str) -> float:
 
 
 def id_of(fields: Mapping[str, Any]) -> str | int | None:
-    """What the line calls itself; ValueError for anything but a text or a whole number."""
+    """The line's id; ValueError for anything but a text or a whole number."""
     name = fields.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise ValueError(f"id is {name!r}; it must be a text or a whole number")
@@ -118,12 +123,12 @@ def id_of(fields: Mapping[str, Any]) -> str | int | None:
 
 
 def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], tokenizer: Any) -> Task:
-    """What the line asks for, over the job's defaults.
+    """The line's prompt and options, over the job's defaults.
 
-    A line without a seed of its own draws with the job's seed plus its number, so that lines differ.
+    A line without a seed draws with the job's seed plus its number, so that lines differ.
 
     Raises:
-        ValueError: a field is unknown, or there is not one prompt.
+        ValueError: a field is unknown or wrong, or the line has no prompt or two.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if "body" in given:
@@ -145,8 +150,8 @@ def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], 
 
 
 def _options() -> tuple[str, ...]:
-    """Options that JSON can hold."""
-    from shoal.engine.request import Options  # imports torch, which whoever only keeps the books can do without
+    """Options of `Engine.generate` that JSON can hold."""
+    from shoal.engine.request import Options  # imports torch, which the journal does without
 
     return tuple(name for name in Options.__annotations__ if name not in _CODE)
 
@@ -166,7 +171,7 @@ def _method(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bias(given: Any) -> dict[int, float]:
-    """JSON's keys are text."""
+    """The bias of each token id; JSON's keys are text."""
     try:
         return {int(token): float(value) for token, value in given.items()}
     except (AttributeError, TypeError, ValueError):
@@ -174,7 +179,7 @@ def _bias(given: Any) -> dict[int, float]:
 
 
 def _prompt(given: Mapping[str, Any], tokenizer: Any) -> tuple[str | list[int], list[str]]:
-    """The prompt, and the names of what has no effect in the messages it is made of."""
+    """The prompt, and the names of message fields without effect."""
     if ("prompt" in given) == ("messages" in given):
         raise ValueError("a line needs either prompt or messages")
     if "messages" in given:
@@ -186,10 +191,48 @@ def _prompt(given: Mapping[str, Any], tokenizer: Any) -> tuple[str | list[int], 
 
 
 def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[str]]:
-    """As the server takes messages."""
+    """Token ids of messages, and the names of their fields without effect, as in the server."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("this model has no chat template; give a prompt instead of messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(one, Mapping) for one in messages):
         raise ValueError('messages must be a list of objects, such as {"role": "user", "content": "Hello"}')
     told, ignored = plain(messages, str(tokenizer.chat_template))
     return chat_ids(told, tokenizer, **opening(told, None, None)), ignored
+
+
+def answered(line: int, name: str | int | None, result: Result, *, with_tokens: bool) -> Record:
+    """The record of an answer.
+
+    Args:
+        line: number of the input's line.
+        name: its id.
+        result: the answer.
+        with_tokens: whether to write the token ids, which a model without a tokenizer needs.
+    """
+    stats = result.stats
+    return {
+        "line": line,
+        "id": name,
+        "text": result.text,
+        **({"tokens": result.tokens} if with_tokens else {}),
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "mean_layers": round(stats.mean_layers, 4),
+        **stats.beside,
+        "seed": result.seed,
+        **({"alternatives": [text for text, *_ in result.alternatives]} if result.alternatives else {}),
+        **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
+    }
+
+
+def failed(line: int, name: str | int | None, error: BaseException) -> Record:
+    """The record of a line without an answer."""
+    message = " ".join(str(error).split())
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return {"line": line, "id": name, "error": kind + message}
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    top = [[token, finite_logprob(value)] for token, value in entry.top]
+    return {"token": entry.token, "logprob": finite_logprob(entry.logprob), "top": top}

@@ -1,7 +1,7 @@
-"""Lines answered by several processes with a model each, through Ray Data. Needs the extra `ray`.
+"""Lines answered by several processes, each with its own model, through Ray Data. Needs the extra `ray`.
 
-The lines go out in small blocks and come back block by block, in the order in which they end. What is written down, and
-what is left to do, is known to the job's own process alone.
+Lines go out in small blocks, and records come back block by block as the blocks end. Only the job's own process writes
+records and knows which lines are left.
 """
 
 from __future__ import annotations
@@ -12,29 +12,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.batch.lines import Line
-from shoal.batch.records import Record
-from shoal.batch.run import BatchRunner
+from shoal.batch.job import BatchRunner
+from shoal.batch.lines import Line, Record
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.integrations import local_ray
 
 Make = Callable[[int], Scheduler]
-"""Loads the model in the actor's process and says how many rows may wait there; importable there by its name."""
-
+"""Loads the model in the actor's process, given how many rows may wait; importable there by its name."""
 _BLOCK = 4
-"""Lines that travel together: few, as they come back together, and more than one, as each block costs Ray some work."""
-
+"""Lines that travel together: more than one because each block costs Ray some work, few because all return at once."""
 _REFUSAL = "refusal"
-"""In place of a record: why the model cannot be had."""
+"""Key of the reason why the model cannot be loaded; stands in place of a record."""
 
 
 @dataclass(frozen=True)
 class Actors:
-    """Who answers.
+    """The processes that answer.
 
     Attributes:
-        number: how many processes.
-        device: where they compute; None for CUDA where there is one.
+        number: how many.
+        device: where they compute; None for CUDA if there is a GPU.
         max_rows: most rows under way in each.
     """
 
@@ -44,19 +41,19 @@ class Actors:
 
     @property
     def blocks(self) -> int:
-        """Blocks at once in a process: as many rows again as are under way wait there for a place."""
+        """Blocks at once in a process: enough that for each row under way another one waits."""
         return -(-2 * self.max_rows // _BLOCK)
 
 
 def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], actors: Actors) -> Iterator[Record]:
-    """A record for every line; the lines are held in memory.
+    """One record for every line. All lines are held in memory.
 
     A process that dies is replaced, and its blocks are answered again.
 
     Raises:
         ValueError: the model cannot be loaded.
         Unsupported: Ray is not installed.
-        RuntimeError: decoding failed for good.
+        RuntimeError: Ray lost a line.
     """
     held = list(lines)
     items = [{"number": line.number, "raw": line.raw} for line in held]
@@ -79,12 +76,12 @@ def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], acto
 
 
 class Actor:
-    """One process with a model; called by Ray Data from as many threads as it has blocks.
+    """One process with a model. Ray Data calls it from as many threads as it has blocks.
 
     Args:
         make: makes the scheduler.
-        defaults: see `BatchRunner`.
-        waiting: most lines that are here at once.
+        defaults: options of lines that do not give their own.
+        waiting: most lines in this process at once.
         threads: how many to compute with.
     """
 
@@ -95,11 +92,11 @@ class Actor:
         self._defaults, self._refusal = defaults, ""
         try:
             self._scheduler = make(waiting)
-        except ValueError as error:  # Ray would write pages about it, from every process
+        except ValueError as error:  # if it were raised, Ray would print pages about it, once per process
             self._refusal = str(error)
 
     def __call__(self, block: Mapping[str, Any]) -> dict[str, list[str]]:
-        """The records of a block of lines, as JSON, since their fields differ from line to line."""
+        """The records of a block of lines, each as JSON because their fields differ."""
         if self._refusal:
             return {"record": [json.dumps({_REFUSAL: self._refusal})]}
         lines = [Line(int(number), bytes(raw)) for number, raw in zip(block["number"], block["raw"], strict=True)]

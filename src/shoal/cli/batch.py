@@ -22,8 +22,7 @@ from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
     from shoal.batch.job import Report
-    from shoal.batch.lines import Line
-    from shoal.batch.records import Record
+    from shoal.batch.lines import Line, Record
     from shoal.engine.scheduling.scheduler import Scheduler
 
 EXAMPLES = """examples:
@@ -79,7 +78,7 @@ class _Here:
         self._engine.recipe(args.method, args.max_new_tokens)  # what cannot run at all is no matter of single lines
 
     def __call__(self, lines: Iterable[Line]) -> Iterator[Record]:
-        from shoal.batch.run import BatchRunner
+        from shoal.batch.job import BatchRunner
 
         with common.make_scheduler(self._args, self._engine) as scheduler:
             yield from BatchRunner(scheduler, _defaults(self._args)).answers(lines)

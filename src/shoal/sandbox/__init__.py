@@ -1,1 +1,1 @@
-"""Work that is kept apart in processes: code that a model wrote, and what may hang, crash or take all memory."""
+"""Processes for code that a model wrote, and for work that may hang, crash or use up the memory."""

@@ -1,8 +1,8 @@
-"""Runs programs one after the other, each in a fork of its own. Runs inside a sandbox, without the rest of Shoal.
+"""Runs programs one after the other, each in its own fork. Runs inside a sandbox, without the rest of Shoal.
 
-A line of JSON on stdin asks, a line on stdout answers. A program has passed if the fork says so in a word that it was
-given for this one run, which it does once the last test is through: whoever ends early has not. That guards against
-accidents, not against adversaries: a program that looks for the word in the frames around it finds it.
+Each line of JSON on stdin asks, and a line on stdout answers. A fork that has run the last test reports the verdict
+with a token made for this one run, so a program that ends early has not passed. That guards against accidents, not
+against adversaries: a program can find the token in the frames around it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MESSAGE_BYTES = 256
 _USUAL = ("bisect", "cmath", "collections", "collections.abc", "copy", "datetime", "decimal", "fractions", "functools",
           "hashlib", "heapq", "itertools", "math", "operator", "queue", "random", "re", "statistics", "string", "time",
           "typing")
-"""Modules that programs import, read once for all."""
+"""Modules that programs import often; imported once, before the forks."""
 _SECURE_BITS = 0x2F
-"""No capability is ever gained by being user 0, and that stays."""
+"""User 0 gains no capabilities, and this cannot be undone."""
 
 
 def serve(settings: dict[str, Any]) -> None:
     """Answer until stdin ends.
 
     Args:
-        settings: `memory`, `file_bytes`, `processes`, `files`, `home`, and `user` (a uid to become, or None).
+        settings: `memory`, `file_bytes`, `processes`, `files`, `home`, `confined`, and `user` (a uid or None).
     """
     for name in _USUAL:
         __import__(name)
@@ -50,12 +50,12 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def _tried(job: dict[str, Any], settings: dict[str, Any], libc: Any) -> str:
-    """Run one program in a fork, to its end or the deadline; nothing that it started is left."""
-    word = os.urandom(16).hex()
+    """Run one program in a fork, to its end or the deadline, then kill everything that it started."""
+    token = os.urandom(16).hex()
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
-        _run(job, settings, libc, word, into)
+        _run(job, settings, libc, token, into)
     os.close(into)
     said = _listen(out, child, time.monotonic() + job["seconds"])
     os.close(out)
@@ -63,11 +63,11 @@ def _tried(job: dict[str, Any], settings: dict[str, Any], libc: Any) -> str:
     if said is None:
         return "timeout"
     found, _, verdict = said.partition(" ")
-    return verdict if found == word else "error" if found == "killed" else "failed"
+    return verdict if found == token else "error" if found == "killed" else "failed"
 
 
 def _listen(out: int, child: int, deadline: float) -> str | None:
-    """The first line of a program, "" or "killed" where it ended without one, None after the deadline."""
+    """The first line that a program writes; "" or "killed" if it ended without one, None after the deadline."""
     said = b""
     while b"\n" not in said and len(said) < MESSAGE_BYTES:
         left = deadline - time.monotonic()
@@ -86,7 +86,7 @@ def _listen(out: int, child: int, deadline: float) -> str | None:
 
 
 def _end(child: int) -> None:
-    """Kill the program and whatever it started: as process 1 that is everybody else."""
+    """Kill the program and everything it started; for process 1 of a namespace, that is every other process."""
     everyone = os.getpid() == 1
     try:
         if everyone:
@@ -104,7 +104,7 @@ def _end(child: int) -> None:
 
 
 def _wiped(home: str) -> bool:
-    """Empty the home; whether that could be done."""
+    """Empty the home folder; False if that fails."""
     try:
         for entry in os.scandir(home):
             if entry.is_dir(follow_symlinks=False):
@@ -116,10 +116,10 @@ def _wiped(home: str) -> bool:
     return True
 
 
-def _run(job: dict[str, Any], settings: dict[str, Any], libc: Any, word: str, into: int) -> None:
-    """In the fork: give up all rights, run the program, say how it went, end. Never returns."""
-    write, leave = os.write, os._exit  # the program may put others in their place
-    said = {verdict: f"{word} {verdict}\n".encode() for verdict in ("passed", "failed", "error", "syntax")}
+def _run(job: dict[str, Any], settings: dict[str, Any], libc: Any, token: str, into: int) -> None:
+    """In the fork: give up all rights, run the program, report the verdict, exit. Never returns."""
+    write, leave = os.write, os._exit  # the program may replace them
+    said = {verdict: f"{token} {verdict}\n".encode() for verdict in ("passed", "failed", "error", "syntax")}
     verdict = "error"
     try:
         os.setsid()
@@ -137,7 +137,7 @@ def _run(job: dict[str, Any], settings: dict[str, Any], libc: Any, word: str, in
 
 
 def _give_up(settings: dict[str, Any], libc: Any, seconds: int) -> None:
-    """Limits, then everything that would let them be lifted."""
+    """Set limits, then drop every right that could lift them."""
     for what, limit in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, settings["memory"]), (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, settings["file_bytes"]), (resource.RLIMIT_NOFILE, settings["files"]),
@@ -160,7 +160,7 @@ def _give_up(settings: dict[str, Any], libc: Any, seconds: int) -> None:
 
 
 def _verdict(code: str, tests: str, entry: str) -> str:
-    """How a program's tests go."""
+    """The verdict of a program's tests."""
     pristine = dict(vars(builtins))
     modules = [(sys.modules[name], dict(vars(sys.modules[name]))) for name in _USUAL]
     run = exec

@@ -1,14 +1,19 @@
-"""Processes that answer one question at a time, and are ended where one takes too long or too much memory.
+"""Processes that answer one question at a time, and are killed if it takes too long or too much memory.
 
-A process is the one bound in time and memory that holds whatever the work is: code of another language cannot be
-interrupted, and a stack that overflows there ends the process that it is in.
+Only a process can be bounded in time and memory whatever it does: native code cannot be interrupted, and a stack
+overflow in it kills its whole process.
+
+Questions go to a process as lines of JSON. Its first line on stdout is `READY`; each further one is `[answer, reason
+why there is none or null, whether that is a limit, whether the process ends now]`.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import math
+import mmap
 import os
 import signal
 import subprocess
@@ -16,39 +21,39 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-_START = "import sys; sys.path[0] = sys.argv[1]; from shoal.sandbox.helper_process import main; main(*sys.argv[2:])"
+_START = "import sys; sys.path[0] = sys.argv[1]; from shoal.sandbox.helper import main; main(*sys.argv[2:])"
 _PATIENCE = 6
-"""Seconds by the clock for each of computing time: other work may keep the machine busy."""
+"""Seconds of wall time allowed per second of CPU time, because the machine may be busy."""
 _START_SECONDS = 300
-"""By the clock, until a process has imported what it needs: beside much other work that takes minutes."""
+"""Wall time in which a process must have imported what it needs; on a busy machine that takes minutes."""
 READY = "ready\n"
-"""What it says then."""
 _AT_ONCE = 2
 
 
 class NoAnswer(Exception):
-    """A question has no answer, for a reason that its asker can be told."""
+    """A question has no answer; the message says why and may be shown to whoever asked."""
 
 
 class OverLimit(NoAnswer):
-    """The reason is a limit, which the same question would meet again."""
+    """A question exceeded a limit, and would again."""
 
 
 class Helpers:
-    """Processes of one kind. They start when they are first needed and wait for the next question; for any thread.
+    """Processes of one kind, usable from any thread. They start on first use and then wait for more questions.
 
     Args:
-        work: the module in which they find `answer`, a function of a question; both are what JSON can hold, and of a
-            question whatever else it has is given as the name of its kind.
-        seconds: of computing time for an answer; None for any, where each question has a time of its own.
-        memory: bytes that a process may take beyond those with which it begins, where the system can hold it to that;
-            None where the work sees to it.
-        at_once: questions that are worked on at a time.
+        work: the module whose function `answer` maps a question to an answer. Both are JSON values; anything else in a
+            question is sent as the name of its type.
+        seconds: CPU time for an answer; None for no limit, where each question has its own.
+        memory: bytes that a process may take beyond those it starts with, if the system can enforce that; None for no
+            limit.
+        at_once: most questions worked on at a time.
     """
 
     def __init__(self, work: str, seconds: int | None, memory: int | None, at_once: int = _AT_ONCE) -> None:
@@ -61,15 +66,15 @@ class Helpers:
         _all.add(self)
 
     def ask(self, question: Any, within: float = math.inf) -> Any:
-        """The answer to a question; it waits where others are asked at the time.
+        """The answer to a question. Waits while all processes are busy.
 
         Args:
-            question: see the class.
-            within: seconds by the clock until there must be an answer. Waiting counts, the start of a process does not.
+            question: a JSON value.
+            within: wall time in seconds for the answer. Waiting counts; starting a process does not.
 
         Raises:
-            NoAnswer: there is none: it would take too long or too much memory (OverLimit), `answer` raised an error, or
-                no process can be started.
+            OverLimit: the answer would take too long or too much memory.
+            NoAnswer: `answer` raised an error, or no process can be started.
         """
         line, asked = json.dumps(question, default=_named) + "\n", time.monotonic()
         if not self._room.acquire(timeout=min(within, threading.TIMEOUT_MAX)):
@@ -97,12 +102,12 @@ class Helpers:
         return answer
 
     def begin(self) -> None:
-        """Start a process, if none waits, so that the first question need not wait for it."""
+        """Start a process, unless one waits, so that the first question need not wait for it."""
         with suppress(NoAnswer):
             self._idle.append(self._taken())
 
     def end(self) -> None:
-        """End the processes that wait."""
+        """End the waiting processes."""
         while self._idle:
             process = self._idle.pop()
             if self._owner == os.getpid():
@@ -110,10 +115,10 @@ class Helpers:
                 _end(process)
 
     def _taken(self) -> subprocess.Popen[str]:
-        """A process that waits, or a new one."""
-        if self._owner != os.getpid():  # a fork: they wait for the parent's questions
+        """A waiting process, or a new one."""
+        if self._owner != os.getpid():  # after a fork, the waiting processes belong to the parent
             self._owner, self._idle = os.getpid(), []
-        with suppress(IndexError):  # several threads take them
+        with suppress(IndexError):  # other threads pop too
             while True:
                 process = self._idle.pop()
                 if process.poll() is None:
@@ -145,7 +150,7 @@ def _named(value: Any) -> str:
 
 
 def _timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str, bool]:
-    """What a process says to a line, a line or what it said before it ended; and whether that took too long."""
+    """Send a line. Returns the line that comes back, or the part of it sent before the process died, and if late."""
     assert process.stdin is not None and process.stdout is not None
     late = threading.Event()
     timer = threading.Timer(min(max(seconds, 0.0), threading.TIMEOUT_MAX), _stop, (process, late))
@@ -157,7 +162,7 @@ def _timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[s
     except OSError:
         return "", late.is_set()
     except BaseException:
-        _end(process)  # what it will say would be taken for the next question's answer
+        _end(process)  # its answer would be taken for that of the next question
         raise
     finally:
         timer.cancel()
@@ -169,7 +174,7 @@ def _stop(process: subprocess.Popen[str], late: threading.Event) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> int:
-    """Its exit code; one that has closed its output is given the time to die of what it does."""
+    """Kill a process and return its exit code. One that is dying gets a second, so that the code says of what."""
     assert process.stdin is not None and process.stdout is not None
     with suppress(OSError):
         process.stdin.close()
@@ -187,3 +192,62 @@ _all: weakref.WeakSet[Helpers] = weakref.WeakSet()
 def _end_all() -> None:
     for helpers in list(_all):
         helpers.end()
+
+
+def main(work: str, seconds: str, memory: str) -> None:
+    """Run in the process: answer until stdin ends. The arguments are those of `Helpers`, 0 for None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the process that asks
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # libraries may print
+    answer = importlib.import_module(work).answer
+    print(READY, end="", file=answers, flush=True)
+    most, begun = int(memory), _address_space()
+    if most:
+        _limit_memory(begun + most)
+    for line in sys.stdin:
+        if int(seconds):
+            _limit_time(int(seconds))
+        said, why, limit, spent = _told(answer, json.loads(line), most)
+        spent = spent or 0 < most // 4 < _address_space() - begun  # too little is left for the next question
+        print(json.dumps([said, why, limit, spent]), file=answers, flush=True)
+
+
+def _told(answer: Callable[[Any], Any], question: Any, memory: int) -> tuple[Any, str | None, bool, bool]:
+    try:
+        return answer(question), None, False, False
+    except NoAnswer as error:
+        return None, str(error), isinstance(error, OverLimit), False
+    except MemoryError:
+        return None, f"it takes more than {memory >> 20} MiB of memory", True, True
+    except RecursionError:
+        return None, "it is nested too deeply, or calls itself without an end", True, False
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}", False, False
+
+
+def _address_space() -> int:
+    """Bytes of this process's address space; 0 if the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def _limit_memory(most: int) -> None:
+    with suppress(ImportError, OSError, ValueError):  # Unix only
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if _address_space():
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _limit_time(most: int) -> None:
+    """Limit CPU time, not wall time: other work may keep the machine busy. The process dies when it is used up."""
+    with suppress(ImportError, OSError, ValueError):  # Unix only
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        end = int(used.ru_utime + used.ru_stime) + 1 + most
+        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))

@@ -1,6 +1,6 @@
-"""Linux namespaces around this process: no network, a read-only system without anybody's files, an empty home.
+"""Puts this process into Linux namespaces: no network, a read-only system without users' files, an empty home.
 
-Runs before the guest, without the rest of Shoal. Needs Linux 5.12 and user namespaces that users, or root, may make.
+Runs before the guest, without the rest of Shoal. Needs Linux 5.12, and the right to make user namespaces.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
 _MOUNT_SETATTR = 442
 _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 8, 4096, 16384, 1 << 18, 2
 _READ_ONLY = 1 | 2
-"""MOUNT_ATTR_RDONLY and _NOSUID; devices stay usable, there are but a few."""
+"""MOUNT_ATTR_RDONLY and _NOSUID; the few devices stay usable."""
 _NOBODY = 65534
 _DEVICES = ("null", "zero", "random", "urandom")
 
 
 def enter(settings: dict[str, Any]) -> None:
-    """Return inside, as process 1; the process that called waits outside for the end.
+    """Return inside the namespaces, as process 1; the calling process stays outside and waits for its end.
 
     Args:
-        settings: `paths`, the files and folders that stay visible; `home`, an empty folder of `home_bytes`. `user` is
-            set to who programs shall be, where that is somebody else.
+        settings: `paths`, the files and folders that stay visible; `home`, an empty folder of `home_bytes`. Sets
+            `user` to the uid that programs run as, or None for the present one.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -42,7 +42,7 @@ def enter(settings: dict[str, Any]) -> None:
 
 
 def _unshared(libc: Any) -> int | None:
-    """Make the namespaces; a second user where we are root, whose processes no limit counts."""
+    """Make the namespaces. Root also maps a second user for programs, as no limit counts root's own processes."""
     user, group = os.geteuid(), os.getegid()
     ready, go = os.pipe()
     helper = os.fork()
@@ -60,7 +60,7 @@ def _unshared(libc: Any) -> int | None:
 
 
 def _map(process: int, user: int, group: int) -> int:
-    """Say who is who inside, from outside: 0 is the caller."""
+    """Map users into the namespace, from outside: the caller is user 0 inside."""
     try:
         if user != 0:
             _write(process, "setgroups", "deny")
@@ -77,7 +77,7 @@ def _write(process: int, name: str, text: str) -> None:
 
 
 def _mounted(libc: Any, settings: dict[str, Any]) -> None:
-    """A new root that holds what stays visible, read-only, and an empty home."""
+    """Mount a read-only root that holds only the visible paths, and an empty home."""
     home = settings["home"]
     root = next(path for path in ("/tmp", "/mnt", "/srv", "/var") if os.path.isdir(path)
                 and not any(seen.startswith(path + "/") for seen in settings["paths"]))
@@ -106,7 +106,7 @@ def _mounted(libc: Any, settings: dict[str, Any]) -> None:
 
 
 def _shown(libc: Any, mount: Any, path: str, place: str) -> None:
-    """Let a file, a folder or a link of the system be seen."""
+    """Make a file, folder or link of the system visible at `place`."""
     os.makedirs(os.path.dirname(place), exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), place)
@@ -120,7 +120,7 @@ def _shown(libc: Any, mount: Any, path: str, place: str) -> None:
 
 
 def _read_only(libc: Any, path: str, flags: int) -> None:
-    """Make a mount read-only, with all below it where the flag is AT_RECURSIVE."""
+    """Make a mount read-only, and all mounts below it if the flag is AT_RECURSIVE."""
     wish = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
     _check(libc.syscall(ctypes.c_long(_MOUNT_SETATTR), -100, os.fsencode(path), flags, wish, ctypes.c_size_t(32)), path)
 

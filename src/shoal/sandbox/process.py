@@ -1,4 +1,4 @@
-"""A sandbox seen from outside: a process that takes one program after the other, started anew where it is lost."""
+"""Starts sandboxes and sends them programs. A sandbox is a process that runs one program after the other."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ settings = json.loads(sys.argv[3])
 _HARMLESS = "import math, os\ndef f():\n    return os.listdir('.')\n"
 _HOME = "/home/guest"
 _GRACE = 20.0
-"""Seconds beyond a program's own after which the sandbox itself is taken for lost."""
+"""Seconds beyond a program's own after which the sandbox counts as lost."""
 LIMITS = {"memory": 512 << 20, "file_bytes": 16 << 20, "home_bytes": 64 << 20, "processes": 8, "files": 64}
-"""Bytes of address space a process, of a file and of all files; processes and threads at once; open files."""
+"""Bytes of address space per process, of one file, and of all files; processes and threads at once; open files."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is run.
+    """A program and its tests.
 
     Attributes:
-        code: the module that is judged.
-        tests: run after it, with its names.
-        entry: the function that they call.
+        code: the module to judge.
+        tests: code that runs after it, with its names.
+        entry: the function that the tests call.
     """
 
     code: str
@@ -49,10 +49,10 @@ class Program:
 
 
 class Sandbox:
-    """Runs one program at a time. Not for several threads.
+    """Runs one program at a time. Not thread-safe.
 
     Args:
-        kind: what keeps programs in: see `find`.
+        kind: what isolates the programs; `find` chooses it.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -61,10 +61,10 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, program: Program, seconds: float) -> str:
-        """How its tests go: passed, failed, error, timeout or syntax.
+        """Run a program; returns passed, failed, error, timeout or syntax.
 
-        A program that ends before its tests are through has failed. One that takes the sandbox down with it is an
-        error, and the next one gets a new sandbox.
+        A program that ends before its tests are through has failed. One that kills the sandbox is an error, and the
+        next one gets a new sandbox.
         """
         process = self._started()
         ask = json.dumps({**asdict(program), "seconds": seconds}).encode() + b"\n"
@@ -72,13 +72,13 @@ class Sandbox:
         try:
             process.stdin.write(ask)
             process.stdin.flush()
-            poll = select.poll()  # `select.select` knows no file beyond number 1023
+            poll = select.poll()  # `select.select` takes no file number above 1023
             poll.register(process.stdout, select.POLLIN)
             line = process.stdout.readline() if poll.poll((seconds + _GRACE) * 1000) else b""
         except OSError:
             line = b""
         except BaseException:
-            self._stop()  # what it will say would be taken for the next program's verdict
+            self._stop()  # its verdict would be taken for that of the next program
             raise
         if not line.endswith(b"\n"):
             self._stop()
@@ -89,7 +89,7 @@ class Sandbox:
         return str(answer["verdict"])
 
     def close(self) -> None:
-        """End the process and all that runs in it."""
+        """End the process and everything that runs in it."""
         self._stop()
         if self.kind == "none":
             shutil.rmtree(self._home, ignore_errors=True)
@@ -110,7 +110,7 @@ class Sandbox:
             process.communicate()
 
     def why_not(self) -> str | None:
-        """What goes wrong when it is tried; None where it works."""
+        """Try the sandbox with a harmless program; says what goes wrong, or None."""
         verdict = self.run(Program(_HARMLESS, "assert f() == []\n", "f"), 10.0)
         if verdict == "passed":
             return None
@@ -122,13 +122,13 @@ class Sandbox:
 
 @functools.cache
 def find(unsafe: bool = False) -> Kind:
-    """The best sandbox that works here.
+    """The best kind of sandbox that works on this machine.
 
-    Root is kept in by namespaces, since no limit on processes holds for root's own; others by bubblewrap where it is
-    installed.
+    Root gets namespaces, because limits on the number of processes do not hold for root's own. Other users get
+    bubblewrap if it is installed.
 
     Args:
-        unsafe: whether to go on without any where none works.
+        unsafe: whether to go on without a sandbox if none works.
 
     Raises:
         Unsupported: none works.
@@ -156,12 +156,12 @@ def find(unsafe: bool = False) -> Kind:
 
 
 def _command(kind: Kind, home: str) -> list[str]:
-    """How a sandbox is started; Python inside is this one's, with nothing but its standard library."""
+    """The command that starts a sandbox. Inside it runs this Python, with the standard library alone."""
     python = os.path.realpath(sys.executable)
     paths = list(_visible(python))
     settings: dict[str, Any] = {**LIMITS, "home": home, "paths": paths, "user": None, "confined": kind != "none"}
     if kind == "none":
-        settings["processes"] = None  # it would count those of the user's other programs
+        settings["processes"] = None  # the limit would count the user's other processes
     jail = (_HERE / "jail.py").read_text("utf-8") if kind == "namespaces" else ""
     start = _START + ("enter(settings)\n" if kind == "namespaces" else "") + "serve(settings)\n"
     guest = (_HERE / "guest.py").read_text("utf-8")
@@ -179,7 +179,7 @@ def _bubblewrap(paths: Iterable[str], home: str) -> list[str]:
 
 
 def _visible(python: str) -> Iterable[str]:
-    """The system's folders and this Python's, whichever there are; none that lies in another."""
+    """The folders of the system and of this Python that exist, without those that lie in another one."""
     own = [os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(python))]
     seen: list[str] = []
     for path in [*_SYSTEM, *own]:

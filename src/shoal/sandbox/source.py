@@ -1,4 +1,4 @@
-"""Python that a model wrote, as text: what of it can be read. Runs nothing."""
+"""Parses Python code that a model wrote. Runs nothing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import warnings
 from typing import Any
 
 NAME = "<what a model wrote>"
-"""What such code is compiled as: no warning about it is anybody's here."""
+"""The file name that such code is compiled under; warnings about it are hidden."""
 _TRIES = 50
 _QUIET = ("ignore", None, Warning, re.compile(re.escape(NAME)), 0)
 
 
 def whole(code: str) -> str:
-    """The code without the last lines, where an answer that was cut off can only be read without them.
+    """The code, without its last lines if an answer that was cut off parses only without them.
 
-    It is cut behind statements alone, before what is wrong, and read 50 times at most, since some takes long to read.
+    Cuts are made after whole statements and before the line in error. At most 50 are tried, as some code parses slowly.
     """
     lines = code.splitlines()
     ends = [*_ends(lines), len(lines)]
@@ -32,15 +32,15 @@ def whole(code: str) -> str:
 
 
 def tree_of(code: str) -> ast.Module | None:
-    """What it says, or None where it is no Python."""
+    """The syntax tree; None if the code is not Python."""
     found = _read(code)
     return found if isinstance(found, ast.Module) else None
 
 
 def parsed(code: str, mode: str = "exec") -> Any:
-    """`ast.parse` without warnings; raises what that does.
+    """`ast.parse` without warnings.
 
-    They are filtered by name, and not for a while: that would change the filters of other threads.
+    The filter goes by file name and stays: a temporary one would change the filters of other threads.
     """
     if _QUIET not in warnings.filters:
         warnings.filterwarnings("ignore", module=re.escape(NAME))
@@ -48,7 +48,7 @@ def parsed(code: str, mode: str = "exec") -> Any:
 
 
 def text_of(tree: ast.Module, otherwise: str) -> str:
-    """A tree as code; what it was read from where it is nested too deeply to be written."""
+    """A tree as code; `otherwise` if it is nested too deeply to be written."""
     try:
         return ast.unparse(tree) + "\n"
     except RecursionError:
@@ -56,7 +56,7 @@ def text_of(tree: ast.Module, otherwise: str) -> str:
 
 
 def _read(code: str) -> ast.Module | float:
-    """What it says, or the line, from 1, before which it has to end to be Python; infinity where nothing tells."""
+    """The syntax tree, or the line, from 1, of the syntax error; infinity if the line is unknown."""
     try:
         tree: ast.Module = parsed(code)
         compile(tree, NAME, "exec")
@@ -68,7 +68,7 @@ def _read(code: str) -> ast.Module | float:
 
 
 def _ends(lines: list[str]) -> list[int]:
-    """The numbers of lines, from 1, that end a statement or the head of one, up to what cannot be Python."""
+    """Numbers of lines, from 1, that end a statement or its head, up to the first error."""
     found, rest = list[int](), (line + "\n" for line in lines)
     try:
         for token in tokenize.generate_tokens(lambda: next(rest, "")):

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from shoal import user_cache
-from shoal.file_hash import known_sha256, sha256
 from shoal.model.packed import native
+from shoal.user_cache import known_sha256, sha256
 
 _DATA, _INDEX = "weights.bin", "index.json"
 _PAGE, _LINE = 4096, 64
