@@ -58,7 +58,7 @@ def test_a_method_that_loses_time_is_told_of_through_the_log(caplog: pytest.LogC
     """Guesses of random layers are hardly ever right, and each costs most of a forward."""
     with caplog.at_level(logging.WARNING):
         engine(Card(SCORES)).generate(
-            [5, 17, 80], method=D3Spec(mean=0.95, core=5, length=8), max_new_tokens=400, temperature=1.5, seed=1,
-            ignore_eos=True,
+            [5, 17, 80], method=D3Spec(alpha=0.5, core=5, length=8, order="high_first"), max_new_tokens=400,
+            temperature=1.5, seed=1, ignore_eos=True,
         )
     assert [record for record in caplog.records if "d3_spec is losing time" in record.getMessage()]
