@@ -5,8 +5,8 @@
 
 Greedy answers to HumanEval's first tasks, which begin with the given signature, one at a time; the settings take turns
 task by task, `k 0` being draft_model with a ledger. Seconds are compared within a setting's own ledger alone
-(`shoal.types.DraftRound`): all are given in units of the target's forwards there. The last line on stdout is the result
-as JSON.
+(`shoal_lab.drafts.mirror.DraftRound`): all are given in units of the target's forwards there. The last line on stdout
+is the result as JSON.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from shoal.engine.loading.checkpoint import shown_name
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.types import DraftRound, Result
+from shoal.types import Result
 from shoal_lab.bench import report
+from shoal_lab.drafts.mirror import DraftRound
 from shoal_lab.eval.items import encode
 from shoal_lab.eval.sources.code import humaneval
 from shoal_lab.methods.mirror_sd import MirrorSD
@@ -83,7 +84,7 @@ def settings(engine: Engine, args: argparse.Namespace) -> Mapping[str, Method]:
 def row_of(answers: Sequence[Result], plain: Sequence[Result]) -> dict[str, Any]:
     """Work of one setting, and what its ledger says."""
     stats = [one.stats for one in answers]
-    rounds = [one for some in stats for one in some.draft_rounds]
+    rounds = [one for some in stats for one in some.records["draft_rounds"]]
     forwards = sum((one.new_tokens - 1) / one.tokens_per_forward for one in stats)
     drafted = sum(one.drafted for one in stats)
     return {

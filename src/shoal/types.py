@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -192,43 +192,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRound:
-    """A forward of the target beside which the next draft was prepared, and what became of it; see `mirror_sd`.
-
-    Seconds are those of the step, which a row shares with the others of its batch.
-
-    Attributes:
-        foreseen: whether the exit layer's guesses held the token that came, after the guesses that were kept.
-        reused: whether a branch for that outcome was there.
-        branches: how many there were.
-        before, after: seconds of the target below the exit layer, and from there on, head included: the forward's time
-            by the share of layers.
-        message: of what the exit layer says: norm, head, and the choice of tokens.
-        pool: of drafting all branches.
-        redraft: of drafting once the outcome was known.
-    """
-
-    foreseen: bool
-    reused: bool
-    branches: int
-    before: float
-    after: float
-    message: float = 0.0
-    pool: float = 0.0
-    redraft: float = 0.0
-
-    @property
-    def in_turn(self) -> float:
-        """Seconds by one processor, which does all of it in turn."""
-        return self.before + self.after + self.message + self.pool + self.redraft
-
-    @property
-    def overlapped(self) -> float:
-        """Seconds by two processors as fast as this one: the pool is drafted while the target's upper layers run."""
-        return self.before + self.message + max(self.after, self.pool) + self.redraft
-
-
-@dataclass(frozen=True, slots=True)
 class Stats:
     """What a generation cost. Token counts and layer counts are of one row; seconds are of the whole call.
 
@@ -247,14 +210,10 @@ class Stats:
         horizon: the number of tokens over which the depth schedule was laid out.
         tokens_per_second: decode only: (new_tokens - 1) / decode_seconds.
         kv_bytes_saved: what was not stored, against every layer storing every position as the model computes it.
-        second_tokens: tokens of the answer that a second model wrote by itself; each counts the layers of that model.
-        second_layer_tokens: layer-tokens of a second model that writes or judges, of its own layers, reading included.
-        switches: how often one model wrote a token after the other.
-        branches: continuations that a search has made; 0 without a search.
-        thrown_away: tokens that a search has decoded and that are not in the answer.
-        judge_calls: questions that were put to a judge.
-        put_tokens: tokens of the answer that a method has put there, not the model.
-        draft_rounds: of a method that drafts while the target runs, every forward after which a draft was wanted.
+        extras: what single methods count, by name, and 0 under all others: of answers that two models write, or a judge
+            looks at, `second_tokens`, `second_layer_tokens`, `switches`, `judge_calls`, `put_tokens`; of searches
+            `branches` and `thrown_away`, tokens that are not in the answer. See `shoal.decode.ledger.RowLedger`.
+        records: what single methods note of forwards, by name, such as `draft_rounds` of `mirror_sd`.
     """
 
     prompt_tokens: int
@@ -280,20 +239,20 @@ class Stats:
     kv_bytes_allocated: int
     kv_bytes_used: int
     kv_bytes_saved: int
-    second_tokens: int = 0
-    second_layer_tokens: float = 0.0
-    switches: int = 0
-    branches: int = 0
-    thrown_away: int = 0
-    judge_calls: int = 0
-    put_tokens: int = 0
-    draft_rounds: tuple[DraftRound, ...] = ()
+    extras: Mapping[str, float] = field(default_factory=dict)
+    records: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def beside(self) -> dict[str, int]:
         """What only searches and answers of two models have, by name, where it is not 0."""
         names = ("branches", "thrown_away", "switches", "second_tokens")
-        return {name: count for name in names if (count := getattr(self, name))}
+        return {name: int(count) for name in names if (count := self.extras.get(name, 0))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON, extras and records beside the others."""
+        found = asdict(self)
+        extras, records = found.pop("extras"), found.pop("records")
+        return {**found, **extras, **records}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.model.packed.native import MAX_NODES
 from shoal.model.stack import SequenceChunk
-from shoal.types import DraftRound, Result
+from shoal.types import Result
 from shoal_lab.drafts import mirror
+from shoal_lab.drafts.mirror import DraftRound
 from shoal_lab.methods.mirror_sd import MirrorSD
 from toy_tokenizers import byte_level, metaspace
 
@@ -53,7 +54,7 @@ def work(result: Result) -> tuple[Any, ...]:
 
 
 def reused(result: Result) -> list[bool]:
-    return [one.reused for one in result.stats.draft_rounds]
+    return [one.reused for one in result.stats.records["draft_rounds"]]
 
 
 # The guesses are those of draft_model.
@@ -102,7 +103,7 @@ def test_a_pool_of_several_trees() -> None:
     plain = engine.generate(PROMPTS[:2], method=DraftModel(draft, length=9), max_new_tokens=NEW)
     found = engine.generate(PROMPTS[:2], method=MirrorSD(draft, k=3, exit_layer=5, length=9), max_new_tokens=NEW)
     assert list(map(work, found)) == list(map(work, plain))
-    rounds = [one for result in found for one in result.stats.draft_rounds]
+    rounds = [one for result in found for one in result.stats.records["draft_rounds"]]
     most = (MAX_NODES - 10) // 9
     assert any(one.reused for one in rounds) and max(one.branches for one in rounds) > 2 * most
     assert max(chunk.nodes.stop for chunk in seen if chunk.parents is not None) <= MAX_NODES
@@ -175,7 +176,7 @@ def test_the_whole_target_foresees_everything(sampling: str) -> None:
     method = MirrorSD(draft_of("llama"), exit_layer=LAYERS, k=1, length=3)
     for result in home().generate(PROMPTS, method=method, max_new_tokens=NEW, **SAMPLINGS[sampling]):
         assert len(reused(result)) > 5 and all(reused(result))
-        assert all(one.foreseen for one in result.stats.draft_rounds)
+        assert all(one.foreseen for one in result.stats.records["draft_rounds"])
 
 
 def test_all_words_are_foreseen_by_any_layer() -> None:
@@ -191,8 +192,9 @@ def test_nothing_is_made_ahead_with_k_0() -> None:
     for one, other in zip(plain, found, strict=True):
         assert work(one) == work(other) and one.stats.draft_forwards == other.stats.draft_forwards
         assert one.stats.layers_read == other.stats.layers_read and one.stats.ideal_speedup == other.stats.ideal_speedup
-        rounds = other.stats.draft_rounds
-        assert rounds and not any(a.reused or a.foreseen or a.branches for a in rounds) and not one.stats.draft_rounds
+        rounds = other.stats.records["draft_rounds"]
+        assert rounds and not any(a.reused or a.foreseen or a.branches for a in rounds)
+        assert not one.stats.records["draft_rounds"]
 
 
 @torch.no_grad()
@@ -222,7 +224,7 @@ def test_a_draft_is_ready_where_transformers_would_have_foreseen_it(exit_layer: 
                 text = [*ids, *stream.tokens[len(ids) : len(ids) + place]]
                 told.append(offline(draft, text, step.token, kept == length, exit_layer, k))
             kept = kept + 1 if step.from_draft else 0
-        rounds = stream.result.stats.draft_rounds
+        rounds = stream.result.stats.records["draft_rounds"]
         assert [(one.foreseen, one.reused) for one in rounds] == told[: len(rounds)] and len(rounds) > 5
 
 
@@ -261,7 +263,7 @@ def test_seconds_are_those_that_were_planted(monkeypatch: pytest.MonkeyPatch, ex
     clock = Planted(monkeypatch, engine.stack, stack_of_draft(engine, draft))
     method = MirrorSD(draft, exit_layer=exit_layer, k=k, length=length)
     result = engine.generate(PROMPTS[0], method=method, max_new_tokens=NEW)
-    rounds = result.stats.draft_rounds
+    rounds = result.stats.records["draft_rounds"]
     assert {one.reused for one in rounds} == {(2, 0): {False}, (LAYERS, 1): {True}}.get((exit_layer, k), {True, False})
     for one in rounds:
         assert one.before == pytest.approx(80 * exit_layer / (LAYERS + head))
@@ -283,7 +285,7 @@ def test_the_share_of_the_layers_that_run(monkeypatch: pytest.MonkeyPatch) -> No
     method = MirrorSD(draft, exit_layer=4, k=1, length=2, inner=D3(alpha=0.8, core=2))
     stream = engine.stream(PROMPTS[0], method=method, max_new_tokens=NEW)
     ends = [place for place, step in enumerate(stream) if not step.from_draft]  # the next window begins there
-    rounds = stream.result.stats.draft_rounds
+    rounds = stream.result.stats.records["draft_rounds"]
     shares = []
     for step, one in zip([place + 1 for place in ends], rounds, strict=False):
         layers = plan.layers(step)

@@ -234,7 +234,7 @@ def test_drawn_answers_are_those_of_lone_requests_and_their_seeds_differ(tiny_en
     for prompt, answered in zip(prompts, found, strict=True):
         alone = tiny_engine.generate(prompt, method=BestOf(3), max_new_tokens=12, **decoder.drawn(prompt))
         assert answered.tokens == list(alone.tokens)
-        assert answered.work == {"branches": 3, "thrown_away": alone.stats.thrown_away}
+        assert answered.work == {"branches": 3, "thrown_away": alone.stats.extras["thrown_away"]}
     greedy = Decoder(tiny_engine, 3).answers(prompts, who, 12)
     assert [one.tokens for one in greedy] != [one.tokens for one in found] and not greedy[0].work.get("thrown_away")
 

@@ -277,8 +277,8 @@ def test_answers_branches_and_work_are_those_of_the_slow_twin(name: str, method:
     for number, (result, ids) in enumerate(zip(found, SHORT, strict=True)):
         how = Sampling(temperature=1.0, top_k=20)
         tokens, made, spent = by_hand(name, ids, method, number, 12, how, budget)
-        assert (list(result.tokens), result.stats.branches) == (tokens, made)
-        assert result.stats.thrown_away == spent - 12
+        assert (list(result.tokens), result.stats.extras["branches"]) == (tokens, made)
+        assert result.stats.extras["thrown_away"] == spent - 12
     assert [r.tokens for r in found] != [r.tokens for r in engine_of(name).generate(SHORT, **options)]
 
 
@@ -304,7 +304,8 @@ def test_steps_end_at_the_delimiter() -> None:
         found = engine.generate(SHORT[0], method=method, **WARM, max_new_tokens=14)
         how = Sampling(temperature=1.0)
         tokens, made, spent = by_hand("llama", SHORT[0], method, 0, 14, how, 8 * 14, words=WORDS)
-        assert (list(found.tokens), found.stats.branches, found.stats.thrown_away) == (tokens, made, spent - 14)
+        counts = found.stats.extras
+        assert (list(found.tokens), counts["branches"], counts["thrown_away"]) == (tokens, made, spent - 14)
 
 
 def test_a_verifier_of_ones_own_steers() -> None:
@@ -321,7 +322,7 @@ def test_a_verifier_of_ones_own_steers() -> None:
         "llama", SHORT[0], method, 0, 10, Sampling(temperature=1.0), 80,
         promise=lambda words: (1 + sum(token % 2 == 0 for token in words)) / (1 + len(words)),
     )
-    assert (list(found.tokens), found.stats.branches) == (tokens, made)
+    assert (list(found.tokens), found.stats.extras["branches"]) == (tokens, made)
     assert seen[0] == Attempt(tuple(SHORT[0]), (), "", False, 1.0, WORDS.decode(SHORT[0], skip_special_tokens=True))
     assert all(one.text == WORDS.decode(one.tokens, skip_special_tokens=True) for one in seen)
     assert any(one.finished for one in seen) and all(0 < one.likelihood <= 1 for one in seen)
@@ -338,7 +339,7 @@ def test_one_way_changes_nothing_and_a_greedy_request_is_decoded_once(sampling_n
     if sampling_name == "greedy":
         several = engine_of("hybrid").generate(SHORT, method=AStar(k=4), **options)
         assert [r.tokens for r in several] == [r.tokens for r in plain]
-        assert [(r.stats.branches, r.stats.thrown_away) for r in several] == [(1, 0)] * 3
+        assert [(r.stats.extras["branches"], r.stats.extras["thrown_away"]) for r in several] == [(1, 0)] * 3
 
 
 def broken(attempt: Attempt) -> float:

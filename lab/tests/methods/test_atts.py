@@ -121,7 +121,7 @@ def test_the_ends_are_the_two_models_and_both_in_turns(how: dict[str, Any]) -> N
         assert all(bool(result.stats.target_forwards) == bool(who) for result in found), "the other one does nothing"
     assert large.recipe(replace(METHOD, draft=draft, draft_tokens=0), 20) == large.recipe("full", 20)
     turns = large.generate(SHORT[0], method=replace(METHOD, draft=draft, alpha=1.0, scores=()), **options)
-    assert turns.stats.switches == 5 and turns.stats.second_tokens == 12
+    assert turns.stats.extras["switches"] == 5 and turns.stats.extras["second_tokens"] == 12
 
 
 def test_an_obviously_bad_chunk_is_taken_over_and_a_good_one_is_not() -> None:
@@ -131,7 +131,7 @@ def test_an_obviously_bad_chunk_is_taken_over_and_a_good_one_is_not() -> None:
     large, options = engine_of("llama"), {"max_new_tokens": 24, "temperature": 0.05, "seed": 2}
     own = ATTS(tiny("llama"), alpha=0.5, draft_tokens=4, target_tokens=4, scores=(1.0, 2.0, 4.5))
     wild = replace(own, draft=draft_of("llama", 30.0))
-    found = [sum(result.stats.switches for result in large.generate(SHORT, method=method, **options))
+    found = [sum(result.stats.extras["switches"] for result in large.generate(SHORT, method=method, **options))
              for method in (own, wild)]
     assert found[0] < found[1]
 
@@ -214,7 +214,7 @@ def test_the_command_writes_a_card_that_decodes(
     assert isinstance(method, Calibrated) and isinstance(method.inner, ATTS) and len(method.inner.scores) >= 2
     found = shoal.load(str(folders[0]), dtype="float32").generate(
         "Hello", method=method, max_new_tokens=12, ignore_eos=True)
-    assert found.stats.second_tokens >= 3 and found.stats.target_forwards > 0
+    assert found.stats.extras["second_tokens"] >= 3 and found.stats.target_forwards > 0
 
 
 def test_the_card_s_scores_are_what_the_model_says_of_the_other_one_s_chunks(tmp_path: Path) -> None:

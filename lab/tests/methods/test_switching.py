@@ -227,9 +227,9 @@ def test_each_model_has_a_plan_of_its_own(method: Any) -> None:
         assert list(result.tokens) == twin.tokens
         plans = (recipe.loop.plan, recipe.plan)
         assert result.depths == tuple(plans[who].depth(step) for step, who in enumerate(twin.owners))
-        assert result.stats.second_layer_tokens == twin.layers[0]
+        assert result.stats.extras["second_layer_tokens"] == twin.layers[0]
         assert result.stats.target_forwards == twin.forwards[1]
-    assert 0 < sum(result.stats.second_tokens for result in found) < 90
+    assert 0 < sum(result.stats.extras["second_tokens"] for result in found) < 90
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
@@ -248,7 +248,7 @@ def test_the_ends_are_the_two_models(how: dict[str, Any]) -> None:
     for method, who in ends:
         found = large.generate(SHORT, method=method, **options)
         assert [result.tokens for result in found] == alone[who], method
-        assert all(result.stats.second_tokens == (0 if who else 20) for result in found)
+        assert all(result.stats.extras["second_tokens"] == (0 if who else 20) for result in found)
         assert all(bool(result.stats.target_forwards) == bool(who) for result in found), "the other one does nothing"
     assert large.recipe(EntropyAdaptive(draft, tau=-1.0), 20).exact_to == "full"
     assert large.recipe(FoReaL(draft, lead=None), 20).exact_to == "full"
@@ -261,7 +261,7 @@ def test_equal_models_give_plain_decoding_whoever_writes(method: Any, how: dict[
     options: dict[str, Any] = {"max_new_tokens": 30, **how}
     found = one.generate(SHORT, method=replace(method, draft=tiny("llama")), **options)
     assert [r.tokens for r in found] == [r.tokens for r in one.generate(SHORT, **options)]
-    assert any(r.stats.switches for r in found) or method.lead is None
+    assert any(r.stats.extras["switches"] for r in found) or method.lead is None
 
 
 TEXTS = {
@@ -295,7 +295,7 @@ def test_a_token_that_holds_an_end_and_more_begins_the_next_sentence() -> None:
 
 def test_without_a_tokenizer_there_is_one_sentence() -> None:
     found = engine_for(tiny("llama")).generate(SHORT[0], method=FoReaL(small_model(), lead=4), max_new_tokens=40)
-    assert found.stats.second_tokens == 36 and found.stats.switches == 1
+    assert found.stats.extras["second_tokens"] == 36 and found.stats.extras["switches"] == 1
 
 
 def submit_all(scheduler: Scheduler, methods: Sequence[Any], **options: Any) -> list[Any]:
@@ -348,7 +348,7 @@ def test_a_chat_goes_on_from_what_was_kept() -> None:
              for method in (Full(), EntropyAdaptive(tiny("llama"), tau=1.6, window=2))]
     for message in ("Hello", "And then?", "Well"):
         plain, found = [chat.send(message) for chat in chats]
-        assert found.tokens == plain.tokens and found.stats.switches > 0
+        assert found.tokens == plain.tokens and found.stats.extras["switches"] > 0
 
 
 def test_what_has_ended_leaves_both_caches() -> None:
@@ -369,7 +369,8 @@ def test_a_forced_token_is_no_change_of_hands() -> None:
     one.eos_token_ids = frozenset({2})
     found = one.generate(SHORT[0], method=EntropyAdaptive(small_model(), tau=math.inf), max_new_tokens=30,
                          constraint=Regex("[a-f]{3}, (yes|no) [x-z]{4}"))
-    assert (found.stats.switches, found.stats.target_forwards) == (0, 0) and found.stats.second_tokens < 13
+    assert (found.stats.extras["switches"], found.stats.target_forwards) == (0, 0)
+    assert found.stats.extras["second_tokens"] < 13
 
 
 def test_a_constraint_binds_both_models() -> None:
@@ -456,7 +457,7 @@ def test_in_a_stream_it_says_who_wrote() -> None:
     steps = list(one.stream(SHORT[0], method=method, max_new_tokens=30))
     result: Result = one.generate(SHORT[0], method=method, max_new_tokens=30)
     assert [step.token for step in steps] == list(result.tokens)
-    assert sum(step.from_draft for step in steps) == result.stats.second_tokens
+    assert sum(step.from_draft for step in steps) == result.stats.extras["second_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -485,7 +486,7 @@ def test_asked_for_over_http_and_in_a_file_of_prompts(method: Any, tmp_path: Pat
     source.write_text(json.dumps(asked) + "\n")
     assert main(["batch", str(source), str(target), "--model", str(tmp_path / "large"), "--dtype", "float64"]) == 0
     (record,) = [json.loads(line) for line in target.read_text().splitlines()]
-    assert record["text"] == cut.text and record["second_tokens"] == cut.stats.second_tokens
+    assert record["text"] == cut.text and record["second_tokens"] == cut.stats.extras["second_tokens"]
 
 
 def test_over_http_it_is_the_operators_to_allow() -> None:

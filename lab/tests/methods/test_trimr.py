@@ -152,9 +152,9 @@ def test_answers_are_those_of_the_slow_twin(text: str, knobs: dict[str, Any]) ->
     expected, asked = by_hand(text, method, most, OPEN)
     found = engine().generate(OPEN, method=method, max_new_tokens=most, logits_processor=[script(text)])
     assert found.text.startswith(expected)
-    assert found.stats.judge_calls == asked
+    assert found.stats.extras["judge_calls"] == asked
     closed = "I stop here" in found.text
-    assert (found.stats.put_tokens > 0) == closed and found.text.count("I stop here") == int(closed)
+    assert (found.stats.extras["put_tokens"] > 0) == closed and found.text.count("I stop here") == int(closed)
 
 
 def test_both_endings_and_none_have_occurred() -> None:
@@ -172,7 +172,7 @@ def test_a_judge_that_says_no_changes_nothing(name: str, sampling: str) -> None:
     plain = engine(name).generate([OPEN, OPEN], **options)
     found = engine(name).generate([OPEN, OPEN], method=TrimR(judge=lambda _: False, **QUIET), **options)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
-    assert [one.stats.judge_calls for one in found] == [3, 3]
+    assert [one.stats.extras["judge_calls"] for one in found] == [3, 3]
     assert TrimR(**QUIET).recipe(ModelInfo(6)).exact_to == "full"
 
 
@@ -187,7 +187,7 @@ def test_rows_do_not_see_each_other_and_every_executor_agrees_with_its_own_plain
         alone = [both.generate(one, method=method, logits_processor=[script(SAME)], **long) for one in prompts]
         assert [one.tokens for one in several] == [one.tokens for one in alone]
         closed = several[0]
-        assert "I stop here" in closed.text and closed.stats.put_tokens
+        assert "I stop here" in closed.text and closed.stats.extras["put_tokens"]
         end = closed.text.index("</think>\n\n") + len("</think>\n\n")
         rest = both.generate([*OPEN, *closed.tokens[:end]], max_new_tokens=200 - end)
         assert closed.tokens[end:] == rest.tokens
@@ -261,8 +261,8 @@ def test_a_model_judges_as_transformers_would(monkeypatch: pytest.MonkeyPatch) -
                              logits_processor=[script(text)])
         monkeypatch.undo()
         assert [one.tokens for one in fast] == [slow.tokens] * 2
-        assert [one.stats.judge_calls for one in fast] == [slow.stats.judge_calls] * 2
-        assert fast[0].stats.second_layer_tokens == fast[1].stats.second_layer_tokens > 0
+        assert [one.stats.extras["judge_calls"] for one in fast] == [slow.stats.extras["judge_calls"]] * 2
+        assert fast[0].stats.extras["second_layer_tokens"] == fast[1].stats.extras["second_layer_tokens"] > 0
         said |= set(known.asked)
     assert said == {True, False}
 
@@ -383,7 +383,7 @@ def test_thinking_that_the_answer_begins_itself() -> None:
     for begin, calls in (("Yes: <think>", 3), ("Yes: <thin>", 0), ("<think></think>", 0)):
         found = engine().generate(ids, method=TrimR(judge=states, **QUIET), max_new_tokens=130,
                                   logits_processor=[script(begin + SAME)])
-        assert found.stats.judge_calls >= calls and (calls > 0) == (found.stats.judge_calls > 0)
+        assert found.stats.extras["judge_calls"] >= calls and (calls > 0) == (found.stats.extras["judge_calls"] > 0)
         assert ("I stop here" in found.text) == (calls > 0)
 
 

@@ -7,7 +7,6 @@ tokens that were guessed ahead and confirmed are green.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +119,7 @@ def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[st
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "sampling": result.sampling.shown(),
-        "stats": dataclasses.asdict(result.stats),
+        "stats": result.stats.to_dict(),
         **({"alternatives": result.alternatives} if result.alternatives else {}),
         **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
         **args.method.to_dict(),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-
-from shoal.types import DraftRound
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class RowLedger:
         accepted: guessed tokens that were kept.
         drafted_at: how often there was a guess at each distance from the root.
         accepted_at: how often one of them was kept.
-        draft_rounds: forwards beside which the next draft was prepared.
+        draft_rounds: forwards beside which the next draft was prepared, as the method that does so describes them.
     """
 
     prefill_tokens: int = 0
@@ -58,7 +57,7 @@ class RowLedger:
     accepted: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
-    draft_rounds: list[DraftRound] = field(default_factory=list)
+    draft_rounds: list[Any] = field(default_factory=list)
 
     def read(self, layers: float) -> None:
         """Note a forward after the prefill through so many layers and the head."""

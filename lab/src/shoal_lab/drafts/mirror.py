@@ -4,7 +4,7 @@ While the target verifies a window, one of its middle layers says, through the f
 follow each beginning of the window. The draft model has a branch for each of these outcomes, and for the one that it
 would bring about itself. If the right one is among them, the next draft is there when the verification ends.
 
-Here the two models run in turn; `shoal.types.DraftRound` says what two processors would take. A branch is drawn with
+Here the two models run in turn; `DraftRound` says what two processors would take. A branch is drawn with
 the numbers that a draft made afterwards would take, so the guesses are those of `draft_model` however good the exit
 layer is: what differs is when they are made.
 """
@@ -26,7 +26,6 @@ from shoal.model.packed.native import MAX_NODES
 from shoal.speculative.choose import Place, choose
 from shoal.speculative.growth import grow
 from shoal.speculative.model import ModelDrafter, ModelProposer
-from shoal.types import DraftRound
 from shoal_lab.drafts.branches import Branches, Chain, Outcome, Wish
 
 if TYPE_CHECKING:
@@ -37,6 +36,43 @@ if TYPE_CHECKING:
 
 Pool = Mapping[Outcome, Chain]
 """The branches of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRound:
+    """A forward of the target beside which the next draft was prepared, and what became of it; see `mirror_sd`.
+
+    Seconds are those of the step, which a row shares with the others of its batch.
+
+    Attributes:
+        foreseen: whether the exit layer's guesses held the token that came, after the guesses that were kept.
+        reused: whether a branch for that outcome was there.
+        branches: how many there were.
+        before, after: seconds of the target below the exit layer, and from there on, head included: the forward's time
+            by the share of layers.
+        message: of what the exit layer says: norm, head, and the choice of tokens.
+        pool: of drafting all branches.
+        redraft: of drafting once the outcome was known.
+    """
+
+    foreseen: bool
+    reused: bool
+    branches: int
+    before: float
+    after: float
+    message: float = 0.0
+    pool: float = 0.0
+    redraft: float = 0.0
+
+    @property
+    def in_turn(self) -> float:
+        """Seconds by one processor, which does all of it in turn."""
+        return self.before + self.after + self.message + self.pool + self.redraft
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds by two processors as fast as this one: the pool is drafted while the target's upper layers run."""
+        return self.before + self.message + max(self.after, self.pool) + self.redraft
 
 
 @dataclass(frozen=True)

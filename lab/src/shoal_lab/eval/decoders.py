@@ -131,7 +131,7 @@ class Decoder:
                 if error is not None:
                     raise error
                 (found,) = handles[number].results
-                work = {name: count for name in WORK if (count := getattr(found.stats, name))}
+                work = {name: count for name in WORK if (count := found.stats.beside.get(name))}
                 yield number, Answered(
                     list(found.tokens), self._layers(who, found.stats), found.finish_reason, work
                 )
@@ -146,7 +146,7 @@ class Decoder:
         """The layers of a plain loop that reads as much: the same where nothing is guessed."""
         if isinstance(who.plan, RisingPlan):
             return who.plan.layer_tokens(stats.new_tokens)
-        if stats.second_tokens:
+        if "second_tokens" in stats.beside:
             return stats.layer_tokens
         layers, head = self.engine.stack.num_layers, self.engine.stack.head_layers
         return stats.new_tokens * ((layers + head) / stats.ideal_speedup - head)

@@ -22,8 +22,8 @@ class MirrorSD(SecondModelMethod):
 
     The outcomes come from one of the target's middle layers, through the final norm and the head. The guesses are those
     of `draft_model`. Both models run in turn here, where drafting for several outcomes costs time and gains none;
-    `result.stats.draft_rounds` says of every forward what two processors would take. The paper's drafter that makes
-    several tokens per forward is left out, as it has to be trained.
+    `result.stats.records["draft_rounds"]` says of every forward what two processors would take. The paper's drafter
+    that makes several tokens per forward is left out, as it has to be trained.
 
     Attributes:
         exit_layer: layers of the target that run before it is asked, 1..L; None for half of them. L asks the target

@@ -60,14 +60,16 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
         kv_bytes_allocated=kv.allocated,
         kv_bytes_used=kv.used,
         kv_bytes_saved=kv.saved,
-        second_tokens=ledger.second_tokens,
-        second_layer_tokens=ledger.second_layer_tokens,
-        switches=ledger.switches,
-        branches=ledger.branches,
-        thrown_away=max(0, ledger.searched - new) if ledger.branches else 0,
-        judge_calls=ledger.judged,
-        put_tokens=ledger.put,
-        draft_rounds=tuple(ledger.draft_rounds),
+        extras={
+            "second_tokens": ledger.second_tokens,
+            "second_layer_tokens": ledger.second_layer_tokens,
+            "switches": ledger.switches,
+            "branches": ledger.branches,
+            "thrown_away": max(0, ledger.searched - new) if ledger.branches else 0,
+            "judge_calls": ledger.judged,
+            "put_tokens": ledger.put,
+        },
+        records={"draft_rounds": tuple(ledger.draft_rounds)},
     )
 
 
