@@ -18,7 +18,7 @@ from shoal.types import Result, Step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from shoal.engine.engine import Engine
+    from shoal.engine.loaded import LoadedModel
 
 
 class Session:
@@ -28,7 +28,7 @@ class Session:
         messages: the conversation so far, in the format of chat templates.
     """
 
-    def __init__(self, engine: Engine, *, system: str | None = None, **options: Unpack[Options]) -> None:
+    def __init__(self, engine: LoadedModel, *, system: str | None = None, **options: Unpack[Options]) -> None:
         if not getattr(engine.tokenizer, "chat_template", None):
             raise Unsupported(
                 f"a chat with {engine.model_name or 'this model'}",

@@ -27,7 +27,7 @@ from shoal.model.stack import Stack
 from shoal.user_cache import cache_folder
 
 if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+    from shoal.engine.loaded import LoadedModel
 
 SHIPPED = Path(__file__).parents[2] / "cards"
 _NEAR_ZERO = 0.006
@@ -41,7 +41,7 @@ def cached() -> Path:
     return cache_folder() / "cards"
 
 
-def find(engine: Engine) -> Card:
+def find(engine: LoadedModel) -> Card:
     """The card of an engine's model; an empty one where none is known.
 
     A file in the cache that cannot be read is named in a warning and left where it is.
@@ -60,12 +60,12 @@ def find(engine: Engine) -> Card:
     return replace(Card.from_dict(data, engine.stack.num_layers, str(path)), origin=origin, borrowed=True)
 
 
-def evidence(engine: Engine) -> dict[str, Any]:
+def evidence(engine: LoadedModel) -> dict[str, Any]:
     """What was measured of methods on the model, from the first card of it that says so; nothing where none does."""
     return next((data["evidence"] for _, data in _alike(engine) if isinstance(data.get("evidence"), dict)), {})
 
 
-def _alike(engine: Engine) -> list[tuple[Path, dict[str, Any]]]:
+def _alike(engine: LoadedModel) -> list[tuple[Path, dict[str, Any]]]:
     """The cards of the model, in whatever form its weights were."""
     sizes = sizes_of(engine.stack)
     like = [(path, data) for path, data in every() if data["model"].get("sizes") == sizes]
@@ -73,7 +73,7 @@ def _alike(engine: Engine) -> list[tuple[Path, dict[str, Any]]]:
     return [(path, data) for path, data in like if set(norms) & set(data["model"].get("norms", ()))]
 
 
-def identity(engine: Engine, weights: str = "") -> dict[str, Any]:
+def identity(engine: LoadedModel, weights: str = "") -> dict[str, Any]:
     """What tells the model from others, for its card.
 
     Args:
@@ -157,7 +157,7 @@ def _width(stack: Stack) -> int:
     return max((len(vector) for vector in _norms(stack, 0)), default=0)
 
 
-def _fingerprint(engine: Engine) -> str | None:
+def _fingerprint(engine: LoadedModel) -> str | None:
     try:
         return engine.fingerprint
     except ValueError:  # there is nothing to read the weights from again

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from shoal.compat import installed_version
 from shoal.depth.budget import lowest_mean
 from shoal.depth.order import ascending, default_core
 from shoal.engine.cards import places as cards
@@ -197,10 +198,9 @@ def _bytes(engine: Engine) -> dict[str, float]:
 
 
 def _circumstances(engine: Engine) -> dict[str, Any]:
-    from shoal import __version__
-
     dtype = str(engine.stack.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "machine": platform.machine(), "torch": torch.__version__, "shoal": __version__}
+    return {"dtype": dtype, "machine": platform.machine(), "torch": torch.__version__,
+            "shoal": installed_version("shoal")}
 
 
 def quick_card(

@@ -11,9 +11,9 @@ from weakref import ref
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+    from shoal.engine.loaded import LoadedModel
 
-OpenModel = Callable[["Engine", Any], "Engine"]
+OpenModel = Callable[["LoadedModel", Any], "LoadedModel"]
 """The engine of a folder, Hub id, file or transformers model, in the dtype and on the device of another engine."""
 
 _REMEDY = "Draft with a smaller model of the same family, or with a method that needs no second model"
@@ -27,13 +27,13 @@ class DraftModels:
         open_model: makes a companion's engine.
     """
 
-    def __init__(self, home: Engine, open_model: OpenModel) -> None:
+    def __init__(self, home: LoadedModel, open_model: OpenModel) -> None:
         self._home, self._open = ref(home), open_model  # no ring: an engine's memory is free when nobody holds it
-        self._known: dict[object, tuple[Any, Engine]] = {}
+        self._known: dict[object, tuple[Any, LoadedModel]] = {}
         self._fit = set[object]()
         self._lock = threading.Lock()
 
-    def __call__(self, model: Any, *, same: bool = True) -> Engine:
+    def __call__(self, model: Any, *, same: bool = True) -> LoadedModel:
         """The engine of a companion, made when it is first asked for.
 
         Args:
@@ -56,7 +56,7 @@ class DraftModels:
             return engine
 
 
-def same_tokens(home: Engine, other: Engine) -> bool:
+def same_tokens(home: LoadedModel, other: LoadedModel) -> bool:
     """Whether two models' token ids mean the same.
 
     Where both have tokenizers these decide, and the heads may be padded to different sizes; else the sizes decide.
@@ -66,7 +66,7 @@ def same_tokens(home: Engine, other: Engine) -> bool:
     return home.stack.vocab_size == other.stack.vocab_size
 
 
-def check_tokens(home: Engine, other: Engine) -> None:
+def check_tokens(home: LoadedModel, other: LoadedModel) -> None:
     """Refuse a draft model whose tokens are not the home engine's; see `same_tokens`."""
     if same_tokens(home, other):
         return

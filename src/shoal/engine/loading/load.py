@@ -11,6 +11,7 @@ import torch
 from shoal import catalog, compat
 from shoal.engine.cards.card import Card, read_card
 from shoal.engine.engine import Engine
+from shoal.engine.loaded import LoadedModel
 from shoal.engine.loading import ranks
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.engine.loading.defaults import recommended
@@ -170,7 +171,7 @@ def engine_for(
     return made
 
 
-def open_beside(home: Engine, model: Any) -> Engine:
+def open_beside(home: LoadedModel, model: Any) -> Engine:
     """The engine of a model that is to work beside that of `home`; see `shoal.engine.loading.draft_models`."""
     if not isinstance(model, str):
         engine = engine_for(model)

@@ -24,7 +24,7 @@ from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
 
 if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+    from shoal.engine.loaded import LoadedModel
     from shoal.methods.base import Method
 
 OVERHEAD = 3 << 20
@@ -90,7 +90,7 @@ def standing() -> int:
 
 
 def footprint(
-    engine: Engine, rows: Sequence[Row], method: Method, max_new_tokens: int, process: int | None = None
+    engine: LoadedModel, rows: Sequence[Row], method: Method, max_new_tokens: int, process: int | None = None
 ) -> Footprint:
     """The peak of rows that are decoded together by `Engine.generate`.
 
@@ -114,7 +114,7 @@ def footprint(
     )
 
 
-def weight_bytes(engine: Engine) -> int:
+def weight_bytes(engine: LoadedModel) -> int:
     """Bytes of a model's weights in memory, a tied matrix counted once."""
     if isinstance(engine.stack, PackedStack):
         return engine.stack.weights.nbytes
@@ -140,7 +140,7 @@ def logits_bytes(stack: Stack, nodes: Sequence[int]) -> int:
     return copies * sum(nodes) * stack.vocab_size * size
 
 
-def work_bytes(engine: Engine, tokens: int, columns: int, sampled: int = 0) -> int:
+def work_bytes(engine: LoadedModel, tokens: int, columns: int, sampled: int = 0) -> int:
     """Estimated: activations and buffers of a forward, and what choosing tokens takes.
 
     Args:
@@ -164,11 +164,11 @@ def work_bytes(engine: Engine, tokens: int, columns: int, sampled: int = 0) -> i
     return int(total + tokens * (line + columns * stack.dtype.itemsize))
 
 
-def _config(engine: Engine) -> Any:
+def _config(engine: LoadedModel) -> Any:
     return engine.model.config.get_text_config()
 
 
-def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
+def _work(engine: LoadedModel, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     """Of the larger of two forwards: one that reads prompts, and one that decodes."""
     stack, columns = engine.stack, max(row.prompt_length + row.stop.room for row in rows)
     read = min(stack.prefill_chunk, sum(row.prompt_length for row in rows))
@@ -186,7 +186,7 @@ def _work(engine: Engine, rows: Sequence[Row], nodes: Sequence[int]) -> int:
     return bounds + rewriting + choosing + groups + forward
 
 
-def choosing_bytes(engine: Engine, select: Select | None, lengths: Sequence[int], nodes: Sequence[int]) -> int:
+def choosing_bytes(engine: LoadedModel, select: Select | None, lengths: Sequence[int], nodes: Sequence[int]) -> int:
     """While rows of these lengths choose what they read by a part: scores, what is chosen, and labels of kernels."""
     stack = engine.stack
     if select is None or max(lengths) <= select.most_read:

@@ -20,7 +20,7 @@ from shoal.heap import resident
 from shoal.methods import make
 
 if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+    from shoal.engine.loaded import LoadedModel
     from shoal.engine.request import Request
     from shoal.methods.base import Method
 
@@ -69,7 +69,7 @@ class MemoryLimit:
         """Bytes that plans may use."""
         return int(int(self.memory) * (1 - SPARE))
 
-    def plan(self, engine: Engine, ids: Sequence[list[int]], request: Request) -> MemoryPlan:
+    def plan(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request) -> MemoryPlan:
         """The first way to decode prompts that fits, the one that was asked for first.
 
         Raises:
@@ -102,7 +102,7 @@ class MemoryLimit:
                 rows //= 2
 
     def _largest(
-        self, engine: Engine, ids: Sequence[list[int]], request: Request, rows: int, process: int
+        self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, rows: int, process: int
     ) -> Footprint:
         method, plain = make(request.method), replace(request, constraint=None)
         recipe = engine.recipe(method, request.max_new_tokens)
@@ -110,7 +110,9 @@ class MemoryLimit:
         found = (footprint(engine, group, method, request.max_new_tokens, process) for group in groups)
         return max(found, key=lambda sizes: sizes.total)
 
-    def _refusal(self, engine: Engine, ids: Sequence[list[int]], request: Request, least: Footprint) -> OutOfMemory:
+    def _refusal(
+        self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, least: Footprint
+    ) -> OutOfMemory:
         longest = max(map(len, ids))
         what = (f"memory of {shown(int(self.memory))} for {len(ids)} prompt{'s' * (len(ids) > 1)} of up to {longest} "
                 f"tokens with max_new_tokens={request.max_new_tokens}")
@@ -118,7 +120,7 @@ class MemoryLimit:
                "kept back")
         return OutOfMemory(what, why, self._remedy(engine, ids, request, least))
 
-    def _remedy(self, engine: Engine, ids: Sequence[list[int]], request: Request, least: Footprint) -> str:
+    def _remedy(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, least: Footprint) -> str:
         process = least.process + least.weights
         if process >= self.usable:
             return f"Use a smaller model, quant='int4', or memory of {shown(least.total / (1 - SPARE))} at least"
@@ -129,12 +131,12 @@ class MemoryLimit:
         others = "" if any(one.name == "kv_int8" for one in self.lossy) else ", allow the lossy kv_int8"
         return f"{first}{others}, or give memory of {shown(least.total / (1 - SPARE))}"
 
-    def _smallest(self, engine: Engine, ids: Sequence[list[int]], request: Request, process: int) -> Method:
+    def _smallest(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, process: int) -> Method:
         """The way that takes least for one prompt."""
         ways = {method for method, _, _ in self._ways(make(request.method), 1)}
         return min(ways, key=lambda one: self._largest(engine, ids, replace(request, method=one), 1, process).total)
 
-    def _longest_answer(self, engine: Engine, ids: Sequence[list[int]], request: Request, process: int) -> int:
+    def _longest_answer(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, process: int) -> int:
         """The largest max_new_tokens that fits; 0 where none does."""
         low, high = 0, request.max_new_tokens
         while low < high:
@@ -143,7 +145,7 @@ class MemoryLimit:
             low, high = (middle, high) if sizes.total <= self.usable else (low, middle - 1)
         return low
 
-    def for_rows(self, engine: Engine, prefill_chunk: int) -> int:
+    def for_rows(self, engine: LoadedModel, prefill_chunk: int) -> int:
         """Bytes that are left for the rows of a scheduler and for what it keeps of earlier prompts.
 
         Raises:
@@ -175,7 +177,7 @@ class MemoryLimit:
             )
 
 
-def beside_kv(engine: Engine, row: Row, method: Method) -> int:
+def beside_kv(engine: LoadedModel, row: Row, method: Method) -> int:
     """What a row of a scheduler takes beside the target's KV: logits, probabilities if it draws, choices of columns."""
     most, _ = guesses(method, row.recipe)
     nodes = 1 + most

@@ -14,7 +14,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.types import Result, Step
 
 if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+    from shoal.engine.loaded import LoadedModel
 
 
 class Stream(Iterator[Step]):
@@ -30,7 +30,7 @@ class Stream(Iterator[Step]):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LoadedModel,
         rows: list[Row],
         cache: KVCache,
         *,

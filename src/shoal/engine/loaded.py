@@ -1,0 +1,55 @@
+"""What the engine's helpers ask of it: those that plan memory, find cards, open draft models, stream and chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.engine.request import Request
+from shoal.model.kv.cache import KVCache
+from shoal.model.stack import Stack
+from shoal.types import ModelInfo
+
+
+class LoadedModel(Protocol):
+    """A model that is ready to run; `Engine` is the one there is.
+
+    Attributes:
+        stack: the model as a stack of layers.
+        tokenizer: a transformers tokenizer, or None.
+        model: the transformers model behind the stack, or None.
+        model_name: for reports.
+    """
+
+    stack: Stack
+    tokenizer: Any
+    model: Any
+    model_name: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this model from others."""
+        ...
+
+    def info(self, max_new_tokens: int = 256) -> ModelInfo:
+        """What methods may know about the model."""
+        ...
+
+    def recipe(self, method: Any, max_new_tokens: int) -> Recipe:
+        """What a method makes of the model."""
+        ...
+
+    def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
+        """A row per prompt, ready for the loop."""
+        ...
+
+    def cache_for(self, rows: Sequence[Row], max_new_tokens: int) -> KVCache:
+        """An empty cache with room for these rows."""
+        ...
+
+    def turn(self) -> AbstractContextManager[bool]:
+        """The lock that a forward holds."""
+        ...
