@@ -7,7 +7,6 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,7 +207,7 @@ def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkey
     assert again.stats.draft_forwards == 0  # where no guess could pay, another text is no other matter
     proposer = Auto().recipe(shipped.info()).proposer
     drafter = proposer.begin(shipped.stack, KVCache(shipped.stack.windows, 0))
-    reading, decoding = ([SimpleNamespace(emitted=emitted)] for emitted in (0, 1))
+    reading, decoding = ([type("Standing", (), {"emitted": emitted})()] for emitted in (0, 1))
     assert proposer.judge.helper.rests and drafter.watch(decoding, []) is None  # nothing is collected for it meanwhile
     with pytest.raises(AttributeError):
         drafter.watch(reading, [object()])

@@ -47,8 +47,8 @@ class StepReport:
         """The step as seen by `rows`, at least one of its own, in their order."""
         if len(rows) == len(self.rows):
             return self
-        wanted = {id(row) for row in rows}
-        chosen = [item for item in self._items() if id(item[0]) in wanted]
+        wanted = set(rows)
+        chosen = [item for item in self._items() if item[0] in wanted]
         some_rows, trees, outcomes = zip(*chosen, strict=True)
         return replace(self, rows=some_rows, trees=trees, outcomes=outcomes, source=self.whole)
 

@@ -172,7 +172,7 @@ class CautiousDrafter(Drafter):
         self._proposer, self._widest, self._helper = proposer, widest, helper
         self._followers = PerRow(self._follower)
         self._beside = self._helped = 0
-        self._from_helper: set[int] = set()
+        self._from_helper: set[Row] = set()
 
     def _follower(self, row: Row) -> Follower:
         shared = self._proposer.chances
@@ -218,7 +218,7 @@ class CautiousDrafter(Drafter):
             return trees
         wanted = [min(length, limit) if lacks else 0 for lacks, limit in zip(idle, limits, strict=True)]
         guessed = helper.propose(rows, wanted)
-        self._from_helper = {id(row) for row, lacks in zip(rows, idle, strict=True) if lacks}
+        self._from_helper = {row for row, lacks in zip(rows, idle, strict=True) if lacks}
         self._helped = max(tree.depths[-1] for tree, lacks in zip(guessed, idle, strict=True) if lacks)
         return [new if lacks else tree for new, tree, lacks in zip(guessed, trees, idle, strict=True)]
 
@@ -228,9 +228,9 @@ class CautiousDrafter(Drafter):
             return
         if self._helper is not None and self._from_helper:
             for row, tree, outcome in report.guessed():
-                if id(row) in self._from_helper:
+                if row in self._from_helper:
                     self._proposer.judge.helper.judged(*kept_of(tree, outcome))
-            helped = [row for row in report.rows if id(row) in self._from_helper]
+            helped = [row for row in report.rows if row in self._from_helper]
             self._helper.observe(report.part(helped))
         self._proposer.judge.observe(report.whole, self._helped)
         self._from_helper.clear()

@@ -113,7 +113,7 @@ class EagleDrafter(Drafter):
         self._stack, self._taps = stack, Taps(stack, cache)
         self._cache = head.layer.cache()
         self._rows: list[Row] = []
-        self._origins: dict[int, int] = {}
+        self._origins: dict[Row, int] = {}
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
@@ -124,30 +124,30 @@ class EagleDrafter(Drafter):
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """A tree per row; its root alone where nothing is known of the state before it."""
         self._seat(rows)
-        allowed = {id(row): min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
-        wanted = [(slot, row, allowed[id(row)]) for slot, row in enumerate(self._rows) if allowed.get(id(row), 0) > 0]
+        allowed = {row: min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
+        wanted = [(slot, row, allowed[row]) for slot, row in enumerate(self._rows) if allowed.get(row, 0) > 0]
         grow_all = self._in_one_call if self._chained(rows) else self._level_by_level
         trees = grow_all(wanted)
-        return [trees.get(id(row)) or TokenTree.chain(row.tokens[-1:]) for row in rows]
+        return [trees.get(row) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
     def _chained(self, rows: Sequence[Row]) -> bool:
         """Whether the kernels can draft by themselves: no guess has a sibling, and logits are taken as they are."""
         return self._head.chain is not None and self._straight and all(map(_drafts_alone, rows))
 
-    def _level_by_level(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[int, TokenTree]:
-        """Trees by the rows' identities: slots, rows and most levels are given."""
+    def _level_by_level(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[Row, TokenTree]:
+        """Trees by rows: slots, rows and most levels are given."""
         try:
             grown = self._read([_Branching(row, slot, levels) for slot, row, levels in wanted])
             grow(grown, self._after, self._extend)
         finally:
             self._roll_back()
-        return {id(one.row): one.likeliest(self._nodes) for one in grown}
+        return {one.row: one.likeliest(self._nodes) for one in grown}
 
-    def _in_one_call(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[int, TokenTree]:
+    def _in_one_call(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[Row, TokenTree]:
         """The same, where `_chained`."""
         waiting = self._waiting((slot, row) for slot, row, _ in wanted)
         lengths = {slot: levels if self._nodes is None else min(levels, self._nodes) for slot, _, levels in wanted}
-        trees: dict[int, TokenTree] = {}
+        trees: dict[Row, TokenTree] = {}
         try:
             waiting = self._shortened(waiting, max(lengths.values(), default=0))
             for some in _batches(waiting):
@@ -155,7 +155,7 @@ class EagleDrafter(Drafter):
                 for slot, path in zip(some, self._guess(some, wishes), strict=True):
                     row = some[slot][0]
                     row.ledger.draft_forwards += len(path)
-                    trees[id(row)] = TokenTree.chain((row.tokens[-1], *path))
+                    trees[row] = TokenTree.chain((row.tokens[-1], *path))
         finally:
             self._roll_back()
         return trees
@@ -189,7 +189,7 @@ class EagleDrafter(Drafter):
 
     def _followers(self, slot: int, row: Row, count: int) -> Sequence[int]:
         """The tokens behind the next `count` states of a row that are to be fed."""
-        first = self._origins[id(row)] + self._cache.positions[slot] + 1
+        first = self._origins[row] + self._cache.positions[slot] + 1
         return row.tokens[first : first + count]
 
     def _seat(self, rows: Sequence[Row]) -> None:
@@ -197,12 +197,12 @@ class EagleDrafter(Drafter):
         stay = [slot for slot, row in enumerate(self._rows) if row.finish_reason is None]
         if len(stay) < len(self._rows):
             self._rows = [self._rows[former] for former in self._cache.select(stay)]
-        known = {id(row) for row in self._rows}
-        new = [row for row in rows if id(row) not in known]
+        known = set(self._rows)
+        new = [row for row in rows if row not in known]
         if new:
             self._cache.extend(len(new))
             self._rows += new
-        self._origins = {id(row): self._origins.get(id(row), 0) for row in self._rows}
+        self._origins = {row: self._origins.get(row, 0) for row in self._rows}
 
     def _waiting(self, rows: Iterable[tuple[int, Row]]) -> _Waiting:
         """What the target has confirmed since, of rows whose last state is known."""
@@ -211,9 +211,9 @@ class EagleDrafter(Drafter):
             found = self._taps.take(row)
             if found is None or found[0] + len(found[1]) != len(row.tokens) - 1:
                 continue
-            if self._origins[id(row)] + self._cache.positions[slot] != found[0]:
+            if self._origins[row] + self._cache.positions[slot] != found[0]:
                 self._cache.truncate(slot, 0)
-                self._origins[id(row)] = found[0]
+                self._origins[row] = found[0]
             waiting[slot] = row, found[1]
         return waiting
 

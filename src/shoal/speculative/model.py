@@ -113,7 +113,7 @@ class ModelDrafter(Drafter):
         self._plan = DepthPlan.full(self._stack.num_layers)
         self._cache = KVCache(self._stack.windows, 0)
         self._rows: list[Row] = []
-        self._prompts: dict[int, Sequence[int]] = {}
+        self._prompts: dict[Row, Sequence[int]] = {}
         self._drafts: list[TokenTree] = []
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
@@ -124,14 +124,14 @@ class ModelDrafter(Drafter):
         """
         check_context(self._stack, self._name, max(self._length(row) + row.stop.room for row in rows))
         self._keep(rows)
-        allowed = {id(row): min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
-        grown = [self._begun(row, slot, allowed[id(row)]) for slot, row in enumerate(self._rows)]
+        allowed = {row: min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
+        grown = [self._begun(row, slot, allowed[row]) for slot, row in enumerate(self._rows)]
         busy = [one for one in grown if one.goes_on and self._readable(one)]
         if busy:
             self._grow(busy)
-        trees = {id(one.row): one.tree() for one in grown}
-        self._drafts = [trees[id(row)] for row in self._rows]
-        return [trees[id(row)] for row in rows]
+        trees = {one.row: one.tree() for one in grown}
+        self._drafts = [trees[row] for row in self._rows]
+        return [trees[row] for row in rows]
 
     def _begun(self, row: Row, slot: int, levels: int) -> TreeUnderWay:
         """A tree without guesses."""
@@ -152,9 +152,9 @@ class ModelDrafter(Drafter):
 
     def _prompt(self, row: Row) -> Sequence[int] | None:
         """What is read instead of the row's prompt, chosen once."""
-        if self._view is not None and id(row) not in self._prompts:
-            self._prompts[id(row)] = self._view(row.tokens[: row.prompt_length])
-        return self._prompts.get(id(row))
+        if self._view is not None and row not in self._prompts:
+            self._prompts[row] = self._view(row.tokens[: row.prompt_length])
+        return self._prompts.get(row)
 
     def _length(self, row: Row) -> int:
         """Tokens of a row as the draft model has them."""
@@ -165,13 +165,13 @@ class ModelDrafter(Drafter):
         """Commit what was accepted of the last trees, let rows go that have left and take in new ones."""
         for slot, (row, tree) in enumerate(zip(self._rows, self._drafts, strict=True)):
             self._commit(slot, row, tree)
-        wanted = {id(row) for row in rows}
-        stay = [slot for slot, row in enumerate(self._rows) if id(row) in wanted]
+        wanted = set(rows)
+        stay = [slot for slot, row in enumerate(self._rows) if row in wanted]
         if len(stay) < len(self._rows):
             self._rows = [self._rows[former] for former in self._cache.select(stay)]
             self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in wanted}
-        known = {id(row) for row in self._rows}
-        new = [row for row in rows if id(row) not in known]
+        known = set(self._rows)
+        new = [row for row in rows if row not in known]
         if new:
             self._cache.extend(len(new))
             self._rows.extend(new)

@@ -16,17 +16,17 @@ class PerRow(Generic[T]):
 
     def __init__(self, make: Callable[[Row], T]) -> None:
         self._make = make
-        self._kept: dict[int, tuple[Row, T]] = {}  # the row is held, so no other one gets its id
+        self._kept: dict[Row, T] = {}
 
     def __getitem__(self, row: Row) -> T:
-        if id(row) not in self._kept:
-            self._kept = {key: entry for key, entry in self._kept.items() if entry[0].finish_reason is None}
-            self._kept[id(row)] = row, self._make(row)
-        return self._kept[id(row)][1]
+        if row not in self._kept:
+            self._kept = {one: kept for one, kept in self._kept.items() if one.finish_reason is None}
+            self._kept[row] = self._make(row)
+        return self._kept[row]
 
     def forget(self, row: Row) -> None:
         """Let go of what is kept for a row, if anything is."""
-        self._kept.pop(id(row), None)
+        self._kept.pop(row, None)
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -26,13 +26,11 @@ class _Tap:
     """What is known of a row.
 
     Attributes:
-        row: the row; kept, so that no other one gets its id.
         first: position of the first of `states`.
         states: pieces [n, D], one after the other.
         last: the forward whose outcome was not known when it was looked at: position of its node 0, chunk and states.
     """
 
-    row: Row
     first: int = 0
     states: list[Tensor] | None = None
     last: tuple[int, SequenceChunk, Tensor] | None = None
@@ -49,11 +47,11 @@ class Taps:
 
     def __init__(self, stack: Stack, cache: KVCache, layer: int | None = None) -> None:
         self._layer, self._cache = stack.num_layers if layer is None else layer, cache
-        self._taps: dict[int, _Tap] = {}
+        self._taps: dict[Row, _Tap] = {}
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
         """See `Worker.watch`."""
-        self._taps = {key: tap for key, tap in self._taps.items() if tap.row.finish_reason is None}
+        self._taps = {row: tap for row, tap in self._taps.items() if row.finish_reason is None}
         fed = [(self._settled(row), self._cache.positions[row.slot], chunk)
                for row, chunk in zip(rows, chunks, strict=True)]
 
@@ -68,7 +66,7 @@ class Taps:
         """See `Worker.fork`."""
         tap = self._settled(row)
         for twin in twins:
-            self._taps[id(twin)] = _Tap(twin, tap.first, None if tap.states is None else list(tap.states))
+            self._taps[twin] = _Tap(tap.first, None if tap.states is None else list(tap.states))
 
     def take(self, row: Row) -> tuple[int, Tensor] | None:
         """States [n, D], contiguous, of a row's committed tokens not taken before, and the position of the first.
@@ -84,9 +82,7 @@ class Taps:
 
     def _settled(self, row: Row) -> _Tap:
         """The row's tap, with what its last forward left at tokens that stayed."""
-        tap = self._taps.get(id(row))
-        if tap is None or tap.row is not row:
-            tap = self._taps[id(row)] = _Tap(row)
+        tap = self._taps.setdefault(row, _Tap())
         if tap.last is not None:
             base, chunk, states = tap.last
             tap.last = None

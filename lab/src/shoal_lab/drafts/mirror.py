@@ -150,8 +150,8 @@ class MirrorDrafter(ModelDrafter):
         self._target, self._exit_layer, self._k = target, proposer.exit_layer, proposer.k
         self._windows: list[_Window] = []
         self._states: Tensor | None = None
-        self._lengths: dict[int, int] = {}
-        self._ready: dict[int, Chain] = {}
+        self._lengths: dict[Row, int] = {}
+        self._ready: dict[Row, Chain] = {}
         self._since = self._target_seconds = 0.0
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
@@ -184,29 +184,29 @@ class MirrorDrafter(ModelDrafter):
         finally:
             self._ready = {}
         seconds = time.perf_counter() - start
-        self._lengths = {id(row): len(row.tokens) for row in self._rows}
+        self._lengths = {row: len(row.tokens) for row in self._rows}
         for row, limit in zip(rows, limits, strict=True):
-            if limit and id(row) in rounds:
-                row.ledger.draft_rounds.append(replace(rounds[id(row)], redraft=seconds))
+            if limit and row in rounds:
+                row.ledger.draft_rounds.append(replace(rounds[row], redraft=seconds))
         return trees
 
     def _begun(self, row: Row, slot: int, levels: int) -> TreeUnderWay:
         """The branch that is ready, if there is one."""
         one = super()._begun(row, slot, levels)
-        if id(row) in self._ready:
-            one.take(self._ready[id(row)])
+        if row in self._ready:
+            one.take(self._ready[row])
         return one
 
     def _commit(self, slot: int, row: Row, tree: TokenTree) -> None:
         """Of the window, which stands before all other scratch, what was kept."""
         known, scratch = self._cache.positions[slot], self._cache.layers[0].scratch[slot]
-        unread = self._lengths[id(row)] - known
+        unread = self._lengths[row] - known
         fed = tree.tokens[1 - min(unread, 1) :][:scratch]
         kept = takewhile(lambda pair: pair[0] == pair[1], zip(fed, row.tokens[known:-1], strict=False))
         self._cache.commit(slot, range(len(list(kept))))
 
-    def _look_back(self, rows: Sequence[Row]) -> dict[int, DraftRound]:
-        """Draft for what was foreseen of the last windows, and see whether it came; by the rows' identities."""
+    def _look_back(self, rows: Sequence[Row]) -> dict[Row, DraftRound]:
+        """Draft for what was foreseen of the last windows, and see whether it came; by rows."""
         verified = self._verified(rows)
         start = time.perf_counter()
         foreseen = self._foreseen([window for _, window in verified])
@@ -215,7 +215,7 @@ class MirrorDrafter(ModelDrafter):
         drafted = time.perf_counter()
         rounds = {}
         for (_, window), outcomes, pool in zip(verified, foreseen, pools, strict=True):
-            outcome, key = window.outcome, id(window.row)
+            outcome, key = window.outcome, window.row
             if outcome in pool:
                 self._ready[key] = pool[outcome]
             before, after = self._split(window)
@@ -226,10 +226,10 @@ class MirrorDrafter(ModelDrafter):
 
     def _verified(self, rows: Sequence[Row]) -> list[tuple[int, _Window]]:
         """Slots, ascending, and windows of the rows that go on, where they follow the last draft."""
-        fed = {id(window.row): window for window in self._windows}
-        wanted, self._windows = {id(row) for row in rows}, []
-        seated = [(slot, fed[id(row)]) for slot, row in enumerate(self._rows) if id(row) in wanted & fed.keys()]
-        return [(slot, one) for slot, one in seated if one.outcome and one.length == self._lengths[id(one.row)]]
+        fed = {window.row: window for window in self._windows}
+        wanted, self._windows = set(rows), []
+        seated = [(slot, fed[row]) for slot, row in enumerate(self._rows) if row in wanted & fed.keys()]
+        return [(slot, one) for slot, one in seated if one.outcome and one.length == self._lengths[one.row]]
 
     def _foreseen(self, windows: Sequence[_Window]) -> list[list[Outcome]]:
         """The outcomes of each window that the exit layer holds likely: for each node so many tokens after it.

@@ -74,12 +74,10 @@ class _Ready:
     """What prompts have said of a row.
 
     Attributes:
-        row: the row; kept, so that no other one gets its id.
         fed: last states [prompts, D] of all prompts that its last forward was fed; None where it had none.
         states: [prompts, D], of those behind the node where the accepted path ended.
     """
 
-    row: Row
     fed: Tensor | None
     states: Tensor | None = None
 
@@ -95,13 +93,13 @@ class PromptDrafter(Drafter):
 
     def __init__(self, trees: PromptTrees, vectors: Tensor, stack: Stack) -> None:
         self._trees, self._vectors, self._stack = trees, vectors, stack
-        self._ready: dict[int, _Ready] = {}
+        self._ready: dict[Row, _Ready] = {}
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """See `Worker.watch`; what was known of these rows was of the step before."""
-        self._ready = {key: one for key, one in self._ready.items() if one.row.finish_reason is None}
+        self._ready = {row: one for row, one in self._ready.items() if row.finish_reason is None}
         for row in rows:
-            self._ready.pop(id(row), None)
+            self._ready.pop(row, None)
         if all(chunk.vectors is None for chunk in chunks):
             return None
 
@@ -109,20 +107,20 @@ class PromptDrafter(Drafter):
             if layer == self._stack.num_layers:
                 for row, chunk, states in zip(rows, chunks, hidden, strict=True):
                     if chunk.vectors is not None:
-                        self._ready[id(row)] = _Ready(row, states[chunk.words : len(chunk.tokens)].clone())
+                        self._ready[row] = _Ready(states[chunk.words : len(chunk.tokens)].clone())
 
         return FromLayer(self._stack.num_layers, hook)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
         """See `Worker.fork`."""
-        one = self._ready.get(id(row))
+        one = self._ready.get(row)
         if one is not None:
-            self._ready.update((id(twin), _Ready(twin, None, one.states)) for twin in twins)
+            self._ready.update((twin, _Ready(None, one.states)) for twin in twins)
 
     def observe(self, report: StepReport) -> None:
         """Keep what the prompts said behind the node where the accepted path ended."""
         for row, tree, outcome in zip(report.rows, report.trees, report.outcomes, strict=True):
-            one = self._ready.get(id(row))
+            one = self._ready.get(row)
             if one is not None and one.fed is not None:
                 one.states, one.fed = one.fed[_behind(tree, outcome.path[-1])], None
 
@@ -143,8 +141,8 @@ class PromptDrafter(Drafter):
 
     def _states(self, row: Row, limit: int) -> Tensor | None:
         """States [n, D] of the prompts from which the row's guesses come, at most `limit`; None where there is none."""
-        one = self._ready.get(id(row))
-        if one is None or one.row is not row or one.states is None or not len(one.states):
+        one = self._ready.get(row)
+        if one is None or one.states is None or not len(one.states):
             return None
         return one.states[:limit]
 

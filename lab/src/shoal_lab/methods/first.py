@@ -122,11 +122,11 @@ class LayerChooser(Worker):
 
     def __init__(self, part: LayersByPrompt, routers: LayerRouters) -> None:
         self._part, self._routers = part, routers
-        self._seen: dict[int, dict[int, Tensor]] = {}
+        self._seen: dict[Row, dict[int, Tensor]] = {}
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """Sees the last tokens of prompts that end."""
-        ending = [(place, len(chunk.tokens) - 1, self._seen.setdefault(id(row), {}))
+        ending = [(place, len(chunk.tokens) - 1, self._seen.setdefault(row, {}))
                   for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
                   if not row.emitted and chunk.wanted]
         if not ending:
@@ -141,5 +141,5 @@ class LayerChooser(Worker):
     def observe(self, report: StepReport) -> None:
         """Settle the plans of rows whose prompts have been read."""
         for row in report.rows if report.prompt else ():
-            scores = self._routers.scores(self._seen.pop(id(row)))
+            scores = self._routers.scores(self._seen.pop(row))
             row.recipe = replace(row.recipe, plan=self._part.knobs.plan(scores, self._part.info))
