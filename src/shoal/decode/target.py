@@ -64,7 +64,7 @@ class RowTarget:
         return self._scores[node]
 
     def _words(self, node: int) -> list[int]:
-        return [self.tree.tokens[i] for i in self.tree.path(node)[1:]]
+        return [] if node == 0 else [self.tree.tokens[i] for i in self.tree.path(node)[1:]]
 
     def probs(self, node: int) -> Tensor:
         """Probabilities [V] of the token after `node`."""

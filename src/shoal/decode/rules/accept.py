@@ -117,6 +117,8 @@ class Match(TargetsNumbers):
 def descend(tree: TokenTree, choice: Callable[[int], int]) -> Outcome:
     """Down the guesses that are what is chosen after the node before them."""
     path = [0]
+    if len(tree) == 1:
+        return Outcome((0,), choice(0))
     while True:
         token = choice(path[-1])
         child = tree.child(path[-1], token)

@@ -88,13 +88,16 @@ class KVCache:
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep the nodes of `path` in every layer that ran them."""
-        straight = path[-1] == len(path) - 1 if path else True
+        count, straight = len(path), not path or path[-1] == len(path) - 1
         for layer in self.layers:
-            if straight:
-                layer.keep(row, len(path))
+            if straight and layer.scratch[row] == count:  # the usual case, in which a step has no time for a call
+                layer.lengths[row] += count
+                layer.scratch[row] = 0
+            elif straight:
+                layer.keep(row, count)
             else:
                 layer.commit(row, path)
-        self.positions[row] += len(path)
+        self.positions[row] += count
         self._forget_marks(row)
 
     def rollback(self, row: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -127,6 +128,8 @@ def _grouped(chunks: Sequence[SequenceChunk]) -> bool:
 
 def _readable(row: int, cache: KVCache) -> bool:
     """Whether the kernels know the forms in which a row is stored."""
+    if not any(map(attrgetter("beside"), cache.layers)):
+        return True
     held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside]
     return all(one is None or one.form.kernel in kernels for pair in held
                for one, kernels in zip(pair, (("int8", "int4"), ("bitmap",)), strict=True))

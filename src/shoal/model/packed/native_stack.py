@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLOATS = ("fp32", "fp16", "bf16")
+_VERSION, _BESIDE = attrgetter("version"), attrgetter("beside")
+"""Of a layer's KV; over all layers of a step they are several times as fast as loops."""
 
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
@@ -340,11 +343,11 @@ class NativeStack(PackedStack):
 
         They keep nothing alive: else, while layer after layer moves to larger storage, all of the old would be there.
         """
-        version = sum(layer.version for layer in cache.layers)
+        version = sum(map(_VERSION, cache.layers))
         known = self._bindings.get(cache)
         if known is None or known[0] != version:
             stores = cache.layers
-            beside = any(store.beside for store in stores)
+            beside = any(map(_BESIDE, stores))
             own = [[_own(store, row) for row in range(cache.rows)] for store in stores] if beside else None
             bound = self._model.bind([s.keys for s in stores], [s.values for s in stores], own)
             known = self._bindings[cache] = version, bound.unowned()
