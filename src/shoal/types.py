@@ -1,6 +1,6 @@
-"""Values that cross folders: how to sample, what one step produced, what a request returned.
+"""Values that several folders use: how to sample, what a step produced, what a request returned.
 
-Plain frozen dataclasses without torch, so that anything may import them.
+They are plain frozen dataclasses without torch, so that every module may import them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 Alternative = tuple[str, tuple[int, ...], float]
 """Another answer: its text, its token ids, and its score, which is higher for a better one."""
 _MOST_BIAS = 1e8
-"""Largest size of a bias: at the lowest temperature it leaves a float32 finite."""
+"""Largest absolute value of a bias: it stays finite in float32 at the lowest temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,10 @@ class Sampling:
     """How a token is chosen from the logits of one row.
 
     `temperature` 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1, `repetition_penalty` 1 and the two
-    additive penalties 0 are neutral. `repetition_window` is how many of the last tokens, the prompt's too, that the
-    first penalty looks at (0: all). `logit_bias` is added to the raw logits of the given token ids: finite numbers, or
-    minus infinity, which bans a token. `logprobs` asks for the log-probability of each emitted token and that many
-    of the best alternatives (0: the token's alone); log-probabilities are those of the distribution that the token was
-    drawn from before temperature and truncation.
+    additive penalties 0 are neutral. `repetition_window` is the number of last tokens, prompt included, that
+    `repetition_penalty` looks at (0: all). `logit_bias` is added to the raw logits of the given token ids; minus
+    infinity bans a token. `logprobs` asks for the log-probability of each emitted token and of that many alternatives
+    (0: of the token alone). Log-probabilities are those before temperature and truncation.
     """
 
     temperature: float = 0.0
@@ -75,11 +74,11 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken without a draw."""
+        """Whether the most likely token is always taken."""
         return self.temperature == 0
 
     def shown(self) -> dict[str, float]:
-        """The temperature and what else is not neutral, by name, for reports; without bias and log-probabilities."""
+        """The temperature and every option that is not neutral, for reports; without bias and log-probabilities."""
         neutral = {one.name: one.default for one in fields(self)}
         found = {name: getattr(self, name) for name in neutral if name not in ("logit_bias", "logprobs")}
         return {name: value for name, value in found.items() if name == "temperature" or value != neutral[name]}
@@ -96,12 +95,12 @@ def _check(name: str, value: object, good: bool, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MaskedModel:
-    """What a masked-diffusion model says of itself: it decides masked words in any order.
+    """What a masked-diffusion model, which decides masked tokens in any order, says of itself.
 
     Attributes:
-        mask_token_id: stands for a word that is not decided.
-        shift: logits at a place are those of the word so many places further on: 0, or 1 as in Dream.
-        window: the last tokens of a text that it was trained to draft from; None for all of them.
+        mask_token_id: stands for a token that is not decided yet.
+        shift: logits at position p predict the token at p + shift: 0, or 1 as in Dream.
+        window: number of last tokens that it was trained to draft from; None for all of them.
     """
 
     mask_token_id: int
@@ -111,7 +110,7 @@ class MaskedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a method may know about the model and the request when it makes its recipe.
+    """What a method knows of the model and the request when it makes its recipe.
 
     Attributes:
         num_layers: L, the number of decoder layers.
@@ -119,23 +118,23 @@ class ModelInfo:
         head_layers: cost of the LM head in decoder layers, by bytes read at batch 1.
         scores: calibrated cost of dropping each layer, one tuple of L numbers per kind of score
             (`influence`, `leave_one_out`); low means cheap to drop.
-        order: the removal order that the model's calibration card recommends, if it has one.
-        bears: the mean depth in layers that the model bears by its calibration card, if it has one that says so.
+        order: the removal order that the model's card recommends, if any.
+        bears: the mean depth in layers that the model bears, by its card, if that is known.
         skips: layers whose attention, and layers whose MLP, drafts best leave out, by the card.
-        can_split: whether attention and MLP of a layer can be dropped apart.
-        windows: sliding window of each layer in positions, or None; empty where no layer has one.
-        kv_sizes: KV heads, and head_dim of keys and of values, per layer; empty where they are not known.
+        can_split: whether attention and MLP of a layer can be dropped separately.
+        windows: sliding window of each layer in positions, or None; empty if no layer has one.
+        kv_sizes: KV heads, and head_dim of keys and of values, per layer; empty if unknown.
         shows_queries: whether a part may see the queries of attention, and choose what they read.
-        tokenizer: the model's tokenizer, where it has one.
-        draft_engine: makes the engine of another model, given its folder, its Hub id or the loaded model; with the same
-            tokens, or any if `same=False`. None where there is no engine to work beside.
-        tensors: reads the safetensors file of a path, for methods that own trained tensors: tensors by name, on the
-            model's device; ValueError for a file that cannot be read.
-        fingerprint: tells the model from others; it may read files, so it is asked only where it matters.
-        free: whether a method may decide by measured times; not where several processes must decide alike.
-        memory: what methods have learned about the model on this machine; the engine keeps it from request to request.
-        changes: what was done to another model to make this one, in words; what is exact is exact to this one.
-        masked: what a masked-diffusion model says of itself; None for one that writes from left to right.
+        tokenizer: the model's tokenizer, if it has one.
+        draft_engine: makes the engine of another model, given its folder, its Hub id or the loaded model. It must have
+            the same tokens unless `same=False`. None if there is no engine.
+        tensors: reads a safetensors file by its path: tensors by name, on the model's device; ValueError for a file
+            that cannot be read. For methods with trained tensors.
+        fingerprint: identifies the model; it may read files, so call it only where it matters.
+        free: whether a method may decide by measured times; False if several processes must decide alike.
+        memory: what methods have learned about the model on this machine; the engine keeps it between requests.
+        changes: how this model was made from another one, in words; exact means equal to this model.
+        masked: for a masked-diffusion model; None for one that writes from left to right.
     """
 
     num_layers: int
@@ -160,13 +159,13 @@ class ModelInfo:
 
 
 def finite_logprob(value: float) -> float:
-    """A log-probability for JSON, which has no infinity; OpenAI's own servers write the same in its place."""
+    """A log-probability for JSON, which has no infinity: at least -9999, as from OpenAI's servers."""
     return max(value, -9999.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of an emitted token (nats) and of the best alternatives, most likely first."""
+    """Log-probability of an emitted token (nats), and of the best alternatives, most likely first."""
 
     token: int
     logprob: float
@@ -177,8 +176,8 @@ class TokenLogprob:
 class Step:
     """One emitted token of one row.
 
-    `text` is what became certain with this token: it may be empty (an unfinished character, or a possible
-    beginning of a stop string that is held back). `depth` counts the decoder layers that computed the token.
+    `text` is the text that became certain with this token. It is empty while a character is unfinished or a possible
+    stop string is held back. `depth` counts the decoder layers that computed the token.
     """
 
     row: int
@@ -193,26 +192,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a generation cost. Token counts and layer counts are of one row; seconds are of the whole call.
+    """What a generation cost. Token and layer counts are of one row; seconds are of the whole call.
 
     Attributes:
-        mean_layers: decoder layers per generated token, token 0 (from the prefill) at L, as realised.
-        layer_tokens: sum of the layers run over the generated tokens (token 0 at L).
-        layers_read: layers that all forwards went through, however many tokens each ran, guessing with the model's own
-            layers included, the prefill as one token at L. Reading their weights is what a small batch waits for.
-        ideal_speedup: `(L + e) new_tokens / (layers_read + e heads)`, e being the LM head's cost in layers, heads how
-            often it was read; `(L + e) / (mean_layers + e)` where nothing is guessed. A second model is not counted.
-        target_forwards: forwards of the model, the prefill's included.
-        draft_forwards: forwards of what guesses ahead; draft_layer_tokens: work of the model's own layers in them.
-        drafted, accepted: guessed tokens, and those of them that were kept.
-        acceptance: share of the guesses kept at each distance from the last certain token, nearest first.
+        mean_layers: decoder layers per generated token, as run; token 0, from the prefill, counts L.
+        layer_tokens: sum of the layers run, over the generated tokens; token 0 counts L.
+        layers_read: layers that all forwards ran, however many tokens each had, drafting with the model's own layers
+            included, the prefill as one token at L. A small batch waits for reading their weights.
+        ideal_speedup: `(L + e) new_tokens / (layers_read + e heads)`, where e is the LM head's cost in layers and heads
+            how often it was read; `(L + e) / (mean_layers + e)` without drafts. A second model is not counted.
+        target_forwards: forwards of the model, prefill included.
+        draft_forwards: forwards of the drafter; draft_layer_tokens: layer-tokens of the model's own layers in them.
+        drafted, accepted: drafted tokens, and how many of them were accepted.
+        acceptance: share of the drafts accepted at each distance from the last certain token, nearest first.
         tokens_per_forward: generated tokens, corrections and bonus included, per forward after the prefill.
-        horizon: the number of tokens over which the depth schedule was laid out.
+        horizon: number of tokens over which the depth schedule was laid out.
         tokens_per_second: decode only: (new_tokens - 1) / decode_seconds.
-        kv_bytes_saved: what was not stored, against every layer storing every position as the model computes it.
-        extras: what single methods count, by name, and 0 under all others: of answers that two models write, or a judge
-            looks at, `second_tokens`, `second_layer_tokens`, `switches`, `judge_calls`, `put_tokens`; of searches
-            `branches` and `thrown_away`, tokens that are not in the answer. See `shoal.decode.ledger.RowLedger`.
+        kv_bytes_saved: bytes not stored, compared with every layer storing every position.
+        extras: counts of single methods, by name; 0 for all others. For answers by two models or with a judge:
+            `second_tokens`, `second_layer_tokens`, `switches`, `judge_calls`, `put_tokens`; for searches `branches` and
+            `thrown_away`, decoded tokens that are not in the answer. See `shoal.decode.ledger.RowLedger`.
         records: what single methods note of forwards, by name, such as `draft_rounds` of `mirror_sd`.
     """
 
@@ -244,12 +243,12 @@ class Stats:
 
     @property
     def beside(self) -> dict[str, int]:
-        """What only searches and answers of two models have, by name, where it is not 0."""
+        """The counts, where not 0, that only searches and answers of two models have."""
         names = ("branches", "thrown_away", "switches", "second_tokens")
         return {name: int(count) for name in names if (count := self.extras.get(name, 0))}
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON, extras and records beside the others."""
+        """All figures for JSON; extras and records stand beside the others."""
         found = asdict(self)
         extras, records = found.pop("extras"), found.pop("records")
         return {**found, **extras, **records}
@@ -257,11 +256,10 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one row: generated ids only (an EOS that ended it included), text with any stop string cut.
+    """The outcome of one row: the generated ids, a final EOS included, and the text, without a stop string.
 
-    `changes` says what was done to another model to make the one that answered; what is exact is exact to that one.
-    `alternatives` are answers that the method has found beside this one, best first. `sampling` says how the tokens
-    were chosen, which with `seed` makes a draw repeatable.
+    `changes` says how the model was made from another one; exact means equal to this model. `alternatives` are other
+    answers that the method has found, best first. `sampling` and `seed` make a draw repeatable.
     """
 
     text: str

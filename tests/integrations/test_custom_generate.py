@@ -15,9 +15,9 @@ from families import FAMILIES, _build, fingerprint, tiny
 from generate_calls import PAD, PROMPTS, an_eos, batch, both, generate, single
 from oracle import greedy_under_plan
 from shoal import D3, EarlyExit, Unsupported, compat
-from shoal.integrations import _engines, hub
-from shoal.integrations._inputs import left_padding
-from shoal.integrations._rows import Ending
+from shoal.integrations import hub
+from shoal.integrations import transformers as adapter
+from shoal.integrations._rows import Ending, left_padding
 from shoal.methods.full import Full
 
 
@@ -313,8 +313,8 @@ def test_temperature_is_applied_once(llama: PreTrainedModel) -> None:
 def test_the_engine_is_made_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build("llama", 0, torch.float64, 2, {})
     made: list[Any] = []
-    engine_for = _engines.engine_for
-    monkeypatch.setattr(_engines, "engine_for", lambda *a, **k: made.append(a) or engine_for(*a, **k))
+    engine_for = adapter.engine_for
+    monkeypatch.setattr(adapter, "engine_for", lambda *a, **k: made.append(a) or engine_for(*a, **k))
     for _ in range(3):
         generate(model, **single(), custom_generate=Full())
     assert len(made) == 1
@@ -335,11 +335,11 @@ def test_an_exchanged_layer_is_noticed() -> None:
 def test_a_model_is_freed_with_its_engine() -> None:
     model = _build("llama", 0, torch.float64, 2, {})
     generate(model, **single(), custom_generate=D3(alpha=0.9))
-    known = len(_engines._ENGINES)
+    known = len(adapter._ENGINES)
     ghost = weakref.ref(model)
     del model
     gc.collect()
-    assert ghost() is None and len(_engines._ENGINES) == known - 1
+    assert ghost() is None and len(adapter._ENGINES) == known - 1
 
 
 def test_a_processor_that_raises_leaves_model_and_engine_as_they_were(llama: PreTrainedModel) -> None:
@@ -375,8 +375,8 @@ def test_threads_do_not_disturb_each_other(llama: PreTrainedModel) -> None:
 def test_threads_that_come_first_share_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build("llama", 0, torch.float64, 2, {})
     made: list[Any] = []
-    engine_for = _engines.engine_for
-    monkeypatch.setattr(_engines, "engine_for", lambda *a, **k: made.append(a) or engine_for(*a, **k))
+    engine_for = adapter.engine_for
+    monkeypatch.setattr(adapter, "engine_for", lambda *a, **k: made.append(a) or engine_for(*a, **k))
     threads = [
         threading.Thread(target=generate, args=(model,), kwargs={**single(), "custom_generate": Full()})
         for _ in range(4)

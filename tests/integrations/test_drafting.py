@@ -10,16 +10,22 @@ import pytest
 import torch
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
 
+from drafts import draft_of
 from families import VOCAB
 from generate_calls import PROMPTS, an_eos, batch, generate, single
+from method_matrix import drafting_of_lab
 from shoal import Unsupported
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
+from shoal.methods.aded import ADED
+from shoal.methods.auto import Auto
 from shoal.methods.base import Method
+from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
+from shoal.methods.prompt_lookup import PromptLookup
 from shoal.types import ModelInfo
 
 
@@ -134,3 +140,25 @@ def test_a_watermark_that_counts_its_calls_is_refused(llama: PreTrainedModel) ->
     config = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 14, 15])
     with pytest.raises(Unsupported, match="SynthID"):
         generate(llama, **single(), watermarking_config=config, custom_generate=Drafting(((1, 2, 3),)))
+
+
+METHODS = {
+    "auto": Auto(),
+    "prompt_lookup": PromptLookup(min_ngram=1),
+    "aded": ADED(),
+    "draft_model": DraftModel(draft_of("llama")),
+    **drafting_of_lab(draft_of("llama")),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 20}], ids=str)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_generate_gives_the_same_ids(llama: PreTrainedModel, method: Method, options: dict[str, Any]) -> None:
+    options = {"eos_token_id": [an_eos(llama, 1, 6)], "max_new_tokens": 24, **options}
+    torch.manual_seed(3)
+    inner = getattr(method, "inner", None)  # what a wrapped method's drafts are checked by
+    plain = generate(llama, **batch(), **options, custom_generate=inner or Full())
+    torch.manual_seed(3)
+    assert torch.equal(generate(llama, **batch(), **options, custom_generate=method), plain)
+    if inner is None and not options.get("do_sample"):
+        assert torch.equal(generate(llama, **batch(), **options), plain)

@@ -1,1 +1,1 @@
-"""Shoal inside other people's tools: each file speaks one tool's conventions."""
+"""Adapters to other tools: each file follows the conventions of one tool."""

@@ -1,15 +1,16 @@
-"""Logits processors and stopping criteria of transformers, written for a batch, made to work on one row.
+"""From the tensors of `generate` to rows and back: prompts, logits processors, stopping criteria, outputs.
 
-Rows run apart: they may be at different tokens, and a processor may be asked about several continuations of one row.
-So each row gets processors of its own that see ids [1, T] and scores [1, V], with the ids as `generate` holds them:
-its left padding included.
+Transformers writes processors and criteria for a batch. Here rows may be at different tokens, and a processor may be
+asked about several continuations of one row. So each row gets its own, which see ids [1, T], left padding included,
+and scores [1, V].
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,15 +18,23 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from shoal import compat
+from shoal.decode.row import Row
 from shoal.errors import Unsupported
+
+_NEUTRAL = ("use_cache", "logits_to_keep")
+"""Arguments about how the model's own forward runs; Shoal does not call it, and the output is the same."""
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""Names that transformers has given to the cache; under another name it is recognised by its methods."""
+_KNOWN = (*_NEUTRAL, "attention_mask", "position_ids", "cache_position")
 
 
 def check_processors(processors: Iterable[Any], repeats: bool) -> None:
-    """Refuse processors whose state follows one sequence in a way that Shoal cannot keep up.
+    """Refuse processors that keep state which Shoal cannot keep right.
 
     Args:
         processors: those of a call.
-        repeats: whether they are asked about tokens that are not kept.
+        repeats: whether they are also asked about tokens that are not kept.
     """
     for processor in processors:
         if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -44,11 +53,11 @@ def check_processors(processors: Iterable[Any], repeats: bool) -> None:
 
 @dataclass(frozen=True)
 class RowProcessors:
-    """The processors of one row, as one.
+    """All processors of one row, as one callable.
 
     Attributes:
-        padding: ids [1, P] that `generate` holds before the row's prompt; processors run on their device.
-        processors: called in turn with ids [1, P + T] and scores [1, V] in float32, as `generate` does.
+        padding: ids [1, P] before the row's prompt; processors run on their device.
+        processors: called in turn with ids [1, P + T] and scores [1, V] in float32, as in `generate`.
     """
 
     padding: Tensor
@@ -64,7 +73,7 @@ class RowProcessors:
 
 
 def for_row(processor: Any, row: int, rows: int) -> Any:
-    """`processor` as it treats row `row` of `rows`: itself, or a copy where it holds something of each row."""
+    """`processor` for row `row` of `rows`: itself, or a copy if it holds state of each row."""
     narrow = next((how for kind, how in _NARROW.items() if isinstance(processor, kind)), None)
     if narrow is None:
         return processor
@@ -74,7 +83,7 @@ def for_row(processor: Any, row: int, rows: int) -> Any:
 
 
 def _of_row(values: Any, row: int, rows: int) -> Any:
-    """The entry of a row as a batch of one; values may be those of prompts of which each has several rows."""
+    """The entry of a row, as a batch of one. `values` has one entry per row, or per prompt with several rows each."""
     at = row // (rows // len(values))
     return values[at : at + 1]
 
@@ -93,7 +102,7 @@ def _narrow_encoder_ngrams(twin: Any, row: int, rows: int) -> None:
 
 
 def _narrow_prefix(twin: Any, row: int, rows: int) -> None:
-    allowed, number = twin._prefix_allowed_tokens_fn, row // twin._num_beams  # so many rows have one number
+    allowed, number = twin._prefix_allowed_tokens_fn, row // twin._num_beams  # the rows of a prompt share its number
     twin._prefix_allowed_tokens_fn, twin._num_beams = lambda _, ids: allowed(number, ids), 1
 
 
@@ -125,12 +134,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a row ends, read off a list of stopping criteria.
+    """Where a row ends, from a list of stopping criteria.
 
     Attributes:
         eos: ids that end a row.
-        limit: most tokens after the prompt, at least 1 as in `generate`, which looks only after a token.
-        criteria: everything else.
+        limit: most tokens after the prompt; at least 1, because `generate` checks only after a token.
+        criteria: all other criteria.
     """
 
     eos: frozenset[int]
@@ -139,7 +148,7 @@ class Ending:
 
     @classmethod
     def of(cls, criteria: Sequence[Any], max_length: int | None, prompt: int) -> Ending:
-        """Sort `criteria`; `max_length` counts from the first id and serves where none of them limits the length."""
+        """Sort `criteria`; `max_length`, prompt included, is the limit if none of them limits the length."""
         lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
         if not lengths and max_length is None:
             raise ValueError("nothing limits the length of the answer; give max_new_tokens")
@@ -155,9 +164,9 @@ class Ending:
         """The criteria as a row calls them.
 
         Args:
-            width: ids before the first generated one, padding included.
-            device: where criteria find the ids.
-            record: scores of the row's tokens, where the caller asked `generate` for scores.
+            width: number of ids before the first generated one, padding included.
+            device: where the criteria expect the ids.
+            record: scores of the row's tokens, if the caller asked `generate` for scores.
         """
 
         def bound(criterion: Any) -> Callable[..., Any]:
@@ -173,8 +182,120 @@ class Ending:
 
 
 def _is_plain(criterion: Any) -> bool:
-    """Whether `eos` and `limit` say all that the criterion does; one beyond the model's context also warns."""
+    """Whether `eos` and `limit` cover the criterion; a length beyond the model's context also warns, so it is kept."""
     if type(criterion) is MaxLengthCriteria:
         context = getattr(criterion, "max_position_embeddings", None)
         return context is None or criterion.max_length <= context
     return type(criterion) is EosTokenCriteria
+
+
+def left_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
+    """Check all arguments that `generate` passes on for the model, and count the padding before each prompt.
+
+    Args:
+        input_ids: [B, T], prompts aligned to the right.
+        model_kwargs: what `generate` would give to the model's forward.
+
+    Returns:
+        For each row, how many of its T ids are padding.
+
+    Raises:
+        Unsupported: an argument would change the output and Shoal does not support it.
+        ValueError: a prompt has no tokens.
+    """
+    _check_others(model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else _read_mask(mask, input_ids)
+    if input_ids.shape[1] == 0 or not seen.any(1).all():
+        raise ValueError("a prompt is empty; give at least one token per row, such as the beginning-of-sequence id")
+    _check_positions("position_ids", model_kwargs.get("position_ids"), seen.long().cumsum(1) - 1, seen)
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    _check_positions("cache_position", model_kwargs.get("cache_position"), places, torch.ones_like(places).bool())
+    return (~seen).sum(1).tolist()
+
+
+def check_shape(input_ids: Any) -> None:
+    """Raise ValueError unless `input_ids` is [B, T] of whole numbers."""
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids are a {type(input_ids).__name__}; they must be a tensor [rows, tokens]")
+    whole = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+    if input_ids.ndim != 2 or not whole:
+        given = f"{tuple(input_ids.shape)} and dtype {str(input_ids.dtype).removeprefix('torch.')}"
+        raise ValueError(f"input_ids have shape {given}; they must be [rows, tokens] of whole numbers. "
+                         "Of one prompt without a row, give input_ids[None]")
+
+
+def _check_others(model_kwargs: Mapping[str, Any]) -> None:
+    for name, value in model_kwargs.items():
+        if name in _CACHES or compat.is_cache(value):
+            _check_cache(name, value)
+        elif name not in _KNOWN and value is not None and value is not False:
+            raise Unsupported(
+                f"the argument {name!r}", "Shoal feeds token ids through the layers, nothing else", "Leave it out"
+            )
+
+
+def _read_mask(mask: Tensor, input_ids: Tensor) -> Tensor:
+    """The mask [B, T] as bool, checked to have padding on the left only."""
+    if mask.shape != input_ids.shape:
+        raise Unsupported(
+            f"an attention_mask of shape {tuple(mask.shape)} for input_ids of shape {tuple(input_ids.shape)}",
+            "each prompt token needs one entry, and nothing may precede the prompt",
+            "Give the tokenizer's own attention_mask",
+        )
+    seen = mask.to(input_ids.device) != 0
+    if (seen[:, :-1] & ~seen[:, 1:]).any():
+        row = int((seen[:, :-1] & ~seen[:, 1:]).any(1).nonzero()[0])
+        raise Unsupported(
+            f"the attention_mask of row {row}, which hides a token after one that is seen",
+            "a decoder continues the last token, and Shoal takes padding off the left only",
+            'Tokenize with padding_side="left"; without an attention_mask, ids equal to the pad id count as padding',
+        )
+    return seen
+
+
+def _check_cache(name: str, cache: Any) -> None:
+    if cache is None:
+        return
+    empty = compat.is_cache(cache) and int(cache.get_seq_length()) == 0
+    if getattr(cache, "_is_user_defined", False) or not empty:
+        raise Unsupported(
+            f"{name} of your own ({type(cache).__name__})",
+            "Shoal keeps keys and values in a cache with a length per layer, which no transformers cache has",
+            "Leave it out and give the whole prompt, or use shoal.load(model, tokenizer).session() for chat turns",
+        )
+
+
+def _check_positions(name: str, given: Tensor | None, expected: Tensor, seen: Tensor) -> None:
+    if given is None:
+        return
+    given = given.to(expected.device)
+    fits = given.shape[-1] == expected.shape[-1] and given.ndim <= 2
+    if not fits or ((given.expand_as(expected) != expected) & seen).any():
+        raise Unsupported(
+            f"{name} of your own", "Shoal counts positions itself, from 0 at each prompt's first token", "Leave it out"
+        )
+
+
+def sequences(input_ids: Tensor, rows: Sequence[Row], pad: int) -> Tensor:
+    """Ids [B, T + longest answer]: the prompts as given, then the answers, shorter ones filled up with `pad`."""
+    width = max(row.emitted for row in rows)
+    answers = [row.tokens[row.prompt_length :] for row in rows]
+    tail = [[*answer, *[pad] * (width - len(answer))] for answer in answers]
+    return torch.cat([input_ids, torch.tensor(tail, dtype=input_ids.dtype, device=input_ids.device)], 1)
+
+
+def output(ids: Tensor, rows: Sequence[Row], records: Sequence[Record], config: Any) -> Any:
+    """The output object of `generate` with `return_dict_in_generate`, with scores and logits if asked for."""
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    kept = [(record, row.emitted) for record, row in zip(records, rows, strict=False)]  # a cut draft recorded more
+    scores = _steps([record.scores[:size] for record, size in kept]) if config.output_scores else None
+    logits = _steps([record.logits[:size] for record, size in kept]) if config.output_logits else None
+    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits)
+
+
+def _steps(rows: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
+    """One tensor [B, V] per step; zeros for rows that have ended."""
+    ended = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack(step) for step in zip_longest(*rows, fillvalue=ended))

@@ -1,4 +1,4 @@
-"""What becomes of every field of transformers' GenerationConfig: honoured, refused, or without meaning here.
+"""How Shoal treats every field of transformers' GenerationConfig: honoured, refused or meaningless.
 
 `python -m shoal.integrations.generation_config` prints the table as Markdown.
 """
@@ -19,10 +19,10 @@ class Field:
     """One row of the table.
 
     Attributes:
-        verdict: `honoured` has the effect that it has in `model.generate`; `refused` raises `Unsupported` unless its
-            value asks for nothing; `meaningless` could have no effect on the tokens, whatever its value.
-        why: by whom it is honoured, or why it is not.
-        remedy: what to do instead of a refused field.
+        verdict: `honoured` works as in `model.generate`; `refused` raises `Unsupported` unless the value is neutral;
+            `meaningless` cannot affect the tokens, whatever its value.
+        why: who honours it, or why it is not honoured.
+        remedy: what to do instead of using a refused field.
         neutral: values of a refused field that ask for nothing.
     """
 
@@ -48,17 +48,12 @@ def _meaningless(why: str) -> Field:
     return Field("meaningless", why)
 
 
-_SAMPLING = "the logits warper (with do_sample)"
 _BEAMS = "Use model.generate without custom_generate for beam search"
 _BEAM_ONLY = "read by beam search only, which is refused"
-_ASSISTANT = "read only with an assistant model or prompt lookup; transformers hands no assistant to a callable"
 _DRAFT = "Use a method of Shoal that drafts, or model.generate without custom_generate"
 _MOVED = "it selects another decoding algorithm"
 _PLAIN = "Use model.generate without custom_generate"
 _OWN_KV = "Shoal keeps keys and values in a cache of its own, with a length per layer"
-_NO_COMPILE = "Shoal runs the layers one by one and compiles no forward of the model"
-_RECORD = "a record of where the configuration comes from"
-_TOKENS = "derived from the token ids of the same name by transformers, and read by Shoal and by processors"
 
 TABLE: dict[str, Field] = {
     "max_length": _criterion("MaxLengthCriteria"),
@@ -81,14 +76,10 @@ TABLE: dict[str, Field] = {
     "cache_implementation": _refused(_OWN_KV, "Leave cache_implementation out", "dynamic", "dynamic_full"),
     "cache_config": _meaningless("read with a quantised cache only, which is refused (see cache_implementation)"),
     "max_cache_len": _meaningless("read with a static cache only, which is refused (see cache_implementation)"),
-    "temperature": _processor(_SAMPLING),
-    "top_k": _processor(_SAMPLING),
-    "top_p": _processor(_SAMPLING),
-    "min_p": _processor(_SAMPLING),
-    "top_h": _processor(_SAMPLING),
-    "typical_p": _processor(_SAMPLING),
-    "epsilon_cutoff": _processor(_SAMPLING),
-    "eta_cutoff": _processor(_SAMPLING),
+    **dict.fromkeys(
+        ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        _processor("the logits warper (with do_sample)"),
+    ),
     "repetition_penalty": _processor("RepetitionPenaltyLogitsProcessor"),
     "encoder_repetition_penalty": _processor("EncoderRepetitionPenaltyLogitsProcessor (over the prompt)"),
     "length_penalty": _meaningless(_BEAM_ONLY),
@@ -128,18 +119,19 @@ TABLE: dict[str, Field] = {
     "eos_token_id": _criterion("EosTokenCriteria"),
     "decoder_start_token_id": _meaningless("read by encoder-decoder models only, which are refused"),
     "is_assistant": _refused("this call would be an assistant's turn", _PLAIN, False),
-    "num_assistant_tokens": _meaningless(_ASSISTANT),
-    "num_assistant_tokens_schedule": _meaningless(_ASSISTANT),
-    "assistant_confidence_threshold": _meaningless(_ASSISTANT),
+    **dict.fromkeys(
+        ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+         "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+        _meaningless("read only with an assistant model or prompt lookup; transformers hands no assistant to a "
+                     "callable"),
+    ),
     "prompt_lookup_num_tokens": _refused("it asks for prompt lookup decoding", _DRAFT),
-    "max_matching_ngram_size": _meaningless(_ASSISTANT),
     "assistant_early_exit": _refused("it asks for drafts by an early exit", _DRAFT),
-    "assistant_lookbehind": _meaningless(_ASSISTANT),
-    "target_lookbehind": _meaningless(_ASSISTANT),
-    "assistant_ensemble_weight": _meaningless(_ASSISTANT),
     "speculation_type": _refused("it asks for another kind of speculation", _DRAFT),
-    "compile_config": _meaningless(_NO_COMPILE),
-    "disable_compile": _meaningless(_NO_COMPILE),
+    **dict.fromkeys(
+        ("compile_config", "disable_compile"),
+        _meaningless("Shoal runs the layers one by one and compiles no forward of the model"),
+    ),
     "continuous_batching_config": _meaningless("read by generate_batch only"),
     "low_memory": _meaningless("read by contrastive search only, which is refused (see penalty_alpha)"),
     "penalty_alpha": _refused(f"{_MOVED}, contrastive search", _PLAIN, 0, 0.0),
@@ -149,14 +141,15 @@ TABLE: dict[str, Field] = {
     "constraints": _refused("it asks for constrained beam search", _BEAMS),
     "force_words_ids": _refused("it asks for constrained beam search", _BEAMS),
     "prefill_chunk_size": Field("honoured", "by Shoal: the most prompt tokens per row and forward"),
-    "transformers_version": _meaningless(_RECORD),
-    "_from_model_config": _meaningless(_RECORD),
-    "_commit_hash": _meaningless(_RECORD),
-    "_original_object_hash": _meaningless(_RECORD),
+    **dict.fromkeys(
+        ("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash"),
+        _meaningless("a record of where the configuration comes from"),
+    ),
     "_mask_length": _meaningless("where transformers' own prefill resumes a cache; a cache of the caller's is refused"),
-    "_bos_token_tensor": Field("honoured", _TOKENS),
-    "_eos_token_tensor": Field("honoured", _TOKENS),
-    "_pad_token_tensor": Field("honoured", _TOKENS),
+    **dict.fromkeys(
+        ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor"),
+        Field("honoured", "transformers derives it from the token id, and Shoal and processors read it"),
+    ),
     "_decoder_start_token_tensor": _meaningless("read by encoder-decoder models only, which are refused"),
     "extra_output_flags": _meaningless("a list of names in the class, no setting"),
 }
@@ -165,13 +158,13 @@ TABLE: dict[str, Field] = {
 def check(config: Any) -> None:
     """Refuse what Shoal cannot honour.
 
-    Entries that transformers does not define itself are left alone, as there: they mean something to somebody else.
+    Custom entries, which transformers does not define, are left alone.
 
     Args:
-        config: a GenerationConfig, as given or as `generate` has prepared it.
+        config: a GenerationConfig, as given or as prepared by `generate`.
 
     Raises:
-        Unsupported: a refused field asks for something, or one that this table does not know differs from its default.
+        Unsupported: a refused field asks for something, or a field unknown to the table differs from its default.
     """
     for name, value in vars(config).items():
         field = TABLE.get(name)

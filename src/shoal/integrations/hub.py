@@ -1,7 +1,7 @@
-"""The whole of `generate`, for the repository form of `custom_generate`.
+"""`generate` for the repository form of `custom_generate`.
 
-A repository replaces `generate` wholly and gets every argument as the caller gave it, streamer and tokenizer included.
-This hands them to transformers' own preparation, with the method as the callable.
+The function of a repository replaces `generate` as a whole and gets every argument of the caller, streamer and
+tokenizer included. This one passes them to transformers' own preparation, with the method as the callable.
 """
 
 from __future__ import annotations
@@ -11,21 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import Unsupported
-from shoal.integrations._inputs import check_shape
+from shoal.integrations._rows import check_shape
 from shoal.integrations.transformers import KEY, BoundMethod, method_from, named
 from shoal.methods import make
 
-_LOADING = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "repo_type",
-    "revision",
-    "token",
-)
-"""Arguments that transformers has used up to find the repository, and hands on all the same."""
+_LOADING = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "repo_type", "revision",
+            "token")
+"""Arguments that transformers used to load the repository, and passes on all the same."""
 
 
 def generate(
@@ -49,19 +41,19 @@ def generate(
         model: the model; not changed.
         inputs: prompt ids [B, T], or in `arguments` as `input_ids`.
         generation_config: as for `model.generate`; may carry a method (`shoal.integrations.transformers.attach`).
-        method: a method, its name or its dict. Without it, the one that the generation configuration of the call or
-            of the model carries; else D3 with its defaults.
+        method: a method, its name or its dict. By default the one in the generation configuration of the call or of
+            the model; else D3 with its defaults.
         method_args: the options of a method given by name.
-        streamer: gets the prompt, every token, and `end()` whatever happens.
+        streamer: gets the prompt, every token, and `end()`, even after an error.
         tokenizer: needed for `stop_strings`.
         stop_strings: as for `model.generate`.
-        **arguments: everything else that `model.generate` takes.
+        **arguments: all other arguments of `model.generate`.
 
     Returns:
         What `model.generate` returns.
 
     Raises:
-        Unsupported: an argument that Shoal cannot honour.
+        Unsupported: Shoal cannot honour an argument.
         ValueError: the ids are not [B, T].
     """
     if assistant_model is not None or assistant_tokenizer is not None:
@@ -87,7 +79,7 @@ def _carried(configs: list[Any]) -> Any:
 
 
 def _take_stop_strings(given: Any, configs: list[Any], config: Any) -> tuple[Any, Any]:
-    """The stop strings of a call, and its configuration without them, since `generate` refuses them for callables."""
+    """The stop strings of a call, and its configuration without them, because `generate` refuses them for callables."""
     found = [one.stop_strings for one in configs if one.stop_strings is not None]
     strings = given if given is not None else next(iter(found), None)
     if config is not None and config.stop_strings is not None:

@@ -1,6 +1,6 @@
-"""Ray on this machine, while one command runs: no cluster, no dashboard, no reports of use. Needs the extra `ray`.
+"""Starts and stops Ray on this machine, for one command, and divides the machine among several models.
 
-It knows how to start and stop Ray and what one of several models may take of the machine; not what the models do.
+There is no cluster, no dashboard and no usage report. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ from typing import Any
 from shoal.errors import Unsupported, needs
 
 _STORE = 128 << 20
-"""Bytes of shared memory for what passes between processes: prompts and answers, which are small."""
+"""Bytes of shared memory for what passes between processes: prompts and answers are small."""
 _TRIES = 3
 _ENVIRONMENT = {
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a second replica, where the first has said why neither can start
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # the first replica has already said why none can start
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_register_timeout_seconds": "600",  # a minute by default, which a busy machine may exceed
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",  # after 5 by default, Ray kills a proxy that is starting
+    "RAY_worker_register_timeout_seconds": "600",  # the default of a minute is too short on a busy machine
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",  # by default Ray kills a proxy that takes over 5 s to start
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_COLOR_PREFIX": "0",
-    "RAY_DEDUP_LOGS": "0",  # every line of a log counts; Ray would drop those that differ by their numbers only
+    "RAY_DEDUP_LOGS": "0",  # Ray would drop log lines that differ only in numbers
 }
 
 
 def require(what: str) -> None:
-    """Refuse a command before it has done anything. Ray is not imported yet: it then reads the environment.
-
-    Raises:
-        Unsupported: Ray is not installed.
-    """
+    """Raise `Unsupported` if Ray is not installed, without importing it: Ray reads its environment on import."""
     with needs("ray", what):
         if find_spec("ray") is None:
             raise ImportError("no ray", name="ray")
@@ -41,23 +37,23 @@ def require(what: str) -> None:
 
 @contextmanager
 def running(what: str, part: str, actors: int) -> Iterator[Any]:
-    """Ray's processes within the context; gives the module of the asked part.
+    """Run Ray's processes within the context; yields the module `ray.{part}`.
 
     Args:
-        what: the command, for its error.
+        what: the command, for the error.
         part: "serve" or "data".
         actors: how many processes will hold a model.
 
     Raises:
-        Unsupported: Ray, or what that part of it needs, is not installed.
+        Unsupported: Ray, or a package that this part of it needs, is not installed.
         TimeoutError: Ray does not start.
     """
-    for name, value in _ENVIRONMENT.items():  # read by Ray while it is imported
+    for name, value in _ENVIRONMENT.items():  # Ray reads it on import
         os.environ.setdefault(name, value)
     with needs("ray", what):
         ray, module = import_module("ray"), import_module(f"ray.{part}")
-    cpus = max(os.cpu_count() or 1, actors + 1)  # a count that Ray only schedules by
-    # Lines about requests are shown; what goes wrong with the lines of a batch is in its records.
+    cpus = max(os.cpu_count() or 1, actors + 1)  # Ray only schedules by this count
+    # A server's request log is shown; errors of a batch are in its records.
     _start(ray, num_cpus=cpus, log_to_driver=part == "serve")
     try:
         yield module
@@ -66,13 +62,13 @@ def running(what: str, part: str, actors: int) -> Iterator[Any]:
 
 
 def _start(ray: Any, **options: Any) -> None:
-    """Ray gives some of its processes 15 seconds, however busy the machine is, and cannot be told to wait longer."""
+    """Start Ray, in several tries: it gives some processes a fixed 15 seconds, too short on a busy machine."""
     fixed = {"include_dashboard": False, "object_store_memory": _STORE, "logging_level": "ERROR"}
     for _ in range(_TRIES):
         try:
             ray.init(address="local", **fixed, **options)
             return
-        except Exception as error:  # Ray has no type of its own for this
+        except Exception as error:  # Ray has no specific type for this
             last = error
             ray.shutdown()
     why = f"Ray did not start in {_TRIES} tries, as on a machine with too much to do: {last}"
@@ -80,11 +76,11 @@ def _start(ray: Any, **options: Any) -> None:
 
 
 def actor_options(actors: int, device: str | None) -> dict[str, float]:
-    """What Ray sets aside for each process: a processor to schedule by, and its part of the GPUs.
+    """What Ray reserves for each process: one CPU, and its share of the GPUs.
 
     Args:
-        actors: how many there are.
-        device: the user's choice; None for CUDA where there is one.
+        actors: number of processes.
+        device: the user's choice; None for CUDA if there is a GPU.
 
     Raises:
         Unsupported: `device` names one GPU by its number.
@@ -98,12 +94,12 @@ def actor_options(actors: int, device: str | None) -> dict[str, float]:
 
 
 def threads(actors: int) -> int:
-    """How many threads each process may compute with: its part of what one process alone would take."""
+    """Threads that each process may compute with: its share of what one process would use."""
     import torch
 
     return max(1, torch.get_num_threads() // actors)
 
 
 def last_line(text: str) -> str:
-    """What a traceback says in the end."""
+    """The last non-blank line of a traceback."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)

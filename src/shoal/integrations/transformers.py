@@ -1,21 +1,23 @@
 """Shoal as a `custom_generate` of transformers.
 
-`model.generate(**inputs, custom_generate=shoal.D3(alpha=0.99))` prepares everything as always; then the method
-decodes with an engine of its own around the model, which is not changed. Every field of the generation configuration
-is honoured or refused (see `shoal.integrations.generation_config`).
+`model.generate(**inputs, custom_generate=shoal.D3(alpha=0.99))` prepares processors, criteria and lengths as always.
+Then the method decodes with its own engine around the model, which is not changed. Every field of the generation
+configuration is honoured or refused (`shoal.integrations.generation_config`).
 
-Sampled decoding draws one number from torch's global generator for the whole call, so `torch.manual_seed` makes it
-repeatable; the tokens differ from those that transformers draws from the same seed, their distribution is the same.
+Sampling draws one number from torch's global generator per call, so `torch.manual_seed` makes it repeatable. The tokens
+differ from those that transformers draws from the same seed; their distribution is the same.
 
-What cannot be seen from here, because `generate` drops it for every callable: `streamer` and `tokenizer` (bind them
-to the method), `assistant_model` and `synced_gpus`. A streamer given to `generate` gets the prompt and no more.
+`generate` passes no `streamer`, `tokenizer`, `assistant_model` or `synced_gpus` on to a callable. Bind the first two to
+the method. A streamer given to `generate` gets the prompt and no more.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,12 +25,20 @@ from torch import Tensor
 from shoal.decode.row import Row
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.engine.engine import Engine
+from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
-from shoal.integrations import _outputs
-from shoal.integrations._engines import engine_of
-from shoal.integrations._inputs import check_shape, left_padding
-from shoal.integrations._rows import Ending, Record, RowProcessors, check_processors, for_row
+from shoal.integrations._rows import (
+    Ending,
+    Record,
+    RowProcessors,
+    check_processors,
+    check_shape,
+    for_row,
+    left_padding,
+    output,
+    sequences,
+)
 from shoal.integrations.generation_config import check
 from shoal.methods import make
 from shoal.methods.base import Adapter, Method, register_adapter
@@ -36,6 +46,9 @@ from shoal.types import Sampling
 
 KEY = "shoal"
 """The entry of a GenerationConfig that holds a method."""
+_ENGINES: WeakKeyDictionary[Any, tuple[object, Engine]] = WeakKeyDictionary()
+"""One engine per model, made on first use and dropped with the model."""
+_LOCK = threading.Lock()
 
 
 def run_custom_generate(
@@ -57,20 +70,20 @@ def run_custom_generate(
         method: how to decode.
         model: the model whose `generate` calls; not changed.
         input_ids: [B, T], padded on the left.
-        logits_processor: processors for a batch; each row is decoded with its own, called with one row at a time.
-        stopping_criteria: criteria for a batch; each row ends by its own, called with one row at a time.
+        logits_processor: processors for a batch; each is called with one row at a time.
+        stopping_criteria: criteria for a batch; each is called with one row at a time.
         generation_config: as prepared by `generate`.
-        streamer: gets the prompt, every token as it comes, and `end()` whatever happens.
+        streamer: gets the prompt, every token as it comes, and `end()`, even after an error.
         tokenizer: for `stop_strings`.
         stop_strings: text that ends a row; the ids returned include it, as in `generate`.
-        **model_kwargs: what `generate` would hand to the model's forward.
+        **model_kwargs: what `generate` would pass to the model's forward.
 
     Returns:
         Ids [B, T + longest answer] as `generate` returns them, or a GenerateDecoderOnlyOutput.
 
     Raises:
         Unsupported: the configuration, an argument or the model asks for something that Shoal cannot do.
-        ValueError: the call lacks something.
+        ValueError: there is no generation_config, the ids are not [B, T], or a prompt is empty.
     """
     check_shape(input_ids)
     if generation_config is None:
@@ -87,13 +100,13 @@ def run_custom_generate(
 
 @dataclass(frozen=True)
 class BoundMethod:
-    """A method that carries what `generate` does not hand on to a callable.
+    """A method with the arguments that `generate` does not pass on to a callable.
 
     Attributes:
         method: the method.
-        streamer: gets the prompt and the tokens; give it to this object only, not to `generate` as well.
+        streamer: gets the prompt and the tokens; do not also give it to `generate`.
         tokenizer: for `stop_strings`.
-        stop_strings: text that ends a row; give it here, since `generate` refuses stop strings for callables.
+        stop_strings: text that ends a row; `generate` itself refuses stop strings for callables.
     """
 
     method: Method
@@ -105,7 +118,7 @@ class BoundMethod:
         object.__setattr__(self, "stop_strings", _as_tuple(self.stop_strings))
 
     def bind(self, *, streamer: Any = None, tokenizer: Any = None, stop_strings: Any = ()) -> BoundMethod:
-        """The same method with what is given here in place of what it carries."""
+        """The same method with the given arguments replaced."""
         given = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": _as_tuple(stop_strings) or None}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
@@ -118,7 +131,7 @@ class BoundMethod:
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """See `Method.__call__`."""
+        """Decode, called by `generate` as its `custom_generate`."""
         return run_custom_generate(
             self.method,
             model,
@@ -136,7 +149,7 @@ class BoundMethod:
 def attach(generation_config: Any, method: Method | str | Mapping[str, Any] | Sequence[Any]) -> Any:
     """Store a method in a GenerationConfig, to be saved, published and loaded with it; returns the configuration."""
     setattr(generation_config, KEY, make(method).to_dict())
-    # Of a configuration marked as derived from the model's, transformers would not load entries of one's own again.
+    # From a configuration marked as derived from the model's, transformers would not load custom entries again.
     generation_config._from_model_config = False
     return generation_config
 
@@ -162,14 +175,13 @@ def generate(
     method_args: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """A `custom_generate` whose method comes with the call or with the generation configuration.
+    """A `custom_generate` that takes its method from the call or from the generation configuration.
 
-    `model.generate(**inputs, custom_generate=generate)` takes the method that `attach` stored in the model's
-    generation configuration; `method="d3", method_args={"alpha": 0.99}` in the same call goes before it.
+    `model.generate(**inputs, custom_generate=generate)` uses the method that `attach` stored in the model's generation
+    configuration; `method="d3", method_args={"alpha": 0.99}` in the same call takes precedence.
     """
-    chosen = named(method, method_args) or method_from(generation_config)
     return run_custom_generate(
-        chosen,
+        named(method, method_args) or method_from(generation_config),
         model,
         input_ids,
         logits_processor=logits_processor,
@@ -180,10 +192,10 @@ def generate(
 
 
 def named(method: Any, method_args: Mapping[str, Any] | None) -> Method | None:
-    """The method that a call names, if it does.
+    """The method that a call names; None if it names none.
 
     Raises:
-        ValueError: options without the name of a method, or for one that has its options already.
+        ValueError: there is `method_args`, but `method` is not a name.
     """
     if method_args is None:
         return None if method is None else make(method)
@@ -197,7 +209,7 @@ def _as_tuple(strings: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _stop_strings(config: Any, strings: Sequence[str], tokenizer: Any) -> list[Any]:
-    """The criterion for stop strings that `generate` could not prepare."""
+    """The criterion for stop strings, which `generate` cannot prepare for a callable."""
     strings = strings or _as_tuple(config.stop_strings or ())
     if not strings:
         return []
@@ -214,7 +226,7 @@ def _stop_strings(config: Any, strings: Sequence[str], tokenizer: Any) -> list[A
 
 @dataclass(frozen=True)
 class _GenerateCall:
-    """One call of `generate`, on its way from tensors to rows and back."""
+    """One call of `generate`: from tensors to rows and back."""
 
     method: Method
     model: Any
@@ -225,13 +237,14 @@ class _GenerateCall:
 
     @torch.no_grad()
     def run(self, streamer: Any, model_kwargs: Mapping[str, Any]) -> Any:
-        """Decode; a refusal comes before the streamer gets anything."""
+        """Decode. Everything is checked before the streamer gets anything."""
         check(self.config)
         ending = Ending.of(self.criteria, self.config.max_length, self.input_ids.shape[1])
         self._check_batch(streamer, ending)
         padding = left_padding(self.input_ids, model_kwargs)
         engine = engine_of(self.model)
-        records = [Record() for _ in padding] if self._keeps_scores() else None
+        keeps_scores = self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits)
+        records = [Record() for _ in padding] if keeps_scores else None
         rows = self._rows(engine, ending, padding, records)
         cache = engine.cache_for(rows, ending.limit)
         with Stream(engine, rows, cache, prefill_chunk=self.config.prefill_chunk_size) as stream:
@@ -240,10 +253,10 @@ class _GenerateCall:
             for step in stream:
                 if streamer is not None:
                     streamer.put(torch.tensor([step.token]))
-        ids = _outputs.sequences(self.input_ids, rows, self._pad() or 0)
+        ids = sequences(self.input_ids, rows, self._pad() or 0)
         if not self.config.return_dict_in_generate:
             return ids
-        return _outputs.output(ids, rows, records or (), self.config)
+        return output(ids, rows, records or (), self.config)
 
     def _rows(
         self, engine: Engine, ending: Ending, padding: Sequence[int], records: Sequence[Record] | None
@@ -275,15 +288,11 @@ class _GenerateCall:
         return rows
 
     def _processors_for(self, row: int, skip: int) -> tuple[RowProcessors, ...]:
-        """The row's processors as one, or none, which lets the loop treat all rows at once."""
+        """The row's processors as one; empty without processors, so that the loop can treat all rows at once."""
         if not self.processors:
             return ()
         own = tuple(for_row(processor, row, len(self.input_ids)) for processor in self.processors)
         return (RowProcessors(self.input_ids[row : row + 1, :skip], own),)
-
-    def _keeps_scores(self) -> bool:
-        wanted = self.config.output_scores or self.config.output_logits
-        return bool(self.config.return_dict_in_generate and wanted)
 
     def _pad(self) -> int | None:
         token = getattr(self.config, "_pad_token_tensor", None)
@@ -305,6 +314,33 @@ class _GenerateCall:
                 "rows that end early must be filled up",
                 "Set pad_token_id",
             )
+
+
+def engine_of(model: Any) -> Engine:
+    """The engine around `model`, which is not changed. A new engine is checked to compute what the model computes.
+
+    A model whose modules, dtypes, devices or attention have changed since then gets a new engine.
+
+    Raises:
+        Unsupported: the model cannot be run layer by layer, or is in training mode.
+    """
+    if getattr(model, "training", False):
+        raise Unsupported("a model in training mode", "its dropout would change the output", "Call model.eval() before")
+    shape = _shape(model)
+    with _LOCK:
+        known = _ENGINES.get(model)
+        if known is None or known[0] != shape:
+            engine = engine_for(model, name=getattr(model.config, "_name_or_path", "") or type(model).__name__)
+            engine.model = None  # an entry that refers to its own key would never be dropped
+            known = _ENGINES[model] = (shape, engine)
+        return known[1]
+
+
+def _shape(model: Any) -> object:
+    """The facts about the model that its engine relies on."""
+    modules = tuple(map(id, model.modules()))
+    tensors = tuple((parameter.dtype, parameter.device) for parameter in model.parameters())
+    return modules, tensors, getattr(model.config, "_attn_implementation", None)
 
 
 register_adapter(Adapter(run_custom_generate, BoundMethod))
