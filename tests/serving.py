@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -79,3 +82,30 @@ def wait(condition: Any, seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.01)
+
+
+@contextmanager
+def serve_process(*options: str, within: float) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """`shoal serve` as a process in fp64: the process, its URL and its lines on stderr; killed in the end.
+
+    Args:
+        options: of the command.
+        within: seconds in which it must be ready.
+    """
+    command = [sys.executable, "-m", "shoal", "serve", "--served-model-name", "t", "--port", "0", "--dtype", "float64",
+               "--backend", "hf", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said: list[str] = []
+    reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
+    reader.start()
+    try:
+        wait(lambda: process.poll() is not None or any(line.startswith("serving") for line in said), within)
+        found = re.search(r"at (http\S+)/v1", "".join(said))
+        assert found is not None, "".join(said)
+        yield process, found[1], said
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(60)
+        process.stderr.close()

@@ -18,9 +18,7 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,7 +37,7 @@ from shoal.serve import policy
 from shoal.serve.protocol import fields, responses
 from shoal.serve.settings import Settings
 from shoal_lab.bench import report
-from shoal_lab.bench.process import resident
+from shoal_lab.bench.process import resident, served
 
 GRACE = 10.0
 LONGEST = 1.0
@@ -296,30 +294,17 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words)
-    command = [sys.executable, "-m", "shoal", "serve", "--model", args.model, "--port", "0", "--grace", str(GRACE),
-               "--served-model-name", "fuzz", "--kv-gib", "2", "--prefix-gib", "0.25"]
-    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        server = subprocess.Popen(command, stderr=log)
-        try:
-            found = asyncio.run(_run(_where(server, Path(log.name)), server.pid, args))
-        finally:
-            server.kill()
-            server.wait()
-        said = Path(log.name).read_text("utf-8", "replace")
+    options = ["--model", args.model, "--grace", str(GRACE), "--served-model-name", "fuzz", "--kv-gib", "2",
+               "--prefix-gib", "0.25"]
+    with served(*options) as (server, url, log):
+        found = asyncio.run(_run(url, server.pid, args))
+        said = log.read_text("utf-8", "replace")
     found["tracebacks"] = said.count("Traceback (most recent call last)")
     found["first_traceback"] = said[said.find("Traceback") :][:3000] if found["tracebacks"] else ""
     heading = report.heading(env.collect(), ["python", "lab/benchmarks/fuzz_serve.py", *words])
     report.publish({**heading, "kind": "fuzz of a server", "model": Path(args.model).name, **found}, args.json)
     late = found["seconds_to_end"] > GRACE + 5
     return int(bool(found["longest_gap"] > LONGEST or found["server_errors"] or found["health_wrong"] or late))
-
-
-def _where(server: subprocess.Popen[bytes], log: Path) -> str:
-    while server.poll() is None:
-        if found := re.search(r"(http://\S+)/v1", log.read_text("utf-8")):
-            return found[1]
-        time.sleep(0.2)
-    raise RuntimeError(f"the server did not start: {log.read_text('utf-8')}")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ import asyncio
 import json
 import random
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ from shoal_lab.bench import report
 from shoal_lab.bench.load import figures
 from shoal_lab.bench.load.run import thinned
 from shoal_lab.bench.load.watch import MemorySampler
-from shoal_lab.bench.process import resident
+from shoal_lab.bench.process import resident, served
 
 KINDS = {"prefix": 5, "turns": 4, "leaves": 3, "call": 3, "schema": 2, "draws": 2, "completion": 1}
 """How often each is drawn."""
@@ -173,17 +171,13 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words)
-    command = [sys.executable, "-m", "shoal", "serve", "--model", args.model, "--port", "0", "--kv-gib", "2",
-               "--prefix-gib", "0.25", "--served-model-name", "soak", "--no-playground"]
-    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        server = subprocess.Popen(command, stderr=log)
-        try:
-            found = asyncio.run(_run(_where(server, Path(log.name)), server.pid, args))
-            server.terminate()
-            found["exit_code"] = server.wait(60)
-        finally:
-            server.kill()
-        said = Path(log.name).read_text("utf-8").splitlines()
+    options = ["--model", args.model, "--kv-gib", "2", "--prefix-gib", "0.25", "--served-model-name", "soak",
+               "--no-playground"]
+    with served(*options) as (server, url, log):
+        found = asyncio.run(_run(url, server.pid, args))
+        server.terminate()
+        found["exit_code"] = server.wait(60)
+        said = log.read_text("utf-8").splitlines()
     found["server_log"] = [line for line in said if not line.startswith('{"event": "request"')][:20]
     heading = report.heading(env.collect(), ["python", "lab/benchmarks/mixed_soak.py", *words])
     report.publish({**heading, "kind": "mixed soak", "model": Path(args.model).name, **found}, args.json)
@@ -211,14 +205,6 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         "own_seconds_per_token": own / counted["generation_tokens"], "own_share_of_time": own / wall,
         "prefix_hits": counted["prefix_cache_hits"] / counted["prefix_cache_queries"], "metrics": counted,
     }  # fmt: skip
-
-
-def _where(server: subprocess.Popen[bytes], log: Path) -> str:
-    while server.poll() is None:
-        if found := re.search(r"(http://\S+)/v1", log.read_text("utf-8")):
-            return found[1]
-        time.sleep(0.2)
-    raise RuntimeError(f"the server did not start: {log.read_text('utf-8')}")
 
 
 def _main_thread(pid: int) -> float:

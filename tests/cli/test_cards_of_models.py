@@ -35,7 +35,7 @@ def done(capsys: Any, *words: str) -> tuple[str, str]:
 def test_the_first_use_of_a_depth_method_measures_and_keeps(capsys: Any, tiny_folder: str) -> None:
     words = ["plan", "--model", tiny_folder, *TOKENS, "--json"]
     out, err = done(capsys, *words)
-    assert "a minute at most (--no-card leaves that out)" in err and "kept for the next time" in err
+    assert "a minute at most (--no-card skips that)" in err and "kept for the next time" in err
     assert "\r" not in err and "%" not in err
     (path,) = cards.cached().glob("*.json")
     found = shoal.load(tiny_folder, dtype="float32").card
@@ -65,7 +65,7 @@ def test_an_answer_comes_although_nothing_could_be_measured(
 
     monkeypatch.setattr(layer_card, "measure_card", fails)
     out, err = done(capsys, "generate", "--model", tiny_folder, "--method", "d3", "--quiet", "Once", *TOKENS)
-    assert out.strip() and "left out by their position: no time" in err
+    assert out.strip() and "dropped by position: no time" in err
 
 
 def test_a_card_of_other_weights_is_said(capsys: Any, tiny_folder: str) -> None:

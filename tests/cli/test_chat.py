@@ -19,8 +19,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import shoal
-from shoal.cli import main, printers
-from shoal.cli.lines import Lines
+from shoal.cli import main, terminal
+from shoal.cli.chat import Lines
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}[assistant]"
 LONGEST = 12
@@ -138,7 +138,7 @@ def test_an_interrupt_ends_the_answer_alone(
     say: Any, answers: Any, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     shown: list[Any] = []
-    real = printers.Plain.show
+    real = terminal.Plain.show
 
     def show(self: Any, step: Any) -> None:
         shown.append(step)
@@ -146,7 +146,7 @@ def test_an_interrupt_ends_the_answer_alone(
         for _ in range(times if len(shown) == 4 else 0):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(printers.Plain, "show", show)
+    monkeypatch.setattr(terminal.Plain, "show", show)
     out, err = say("one", "/stats", "/reset", "one")
     whole = answers("one")[0]
     begun = out[: out.index("\n1 answer, 4 tokens")]

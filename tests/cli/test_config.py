@@ -29,7 +29,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 
 
 def words(*typed: str, command: str = "serve") -> list[str]:
-    return config.words(command, {*COMMANDS, *LAB}, OPTIONS, typed)
+    return config.arguments(command, {*COMMANDS, *LAB}, OPTIONS, typed)
 
 
 def test_nothing_is_said_without_files() -> None:

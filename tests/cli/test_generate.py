@@ -1,3 +1,5 @@
+
+
 from __future__ import annotations
 
 import io
@@ -14,7 +16,8 @@ import pytest
 
 import shoal
 from shared_models import FIXTURES, REFERENCE
-from shoal.cli import main, printers
+from shoal.cli import main, terminal
+from two_processes import torchrun
 
 QUESTION = "Mia buys 9 coins for $5 each and sells them for $8 each. How much profit does Mia make?"
 
@@ -209,7 +212,7 @@ def interrupt_at(monkeypatch, method, number):
 
 def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
     words = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32", "--temperature", "0"]
-    interrupt_at(monkeypatch, printers.Plain, 4)
+    interrupt_at(monkeypatch, terminal.Plain, 4)
     assert main([*words, "--max-new-tokens", "99"]) == 130
     out, err = capsys.readouterr()
     assert "interrupted" in err and "[4 tokens" in err
@@ -218,7 +221,7 @@ def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
 
 
 def test_an_interrupted_report_is_still_a_report(capsys, monkeypatch, tiny_folder):
-    interrupt_at(monkeypatch, printers.Silent, 3)
+    interrupt_at(monkeypatch, terminal.Silent, 3)
     assert main(["generate", "abc", "--model", tiny_folder, "--json"]) == 130
     found = json.loads(capsys.readouterr().out)
     assert found["finish_reason"] == "cancelled" and len(found["tokens"]) == 3
@@ -273,3 +276,21 @@ def test_a_bound_that_cannot_be_read_is_named(capsys):
     ):
         assert main(["generate", QUESTION, "--model", SMALL, *words]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_first_process_prints(tiny_folder: str) -> None:
+    words = ["--model", tiny_folder, "--dtype", "float64", "--max-new-tokens", "9", "--json", "--temperature", "0"]
+    words += ["--method", "d3", "--no-card"]  # a card that is made in passing depends on how busy the machine is
+    shared = torchrun("-m", "shoal", "generate", "--tensor-parallel", *words, input="Some words")
+    alone = [sys.executable, "-m", "shoal", "generate", *words, "--backend", "hf", "Some words"]
+    expected = subprocess.run(alone, capture_output=True, text=True, check=True).stdout
+    assert shared.returncode == 0, shared.stderr[-3000:]
+    (line,) = shared.stdout.splitlines()
+    for name in ("text", "tokens", "depths"):
+        assert json.loads(line)[name] == json.loads(expected)[name]
+
+
+def test_a_process_alone_is_told_how(tiny_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--tensor-parallel", "--model", tiny_folder, "a"]) == 2
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err

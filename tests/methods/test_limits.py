@@ -16,7 +16,7 @@ from shoal.methods.common import limits
 from shoal.methods.common.limits import UNDECLARED, Most, beyond, limits_of
 from shoal.methods.prompt_lookup import Index
 from shoal.serve import policy
-from shoal.serve.http.errors import ApiError
+from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 
 ALL = Settings(methods=frozenset(methods.names()))
@@ -70,7 +70,7 @@ def test_nothing_beyond_a_bound_gets_through_however_it_is_written(name: str, kn
 
 def test_the_bound_and_the_remedy_are_named() -> None:
     assert refusal("prompt_lookup", {"max_ngram": 10**9}) == (
-        "max_ngram of prompt_lookup is 1000000000; 16 is the most from a request. The operator may allow more by "
+        "max_ngram of prompt_lookup is 1000000000; 16 is the most from a request. The operator may allow more with "
         "--method-limit prompt_lookup.max_ngram=N")
     assert "is a list of 17; 16 entries" in refusal("draft_model", {"branching": [1] * 17})
     assert "a text of 5000 characters" in refusal("d3", {"order": "x" * 5000})
@@ -85,7 +85,7 @@ def test_the_operator_allows_more() -> None:
     assert policy.choose("d3", {"alpha": 0.9}, more)
     policy.check_limits(more.limits)
     for place in ("aded.nothing", "nothing.k", "aded", "aded.search", ""):
-        with pytest.raises(ValueError, match="there is no such number"):
+        with pytest.raises(ValueError, match="no method has such an option"):
             policy.check_limits({place: 3})
     with pytest.raises(ValueError, match="must be 0 or more"):
         policy.check_limits({"aded.nodes": math.nan})
@@ -103,11 +103,11 @@ def test_methods_do_not_lie_within_each_other_without_end() -> None:
     inner: Any = "full"
     for _ in range(300):
         inner = {"method": "prompt_lookup", "method_args": {"inner": inner}}
-    assert "within each other" in refusal([inner], {})
+    assert "nested in each other" in refusal([inner], {})
     lists: Any = "full"
     for _ in range(300):
         lists = [lists]
-    assert "within each other" in refusal(lists, {})
+    assert "nested in each other" in refusal(lists, {})
     assert "more than 16 methods" in refusal(["full"] * 17, {})
 
 

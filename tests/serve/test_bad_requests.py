@@ -16,6 +16,7 @@ import pytest
 from serving import MODEL, Running, serving, tiny_engine, wait
 from shoal.engine.memory import memory_limit
 from shoal.engine.memory.memory_limit import SPARE, MemoryLimit
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve.protocol import fields
 from shoal.serve.protocol.responses import RESPONSES
 
@@ -250,3 +251,22 @@ def test_names_of_fields_make_no_header_that_breaks_the_answer() -> None:
             for path, body in asked.items():
                 answer = post(server, json.dumps({**dict.fromkeys(names, 1), **body}), path)
                 assert (answer.status_code, answer.headers["x-shoal-ignored"]) == (200, said)
+
+
+CANVAS = {"model": MODEL, "prompt": "Hi", "canvas": True}
+
+
+def test_words_that_come_in_order_are_no_canvas(server: Running) -> None:
+    body = {**CANVAS, "stream": True, "steps": True, "max_tokens": 12}
+    said = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
+    assert said.endswith("data: [DONE]\n\n") and '"steps"' in said and '"canvas"' not in said
+
+
+def test_a_whole_answer_has_no_canvas(server: Running) -> None:
+    refused = httpx.post(f"{server.url}/v1/completions", json=CANVAS, timeout=60)
+    assert refused.status_code == 400 and "stream" in refused.json()["error"]["message"]
+
+
+def test_who_iterates_cannot_ask_for_it() -> None:
+    with Scheduler(tiny_engine(), start=False) as scheduler, pytest.raises(ValueError, match="deliver"):
+        scheduler.submit("Hi", canvas=True)

@@ -167,7 +167,7 @@ def test_too_many_that_wait_are_429(
     server: Running, monkeypatch: pytest.MonkeyPatch, held: tuple[threading.Semaphore, threading.Event]
 ) -> None:
     begun, go = held
-    monkeypatch.setattr("shoal.serve.compiling._WAITING", 1)
+    monkeypatch.setattr("shoal.serve.answer._WAITING", 1)
     waiting = threading.Thread(target=chat, args=(server, {"guided_regex": "c"}))
     waiting.start()
     try:

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from serving import MODEL, Running, serving, tiny_engine, wait
+from shoal.serve import middleware
 from shoal.serve.answer import Answer
-from shoal.serve.http import middleware
 
 ANSWERS: weakref.WeakSet[Answer] = weakref.WeakSet()
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "Some words", "temperature": 0, "max_tokens": 120}

@@ -13,7 +13,7 @@ import pytest
 
 from serving import MODEL, Running, serving, tiny_engine, wait
 from shoal.cli.entry import main
-from shoal.serve.http.origins import hosts_of
+from shoal.serve.settings import hosts_of
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "Some words", "max_tokens": 2, "temperature": 0}
 TEXT = {"content-type": "text/plain;charset=UTF-8"}

@@ -18,7 +18,7 @@ from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.serve import policy
-from shoal.serve.http.errors import ApiError
+from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 
 

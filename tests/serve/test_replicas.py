@@ -21,8 +21,8 @@ import pytest
 
 import shoal
 from ray_processes import LONG, below, require_ray, save_tiny
-from serving import wait
-from shoal.serve.scale.replicas import HEADER
+from serving import serve_process, wait
+from shoal.serve.replicas import HEADER
 
 pytestmark = pytest.mark.ray
 
@@ -63,32 +63,15 @@ class Command:
 @contextmanager
 def command(folder: Path, *words: str) -> Iterator[Command]:
     """Two replicas within the context; afterwards they have ended."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", "serve", "--model", str(folder), "--served-model-name", "t", "--port", "0",
-         "--dtype", "float64", "--backend", "hf", "--replicas", "2", "--api-key", KEY, *words],
-        stderr=subprocess.PIPE, text=True,
-    )
-    assert process.stderr is not None
-    said: list[str] = []
-    reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
-    reader.start()
-    try:
-        wait(lambda: process.poll() is not None or any(line.startswith("serving") for line in said), LONG)
-        found = re.search(r"at (http\S+)", "".join(said))
-        assert found is not None, "".join(said)
-        with ExitStack() as opened:
-            made = Command(process, found[1])
-            opened.callback(lambda: [client.close() for client in made.clients])
-            yield made
-    finally:
-        process.terminate()
+    options = ["--model", str(folder), "--replicas", "2", "--api-key", KEY, *words]
+    with serve_process(*options, within=LONG) as (process, url, _), ExitStack() as opened:
+        made = Command(process, f"{url}/v1")
+        opened.callback(lambda: [client.close() for client in made.clients])
         try:
-            process.wait(LONG)
+            yield made
         finally:
-            process.kill()
-            process.wait()
-            reader.join(60)
-            process.stderr.close()
+            process.terminate()
+            process.wait(LONG)
 
 
 @pytest.fixture(scope="module")

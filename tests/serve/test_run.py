@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from ray_processes import save_tiny
-from serving import wait
+from serving import serve_process, wait
 
 pytestmark = pytest.mark.slow
 
@@ -116,25 +116,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def command(folder: Path, *words: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{':'.join(sys.path)}")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", "serve", "--model", str(folder / "model"), "--served-model-name", "t",
-         "--port", "0", "--dtype", "float64", "--backend", "hf", "--methods", "hangs,full,prompt_lookup", *words],
-        stderr=subprocess.PIPE, text=True,
-    )
-    assert process.stderr is not None
-    said: list[str] = []
-    reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
-    reader.start()
-    try:
-        wait(lambda: process.poll() is not None or any(line.startswith("serving") for line in said), 300)
-        found = re.search(r"at (http\S+)/v1", "".join(said))
-        assert found is not None, "".join(said)
-        yield Command(process, found[1], said)
-    finally:
-        process.kill()
-        process.wait()
-        reader.join(60)
-        process.stderr.close()
+    options = ["--model", str(folder / "model"), "--methods", "hangs,full,prompt_lookup", *words]
+    with serve_process(*options, within=300) as (process, url, said):
+        yield Command(process, url, said)
 
 
 def test_health_tells_of_a_step_that_does_not_end_and_a_signal_ends_the_process(

@@ -16,10 +16,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from serving import MODEL, Running, serving, tiny_engine
-from shoal.serve.http.errors import ApiError
+from shoal.serve.errors import ApiError
 from shoal.serve.protocol.bodies import TEMPLATE_OPTIONS
-from shoal.serve.protocol.calls import CallReader
-from shoal.serve.protocol.tools import tools_of
+from shoal.serve.protocol.tools import CallReader, tools_of
 from tool_tokenizer import ASK, NOW, WEATHER, speaking
 
 TAGGED, PLAIN = "tools <tool_call>", "tools"

@@ -10,7 +10,7 @@ import pytest
 from lab_matrix import LAB, MASKED
 from shoal import methods
 from shoal.serve import policy
-from shoal.serve.http.errors import ApiError
+from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 from shoal_lab.methods.deer import DEER
 from shoal_lab.methods.rapid import Rapid

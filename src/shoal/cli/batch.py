@@ -1,9 +1,8 @@
-"""Answer a file of prompts. Killed at any point, the same command goes on where it was.
+"""Answer a file of prompts. After a kill at any point, the same command resumes the job.
 
-A line of the input is a JSON object with a prompt (text or token ids) or messages, and any options of its own: id,
-method, method_args, max_new_tokens, temperature, stop, seed, guided_json, ... A line of the output names the input's
-line and id. Answers come in the order in which they end. A line in error gets a record that says why; the exit code is
-then 1.
+A line of the input is a JSON object with a prompt (text or token ids) or messages, and any options: id, method,
+method_args, max_new_tokens, temperature, stop, seed, guided_json, ... A line of the output names the input's line and
+id. Answers come in the order in which they end. A line in error gets a record that says why; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal.batch.job import Report
+    from shoal.batch.job import Answer, Report
     from shoal.batch.lines import Line, Record
     from shoal.engine.scheduling.scheduler import Scheduler
 
@@ -36,20 +35,20 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
     parser.add_argument("input", metavar="IN.jsonl", type=Path, help="one JSON object per line")
-    parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="the answers; OUT.jsonl.job says of which job")
+    parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="the answers; OUT.jsonl.job identifies the job")
     common.add_method(parser)
     sampling = common.add_sampling(parser, greedy=True)
     sampling.add_argument("--logprobs", metavar="N", type=int, help="log-probabilities and N alternatives")
     common.add_constraint(sampling)
     common.add_model(parser)
     scheduling = common.add_scheduling(parser)
-    scheduling.add_argument("--ray", metavar="N", type=int, help="let N processes with a model each share the lines; "
-                            "needs the extra ray")
+    scheduling.add_argument("--ray", metavar="N", type=int, help="share the lines among N processes, each with its own "
+                            "model; needs the extra ray")
     common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what is left."""
+    """Answer the lines that are left."""
     from shoal.batch import job
 
     if args.ray is not None and args.ray < 1:
@@ -59,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
         local_ray.require(f"shoal batch --ray {args.ray}")
     try:
-        report = job.run(args.input, args.output, _settings(args), partial(_Here if args.ray is None else _There, args))
+        report = job.run(args.input, args.output, _settings(args), partial(_here if args.ray is None else _ray, args))
     except KeyboardInterrupt:
-        print(f"what is done stands in {args.output}; the same command goes on from there", file=sys.stderr)
+        print(f"the answers so far are in {args.output}; the same command resumes the job", file=sys.stderr)
         raise
     print(summary(report), file=sys.stderr)
     if args.json:
@@ -69,37 +68,30 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.errors else 0
 
 
-class _Here:
-    """Answers lines with a model of this process, loaded when it is made."""
+def _here(args: argparse.Namespace) -> Answer:
+    """Load the model in this process, to answer lines with it."""
+    from shoal.batch.job import BatchRunner
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._engine = common.load_engine(args)
-        self._engine.recipe(args.method, args.max_new_tokens)  # what cannot run at all is no matter of single lines
+    engine = common.load_engine(args)
+    engine.recipe(args.method, args.max_new_tokens)  # a method that cannot run at all is an error of the whole job
 
-    def __call__(self, lines: Iterable[Line]) -> Iterator[Record]:
-        from shoal.batch.job import BatchRunner
+    def answer(lines: Iterable[Line]) -> Iterator[Record]:
+        with common.make_scheduler(args, engine) as scheduler:
+            yield from BatchRunner(scheduler, _defaults(args)).answers(lines)
 
-        with common.make_scheduler(self._args, self._engine) as scheduler:
-            yield from BatchRunner(scheduler, _defaults(self._args)).answers(lines)
+    return answer
 
 
-class _There:
-    """Answers lines with models of other processes."""
+def _ray(args: argparse.Namespace) -> Answer:
+    """Answer lines with models in other processes."""
+    from shoal.batch.ray_data import Actors, answers
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        from shoal.batch.ray_data import Actors
-
-        self._args, self._actors = args, Actors(args.ray, args.device, args.max_rows)
-
-    def __call__(self, lines: Iterable[Line]) -> Iterator[Record]:
-        from shoal.batch.ray_data import answers
-
-        return answers(lines, partial(_scheduler, self._args), _defaults(self._args), self._actors)
+    actors = Actors(args.ray, args.device, args.max_rows)
+    return partial(answers, make=partial(_scheduler, args), defaults=_defaults(args), actors=actors)
 
 
 def _scheduler(args: argparse.Namespace, max_waiting: int) -> Scheduler:
-    """A scheduler with a model just loaded."""
+    """A scheduler with a newly loaded model."""
     engine = common.load_engine(args)
     engine.recipe(args.method, args.max_new_tokens)
     return common.make_scheduler(args, engine, max_waiting=max_waiting)
@@ -111,7 +103,7 @@ def _defaults(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the answers depend on."""
+    """The settings that the answers depend on; they identify the job."""
     model = {"name": args.model, "revision": args.revision}
     place = catalog.find(args.model)
     if os.path.exists(place):

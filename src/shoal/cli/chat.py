@@ -1,38 +1,36 @@
-"""Talk with a model in the terminal. Every answer is coloured by depth or by what was guessed ahead and confirmed.
+"""Chat with a model in the terminal. Answers are coloured by depth, and green where tokens were drafted and accepted.
 
-Ctrl-C ends an answer, which is kept as far as it came; Ctrl-D ends the talk. What is pasted is one message, however
-many lines it has; several lines that are typed stand between two of three quotes. What the conversation holds already
-is not read again.
+Ctrl-C ends an answer, whose text so far is kept; Ctrl-D ends the chat. Pasted text is one message, however many lines
+it has; typed lines form one message between two lines of three quotes. Earlier turns are not read again.
 
-/method d3:mean=0.9   how answers are decoded from here on; alone: how they are now
-/system TEXT          what the model is told first; without a text: nothing
-/reset                begin anew
-/stats                what the conversation took so far
-/save FILE            write the conversation, as JSON
-/load FILE            go on with one that was saved, or with any list of messages
+/method d3:mean=0.9   set the method for further answers; alone: show it
+/system TEXT          set the system message; without a text: remove it
+/reset                start a new conversation
+/stats                show what the conversation cost so far
+/save FILE            write the conversation as JSON
+/load FILE            continue a saved conversation, or any list of messages
 /help, /exit
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from shoal.cli import notes
-from shoal.cli.lines import Lines
 from shoal.cli.options import common
 from shoal.cli.options.method_list import label_of
 from shoal.cli.options.parser import Parser
-from shoal.cli.printers import add_color, printer_of, summary
-from shoal.user_cache import expanded
+from shoal.cli.terminal import add_color, held_back, printer_of, summary
+from shoal.user_cache import cache_folder, expanded
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -45,11 +43,16 @@ EXAMPLES = """examples:
 """
 COMMANDS = ("/exit", "/help", "/load", "/method", "/reset", "/save", "/stats", "/system")
 _COMMAND = re.compile(r"/[a-z]+")
+_QUOTES = '"""'
+_BEGIN, _END = "\x1b[200~", "\x1b[201~"
+"""What a terminal sends around pasted text, after `_ASK`."""
+_ASK, _ASK_NO_MORE = "\x1b[?2004h", "\x1b[?2004l"
+_LONGEST_HISTORY = 1000
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     common.add_method(parser, default="auto")
     common.add_sampling(parser)
     parser.set_defaults(max_new_tokens=1024)
@@ -59,29 +62,24 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until there is nothing more to read."""
+    """Chat until the input ends."""
     engine = common.load_engine(args, chats=True)
     talk = Talk(args, engine)
     with Lines(COMMANDS) as lines:
-        lines.say("Ctrl-C ends an answer, Ctrl-D the talk; /help shows what else there is.")
+        lines.say("Ctrl-C ends an answer, Ctrl-D the chat; /help lists the commands.")
         for text in lines:
             try:
                 if not talk.hear(text):
                     break
             except KeyboardInterrupt:  # before the answer began
                 lines.say()
-            except (ValueError, OSError) as error:  # a slip of the pen ends no conversation
+            except (ValueError, OSError) as error:  # a mistyped command must not end the conversation
                 print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return 0
 
 
 class Talk:
-    """A conversation, and what its commands do.
-
-    Args:
-        args: options of the command line.
-        engine: the model.
-    """
+    """A conversation and its commands."""
 
     def __init__(self, args: argparse.Namespace, engine: Engine) -> None:
         self._args, self._engine, self._method = args, engine, args.method
@@ -89,10 +87,10 @@ class Talk:
         self._answers: list[Stats] = []
 
     def hear(self, text: str) -> bool:
-        """Answer a text or obey a command; False where it ends the conversation.
+        """Answer a text or run a command; returns False if the command ends the conversation.
 
         Raises:
-            ValueError: the command is none, or cannot be done; the conversation stays as it was.
+            ValueError: the command is unknown or fails; the conversation is unchanged.
         """
         word, _, rest = text.partition(" ")
         if not _COMMAND.fullmatch(word) or "\n" in text:
@@ -106,14 +104,14 @@ class Talk:
             "/system": self.system,
         }
         if word not in orders:
-            raise ValueError(f"there is no {word}; there are {', '.join(COMMANDS)}. To say it to the model, put it "
+            raise ValueError(f"there is no {word}; there are {', '.join(COMMANDS)}. To send it to the model, put it "
                              "between two lines of three quotes")
         orders[word](rest.strip())
         return True
 
     def answer(self, text: str) -> None:
-        """Stream the answer to a text. An interrupt ends it, and what was said stays said."""
-        with notes.held_back(), _interrupts() as heard:
+        """Stream the answer to a text. An interrupt ends it; the text so far stays in the conversation."""
+        with held_back(), _interrupts() as heard:
             turn = self._session.stream(text, method=self._method)
             printer = printer_of(self._args, self._engine, self._method)
             try:
@@ -132,7 +130,7 @@ class Talk:
             print(summary(turn.result), file=sys.stderr)
 
     def method(self, word: str) -> None:
-        """Decode by another method from here on."""
+        """Set the method for further answers, if one is given, and show it."""
         if word:
             method = common.method_from(word)
             self._engine.recipe(method, self._args.max_new_tokens)  # refused here, not in the middle of an answer
@@ -140,17 +138,17 @@ class Talk:
         print(f"method: {label_of(self._method)}")
 
     def system(self, text: str) -> None:
-        """Tell the model something else first; what was said stays."""
+        """Replace the system message."""
         rest = [message for message in self._session.messages if message["role"] != "system"]
         self._session.messages = [*([{"role": "system", "content": text}] if text else []), *rest]
 
     def reset(self) -> None:
-        """Forget all but what the model is told first."""
+        """Forget everything but the system message."""
         self._session.messages = [message for message in self._session.messages if message["role"] == "system"]
         self._answers = []
 
     def stats(self) -> None:
-        """Print what the answers took together."""
+        """Print the total cost of the answers."""
         if not self._answers:
             print("no answer yet")
             return
@@ -174,7 +172,7 @@ class Talk:
         print(f"saved {len(self._session.messages)} messages to {path}")
 
     def load(self, path: str) -> None:
-        """Go on with another conversation."""
+        """Continue another conversation."""
         if not path:
             raise ValueError("/load needs the name of a file")
         self._session.messages = messages_of(_place(path))
@@ -183,7 +181,7 @@ class Talk:
 
 
 def _place(path: str) -> Path:
-    """A path as a user types it."""
+    """The path that a user typed, `~` expanded."""
     found = expanded(path)
     if found is None:
         raise ValueError(f"{path!r} names a home folder, and there is none; write the path in full")
@@ -192,7 +190,7 @@ def _place(path: str) -> Path:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Notes Ctrl-C, for the end of a step: an exception in its midst may be lost. A second one raises."""
+    """Record Ctrl-C, to act on it after the step: inside a step the exception might be lost. A second one raises."""
     heard: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -208,10 +206,10 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def messages_of(path: Path) -> list[dict[str, str]]:
-    """The messages of a file: a list of them, or an object that has it as `messages`.
+    """The messages of a JSON file: a list, or an object with the list as `messages`.
 
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: the file cannot be read, or holds something else.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -227,3 +225,88 @@ def messages_of(path: Path) -> list[dict[str, str]]:
 def _is_message(found: object) -> bool:
     return (isinstance(found, dict) and found.get("role") in ("system", "user", "assistant")
             and isinstance(found.get("content"), str))
+
+
+class Lines:
+    """Messages typed or pasted in a terminal, with editing and a history if there is readline, or read from a pipe.
+
+    Args:
+        commands: what the tab key completes at the beginning of a line.
+    """
+
+    def __init__(self, commands: Sequence[str]) -> None:
+        self._commands = sorted(commands)
+        self._shown = sys.stdin.isatty() and sys.stdout.isatty()
+        self._history = cache_folder() / "chat_history"
+        self._readline = _readline() if self._shown else None
+
+    def __enter__(self) -> Lines:
+        if self._shown and self._readline is None:
+            print(_ASK, end="", flush=True)
+        if self._readline is not None:
+            self._readline.parse_and_bind("tab: complete")
+            self._readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
+            self._readline.set_completer_delims("\n")
+            self._readline.set_completer(self.complete)
+            self._readline.set_history_length(_LONGEST_HISTORY)
+            with suppress(OSError):
+                self._readline.read_history_file(self._history)
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        if self._shown and self._readline is None:
+            print(_ASK_NO_MORE, end="", flush=True)
+        if self._readline is not None:
+            with suppress(OSError):
+                self._history.parent.mkdir(parents=True, exist_ok=True)
+                self._readline.write_history_file(self._history)
+
+    def __iter__(self) -> Iterator[str]:
+        """Non-empty messages, until the input ends. An interrupt drops the line being typed."""
+        while True:
+            try:
+                text = self._text()
+            except EOFError:
+                self.say()
+                return
+            except KeyboardInterrupt:
+                self.say()
+                continue
+            if text.strip():
+                yield text
+
+    def say(self, text: str = "") -> None:
+        """Print a line, if this is a terminal."""
+        if self._shown:
+            print(text)
+
+    def complete(self, begun: str, number: int) -> str | None:
+        """The `number`-th command that begins with `begun`, as readline asks for it."""
+        found = [command for command in self._commands if command.startswith(begun)]
+        return found[number] if begun and number < len(found) else None
+
+    def _text(self) -> str:
+        line = self._pasted(self._line(">>> "))
+        if not line.strip().startswith(_QUOTES) or ("\n" in line.strip() and not line.rstrip().endswith(_QUOTES)):
+            return line.strip()  # pasted text is complete, even if it begins with quotes
+        parts = [line.strip().removeprefix(_QUOTES)]
+        while not parts[-1].rstrip().endswith(_QUOTES):
+            parts.append(self._pasted(self._line("... ")))
+        parts[-1] = parts[-1].rstrip().removesuffix(_QUOTES)
+        return "\n".join(parts)
+
+    def _pasted(self, line: str) -> str:
+        """The line, with the rest of a paste that begins in it: without readline its lines come one by one."""
+        while _BEGIN in line and _END not in line.rpartition(_BEGIN)[2]:
+            line = f"{line}\n{self._line('')}"
+        return line.replace(_BEGIN, "").replace(_END, "")
+
+    def _line(self, prompt: str) -> str:
+        return input(prompt if self._shown else "")
+
+
+def _readline() -> ModuleType | None:
+    """The module readline; None if the system lacks it, as Windows does."""
+    with suppress(ImportError):
+        return importlib.import_module("readline")
+    return None

@@ -1,8 +1,8 @@
 """Print a script that completes commands, options, methods and files in a shell. Needs the extra `completion`.
 
 bash: source <(shoal completion bash)
-zsh: shoal completion zsh > a folder of $fpath, as _shoal
-tcsh: shoal completion tcsh > a file, and source it
+zsh: write it as _shoal into a folder of $fpath
+tcsh: write it to a file and source that
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("shell", choices=SHELLS, help="whose script to print")
+    parser.add_argument("shell", choices=SHELLS, help="the shell to print a script for")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def whole(files: Any) -> argparse.ArgumentParser:
-    """One parser with every command below it.
+    """One parser with every command as a subparser.
 
     Args:
-        files: what options get as `complete` whose value is a path.
+        files: the attribute `complete` of options whose value is a path.
     """
     from shoal import methods
     from shoal.cli.entry import known

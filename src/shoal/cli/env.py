@@ -1,4 +1,4 @@
-"""Print what a bug report needs: versions, hardware, threads, and which number types run natively."""
+"""Print versions, hardware, threads and number types for a bug report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Every fact by name, in the order in which it is printed."""
+    """All facts by name, in printed order."""
     versions = {package: compat.installed_version(package) for package in _PACKAGES}
     return {"shoal": __version__, "python": sys.version.split()[0], "platform": platform.platform(), **versions,
             **_cpu(), **_accelerators(), **_defaults()}
@@ -55,7 +55,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's model name, or whatever the platform calls it."""
+    """The processor's model name, or the platform's name for it."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Continue a prompt. Text goes to stdout as it is made; a line of figures follows on stderr.
+"""Continue a prompt. Text goes to stdout as it is generated; a line of figures follows on stderr.
 
-On a terminal the colour of the text is the depth that computed it: blue where every layer ran, sand where fewest did;
-tokens that were guessed ahead and confirmed are green.
+On a terminal the colour of the text shows its depth: blue where every layer ran, sand where the fewest did, green where
+tokens were drafted and accepted.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import notes
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
-from shoal.cli.printers import Silent, add_color, printer_of, summary
+from shoal.cli.terminal import Silent, add_color, held_back, printer_of, summary
 from shoal.types import finite_logprob
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
     common.add_constraint(sampling)
     common.add_model(parser)
     common.add_memory(parser)
-    parser.add_argument("--tensor-parallel", action="store_true", help="share the model between the processes that "
+    parser.add_argument("--tensor-parallel", action="store_true", help="split the model between the processes that "
                         "torchrun has started; the first one prints")
     add_color(parser)
     parser.add_argument("--quiet", action="store_true", help="no line of figures on stderr")
@@ -54,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     if args.logprobs is not None and not args.json:
-        raise ValueError("--logprobs has nowhere to go; add --json")
+        raise ValueError("--logprobs is shown by --json only; add it")
     if not args.tensor_parallel:
         return _run(args, read_prompt(args))
     from shoal.engine.loading import ranks
@@ -71,8 +70,9 @@ def _run(args: argparse.Namespace, prompt: str) -> int:
     engine = common.load_engine(args, tensor_parallel=args.tensor_parallel, chats=not args.raw)
     silent = engine.ranks.rank > 0
     interrupted = False
-    with notes.held_back():
-        stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **_request(args, engine))
+    with held_back():
+        options = {**common.sampling(args, engine), "logprobs": args.logprobs, "constraint": common.constraint(args)}
+        stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **options)
         printer = Silent() if args.json or silent else printer_of(args, engine, args.method)
         try:
             for step in stream:
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace, prompt: str) -> int:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt from the argument, a file or stdin; ValueError where there is none, or more than one."""
+    """The prompt, from the argument, a file or stdin; ValueError if there is none or more than one."""
     if args.file is not None:
         if args.prompt is not None:
             raise ValueError("there are two prompts: give the text or --file, not both")
@@ -105,10 +105,6 @@ def read_prompt(args: argparse.Namespace) -> str:
     if not text:
         raise ValueError("the prompt is empty")
     return str(text)
-
-
-def _request(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    return {**common.sampling(args, engine), "logprobs": args.logprobs, "constraint": common.constraint(args)}
 
 
 def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """List the methods: family, paper, exactness, needs, what each combines with, and whether a model can run it.
 
 `exact` means that the output equals the full model's: greedy tokens one by one, sampled ones in distribution. It is
-derived from the parts that a method's default knobs put together, not declared by the method. Two methods combine where
-they fill different parts, and neither excludes one of the other's.
+derived from the parts of a method with default options, not declared by the method. Two methods combine if they fill
+different parts and neither excludes a part of the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NOMINAL = ModelInfo(
     scores={kind: tuple(map(float, range(_LAYERS))) for kind in ("influence", "leave_one_out")},
     can_split=True,
 )
-"""A calibrated model of a common size, to ask a method what it promises where it has all it needs."""
+"""A calibrated model of a common size, for which methods are asked what they promise."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -56,22 +56,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(_text(row, rows) for row in rows))
         if engine is not None:
-            print(f"\n{_said(engine)}")
+            print(f"\n{_layers(engine)}")
+            if engine.changes:
+                print(f"It was made of another model ({engine.changes}): exact means equal to this one, not to that.")
     return 0
 
 
 def _card(engine: Engine) -> dict[str, Any]:
-    """What is known about the model's layers."""
+    """What is known about the model's layers, for JSON."""
     card = engine.card
     return {"origin": card.origin or None, "borrowed": card.borrowed, "bears": card.bears, "empty": card.empty}
 
 
-def _said(engine: Engine) -> str:
-    made = f"It was made of another model ({engine.changes}): exact means equal to this one, not to that."
-    return _worth(engine) + (f"\n{made}" if engine.changes else "")
-
-
-def _worth(engine: Engine) -> str:
+def _layers(engine: Engine) -> str:
+    """What is known about the model's layers, in words."""
     card = engine.card
     if card.empty:
         return ("Nothing is known about this model's layers: depth methods drop them by position. The first use of one "
@@ -81,7 +79,7 @@ def _worth(engine: Engine) -> str:
 
 
 def table(info: ModelInfo | None) -> list[dict[str, Any]]:
-    """Every method as `describe` gives it, with the names of those that it combines with; None where that is open."""
+    """Every method, from `describe`, with the names of the methods that it combines with; None if that is open."""
     rows = [describe(name, info) for name in methods.names()]
     recipes = {row["name"]: None if row["parts"] is None else _default(methods.get(row["name"])) for row in rows}
     for row in rows:
@@ -98,7 +96,7 @@ def _combine(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _fit(one: Recipe | None, other: Recipe | None) -> bool:
-    """Whether parts that no two methods fill can stand beside each other; True where a recipe cannot be asked."""
+    """Whether the different parts of two methods work together; True if a recipe is missing."""
     if one is None or other is None:
         return True
     try:
@@ -109,7 +107,7 @@ def _fit(one: Recipe | None, other: Recipe | None) -> bool:
 
 
 def partners(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """What a method combines with, in words: whole families by their names; a baseline adds nothing and is left out."""
+    """What a method combines with, in words: whole families by name; baselines add nothing and are left out."""
     found: list[str] = []
     for family in list(FAMILIES)[1:]:
         members = [other["name"] for other in rows if other["family"] == family]
@@ -120,7 +118,7 @@ def partners(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
-    """One method as a JSON object; `runs` and `why_not` speak of the model behind `info` (None where there is none)."""
+    """One method as a JSON object; `runs` and `why_not` are about the model of `info`, if there is one."""
     try:
         cls = methods.get(name)
         recipe = _default(cls)
@@ -137,7 +135,7 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
             "exact_to": None if recipe is None else recipe.exact_to,
             "options": _options(cls),
         }
-    except Exception as error:  # somebody else's method must not take the list down
+    except Exception as error:  # a broken method of another package must not break the list
         return {"name": name, "family": None, "parts": None, "excludes": [], "summary": "", "paper": "", "needs": [],
                 "exact": None, "exact_to": None, "options": {}, "runs": False,
                 "why_not": f"cannot be imported: {error}"}
@@ -148,17 +146,14 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
 def _default(cls: type[Method]) -> Recipe | None:
     try:
         return cls().recipe(NOMINAL)
-    except (ValueError, TypeError):  # no defaults: what it is depends on knobs that have to be given
+    except (ValueError, TypeError):  # some options have no default, so the recipe depends on them
         return None
 
 
 def _options(cls: type[Method]) -> dict[str, Any]:
-    return {field.name: None if field.default is dataclasses.MISSING else _plain(field.default)
-            for field in dataclasses.fields(cls) if field.init}
-
-
-def _plain(value: Any) -> Any:
-    return value.to_dict() if isinstance(value, Method) else value
+    defaults = {field.name: None if field.default is dataclasses.MISSING else field.default
+                for field in dataclasses.fields(cls) if field.init}
+    return {name: value.to_dict() if isinstance(value, Method) else value for name, value in defaults.items()}
 
 
 def _refusal(cls: type[Method], info: ModelInfo | None) -> str | None:

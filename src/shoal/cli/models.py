@@ -1,7 +1,7 @@
-"""List the models on this machine: what to give as --model, their size, whether they fit, and what is known of them.
+"""List the models on this machine: what to give as --model, their size, whether they fit, and their cards.
 
-Looked through are the folder $SHOAL_MODELS (by default ~/.cache/shoal-models), the package of the default model, and
-the Hub's cache. Known models that are not here are named with the way to bring them.
+It looks in the folder $SHOAL_MODELS (by default ~/.cache/shoal-models), in the package of the default model and in the
+Hub's cache. For known models that are absent it says how to get them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   shoal models --json
 """
 _MARGIN = 1.25
-"""Memory that a model takes over the bytes of its weights: KV, buffers, the libraries."""
+"""Memory that a model takes, as a multiple of its weights: KV, buffers and libraries included."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fits(model: HeldModel, room: int | None) -> bool | None:
-    """Whether a model should find room beside what runs already; None where the system does not say."""
+    """Whether a model should fit into the free memory; None if the system does not say how much is free."""
     return None if room is None else model.nbytes * _MARGIN < room
 
 

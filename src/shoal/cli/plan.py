@@ -1,4 +1,4 @@
-"""Draw which layers every token runs, as text or as a picture; with --memory, say what a request takes in memory.
+"""Draw which layers every token runs, as text or as a picture; with --memory, show the memory that a request takes.
 
 With --layers no model is needed.
 
@@ -84,7 +84,7 @@ def _info(args: argparse.Namespace) -> ModelInfo:
 
 
 def _memory(args: argparse.Namespace) -> int:
-    """Print what a request takes, as it is planned."""
+    """Print the planned memory of a request."""
     if args.layers is not None or args.plot is not None:
         raise ValueError("--memory needs a model and draws no picture; leave --layers and --plot out")
     for option, value in (("--prompt-tokens", args.prompt_tokens), ("--rows", args.rows)):
@@ -106,7 +106,7 @@ def _memory(args: argparse.Namespace) -> int:
 
 
 def bands(plan: DepthPlan, num_tokens: int) -> list[Band]:
-    """The plan over tokens 0..num_tokens-1, cut where something is dropped."""
+    """The plan over tokens 0..num_tokens-1, cut wherever a layer is dropped."""
     starts = sorted({0, *(step for step in plan.attention + plan.mlp if step < num_tokens)})
     ends = [*starts[1:], num_tokens]
     return [Band(first, end - 1, plan.depth(first), plan.layers(first))
@@ -165,7 +165,7 @@ def _running(drops: tuple[int, ...], step: int) -> list[int]:
 
 
 def draw(plan: DepthPlan, num_tokens: int, path: Path) -> None:
-    """Write a picture of the plan: steps to the right, layers upwards, dark where a layer runs."""
+    """Write a picture of the plan: steps to the right, layers upwards, dark for layers that run."""
     with needs("plot", "--plot"):
         from matplotlib.figure import Figure
     pairs = list(zip(plan.attention, plan.mlp, strict=True))

@@ -1,7 +1,7 @@
-"""Say which method to use for a model and a kind of task, from what was measured of it, and what is not known.
+"""Recommend a method for a model and a kind of task, from measurements, and say what is not known.
 
-The output of what is recommended is the full model's own, unless --max-drop allows a loss. A loss counts by the upper
-end of its 95 % interval.
+Recommended methods give the full model's output, unless --max-drop allows a loss. A loss counts by the upper end of its
+95 % interval.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    parser.add_argument("--task", metavar="T", help="kind of task, such as chat or code; all that are known if none")
+    parser.add_argument("--task", metavar="T", help="kind of task, such as chat or code; by default all known ones")
     parser.add_argument("--max-drop", metavar="X", type=float, default=0.0,
                         help="share of right answers that may be lost; 0.015 is 1.5 points, 0 none")
     common.add_model(parser)

@@ -1,6 +1,6 @@
-"""Serve a model over HTTP as OpenAI's API does. Needs the extra `serve`; stops on Ctrl-C once what runs is finished.
+"""Serve a model over HTTP with OpenAI's API. Needs the extra `serve`; on Ctrl-C it finishes running requests and stops.
 
-Without --api-key, or SHOAL_API_KEY in the environment, everybody who reaches the address may ask.
+Without --api-key, or SHOAL_API_KEY in the environment, requests need no key.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ EXAMPLES = """examples:
   shoal serve --model path/to/model --replicas 4
   shoal serve --model path/to/model --memory 2GiB
 """
+_SETTINGS = ("method", "default_max_tokens", "max_tokens", "max_n", "max_body", "grace", "log_prompts", "strict",
+             "keep_alive", "stall", "members_folder")
+"""Options that are settings of the same name and value."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -38,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
                         "would not fit waits, one that never can is refused")
     _add_address(parser)
     scheduling = common.add_scheduling(parser)
-    scheduling.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most that wait; then 429")
+    scheduling.add_argument("--max-waiting", metavar="N", type=int, default=256, help="most waiting requests; then 429")
     _add_limits(parser)
 
 
@@ -46,39 +49,40 @@ def _add_address(parser: Parser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", metavar="P", type=int, default=8000, help="port to listen on; 0 takes a free one")
-    group.add_argument("--replicas", metavar="N", type=int, default=1, help="processes with a model each, behind Ray "
-                       "Serve; more than 1 needs the extra ray")
-    group.add_argument("--api-key", metavar="K", action="append", default=[], help="key to ask for; repeatable")
-    group.add_argument("--served-model-name", metavar="N", help="what clients call the model; by default its folder")
+    group.add_argument("--replicas", metavar="N", type=int, default=1, help="processes, each with its own model, "
+                       "behind Ray Serve; more than 1 needs the extra ray")
+    group.add_argument("--api-key", metavar="K", action="append", default=[], help="key that requests need; repeatable")
+    group.add_argument("--served-model-name", metavar="N", help="the model's name for clients; by default its folder")
     group.add_argument("--methods", metavar="A,B", help="methods that requests may name, or none; by default all that "
                        "load nothing")
-    group.add_argument("--strict", action="store_true", help="answer fields of a request that have no effect 400")
-    group.add_argument("--cors-origin", metavar="O", action="append", default=[], help="origin whose pages may ask, * "
-                       "for all; repeatable. Pages of this machine always may")
-    group.add_argument("--allowed-host", metavar="H", action="append", default=[], help="name by which the server may "
-                       "be asked, such as that of a proxy or container, * for any; repeatable. On a loopback address "
-                       "only names of this machine are, by default")
+    group.add_argument("--strict", action="store_true", help="answer 400 to fields of a request that have no effect")
+    group.add_argument("--cors-origin", metavar="O", action="append", default=[], help="origin whose pages may send "
+                       "requests, * for all; repeatable. Pages of this machine always may")
+    group.add_argument("--allowed-host", metavar="H", action="append", default=[], help="host name that requests may "
+                       "use, such as that of a proxy or container, * for any; repeatable. On a loopback address, by "
+                       "default only names of this machine")
     group.add_argument("--keep-alive", metavar="S", type=float, default=75.0, help="seconds that an idle connection "
                        "stays open")
     group.add_argument("--members-folder", metavar="F", default="", help="folder of Python code whose modules "
-                       "guided_members knows, beside those that are installed")
-    group.add_argument("--no-playground", action="store_true", help="have no page at /")
+                       "guided_members knows, in addition to installed ones")
+    group.add_argument("--no-playground", action="store_true", help="serve no page at /")
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
 
 
 def _add_limits(parser: Parser) -> None:
     group = parser.add_argument_group("limits")
-    group.add_argument("--default-max-tokens", metavar="N", type=int, default=1024, help="of chats that name none")
+    group.add_argument("--default-max-tokens", metavar="N", type=int, default=1024, help="for chats that name none")
     group.add_argument("--max-tokens", metavar="N", type=int, default=16384, help="most that a request may ask for")
     group.add_argument("--max-n", metavar="N", type=int, default=16, help="most answers per request, branches of "
                        "searches counted")
     group.add_argument("--max-body", metavar="BYTES", type=int, default=1 << 20, help="most bytes of a request")
     group.add_argument("--method-limit", metavar="METHOD.KNOB=N", type=_limit, action="append", default=[],
-                       help="largest number that a request may set that knob to; repeatable")
-    group.add_argument("--stall", metavar="S", type=float, default=30.0, help="seconds of one step of decoding after "
-                       "which /health says 503")
-    group.add_argument("--timeout", metavar="S", type=float, default=600.0, help="seconds a request may take; 0: any")
-    group.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds to finish in when stopped")
+                       help="largest value that a request may give that option; repeatable")
+    group.add_argument("--stall", metavar="S", type=float, default=30.0, help="seconds of one decoding step after "
+                       "which /health answers 503")
+    group.add_argument("--timeout", metavar="S", type=float, default=600.0, help="seconds per request; 0: no limit")
+    group.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds that requests have to finish "
+                       "when the server is stopped")
 
 
 def _limit(word: str) -> tuple[str, float]:
@@ -94,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.replicas < 1:
         raise ValueError(f"--replicas is {args.replicas}; it must be at least 1")
     settings = _settings(args)
-    common.memory_limit(args)  # a size that is none is told before a missing package
+    common.memory_limit(args)  # report a bad size before a missing package
     with needs("serve", "shoal serve"):
         from shoal.serve.run import bind
         from shoal.serve.run import run as serve
@@ -106,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replicas(args: argparse.Namespace, settings: Settings) -> int:
-    from shoal.serve.scale.replicas import Fleet
-    from shoal.serve.scale.replicas import run as serve
+    from shoal.serve.replicas import Fleet
+    from shoal.serve.replicas import run as serve
 
     most = args.max_rows + args.max_waiting
     serve(partial(_parts, args, settings),
@@ -116,9 +120,9 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Settings]:
-    """A server's scheduler, with a model just loaded, and its settings, which now know the model's name."""
+    """The scheduler of a server, with a newly loaded model, and the settings with the model's name."""
     engine = common.load_engine(args, chats=True)
-    recipe = engine.recipe(args.method, args.default_max_tokens)  # what cannot run on this model is refused now
+    recipe = engine.recipe(args.method, args.default_max_tokens)  # refuse a method that this model cannot run
     branches = recipe.branches(greedy=False)
     for option, most in (("--max-rows", args.max_rows), ("--max-n", settings.max_n)):
         if branches > max(most, 1):
@@ -129,11 +133,10 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    """The settings but for the model's name."""
+    """The settings, without the model's name."""
     from shoal import methods
-    from shoal.serve.http.origins import hosts_of
     from shoal.serve.policy import check_limits
-    from shoal.serve.settings import Settings
+    from shoal.serve.settings import Settings, hosts_of
 
     named = None if args.methods is None else [name for name in args.methods.split(",") if name and name != "none"]
     for name in named or ():
@@ -141,27 +144,18 @@ def _settings(args: argparse.Namespace) -> Settings:
     if args.members_folder:
         from shoal.engine.constraints.members import PythonMembers
 
-        PythonMembers(args.members_folder)  # refuses a folder that is none
+        PythonMembers(args.members_folder)  # refuses a path that is no folder
     limits = dict(args.method_limit)
     check_limits(limits)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []
+    same = {name: getattr(args, name) for name in _SETTINGS}
     return Settings(
-        method=args.method,
+        **same,
         methods=None if named is None else frozenset(named),
         api_keys=(*args.api_key, *environment),
-        default_max_tokens=args.default_max_tokens,
-        max_tokens=args.max_tokens,
-        max_n=args.max_n,
-        max_body=args.max_body,
         timeout=args.timeout or None,
-        grace=args.grace,
-        log_prompts=args.log_prompts,
         playground=not args.no_playground,
-        strict=args.strict,
         cors_origins=tuple(args.cors_origin),
         limits=limits,
         hosts=hosts_of(args.host, args.allowed_host),
-        keep_alive=args.keep_alive,
-        stall=args.stall,
-        members_folder=args.members_folder,
     )

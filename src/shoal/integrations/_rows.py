@@ -38,11 +38,8 @@ def check_processors(processors: Iterable[Any], repeats: bool) -> None:
     """
     for processor in processors:
         if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
-            raise Unsupported(
-                "classifier-free guidance (guidance_scale)",
-                "it runs the whole model a second time for every token, with a cache of its own",
-                "Leave guidance_scale out",
-            )
+            raise Unsupported("classifier-free guidance (guidance_scale)", "it runs the whole model a second time for "
+                              "every token, with a cache of its own", "Leave guidance_scale out")
         if repeats and isinstance(processor, hf.SynthIDTextWatermarkLogitsProcessor):
             raise Unsupported(
                 "a SynthID watermark with a method that drafts tokens or searches",
@@ -154,11 +151,8 @@ class Ending:
             raise ValueError("nothing limits the length of the answer; give max_new_tokens")
         limit = min(lengths) if lengths else max_length
         eos = (c.eos_token_id for c in criteria if type(c) is EosTokenCriteria)
-        return cls(
-            eos=frozenset(int(token) for tokens in eos for token in tokens),
-            limit=max(1, int(limit or 0) - prompt),
-            criteria=tuple(c for c in criteria if not _is_plain(c)),
-        )
+        return cls(frozenset(int(token) for tokens in eos for token in tokens), max(1, int(limit or 0) - prompt),
+                   tuple(c for c in criteria if not _is_plain(c)))
 
     def criteria_for(self, width: int, device: torch.device, record: Record | None) -> tuple[Callable[..., Any], ...]:
         """The criteria as a row calls them.
@@ -230,9 +224,8 @@ def _check_others(model_kwargs: Mapping[str, Any]) -> None:
         if name in _CACHES or compat.is_cache(value):
             _check_cache(name, value)
         elif name not in _KNOWN and value is not None and value is not False:
-            raise Unsupported(
-                f"the argument {name!r}", "Shoal feeds token ids through the layers, nothing else", "Leave it out"
-            )
+            why = "Shoal feeds token ids through the layers, nothing else"
+            raise Unsupported(f"the argument {name!r}", why, "Leave it out")
 
 
 def _read_mask(mask: Tensor, input_ids: Tensor) -> Tensor:
@@ -272,9 +265,8 @@ def _check_positions(name: str, given: Tensor | None, expected: Tensor, seen: Te
     given = given.to(expected.device)
     fits = given.shape[-1] == expected.shape[-1] and given.ndim <= 2
     if not fits or ((given.expand_as(expected) != expected) & seen).any():
-        raise Unsupported(
-            f"{name} of your own", "Shoal counts positions itself, from 0 at each prompt's first token", "Leave it out"
-        )
+        why = "Shoal counts positions itself, from 0 at each prompt's first token"
+        raise Unsupported(f"{name} of your own", why, "Leave it out")
 
 
 def sequences(input_ids: Tensor, rows: Sequence[Row], pad: int) -> Tensor:

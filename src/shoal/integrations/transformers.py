@@ -28,17 +28,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
-from shoal.integrations._rows import (
-    Ending,
-    Record,
-    RowProcessors,
-    check_processors,
-    check_shape,
-    for_row,
-    left_padding,
-    output,
-    sequences,
-)
+from shoal.integrations import _rows
+from shoal.integrations._rows import Ending, Record, RowProcessors
 from shoal.integrations.generation_config import check
 from shoal.methods import make
 from shoal.methods.base import Adapter, Method, register_adapter
@@ -85,7 +76,7 @@ def run_custom_generate(
         Unsupported: the configuration, an argument or the model asks for something that Shoal cannot do.
         ValueError: there is no generation_config, the ids are not [B, T], or a prompt is empty.
     """
-    check_shape(input_ids)
+    _rows.check_shape(input_ids)
     if generation_config is None:
         raise ValueError("there is no generation_config; call model.generate(..., custom_generate=method)")
     criteria = [*(stopping_criteria or ()), *_stop_strings(generation_config, stop_strings, tokenizer)]
@@ -133,17 +124,10 @@ class BoundMethod:
     ) -> Any:
         """Decode, called by `generate` as its `custom_generate`."""
         return run_custom_generate(
-            self.method,
-            model,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=self.streamer,
-            tokenizer=self.tokenizer,
-            stop_strings=self.stop_strings,
-            **model_kwargs,
-        )
+            self.method, model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, streamer=self.streamer, tokenizer=self.tokenizer,
+            stop_strings=self.stop_strings, **model_kwargs,
+        )  # fmt: skip
 
 
 def attach(generation_config: Any, method: Method | str | Mapping[str, Any] | Sequence[Any]) -> Any:
@@ -181,14 +165,10 @@ def generate(
     configuration; `method="d3", method_args={"alpha": 0.99}` in the same call takes precedence.
     """
     return run_custom_generate(
-        named(method, method_args) or method_from(generation_config),
-        model,
-        input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
+        named(method, method_args) or method_from(generation_config), model, input_ids,
+        logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config,
         **model_kwargs,
-    )
+    )  # fmt: skip
 
 
 def named(method: Any, method_args: Mapping[str, Any] | None) -> Method | None:
@@ -214,11 +194,8 @@ def _stop_strings(config: Any, strings: Sequence[str], tokenizer: Any) -> list[A
     if not strings:
         return []
     if tokenizer is None:
-        raise Unsupported(
-            f"stop_strings {tuple(strings)!r}",
-            "text is only known with a tokenizer",
-            "Bind one: method.bind(tokenizer=t, stop_strings=...)",
-        )
+        raise Unsupported(f"stop_strings {tuple(strings)!r}", "text is only known with a tokenizer",
+                          "Bind one: method.bind(tokenizer=t, stop_strings=...)")
     from transformers import StopStringCriteria
 
     return [StopStringCriteria(tokenizer, list(strings))]
@@ -241,7 +218,7 @@ class _GenerateCall:
         check(self.config)
         ending = Ending.of(self.criteria, self.config.max_length, self.input_ids.shape[1])
         self._check_batch(streamer, ending)
-        padding = left_padding(self.input_ids, model_kwargs)
+        padding = _rows.left_padding(self.input_ids, model_kwargs)
         engine = engine_of(self.model)
         keeps_scores = self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits)
         records = [Record() for _ in padding] if keeps_scores else None
@@ -253,17 +230,17 @@ class _GenerateCall:
             for step in stream:
                 if streamer is not None:
                     streamer.put(torch.tensor([step.token]))
-        ids = sequences(self.input_ids, rows, self._pad() or 0)
+        ids = _rows.sequences(self.input_ids, rows, self._pad() or 0)
         if not self.config.return_dict_in_generate:
             return ids
-        return output(ids, rows, records or (), self.config)
+        return _rows.output(ids, rows, records or (), self.config)
 
     def _rows(
         self, engine: Engine, ending: Ending, padding: Sequence[int], records: Sequence[Record] | None
     ) -> list[Row]:
         sampled = bool(self.config.do_sample)
         recipe = engine.recipe(self.method, ending.limit)
-        check_processors(self.processors, repeats=recipe.scratch > 0 or recipe.search is not None)
+        _rows.check_processors(self.processors, repeats=recipe.scratch > 0 or recipe.search is not None)
         seed = int(torch.randint(2**63 - 1, ())) if sampled else 0
         rows = []
         for number, skip in enumerate(padding):
@@ -271,27 +248,18 @@ class _GenerateCall:
             record = records[number] if records else None
             criteria = ending.criteria_for(len(ids), self.input_ids.device, record)
             rules = StopRules(eos_token_ids=ending.eos, max_new_tokens=ending.limit, criteria=criteria)
-            rows.append(
-                Row(
-                    number=number,
-                    slot=number,
-                    tokens=ids[skip:],
-                    prompt_length=len(ids) - skip,
-                    recipe=recipe,
-                    stop=StopState(rules, None, ids),
-                    sampling=Sampling(temperature=1.0 if sampled else 0.0),
-                    processors=self._processors_for(number, skip),
-                    seed=seed,
-                    record=record,
-                )
-            )
+            rows.append(Row(
+                number=number, slot=number, tokens=ids[skip:], prompt_length=len(ids) - skip, recipe=recipe,
+                stop=StopState(rules, None, ids), sampling=Sampling(temperature=1.0 if sampled else 0.0),
+                processors=self._processors_for(number, skip), seed=seed, record=record,
+            ))  # fmt: skip
         return rows
 
     def _processors_for(self, row: int, skip: int) -> tuple[RowProcessors, ...]:
         """The row's processors as one; empty without processors, so that the loop can treat all rows at once."""
         if not self.processors:
             return ()
-        own = tuple(for_row(processor, row, len(self.input_ids)) for processor in self.processors)
+        own = tuple(_rows.for_row(processor, row, len(self.input_ids)) for processor in self.processors)
         return (RowProcessors(self.input_ids[row : row + 1, :skip], own),)
 
     def _pad(self) -> int | None:
@@ -303,17 +271,12 @@ class _GenerateCall:
         if len(self.input_ids) == 1:
             return
         if streamer is not None:
-            raise Unsupported(
-                f"a streamer for {len(self.input_ids)} rows",
-                "its interface has no place for the row that a token belongs to",
-                "Give one prompt, or iterate over shoal.load(model, tokenizer).stream(prompts)",
-            )
+            raise Unsupported(f"a streamer for {len(self.input_ids)} rows", "its interface has no place for the row "
+                              "that a token belongs to", "Give one prompt, or iterate over shoal.load(model, "
+                              "tokenizer).stream(prompts)")
         if self._pad() is None and ending.criteria:
-            raise Unsupported(
-                f"stopping criteria for {len(self.input_ids)} rows without a pad_token_id",
-                "rows that end early must be filled up",
-                "Set pad_token_id",
-            )
+            raise Unsupported(f"stopping criteria for {len(self.input_ids)} rows without a pad_token_id",
+                              "rows that end early must be filled up", "Set pad_token_id")
 
 
 def engine_of(model: Any) -> Engine:

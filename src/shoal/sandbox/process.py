@@ -18,12 +18,10 @@ from typing import Any, Literal
 from shoal.errors import Unsupported
 
 Kind = Literal["bubblewrap", "namespaces", "none"]
-_HERE = Path(__file__).parent
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 _START = """import json, sys
-for source in sys.argv[1:3]:
-    exec(compile(source, "sandbox", "exec"))
-settings = json.loads(sys.argv[3])
+exec(compile(sys.argv[1], "sandbox", "exec"))
+settings = json.loads(sys.argv[2])
 """
 _HARMLESS = "import math, os\ndef f():\n    return os.listdir('.')\n"
 _HOME = "/home/guest"
@@ -162,10 +160,9 @@ def _command(kind: Kind, home: str) -> list[str]:
     settings: dict[str, Any] = {**LIMITS, "home": home, "paths": paths, "user": None, "confined": kind != "none"}
     if kind == "none":
         settings["processes"] = None  # the limit would count the user's other processes
-    jail = (_HERE / "jail.py").read_text("utf-8") if kind == "namespaces" else ""
     start = _START + ("enter(settings)\n" if kind == "namespaces" else "") + "serve(settings)\n"
-    guest = (_HERE / "guest.py").read_text("utf-8")
-    inside = [python, "-I", "-S", "-B", "-c", start, jail, guest, json.dumps(settings)]
+    guest = Path(__file__).with_name("guest.py").read_text("utf-8")
+    inside = [python, "-I", "-S", "-B", "-c", start, guest, json.dumps(settings)]
     return [*_bubblewrap(paths, home), *inside] if kind == "bubblewrap" else inside
 
 

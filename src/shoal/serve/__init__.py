@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over one engine. Needs the extra `serve`; imported by `shoal serve` alone."""
+"""An OpenAI-compatible server for one engine. Needs the extra `serve`; only `shoal serve` imports it."""

@@ -1,33 +1,38 @@
-"""One request under way: its handles in the scheduler, and what they bring, on the server's event loop."""
+"""One request under way: its handles in the scheduler, and their tokens, on the server's event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 from shoal.decode.branches.verifier import NoVerdict, NoVerdictInTime
+from shoal.engine.constraints.constraint import Constraint
+from shoal.engine.engine import Engine
 from shoal.engine.scheduling.request_handle import Item, Placed, RequestHandle, ScheduledRow
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull, Unsupported
-from shoal.serve.http.errors import ApiError, refused
+from shoal.serve.errors import ApiError, refused
 from shoal.types import Result, Step
 
 LOG = logging.getLogger("shoal.serve")
+_AT_ONCE, _WAITING = 2, 64
+"""Constraints that are compiled at once, and that may wait to be."""
 
 
 class Answer:
-    """Steps of all choices as they come. Choice `i * n + j` is answer j to prompt i.
+    """Yields the steps of all choices as they come. Choice `i * n + j` is answer j to prompt i.
 
     Args:
-        scheduler: who decodes.
+        scheduler: decodes the request.
         n: answers per prompt.
-        timeout: seconds until it is given up.
-        most: most answers, over all prompts; a search counts as so many as it may have branches.
-        canvas: whether words that are decided in no order are wanted as they are.
+        timeout: seconds until the request fails; None for no limit.
+        most: most answers, over all prompts; a search counts once per possible branch.
+        canvas: whether to yield tokens that a masked-diffusion model decides out of order.
     """
 
     def __init__(
@@ -44,7 +49,8 @@ class Answer:
         """Queue all prompts, or none.
 
         Raises:
-            ApiError: 400 for what the engine refuses and for too many answers, 429 for a full queue, 503 while closing.
+            ApiError: 400 if the engine refuses the request or it has too many answers, 429 for a full queue, 503 while
+                closing.
         """
         try:
             await self._loop.run_in_executor(None, self._submit, prompts, options)
@@ -71,14 +77,14 @@ class Answer:
                 prompt, n=self._n, deliver=deliver, canvas=self._canvas, **options))
 
     def _take(self, place: int, item: Item) -> None:
-        """Called by the scheduler's thread."""
+        """Take an item; called by the scheduler's thread."""
         self._loop.call_soon_threadsafe(self._items.put_nowait, (place, item))
 
     async def items(self) -> AsyncIterator[list[tuple[int, Step | Placed]]]:
-        """Choices and what comes of them, what has come by then together.
+        """Lists of choices with their items, each list all that has come since the last one.
 
         Raises:
-            ApiError: 400 where a constraint cannot be kept to, 504 when time is up, 500 or 503 when decoding failed.
+            ApiError: 400 if no token meets a constraint, 504 on a timeout, 502 or 503 if decoding failed.
         """
         open_tickets = len(self.handles)
         alarm = None if self._deadline is None else self._loop.call_at(self._deadline, self._ring)
@@ -102,12 +108,12 @@ class Answer:
             self.cancel()
 
     def _ring(self) -> None:
-        """Time is up: wakes whoever waits for the next step. One alarm is cheaper than a limit on every wait."""
+        """On a timeout, wake whoever waits for the next item. One alarm is cheaper than a limit on every wait."""
         self._late = True
         self._items.put_nowait((0, None))
 
     def cancel(self) -> None:
-        """Want no more."""
+        """Stop decoding."""
         for handle in self.handles:
             if not handle.done:
                 handle.cancel()
@@ -119,11 +125,11 @@ class Answer:
 
     @property
     def results(self) -> list[Result]:
-        """What the choices came to so far."""
+        """The results of the choices so far."""
         return [result for handle in self.handles for result in handle.results]
 
     def best(self, count: int) -> list[int]:
-        """Which answers to give, so many to each prompt: the likeliest by mean log-probability where there are more."""
+        """The choices to return, `count` per prompt: those with the highest mean log-probability."""
         if count == self._n:
             return list(range(len(self.entries)))
         scores = [fmean([entry.logprob for entry in result.logprobs or ()] or [0.0]) for result in self.results]
@@ -132,7 +138,7 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens read and made, a prompt once however many answers it gets; guesses too, where there were any."""
+        """Tokens read and generated, each prompt counted once; drafted tokens too, if there were any."""
         firsts = [handle.entries[0].row for handle in self.handles]
         read = sum(row.prompt_length for row in firsts)
         made = sum(len(entry.row.steps) for entry in self.entries)
@@ -152,7 +158,7 @@ class Answer:
 def _failure(error: BaseException) -> BaseException:
     if isinstance(error, OutOfMemory):
         return ApiError(503, "the server's memory does not suffice for this request now", code="out_of_memory")
-    if isinstance(error, Unsupported):  # found out while it was decoded: a constraint that nothing meets any more
+    if isinstance(error, Unsupported):  # while decoding: no token meets a constraint
         return ApiError(400, str(error))
     if isinstance(error, Interrupted):
         return ApiError(503, str(error), code="interrupted")
@@ -162,3 +168,37 @@ def _failure(error: BaseException) -> BaseException:
         message = f"the verifier of answers {'gave none in time' if late else 'failed'}; the server's log says more"
         return ApiError(504 if late else 502, message, code="no_verdict")
     return error
+
+
+class Compiling:
+    """Compiles constraints before requests are queued, off the event loop and few at a time.
+
+    A slow one delays only requests whose constraints are new, too. A request fails after `timeout` seconds.
+    """
+
+    def __init__(self, engine: Engine, timeout: float | None) -> None:
+        self._engine, self._timeout = engine, timeout
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "shoal-compiling")
+        self._under_way = 0
+
+    async def __call__(self, wanted: Any) -> None:
+        """Compile the constraint of a request, if it has one.
+
+        Raises:
+            ApiError: 400 if it cannot be compiled, 429 if too many wait, 504 on a timeout.
+        """
+        if not isinstance(wanted, Constraint):
+            return
+        if self._under_way >= _WAITING:
+            raise ApiError(429, f"{_WAITING} constraints wait to be compiled; try again later", code="queue_full")
+        self._under_way += 1
+        try:
+            prepare = self._engine.constraints.prepare
+            work = asyncio.get_running_loop().run_in_executor(self._threads, prepare, wanted)
+            await asyncio.wait_for(work, self._timeout)
+        except asyncio.TimeoutError:
+            raise ApiError(504, "the request took longer than the server allows", code="timeout") from None
+        except ValueError as error:
+            raise ApiError(400, str(error), code="constraint") from None
+        finally:
+            self._under_way -= 1

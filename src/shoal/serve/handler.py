@@ -1,4 +1,4 @@
-"""From a request to its answer: read it, queue it, write down what comes."""
+"""From a request for text to its response: parses it, queues it, and writes the answer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.request_handle import Placed
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve import policy
-from shoal.serve.answer import Answer
-from shoal.serve.compiling import Compiling
-from shoal.serve.http.errors import ApiError, no_model, refused
-from shoal.serve.http.metrics import Metrics, beside, report
-from shoal.serve.http.middleware import GONE, note
+from shoal.serve.answer import Answer, Compiling
+from shoal.serve.errors import ApiError, no_model, refused
+from shoal.serve.metrics import Metrics, beside, report
+from shoal.serve.middleware import GONE, note
 from shoal.serve.protocol import fields, peers
 from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, parse, read, validated
-from shoal.serve.protocol.echo import Echo, echo_of
 from shoal.serve.protocol.formats import in_folder
-from shoal.serve.protocol.prompts import apart, chat_ids, conversation, prompts_of
+from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
 from shoal.serve.protocol.responses import RESPONSES, ResponseWire, as_chat, event
-from shoal.serve.protocol.token_names import TokenNames
+from shoal.serve.protocol.tokens import apart, chat_ids, conversation, prompts_of
 from shoal.serve.protocol.tools import Tools
 from shoal.serve.protocol.wire import ChatWire, CompletionWire, Wire, with_steps
 from shoal.serve.settings import Settings
@@ -41,22 +39,16 @@ _COMPLETION_TOKENS = 16
 _MOST_TOLD, _MOST_NAMED = 1000, 64
 _DONE = "data: [DONE]\n\n"
 IGNORED = "x-shoal-ignored"
-"""The header that names the fields of a request that had no effect."""
+"""The response header with the names of the request's fields that had no effect."""
 
 
 class RequestHandler:
-    """Where requests for text are taken in.
-
-    Args:
-        scheduler: who decodes.
-        settings: the operator's.
-        metrics: what is counted.
-    """
+    """Answers requests for text."""
 
     def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
         self._scheduler, self._settings, self._metrics = scheduler, settings, metrics
         self._tokenizer = scheduler.engine.tokenizer
-        self._words = None if self._tokenizer is None else TokenBytes(self._tokenizer)
+        self._vocabulary = None if self._tokenizer is None else TokenBytes(self._tokenizer)
         self._compiling = Compiling(scheduler.engine, settings.timeout)
         self._told: set[str] = set()
 
@@ -65,8 +57,9 @@ class RequestHandler:
         body, ignored = parse(await request.body(), ChatBody, peers.CHAT, self._settings.strict)
         asked = await self._asked(body)
         answer = await self._start(request, body, [asked.ids], asked.limit, asked.bound)
-        wire = ChatWire(body.model, self._names(body), asked.tools)
-        return self._telling(await self._answer(request, body, answer, wire), ignored + asked.ignored)
+        names = TokenNames(self._vocabulary, body.return_tokens_as_token_ids)
+        wire = ChatWire(body.model, names, asked.tools)
+        return self._noted(await self._answer(request, body, answer, wire), ignored + asked.ignored)
 
     async def respond(self, request: Request) -> Response:
         """`/v1/responses`."""
@@ -83,13 +76,13 @@ class RequestHandler:
         how = answer.entries[0].row.sampling
         wire = ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, asked.tools)
         if body.stream:
-            return self._telling(_streaming(self._response_events(request, answer, wire)), ignored)
+            return self._noted(_streaming(self._response_events(request, answer, wire)), ignored)
         if not await self._drained(request, answer):
             return Response(status_code=GONE)
-        return self._telling(JSONResponse(wire.whole(answer.results[0], answer.usage)), ignored)
+        return self._noted(JSONResponse(wire.whole(answer.results[0], answer.usage)), ignored)
 
     async def _asked(self, body: ChatBody) -> _Conversation:
-        """What a chat comes to."""
+        """Parse a chat."""
         limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
         told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
@@ -97,8 +90,8 @@ class RequestHandler:
         bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
         return _Conversation(ids, limit, tools, bound, ignored)
 
-    def _telling(self, answer: Response, ignored: Sequence[str]) -> Response:
-        """The answer with the names of fields that had no effect in a header; each is logged once."""
+    def _noted(self, answer: Response, ignored: Sequence[str]) -> Response:
+        """The response, with the names of fields without effect in a header; each name is logged once."""
         answer.headers.update(named(ignored))
         for name in set(ignored) - self._told:
             if len(self._told) < _MOST_TOLD:
@@ -113,21 +106,18 @@ class RequestHandler:
         limit = body.limit(_COMPLETION_TOKENS, self._settings.max_tokens)
         self._check(body, len(prompts))
         echoes = await asyncio.to_thread(self._echoes, prompts, body)
-        wire = CompletionWire(body.model, self._names(body), echoes)
+        wire = CompletionWire(body.model, TokenNames(self._vocabulary, body.return_tokens_as_token_ids), echoes)
         if limit == 0:
-            return self._telling(await self._unanswered(request, body, prompts, wire), ignored)
+            return self._noted(await self._unanswered(request, body, prompts, wire), ignored)
         answer = await self._start(request, body, prompts, limit)
-        return self._telling(await self._answer(request, body, answer, wire), ignored)
-
-    def _names(self, body: Body) -> TokenNames:
-        return TokenNames(self._words, body.return_tokens_as_token_ids)
+        return self._noted(await self._answer(request, body, answer, wire), ignored)
 
     def _echoes(self, prompts: Sequence[Any], body: CompletionBody) -> list[Echo]:
-        """What stands before each choice."""
+        """The echoed prompt of each choice."""
         if not body.echo:
             return [Echo()] * (len(prompts) * body.n)
         try:
-            found = [echo_of(self._scheduler.engine, prompt, body.alternatives, self._words) for prompt in prompts]
+            found = [echo_of(self._scheduler.engine, prompt, body.alternatives, self._vocabulary) for prompt in prompts]
         except ValueError as error:
             raise refused("prompt", str(error)) from None
         return [echo for echo in found for _ in range(body.n)]
@@ -135,9 +125,9 @@ class RequestHandler:
     async def _unanswered(
         self, request: Request, body: CompletionBody, prompts: Sequence[Any], wire: CompletionWire
     ) -> Response:
-        """An answer of no tokens: what is known of the prompts alone."""
+        """The response to `max_tokens` 0: the prompts' own tokens."""
         if body.metrics or body.steps:
-            raise refused("max_tokens", "max_tokens is 0, which generates nothing that metrics or steps could tell of")
+            raise refused("max_tokens", "max_tokens is 0, so there are no tokens for metrics or steps")
         policy.choose(body.method, body.method_args, self._settings)
         stack = self._scheduler.engine.stack
         try:
@@ -158,7 +148,7 @@ class RequestHandler:
         self, request: Request, body: Body, prompts: Sequence[Any], limit: int,
         bound: Mapping[str, Any] = MappingProxyType({}),
     ) -> Answer:
-        """Queue what a request asks for."""
+        """Queue a request."""
         self._check(body, len(prompts))
         method = policy.choose(body.method, body.method_args, self._settings)
         note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.answers)
@@ -175,11 +165,6 @@ class RequestHandler:
         note(request.scope, seed=row.seed, sampling=row.sampling.shown())
         return answer
 
-    async def _answer(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
-        if body.stream:
-            return _streaming(self._events(request, body, answer, wire))
-        return await self._whole(request, body, answer, wire)
-
     def _check(self, body: Body, prompts: int) -> None:
         if body.model != self._settings.model_name:
             raise no_model(body.model, self._settings.model_name)
@@ -187,7 +172,9 @@ class RequestHandler:
             asked = f"{prompts} prompts with n={body.answers} answers each"
             raise refused("n", f"{asked}; this server allows {self._settings.max_n} in all")
 
-    async def _whole(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
+    async def _answer(self, request: Request, body: Body, answer: Answer, wire: Wire) -> Response:
+        if body.stream:
+            return _streaming(self._events(request, body, answer, wire))
         if not await self._drained(request, answer):
             return Response(status_code=GONE)
         extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
@@ -202,7 +189,7 @@ class RequestHandler:
         return JSONResponse({**whole, **extra})
 
     async def _drained(self, request: Request, answer: Answer) -> bool:
-        """Wait for the end; False where the client left before."""
+        """Wait for the end of the answer; False if the client disconnects first."""
         work, gone = asyncio.ensure_future(_drain(answer)), asyncio.ensure_future(_disconnect(request))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -223,7 +210,7 @@ class RequestHandler:
                     yield told
             yield event(wire.closing(answer.results[0], answer.usage))
         except Exception as error:
-            yield event(wire.error(_told(error)))
+            yield event(wire.error(_api_error(error)))
         finally:
             answer.cancel()
             self._account(request, answer)
@@ -241,13 +228,13 @@ class RequestHandler:
                 if body.usage_of_each:
                     shared["usage"] = answer.usage
                 if events := [_event({**shared, "choices": [choice]}) for choice in chunks if choice is not None]:
-                    yield "".join(events)  # every piece goes through all that stands between here and the socket
+                    yield "".join(events)  # one piece, since each has to pass all middleware
             if body.include_usage:
                 extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
                 yield _event({**head, "choices": [], "usage": answer.usage, **extra})
             yield _DONE
         except Exception as error:
-            yield _event(_told(error).to_dict())
+            yield _event(_api_error(error).to_dict())
         finally:
             answer.cancel()
             self._account(request, answer)
@@ -273,7 +260,7 @@ class RequestHandler:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A chat: the prompt, the answer's limit, tools it may call, options that bind it, names of what has no effect."""
+    """A parsed chat: prompt, limit of the answer, tools, options of constraints, names of fields without effect."""
 
     ids: list[int]
     limit: int
@@ -283,7 +270,7 @@ class _Conversation:
 
 
 def named(ignored: Sequence[str]) -> dict[str, str]:
-    """The header with names of fields that had no effect, where there are any."""
+    """The header with the names of fields without effect; no header if there are none."""
     names = (quote(name[:64], safe="") or '""' for name in ignored[:_MOST_NAMED])  # a header may not end in a space
     return {IGNORED: ", ".join(names)} if ignored else {}
 
@@ -298,8 +285,8 @@ async def _all(events: Sequence[str]) -> AsyncIterator[str]:
         yield one
 
 
-def _told(error: Exception) -> ApiError:
-    """What a client is told of an error in the midst of a stream."""
+def _api_error(error: Exception) -> ApiError:
+    """The error for a client whose stream has begun."""
     if isinstance(error, ApiError):
         return error
     LOG.error("a stream failed", exc_info=error)
@@ -307,12 +294,12 @@ def _told(error: Exception) -> ApiError:
 
 
 def _canvases(wire: Wire, came: Sequence[tuple[int, Step | Placed]]) -> list[dict[str, Any]]:
-    """What is told of words that were decided in no order, together for each choice."""
-    words: dict[int, list[Placed]] = {}
+    """Chunks of tokens that were decided out of order, one chunk for each choice."""
+    placed: dict[int, list[Placed]] = {}
     for index, item in came:
         if isinstance(item, Placed):
-            words.setdefault(index, []).append(item)
-    return [wire.canvas(index, found) for index, found in words.items()]
+            placed.setdefault(index, []).append(item)
+    return [wire.canvas(index, found) for index, found in placed.items()]
 
 
 async def _drain(answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""Which method decodes a request: what the client may choose, and what the operator has chosen."""
+"""Chooses the method of a request, within what the operator allows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shoal import methods
 from shoal.decode.branches.verifier import is_url
 from shoal.methods.base import LAYER_SCORES, MASKED, SHOWN_QUERIES, WRAPPED, Method
 from shoal.methods.common.limits import Most, beyond, limits_of
-from shoal.serve.http.errors import ApiError
+from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 
 _HARMLESS = (LAYER_SCORES, MASKED, SHOWN_QUERIES)
 _MOST_METHODS, _DEEPEST = 16, 4
-"""Methods that one request may name, and how many of them may lie within each other."""
+"""Most methods that one request may name, and how deep they may be nested."""
 
 
 def allowed(settings: Settings) -> list[str]:
@@ -26,7 +26,7 @@ def allowed(settings: Settings) -> list[str]:
     return list(_harmless())
 
 
-@functools.cache  # looking through all installed packages takes milliseconds, in which no answer goes on
+@functools.cache  # searching all installed packages takes milliseconds, which would stall all answers
 def _known() -> frozenset[str]:
     return frozenset(methods.names())
 
@@ -40,7 +40,7 @@ def choose(method: str | list[Any] | None, args: Mapping[str, Any], settings: Se
     """The method of a request.
 
     Raises:
-        ApiError: 403 where the policy forbids it, 400 where there is none such or its options are wrong.
+        ApiError: 403 if the operator does not allow it, 400 if it is unknown or its options are wrong.
     """
     if method is None:
         if args:
@@ -55,16 +55,16 @@ def choose(method: str | list[Any] | None, args: Mapping[str, Any], settings: Se
 
 
 def _check(spec: Any, settings: Settings, seen: list[str], depth: int = 0) -> None:
-    """Refuse a method, or one inside it, that was not allowed; nothing is read or loaded before that is known.
+    """Refuse a method, or one nested in it, that is not allowed, before anything is read or loaded.
 
     Args:
-        spec: as JSON has it.
+        spec: the method, as JSON.
         settings: the operator's.
         seen: the methods named so far.
-        depth: within how many others this one lies.
+        depth: nesting depth.
     """
-    if depth > 2 * _DEEPEST:  # a list within a list counts, too
-        raise ApiError(400, f"method: more than {_DEEPEST} methods lie within each other", param="method")
+    if depth > 2 * _DEEPEST:  # nested lists count too
+        raise ApiError(400, f"method: more than {_DEEPEST} methods are nested in each other", param="method")
     spec = {"method": spec} if isinstance(spec, str | list) else spec
     if isinstance(spec, Mapping) and isinstance(spec.get("method"), list):
         for one in spec["method"]:
@@ -89,7 +89,7 @@ def _check(spec: Any, settings: Settings, seen: list[str], depth: int = 0) -> No
 
 
 def _check_numbers(name: str, args: Any, settings: Settings) -> None:
-    """Refuse numbers, lists and texts that are larger than a request may make them."""
+    """Refuse numbers, lists and texts that are too large for a request."""
     limits = _limits(name)
     for knob, value in args.items() if isinstance(args, Mapping) else ():
         if knob in WRAPPED or knob not in methods.get(name).knobs():
@@ -97,7 +97,7 @@ def _check_numbers(name: str, args: Any, settings: Settings) -> None:
         limit = limits.get(knob, Most(0))
         more = settings.limits.get(f"{name}.{knob}")
         if (why := beyond(value, limit if more is None else Most(more, max(limit.items, int(more))))) is not None:
-            raise ApiError(400, f"{knob} of {name} is {why} from a request. The operator may allow more by "
+            raise ApiError(400, f"{knob} of {name} is {why} from a request. The operator may allow more with "
                            f"--method-limit {name}.{knob}=N", param="method_args")
 
 
@@ -107,23 +107,24 @@ def _limits(name: str) -> Mapping[str, Most]:
 
 
 def check_limits(limits: Mapping[str, float]) -> None:
-    """Refuse limits of numbers that no method has; ValueError says what there is."""
+    """Refuse limits of options that no method has; the ValueError names the known ones."""
     for place, most in limits.items():
         name, _, knob = place.partition(".")
         known = _limits(name) if name in _known() else {}
         if knob not in known:
             there = f"{name} has {', '.join(known)}" if known else f"methods are {', '.join(sorted(_known()))}"
-            raise ValueError(f"--method-limit {place}: there is no such number of a method; {there}")
+            raise ValueError(f"--method-limit {place}: no method has such an option; {there}")
         if not most >= 0:
             raise ValueError(f"--method-limit {place} is {most}; it must be 0 or more")
 
 
 def _check_files(name: str, args: Any, settings: Settings) -> None:
-    """Refuse knobs that name files of the server, unless the operator has listed the method, and URLs in any case."""
+    """Refuse options that name files of the server, unless the operator listed the method; refuse URLs always."""
     method = methods.get(name)
     defaults = {field.name: field.default for field in fields(method)}
     given = [knob for knob in method.reads
              if isinstance(args, Mapping) and args.get(knob) not in (None, defaults[knob])]
     if given and (settings.methods is None or any(is_url(args[knob]) for knob in given)):
-        message = f"{given[0]} of {name} names a file of the server, or what it runs or asks, which requests may not"
+        message = (f"{given[0]} of {name} names a file on the server, or a program or address for it to call, which "
+                   "requests may not")
         raise ApiError(403, message, param="method_args", code="method_not_allowed")

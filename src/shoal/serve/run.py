@@ -1,4 +1,4 @@
-"""Serve until a signal says stop: bind, say where, finish what runs."""
+"""Runs the server: binds the address, serves until a signal, then finishes running requests."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from types import FrameType
 import uvicorn
 
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.serve.http.app import create_app
+from shoal.serve.app import create_app
 from shoal.serve.settings import Settings
 
 LAST_STEPS = 4.0
-"""Seconds between the end of the grace and the end of the process, whatever has not ended by then."""
+"""Seconds after the grace until the process is killed, whatever still runs."""
 _HURRY = 2.0
-"""Seconds between a second signal and that end."""
+"""Seconds after a second signal until the process is killed."""
 _LAST_TURN = 1.0
-"""Seconds that the step under way has to end once all else has."""
+"""Seconds that the current decoding step has to end, once everything else has."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """A bound socket; port 0 takes a free port.
 
     Raises:
         ValueError: the address cannot be bound.
@@ -46,24 +46,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """What clients of a server at that address are given."""
+    """The base URL of a server at that address."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}/v1"
 
 
 def log_to_stderr() -> None:
-    """Have the lines about requests written, each as it is."""
+    """Write the request log to stderr, without prefixes."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("shoal.serve").setLevel(logging.INFO)
 
 
 class HttpServer(uvicorn.Server):
-    """One whose shutdown ends: by itself, by a second signal, and at the latest when the grace is over.
-
-    Args:
-        config: uvicorn's.
-        grace: seconds that requests have to finish.
-    """
+    """A server whose shutdown always ends: by itself, by a second signal, or after `grace` seconds."""
 
     def __init__(self, config: uvicorn.Config, grace: float) -> None:
         super().__init__(config)
@@ -71,13 +66,13 @@ class HttpServer(uvicorn.Server):
 
     @property
     def left(self) -> float:
-        """Seconds that are left of the grace."""
+        """Seconds left of the grace."""
         if not self._stopped:
             return self._grace
         return max(0.0, self._grace - (time.monotonic() - self._stopped))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came: finish what runs, or end now where one had come before."""
+        """On the first signal finish running requests, on the second stop now."""
         if self._stopped:
             self.force_exit = True
         else:
@@ -87,13 +82,13 @@ class HttpServer(uvicorn.Server):
 
 
 def end_within(seconds: float) -> None:
-    """End the process after so many seconds, and say what it was doing; from a thread that needs nobody's leave."""
-    with suppress(AttributeError, OSError, ValueError):  # a stream without a file
+    """Kill the process after some seconds and print its stacks, from a thread that needs no lock of Python's."""
+    with suppress(AttributeError, OSError, ValueError):  # stderr has no file
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
 
 
 def make_server(scheduler: Scheduler, settings: Settings) -> HttpServer:
-    """A server to run on sockets of one's own."""
+    """A server, to run on given sockets."""
     app = create_app(scheduler, settings)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=math.ceil(settings.grace),
@@ -108,7 +103,7 @@ def make_server(scheduler: Scheduler, settings: Settings) -> HttpServer:
 def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM."""
     log_to_stderr()
-    listener.listen(128)  # from now on nobody is turned away
+    listener.listen(128)  # from now on connections wait instead of being refused
     url = url_of(*listener.getsockname()[:2])
     page = f" (page: {url.removesuffix('v1')})" if settings.playground else ""
     print(f"serving {settings.model_name} at {url}{page}", file=sys.stderr, flush=True)
@@ -117,5 +112,5 @@ def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> No
     finally:
         scheduler.close(drain=False, last=_LAST_TURN)
         faulthandler.cancel_dump_traceback_later()
-        if not scheduler.ended:  # its thread would hold up the interpreter's own end
+        if not scheduler.ended:  # its thread would keep the interpreter alive
             os._exit(1)

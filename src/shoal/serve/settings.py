@@ -1,11 +1,15 @@
-"""What an operator decides about a server, checked before it starts."""
+"""The operator's settings of a server, checked before it starts."""
 
 from __future__ import annotations
 
+import ipaddress
 import math
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -13,25 +17,26 @@ class Settings:
     """Options of a server.
 
     Attributes:
-        model_name: the name under which clients ask for the model; another one is answered 404.
-        method: what decodes where a request names no method; the request's "full" is plain decoding.
+        model_name: the model's name for clients; a request for another one is answered 404.
+        method: the method for requests that name none; a request may name "full" for plain decoding.
         methods: names of the methods that requests may ask for; None for every one that loads nothing.
-        api_keys: keys of which a request must carry one; without any, all are welcome.
-        default_max_tokens: the limit of a chat answer that names none.
+        api_keys: keys of which a request needs one; if there are none, requests need no key.
+        default_max_tokens: the limit of a chat answer if the request names none.
         max_tokens: the largest limit that a request may name.
-        max_n: most answers per request, over all its prompts; a search counts as so many as it may have branches.
+        max_n: most answers per request, over all its prompts; a search counts once per possible branch.
         max_body: most bytes of a request.
-        timeout: seconds after which a request is given up and answered 504; None for never.
+        timeout: seconds after which a request is answered 504; None for no limit.
         grace: seconds that requests have to finish when the server shuts down.
-        log_prompts: whether logs may hold prompts and answers.
-        playground: whether there is a page at `/`.
-        strict: whether fields without effect are answered 400.
-        limits: what numbers of methods a request may set, by `method.knob`, where that is not what the method says.
-        hosts: names by which the server may be asked, each with or without a port; none for any.
+        log_prompts: whether logs may contain prompts and answers.
+        playground: whether to serve a page at `/`.
+        strict: whether to answer 400 to fields without effect.
+        limits: largest values that a request may give to methods' options, by `method.option`, in place of the
+            method's own limits.
+        hosts: host names that requests may use, each with or without a port; empty for any.
         keep_alive: seconds that a connection without a request stays open.
-        stall: seconds after which a step that does not end counts as stuck, and the server as ill.
-        members_folder: a folder of Python code whose modules `guided_members` knows; none where empty.
-        cors_origins: origins whose pages may ask, `*` for all; pages of this machine always may.
+        stall: seconds after which an unfinished step counts as stuck, and the server as unhealthy.
+        members_folder: folder of Python code whose modules `guided_members` knows; empty for none.
+        cors_origins: origins whose pages may send requests, `*` for all; pages of this machine always may.
     """
 
     model_name: str = "shoal"
@@ -67,3 +72,25 @@ class Settings:
             raise ValueError(f"stall is {self.stall}; it must be more than 0 seconds")
         if "" in self.api_keys:
             raise ValueError("an API key is empty; give one of at least one character")
+
+
+def hosts_of(host: str, more: Sequence[str]) -> tuple[str, ...]:
+    """The host names that requests to a server listening on `host` may use; empty for any.
+
+    On a loopback address they are `more` and the names of this machine. Elsewhere the machine's public names are
+    unknown, so any name is allowed unless `more` has some. `*` in `more` allows any.
+    """
+    given, own = tuple(name.lower().rstrip(".") for name in more), _is_loopback(host)
+    if "*" in given or not (given or own):
+        return ()
+    named = (f"[{host}]" if ":" in host else host.lower(),) if own else ()
+    return tuple(dict.fromkeys((*_NAMES, *named, *given)))
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host is a loopback address; False for a name that does not resolve."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
+    except (OSError, ValueError, UnicodeError):
+        return False

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +72,24 @@ def reset_peak_memory(device: str = "cpu") -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return
+
+
+@contextmanager
+def served(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """Run `shoal serve` on a free port; yields its process, its URL and its log file, and kills it in the end.
+
+    Raises:
+        RuntimeError: the server does not start; holds its log.
+    """
+    with tempfile.NamedTemporaryFile("w+", suffix=".log") as file:
+        log = Path(file.name)
+        server = subprocess.Popen([sys.executable, "-m", "shoal", "serve", "--port", "0", *options], stderr=file)
+        try:
+            while (found := re.search(r"(http://\S+)/v1", log.read_text("utf-8", "replace"))) is None:
+                if server.poll() is not None:
+                    raise RuntimeError(f"the server did not start: {log.read_text('utf-8', 'replace')}")
+                time.sleep(0.2)
+            yield server, found[1], log
+        finally:
+            server.kill()
+            server.wait()

@@ -1,1 +1,1 @@
-"""Options that commands share, and how they are read."""
+"""Options that commands share, and their parsing."""

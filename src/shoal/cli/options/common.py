@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they are turned into."""
+"""Options that several commands share, and the objects made of them."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ _CHOOSING: dict[str, tuple[str, type, float, str]] = {
     "presence_penalty": ("R", float, 0.0, "-2 to 2, 0 is neutral"),
     "frequency_penalty": ("R", float, 0.0, "-2 to 2, 0 is neutral"),
 }
-"""Options that say how a token is chosen: what stands for the value, its kind, what is neutral, and a few words."""
+"""Options that say how a token is chosen: metavar, type, neutral value, and help."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_model(parser: Parser, dtype: str | None = None) -> None:
     """The options that say which model to load and how."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="M", help="folder, Hub id, GGUF file or known name; "
-                       "SmolLM2-135M-Instruct if none")
+    group.add_argument("--model", metavar="M", help="folder, Hub id, GGUF file or known name; by default "
+                       "SmolLM2-135M-Instruct")
     group.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
-    group.add_argument("--dtype", choices=DTYPES, default=dtype, help="type of the weights and of the computation; "
-                       "where not given, bfloat16 where the device computes it natively, else float32")
-    group.add_argument("--device", metavar="D", help="such as cpu or cuda:0; where not given, CUDA where there is one")
+    group.add_argument("--dtype", choices=DTYPES, default=dtype, help="type of the weights and of the computation; by "
+                       "default bfloat16 if the device computes it natively, else float32")
+    group.add_argument("--device", metavar="D", help="such as cpu or cuda:0; by default CUDA if there is a GPU")
     group.add_argument("--backend", choices=("auto", "hf", "packed"), default="auto", help="who runs the layers")
     group.add_argument("--quant", choices=("int8", "int4"), help="quantise the weights while loading")
     group.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
 
 
 def add_method(parser: Parser, default: str = "full", *, card: bool = True) -> None:
-    """`--method`; the method's own options follow from it. With `card`, also whether layers may be measured."""
+    """`--method`, on which the method's own options depend, and `--with`; with `card`, `--no-card` too."""
     parser.default_method = default
     parser.add_argument("--method", metavar="NAME|CARD.json", default=default,
-                        help="a name that `shoal methods` lists, or a JSON card; its knobs are options too")
+                        help="a name that `shoal methods` lists, or a JSON card; its fields are options too")
     parser.add_argument("--with", metavar="NAME:KNOB=V|CARD.json", type=_other, action="append", default=[],
                         help="another method, which fills parts of the recipe that the others leave open; repeatable")
     if card:
-        parser.add_argument("--no-card", action="store_true", help="measure no layers of a model that is not known: "
-                            "leave them out by their position, which may cost several times the quality")
+        parser.add_argument("--no-card", action="store_true", help="do not measure the layers of a model without a "
+                            "card: drop them by position, which may cost several times the quality")
     parser.method_options = parser.add_argument_group()
 
 
 def method_from(word: str) -> Method:
-    """The method of a word such as `d3`, `d3:mean=0.6:core=4` or `card.json`."""
+    """The method that a text such as `d3`, `d3:mean=0.6:core=4` or `card.json` names."""
     name, *knobs = re.split(r":(?=[a-z_]\w*(?:[:=]|$))", word)  # a value may be a URL
     parser = Parser(add_help=False)
     add_method(parser, card=False)
@@ -76,37 +76,37 @@ def method_from(word: str) -> Method:
 def _other(word: str) -> Method:
     try:
         return method_from(word)
-    except ValueError as error:  # argparse says nothing of what a ValueError says
+    except ValueError as error:  # argparse drops the message of a ValueError
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_sampling(parser: Parser, *, greedy: bool = False) -> argparse._ArgumentGroup:
-    """How tokens are chosen, and where an answer ends; `greedy` where nothing is drawn that was not asked for."""
-    about = None if greedy else ("what is left out is as the model's makers recommend; where neither they nor you say "
-                                 "how to draw: temperature 0.7, min-p 0.05")
+    """Options that say how tokens are chosen and where an answer ends; `greedy` makes greedy decoding the default."""
+    about = None if greedy else ("by default as the model's makers recommend; if they recommend nothing, temperature "
+                                 "0.7 and min-p 0.05")
     group = parser.add_argument_group("sampling", about)
     group.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="stop after that many tokens")
     for name, (metavar, kind, neutral, words) in _CHOOSING.items():
         group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, type=kind,
                            default=neutral if greedy else None, help=words)
-    group.add_argument("--seed", metavar="S", type=int, help="makes a draw repeatable")
+    group.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     return group
 
 
 def add_constraint(group: argparse._ArgumentGroup) -> None:
-    """What the answer must look like: one of four options."""
+    """Options that constrain the answer; at most one of the four may be given."""
     one = group.add_mutually_exclusive_group()
     one.add_argument("--json-schema", metavar="FILE|JSON", help="answer with JSON that is valid under this schema")
-    one.add_argument("--regex", metavar="RE", help="answer with text that this matches as a whole; [0-9], since \\d is "
-                     "any script's digit")
+    one.add_argument("--regex", metavar="RE", help="answer with text that this matches as a whole; write [0-9], as \\d "
+                     "matches digits of any script")
     one.add_argument("--grammar", metavar="FILE", help="answer with text of this grammar, in Lark's notation or GBNF")
-    one.add_argument("--python-members", metavar="FOLDER", help="let members alone follow a dot in Python code, "
-                     "where jedi knows them; FOLDER is the code's, where imports are looked for")
+    one.add_argument("--python-members", metavar="FOLDER", help="after a dot in Python code, allow only members, where "
+                     "jedi knows them; FOLDER holds the code that imports refer to")
 
 
 def constraint(args: argparse.Namespace) -> Constraint | Monitor | None:
-    """That option as `Engine.generate` takes it; ValueError for what cannot be read."""
+    """The constraint, for `Engine.generate`; ValueError for a file that cannot be read."""
     from shoal.engine.constraints.constraint import Grammar, JsonSchema, Regex
     from shoal.engine.constraints.members import PythonMembers
 
@@ -123,7 +123,7 @@ def constraint(args: argparse.Namespace) -> Constraint | Monitor | None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, without a byte order mark; ValueError where it cannot be read."""
+    """The text of a file, without a byte order mark; ValueError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -131,7 +131,7 @@ def read_text(path: Path) -> str:
 
 
 def sampling(args: argparse.Namespace, engine: Engine | None = None) -> dict[str, Any]:
-    """Those options as `Engine.generate` takes them; what is left out by what the engine's model recommends."""
+    """The sampling options, for `Engine.generate`; the model's recommendations fill those not given."""
     asked = {name: getattr(args, name) for name in _CHOOSING}
     if engine is not None:
         from shoal.engine.loading.defaults import filled
@@ -141,31 +141,17 @@ def sampling(args: argparse.Namespace, engine: Engine | None = None) -> dict[str
 
 
 def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
-    """How many are decoded together, and when they start."""
+    """Options that say how many requests are decoded together, and when they start."""
     group = parser.add_argument_group("scheduling")
     group.add_argument("--admission", choices=("join", "waves"), default="join", help="let requests join at once, or "
-                       "start together so that all are equally deep")
+                       "start together so that all have equal depth")
     group.add_argument("--patience", metavar="S", type=float, help="seconds after which a request joins a wave late")
     group.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way")
-    group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of what is free")
-    group.add_argument("--prefix-gib", metavar="G", type=float, help="memory for KV of earlier prompts and "
-                       "answers, for prompts that begin alike; by default a quarter of that for KV, 0: none")
-    group.add_argument("--prefill-chunk", metavar="N", type=int, help="most prompt tokens between two ticks")
+    group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of the free memory")
+    group.add_argument("--prefix-gib", metavar="G", type=float, help="memory for KV of earlier prompts and answers, "
+                       "reused for prompts with the same beginning; by default a quarter of --kv-gib, 0: none")
+    group.add_argument("--prefill-chunk", metavar="N", type=int, help="most prompt tokens between two decoding steps")
     return group
-
-
-def scheduling(args: argparse.Namespace) -> dict[str, Any]:
-    """Those options as `Scheduler` takes them, but for the policy."""
-    return {
-        "max_rows": args.max_rows,
-        "kv_bytes": _bytes(args.kv_gib),
-        "prefix_bytes": _bytes(args.prefix_gib),
-        "prefill_chunk": args.prefill_chunk,
-    }
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * 2**30)
 
 
 def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:
@@ -174,20 +160,22 @@ def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Sch
     from shoal.engine.scheduling.scheduler import Scheduler
 
     patience = math.inf if args.patience is None else args.patience
-    return Scheduler(engine, policy=policy(args.admission, patience), **scheduling(args), **more)
+    kv, prefixes = (None if gib is None else int(gib * 2**30) for gib in (args.kv_gib, args.prefix_gib))
+    return Scheduler(engine, policy=policy(args.admission, patience), max_rows=args.max_rows, kv_bytes=kv,
+                     prefix_bytes=prefixes, prefill_chunk=args.prefill_chunk, **more)
 
 
 def add_memory(parser: Parser) -> None:
-    """`--memory`, and what may be given up for it."""
+    """`--memory` and `--allow-lossy`."""
     group = parser.add_argument_group("memory")
-    group.add_argument("--memory", metavar="SIZE", help="most that the process may take, such as 2GiB or 800MB; what "
-                       "cannot fit is refused before it starts")
+    group.add_argument("--memory", metavar="SIZE", help="most that the process may take, such as 2GiB or 800MB; a "
+                       "request that cannot fit is refused before it starts")
     group.add_argument("--allow-lossy", metavar="A,B", default="", help="methods that store less, such as kv_int8, to "
-                       "be added in this order where nothing exact fits")
+                       "be added in this order if nothing exact fits")
 
 
 def memory_limit(args: argparse.Namespace) -> MemoryLimit | None:
-    """Those options as `load` takes them; ValueError where one stands without the other."""
+    """The memory options, for `load`; ValueError for --allow-lossy without --memory."""
     from shoal.engine.memory.memory_limit import MemoryLimit
 
     lossy = [method_from(word) for word in getattr(args, "allow_lossy", "").split(",") if word]
@@ -209,9 +197,9 @@ def load_engine(
 
     Args:
         args: the model's options, and `method` where the command has one.
-        tensor_parallel: share the layers among the processes of a torchrun.
-        methods: that are to run beside `args.method`.
-        chats: whether conversations are to be expected.
+        tensor_parallel: split the layers among the processes of a torchrun.
+        methods: methods that will run in addition to `args.method`.
+        chats: whether to prepare for conversations.
 
     Raises:
         ValueError: the model cannot be loaded; says which and why.
@@ -230,7 +218,7 @@ def load_engine(
                     tensor_parallel=tensor_parallel, memory=limit)
     except Unsupported:
         raise
-    except Exception as error:  # libraries answer a wrong path, a broken file and a missing package each in its own way
+    except Exception as error:  # libraries raise many types for wrong paths, broken files and missing packages
         raise ValueError(f"cannot load {args.model or 'the default model'}: {error}") from error
     chosen = (*methods, getattr(args, "method", None))
     if not tensor_parallel and any(method is not None and method.wants_card for method in chosen):
@@ -239,7 +227,7 @@ def load_engine(
 
 
 def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
-    """See to it that a method that leaves layers out knows what they are worth; say where that is from."""
+    """Measure the layers of a model without a card, for methods that drop layers, and say so on stderr."""
     from shoal.engine.cards import places as cards
     from shoal.engine.cards.quick import quick_card
     from shoal.engine.loading.checkpoint import shown_name
@@ -248,18 +236,18 @@ def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
         if engine.card.borrowed:
             print(f"using {engine.card.origin}", file=sys.stderr)
         return
-    engine.misses_card = False  # said here, with what the command line offers
+    engine.misses_card = False  # the message here names the command-line option
     name = shown_name(engine.model_name) or "this model"
     if args.no_card:
-        print(f"nothing is known about the layers of {name}: they are left out by their position, which may cost "
-              "several times the quality of a measured order (without --no-card it is measured once)", file=sys.stderr)
+        print(f"nothing is known about the layers of {name}: they are dropped by position, which may cost several "
+              "times the quality of a measured order (without --no-card it is measured once)", file=sys.stderr)
         return
-    print(f"nothing is known about the layers of {name} yet: measuring them once, a minute at most (--no-card leaves "
-          "that out)", file=sys.stderr)
+    print(f"nothing is known about the layers of {name} yet: measuring them once, a minute at most (--no-card skips "
+          "that)", file=sys.stderr)
     try:
         card = quick_card(engine)
     except (ValueError, OSError) as error:
-        print(f"they could not be measured and are left out by their position: {error}", file=sys.stderr)
+        print(f"they could not be measured and are dropped by position: {error}", file=sys.stderr)
         return
     if card.bears is not None:
         kept = "" if cards.find(engine).empty else "; kept for the next time"
@@ -268,7 +256,7 @@ def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
 
 
 def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
-    """The transformers model of the engine's checkpoint, for a comparison; the engine's own where it holds one."""
+    """The transformers model of the engine's checkpoint, for a comparison; the engine's own if it holds one."""
     if engine.model is not None:
         return engine.model
     from shoal import catalog
@@ -280,7 +268,7 @@ def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a picture that cannot be drawn before minutes are spent on what it shows, and after the other options."""
+    """Raise `Unsupported` if a plot is wanted and matplotlib is missing, before minutes of work."""
     if path is not None:
         with needs("plot", "--plot"):
             import matplotlib.figure  # noqa: F401
@@ -292,10 +280,10 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def encode(engine: Engine, prompt: str, raw: bool) -> list[int]:
-    """Token ids of a prompt: as a user's message where the tokenizer has a chat template, unless `raw`."""
+    """Token ids of a prompt: as a user's message if the tokenizer has a chat template, unless `raw`."""
     from shoal.engine.request import chat_ids, prompt_ids
 
     tokenizer = engine.tokenizer
     chat = not raw and getattr(tokenizer, "chat_template", None)
-    words = chat_ids([{"role": "user", "content": prompt}], tokenizer) if chat else prompt
-    return prompt_ids(words, tokenizer, engine.stack.vocab_size, engine.stack.max_positions)
+    given = chat_ids([{"role": "user", "content": prompt}], tokenizer) if chat else prompt
+    return prompt_ids(given, tokenizer, engine.stack.vocab_size, engine.stack.max_positions)

@@ -4,10 +4,10 @@
     [serve]                         # of one command
     port = 8080
     method = "d3"
-    mean = 0.95                     # a knob of that method
+    mean = 0.95                     # an option of that method
 
-What stands there goes before the words of the command line, which therefore win; the project's goes after the user's.
-SHOAL_CONFIG names a file to read instead of both, or is empty for none.
+The command line overrides the project's file, which overrides the user's. SHOAL_CONFIG names a file to read instead of
+both; if it is empty, none is read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ else:
 
 FILE = "shoal.toml"
 SHARED = ("backend", "color", "device", "dtype", "model", "quant", "revision", "threads")
-"""Settings that may stand above the tables."""
+"""Settings allowed above the tables."""
 OWN = ("trust-remote-code", "unsafe")
-"""Settings that only the user's own file may hold: a project that was fetched must not run its code by them."""
+"""Settings allowed in the user's own file only: a downloaded project must not be able to run code by them."""
 
 
 def files() -> list[Path]:
-    """The files there are, the one that counts least first."""
+    """The existing files, in rising priority."""
     named = os.environ.get("SHOAL_CONFIG")
     if named is not None:
         return [Path(named)] if named else []
@@ -43,34 +43,34 @@ def files() -> list[Path]:
     return [path for path in (*own, Path(FILE)) if os.path.isfile(path)]  # not `is_file`, which raises if forbidden
 
 
-def words(command: str, commands: Iterable[str], options: Iterable[str], typed: Sequence[str]) -> list[str]:
-    """What the files say about a command, as words of a command line.
+def arguments(command: str, commands: Iterable[str], options: Iterable[str], argv: Sequence[str]) -> list[str]:
+    """The files' settings for a command, as command-line arguments.
 
     Args:
         command: its name.
-        commands: all names, which tables may have.
-        options: those that the command has whatever its method, such as `--port`.
-        typed: the words of the command line. Where they name a method, the files' method and its knobs are left out.
+        commands: all names that tables may have.
+        options: the command's options that do not depend on a method, such as `--port`.
+        argv: the command line. If it names a method, the files' method and its options are left out.
 
     Raises:
-        ValueError: a file cannot be read, or holds what nobody knows; names it.
+        ValueError: a file cannot be read, or holds an unknown setting; names the file.
     """
     known = set(options)
-    own_method = any(word.split("=")[0] == "--method" for word in typed)
+    own_method = any(arg.split("=")[0] == "--method" for arg in argv)
     settings: dict[str, Any] = {}
     for path in files():
         found = _read(path, set(commands))
-        if "method" in found.get(command, {}):  # another file's knobs belong to another method
+        if "method" in found.get(command, {}):  # options in an earlier file belong to another method
             settings = {name: value for name, value in settings.items() if f"--{name}" in known}
         settings |= {name: value for name, value in found.items() if not isinstance(value, Mapping)}
         settings |= found.get(command, {})
-    return [word for name, value in settings.items() for word in _words(name, value)
+    return [arg for name, value in settings.items() for arg in _typed(name, value)
             if not (name in SHARED and f"--{name}" not in known)
             and not (own_method and (name == "method" or f"--{name}" not in known))]
 
 
 def _read(path: Path, commands: set[str]) -> dict[str, Any]:
-    """The settings of a file, names with dashes."""
+    """The settings of a file, with dashes in their names."""
     try:
         found = _dashed(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, ValueError) as error:
@@ -102,8 +102,8 @@ def _named(path: Path, error: ValueError) -> ValueError:
     return ValueError(f"{path}: {error}")
 
 
-def _words(name: str, value: Any) -> list[str]:
-    """A setting as it would be typed; a list is an option given several times, `false` an option not given."""
+def _typed(name: str, value: Any) -> list[str]:
+    """A setting as it would be typed: a list repeats the option, `false` leaves it out."""
     if isinstance(value, bool):
         return [f"--{name}"] if value else []
     return [f"--{name}={item}" for item in (value if isinstance(value, list) else [value])]

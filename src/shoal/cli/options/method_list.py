@@ -1,6 +1,6 @@
-"""Methods as words, several in one option: `full,d3:mean=0.6:core=4,d3:mean=0.6+prompt_lookup`.
+"""Several methods in one option: `full,d3:mean=0.6:core=4,d3:mean=0.6+prompt_lookup`.
 
-Commas within brackets belong to a list: `schedule:order=[4,3]:steps=[1,9],full` are two methods.
+Commas within brackets belong to a list: `schedule:order=[4,3]:steps=[1,9],full` names two methods.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def methods_from(text: str | None) -> dict[str, Method]:
-    """The methods of such a text by their words; none of an empty one."""
+    """The methods that a text names, by their spelling in it."""
     return {word: _method(word) for word in re.split(r",(?![^\[]*\])", text or "") if word}
 
 
 def _method(word: str) -> Method:
-    known = "|".join(map(re.escape, methods.names()))  # + stands in values as well
+    known = "|".join(map(re.escape, methods.names()))  # a + may also be part of a value
     return methods.make([common.method_from(one) for one in re.split(rf"\+(?=(?:{known})(?:[:+]|$))", word)])
 
 
 def label_of(method: Method) -> str:
-    """The word that means this method: its name and what differs from the defaults; + between several."""
+    """The spelling of a method: its name and the options that differ from the defaults; + between several."""
     if isinstance(method, Combined):
         return "+".join(map(label_of, method.members))
     changed = [

@@ -1,20 +1,31 @@
-"""argparse with one-line errors, suggestions, and options that come from the chosen method's fields."""
+"""argparse with one-line errors, suggestions, and options made from the fields of the chosen method's dataclass.
+
+Nothing here knows a particular method. The help of an option is what the method's class says about the field under
+`Attributes:` or `Args:`.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from types import MappingProxyType
-from typing import Any, NoReturn
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from shoal.cli.options import knobs
+from shoal import methods
+from shoal.methods.base import Method
+from shoal.methods.calibrated import Calibrated
+from shoal.methods.common.combined import Combined
+from shoal.methods.knobs import field_docs
 
 _NEAR = 0.7
+_PREFIX = "knob."
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults that say something, and leaves examples as they were laid out."""
+    """Shows defaults other than none, false and empty, and keeps the layout of examples."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is None or action.default is False or action.default == []
@@ -22,11 +33,11 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError instead of printing its usage and leaving.
+    """A parser that raises ValueError instead of printing its usage and exiting.
 
     Attributes:
-        default_method: name of the method that `--method` falls back to; None where a command takes no method.
-        elsewhere: options that some look for here -> what to do instead.
+        default_method: default of `--method`; None for a command without a method.
+        elsewhere: options that users may expect here, and what to do instead.
     """
 
     default_method: str | None = None
@@ -38,17 +49,17 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> list[str]:
-        """Every option, as it is typed."""
+        """All options, as they are typed."""
         return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        """Refuse a command line."""
+        """Raise ValueError."""
         raise ValueError(message)
 
-    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse every word; one that fits nowhere is refused, with the nearest option as a suggestion."""
-        args, rest = self.parse_known_args(list(words))
-        wrong = next((word.split("=")[0] for word in rest if word.startswith("-")), None)
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse all arguments; ValueError for an unknown one, with the nearest option as a suggestion."""
+        args, rest = self.parse_known_args(list(argv))
+        wrong = next((arg.split("=")[0] for arg in rest if arg.startswith("-")), None)
         if wrong is not None:
             self.error(f"there is no option {wrong}{suggest(wrong, self._option_string_actions)}")
         if rest:
@@ -56,47 +67,212 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """A question to end a message with; a full stop when no known word is near."""
-    near = get_close_matches(word, list(known), n=1, cutoff=_NEAR)
+def suggest(option: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown option: a question with the nearest known one, or a full stop."""
+    near = get_close_matches(option, list(known), n=1, cutoff=_NEAR)
     return f". Did you mean {near[0]}?" if near else "."
 
 
-def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command's words. Where it takes a method, that method's fields are options too.
+def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of a command. If it takes a method, that method's fields are options too.
 
-    The method has to be known before its options are, hence the look ahead: left to a single pass, argparse would
-    take the value of an unknown option for a prompt.
+    The method is looked up in a first pass, because its options depend on it: in a single pass argparse would take the
+    value of an unknown option for a prompt.
     """
-    for option in (word.split("=")[0] for word in words):
+    for option in (arg.split("=")[0] for arg in argv):
         if option in parser.elsewhere:
             parser.error(f"{option} is no option here: {parser.elsewhere[option]}")
     if parser.default_method is None:
-        return parser.parse_words(words)
+        return parser.parse_all(argv)
     finder = Parser(add_help=False)
     finder.add_argument("--method", default=parser.default_method)
-    spec = finder.parse_known_args(list(words))[0].method
-    choice = knobs.Choice.of(spec)
+    choice = Choice.of(finder.parse_known_args(list(argv))[0].method)
     choice.add_options(parser.method_options)
-    _refuse_foreign_knobs(parser, choice, words)
-    args = parser.parse_words(words)
+    _refuse_foreign_options(parser, choice, argv)
+    args = parser.parse_all(argv)
     args.method = choice.make(args)
     return args
 
 
-def _refuse_foreign_knobs(parser: Parser, choice: knobs.Choice, words: Sequence[str]) -> None:
-    """Say whose option it is when another method, or a slip of the pen, is behind an unknown one."""
+def _refuse_foreign_options(parser: Parser, choice: Choice, argv: Sequence[str]) -> None:
+    """Refuse an unknown option: it may be one of another method, or mistyped."""
     known = parser._option_string_actions
-    texts = words[: words.index("--")] if "--" in words else words
-    options = [word.split("=")[0] for word in texts if word.startswith("--") and " " not in word.split("=")[0]]
+    before = argv[: argv.index("--")] if "--" in argv else argv
+    options = [arg.split("=")[0] for arg in before if arg.startswith("--") and " " not in arg.split("=")[0]]
     wrong = next((option for option in options if option not in known), None)
     if wrong is None:
         return
-    owners, own = knobs.owners(wrong), ", ".join(choice.flags) or "none"
+    others, own = owners(wrong), ", ".join(choice.flags) or "none"
     near = get_close_matches(wrong, list(known), n=1, cutoff=_NEAR)
-    if near and not owners and near[0] not in choice.flags:  # a slip in an option of the command
+    if near and not others and near[0] not in choice.flags:  # a mistyped option of the command
         parser.error(f"there is no option {wrong}. Did you mean {near[0]}?")
-    hint = f"; --method {' or '.join(owners)} has." if owners else f". Did you mean {near[0]}?" if near else "."
-    blame = f"method {choice.name} has" if owners or near else "there is"
-    whose = "Its options" if owners or near else f"--help lists them; those of method {choice.name}"
+    hint = f"; --method {' or '.join(others)} has." if others else f". Did you mean {near[0]}?" if near else "."
+    blame = f"method {choice.name} has" if others or near else "there is"
+    whose = "Its options" if others or near else f"--help lists them; those of method {choice.name}"
     parser.error(f"{blame} no option {wrong}{hint} {whose}: {own}")
+
+
+@dataclasses.dataclass
+class Choice:
+    """The method named on a command line, before its options are read.
+
+    Attributes:
+        cls: the method's class.
+        card: the method of a JSON card; options override single fields of it.
+        tuned: the wrapper that binds the card's method to the model that it was tuned for; its fields are no options.
+        flags: the method's options, set by `add_options`.
+    """
+
+    cls: type[Method]
+    card: Method | None = None
+    flags: list[str] = dataclasses.field(default_factory=list)
+    tuned: Calibrated | None = None
+
+    @classmethod
+    def of(cls, spec: str) -> Choice:
+        """The choice for `NAME` or `card.json`."""
+        if not spec.endswith(".json"):
+            return cls(methods.get(spec))
+        card = methods.make(spec)
+        tuned = card if isinstance(card, Calibrated) else None
+        inner = tuned.inner if tuned else card
+        return cls(type(inner), inner, tuned=tuned)
+
+    @property
+    def name(self) -> str:
+        """The method's registered name."""
+        return self.cls.name
+
+    def add_options(self, group: argparse._ArgumentGroup) -> None:
+        """Add one option for each field to `group`."""
+        hints, docs = get_type_hints(self.cls), field_docs(self.cls)
+        group.title = f"options of method {self.name}"
+        if issubclass(self.cls, Combined):  # from a card; its members have their own options
+            return
+        for field in dataclasses.fields(self.cls):
+            self.flags.append(self._add(group, field, hints[field.name], docs.get(field.name, "")))
+
+    def _add(self, group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, doc: str) -> str:
+        flag = "--" + field.name.replace("_", "-")
+        options: dict[str, Any] = {
+            "dest": _PREFIX + field.name,
+            "metavar": _metavar(hint),
+            "type": converter(hint),
+            "default": argparse.SUPPRESS,
+            "help": f"{doc}{self._default(field)}".replace("%", "%%"),
+        }
+        try:
+            group.add_argument(flag, **options)
+        except argparse.ArgumentError:  # a common option has that name
+            flag = f"--{self.name.replace('_', '-')}-{flag[2:]}"
+            group.add_argument(flag, **options)
+        return flag
+
+    def _default(self, field: dataclasses.Field[Any]) -> str:
+        value = field.default if self.card is None else getattr(self.card, field.name)
+        if value is dataclasses.MISSING or value is None:
+            return ""
+        return f" (default: {value if len(str(value)) <= 60 else 'as the card says'})"
+
+    def make(self, args: argparse.Namespace) -> Method:
+        """The method with the given options, combined with the methods given by `--with`."""
+        return methods.make([self._make(args), *getattr(args, "with", ())])
+
+    def _make(self, args: argparse.Namespace) -> Method:
+        given = {name[len(_PREFIX) :]: value for name, value in vars(args).items() if name.startswith(_PREFIX)}
+        if self.card is not None:
+            changed = dataclasses.replace(self.card, **given)
+            return dataclasses.replace(self.tuned, inner=changed) if self.tuned else changed
+        needed = [field.name for field in dataclasses.fields(self.cls) if _required(field) and field.name not in given]
+        if needed:
+            raise ValueError(f"method {self.name} needs --{needed[0].replace('_', '-')}")
+        return self.cls(**given)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def owners(flag: str) -> list[str]:
+    """Names of the methods that have a field for `flag`."""
+    wanted = flag.lstrip("-").replace("-", "_")
+    return [name for name in methods.names() if wanted in {field.name for field in _fields(name)}]
+
+
+def _fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
+    try:
+        return dataclasses.fields(methods.get(name))
+    except Exception:  # a broken method of another package must not hide the rest
+        return ()
+
+
+def converter(hint: Any) -> Callable[[str], Any]:
+    """A function from an option's text to a value of type `hint`; it raises argparse.ArgumentTypeError.
+
+    The members of a union are tried from the narrowest to the widest: where int and float are allowed, `1` is an int
+    and `1.0` a float; `3,4,5` is a tuple of int, and anything else a str.
+    """
+    members = sorted(_members(hint), key=_width)
+
+    def convert(text: str) -> Any:
+        for member in members:
+            try:
+                return _convert(text, member)
+            except ValueError:
+                continue
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_metavar(hint)}")
+
+    return convert
+
+
+def _members(hint: Any) -> list[Any]:
+    if get_origin(hint) in (Union, UnionType):
+        return [member for arg in get_args(hint) for member in _members(arg)]
+    return [] if hint is object else [hint]  # a loaded object cannot be given as text
+
+
+def _width(hint: Any) -> int:
+    order: list[Any] = [NoneType, Literal, bool, int, float, tuple, Method, str]
+    kind = get_origin(hint) or hint
+    return order.index(kind) if kind in order else order.index(tuple)
+
+
+def _convert(text: str, hint: Any) -> Any:
+    if hint in (int, float, str):
+        return hint(text)
+    if hint is NoneType:
+        return _one_of(text, {"none": None})
+    if hint is bool:
+        return _one_of(text, {"true": True, "false": False, "yes": True, "no": False})
+    if get_origin(hint) is Literal:
+        return _one_of(text, {str(value): value for value in get_args(hint)})
+    if get_origin(hint) is tuple:
+        return _tuple(text, get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, Method):
+        return methods.make(text)
+    return json.loads(text)
+
+
+def _one_of(text: str, values: dict[str, Any]) -> Any:
+    if text not in values and text.lower() not in values:
+        raise ValueError(text)
+    return values[text] if text in values else values[text.lower()]
+
+
+def _tuple(text: str, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not text[:1].isdigit() and text[:1] not in "[-.":
+        raise ValueError(text)
+    items = [item for item in text.strip("[]").split(",") if item.strip()]
+    return tuple(converter(parts[0])(item.strip()) for item in items)
+
+
+def _metavar(hint: Any) -> str:
+    names = []
+    for member in sorted(_members(hint), key=_width):
+        if get_origin(member) is Literal:
+            names += [str(value) for value in get_args(member)]
+        elif get_origin(member) is tuple:
+            names.append("A,B,C")
+        elif member is not NoneType:
+            names.append(getattr(member, "__name__", "json").upper())
+    return "|".join(names)

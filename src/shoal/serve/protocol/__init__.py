@@ -1,1 +1,1 @@
-"""Requests and answers in the forms of OpenAI and of other servers."""
+"""Requests and responses in OpenAI's form, with the extensions of other servers."""

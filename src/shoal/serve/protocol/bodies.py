@@ -1,4 +1,4 @@
-"""Requests as they arrive: JSON to checked values, and those to the engine's options."""
+"""Request bodies: from JSON to checked values, and from these to the engine's options."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import override
 
 from shoal.engine.constraints.constraint import Constraint
 from shoal.engine.constraints.forbidden import NEVER
 from shoal.engine.loading.defaults import filled
 from shoal.engine.messages import opening
 from shoal.engine.request import drawn_seed
-from shoal.serve.http.errors import ApiError, refused
+from shoal.serve.errors import ApiError, refused
 from shoal.serve.protocol.fields import Field as Answer
 from shoal.serve.protocol.fields import check_names
 from shoal.serve.protocol.formats import constraint_of
-from shoal.serve.protocol.peer_body import PeerFields
 from shoal.serve.protocol.tools import Tools, tools_of
 
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -29,18 +29,43 @@ TEMPLATE_OPTIONS = frozenset((
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
     "messages", "conversations", "self", "add_special_tokens",
 ))  # fmt: skip
-"""What transformers' `apply_chat_template` and `chat_ids` keep of their arguments; the rest goes to the template."""
+"""Arguments of `apply_chat_template` and `chat_ids` themselves; all others are variables of the template."""
 _LEAST_P = 1e-9
-"""A share of probability so small that the likeliest token alone makes it up."""
+"""A top_p so small that it keeps the most likely token alone."""
 _MOST_STOPS = 256
-"""Stop strings of a request: each is looked for with every token."""
+"""Most stop strings of a request; each is searched for after every token."""
+_LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_new_tokens")
+_NO_LIMIT = (-1, -2)
+"""No limit, and until the context is full, in llama.cpp and Ollama; here both mean the same."""
 _STREAMED, _EFFORT = ("include_usage", "continuous_usage_stats"), ("effort", "summary", "generate_summary", "exclude")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
-class Body(PeerFields):
-    """What chat and completions have in common. A null stands for a field that was left out."""
+class Body(BaseModel):
+    """What chats and completions have in common, fields of other servers (`peers`) included. Null means absent."""
 
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    n: int = Field(default=1, ge=1, le=128)
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | str | bool | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    format: dict[str, Any] | str | None = None
+    typical_p: float = Field(default=1.0, gt=0, le=1)
+    repeat_penalty: float | None = Field(default=None, gt=0, le=100)
+    repeat_last_n: int | None = Field(default=None, ge=-1, le=1 << 30)
+    min_tokens: int = Field(default=0, ge=0, le=1 << 30)
+    bad_words: list[str] = Field(default_factory=list, max_length=1024)
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=1 << 20)
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
+    n_predict: int | None = Field(default=None, ge=-2)
+    num_predict: int | None = Field(default=None, ge=-2)
+    max_new_tokens: int | None = Field(default=None, ge=-2)
+    n_cmpl: int | None = Field(default=None, ge=1, le=128)
+    return_tokens_as_token_ids: bool = False
     model: str
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -72,29 +97,57 @@ class Body(PeerFields):
     guided_choice: list[str] | None = Field(default=None, max_length=1024)
     guided_members: str | None = None
 
+    def limit(self, default: int, most: int) -> int:
+        """Most tokens of the answer; a request for more than the server's limit gets that limit.
+
+        Args:
+            default: used if the request names no limit.
+            most: the server's limit.
+        """
+        given: list[int] = [value for name in _LENGTHS if (value := getattr(self, name, None)) is not None]
+        bounds = [value for value in given if value not in _NO_LIMIT]
+        return min([*bounds, most] if given else [default, most])
+
+    @property
+    def zero_limit(self) -> str | None:
+        """The name of a length field that is 0, if there is one."""
+        return next((name for name in _LENGTHS if getattr(self, name, None) == 0), None)
+
+    def _peers_sampling(self) -> dict[str, Any]:
+        """Fields of `Sampling` under the names of other servers."""
+        asked: dict[str, Any] = {"typical_p": self.typical_p} if "typical_p" in self.model_fields_set else {}
+        if self.repeat_penalty is not None:
+            asked["repetition_penalty"] = self.repeat_penalty
+        if self.repeat_last_n is not None:
+            asked["repetition_window"] = max(0, self.repeat_last_n)
+        return {**asked, "repetition_penalty": 1.0} if self.repeat_last_n == 0 else asked
+
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that says what it cost."""
+        """Whether a stream ends with a chunk with its usage."""
         return bool(self.stream_options.get("include_usage"))
 
     @property
     def usage_of_each(self) -> bool:
-        """Whether every chunk of a stream says what the answer has cost so far, as vLLM's do."""
+        """Whether every chunk of a stream has the usage so far, as in vLLM."""
         return self.include_usage and bool(self.stream_options.get("continuous_usage_stats"))
 
     def options(self, defaults: Mapping[str, float]) -> dict[str, Any]:
-        """The engine's options, but for method, length and log-probabilities.
+        """The engine's options, except method, length and log-probabilities.
 
         Args:
-            defaults: what is recommended for the model, for fields that are left out; see `engine.loading.defaults`.
+            defaults: the model's recommendations, for fields left out; see `engine.loading.defaults`.
         """
         given = self.model_fields_set
         asked = {name: getattr(self, name) for name in _SAMPLING if name in given}
-        made = filled(asked | self.peers_sampling(), defaults)
+        made = filled(asked | self._peers_sampling(), defaults)
         made |= {"top_k": max(0, made.get("top_k", 0)), "top_p": max(_LEAST_P, made.get("top_p", 1.0))}
         return {
             **made,
-            **self.forbids(),
+            "min_new_tokens": self.min_tokens,
+            "bad_words": self.bad_words,
+            "allowed_token_ids": self.allowed_token_ids,
+            "keep_stop": self.include_stop_str_in_output or self.no_stop_trim,
             "seed": drawn_seed() if self.seed in (None, -1) else self.seed,
             "stop": _stops(self.stop),
             "logit_bias": _bias(self.logit_bias),
@@ -105,26 +158,30 @@ class Body(PeerFields):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives the log-probabilities name; None where none are wanted."""
+        """How many alternatives to give with log-probabilities; None for no log-probabilities."""
         return None
 
     @property
     def answers(self) -> int:
-        """How many answers to each prompt are made; the `n` best of them are given."""
+        """How many answers to generate for each prompt; the `n` best are returned."""
         return self.n
 
     def check(self) -> None:
-        """What no single field's range says; raises ApiError."""
-        self.check_twins()
+        """Check what involves several fields; raises ApiError."""
+        for name, other in (("repetition_penalty", "repeat_penalty"), ("n", "n_cmpl")):
+            one, two = getattr(self, name), getattr(self, other)
+            if two is not None and name in self.model_fields_set and one != two:
+                raise refused(other, f"{name} is {one} and {other} {two}, which are two names of one thing; give one")
+        self.n = self.n_cmpl or self.n
         wrong = [name for name, value in self.stream_options.items() if value and name not in _STREAMED]
         if wrong:
             raise refused("stream_options", f"stream_options.{wrong[0]} is not supported; give include_usage")
         if any(self.stream_options.values()) and not self.stream:
             raise refused("stream_options", "stream_options belongs to stream=true")
         if self.metrics and self.stream and not self.include_usage:
-            raise refused("metrics", "in a stream, metrics stand on the usage chunk; ask for include_usage as well")
+            raise refused("metrics", "in a stream, metrics are part of the usage chunk; ask for include_usage as well")
         if self.canvas and not self.stream:
-            raise refused("canvas", "canvas belongs to stream=true: a whole answer has its words in order")
+            raise refused("canvas", "canvas belongs to stream=true: a whole answer has its tokens in order")
 
 
 class ChatBody(Body):
@@ -143,17 +200,17 @@ class ChatBody(Body):
     enable_thinking: bool | None = None
 
     def opening(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Where the answer begins, see `shoal.engine.messages.opening`."""
+        """Options of the chat template that say where the answer begins."""
         return opening(messages, self.add_generation_prompt, self.continue_final_message)
 
     def tools_for(self, template: Any) -> Tools | None:
-        """The tools that may be called by a model of that chat template; ApiError 400 where that cannot be."""
+        """The tools that a model with that chat template may call; ApiError 400 if the request for them is wrong."""
         asked = constraint_of(self) if self.tools else None
         final = asked if isinstance(asked, Constraint) else None
         return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template, final, self.messages)
 
     def variables(self, tools: Tools | None) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
+        """Variables of the chat template, in addition to the messages."""
         told = self.reasoning_effort or (self.reasoning or {}).get("effort")
         effort: dict[str, Any] = {} if told is None else {"reasoning_effort": told}
         if self.enable_thinking is not None:
@@ -162,12 +219,12 @@ class ChatBody(Body):
         return {**effort, **self.chat_template_kwargs, **offered}
 
     @property
+    @override
     def alternatives(self) -> int | None:
-        """See `Body`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @override
     def check(self) -> None:
-        """See `Body`."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "top_logprobs needs logprobs=true")
@@ -177,7 +234,7 @@ class ChatBody(Body):
                            if name not in _EFFORT and value not in (None, False)):
             raise refused("reasoning", f"reasoning.{wrong[0]} is not supported; give effort, or chat_template_kwargs")
         if self.continue_final_message and self.add_generation_prompt:
-            raise refused("continue_final_message", "continue_final_message goes on with the last message, and "
+            raise refused("continue_final_message", "continue_final_message continues the last message, and "
                           "add_generation_prompt begins a new one; give one of them")
         if wrong := sorted(set(self.chat_template_kwargs) & TEMPLATE_OPTIONS):
             raise refused("chat_template_kwargs", f"chat_template_kwargs.{wrong[0]} is no variable of a template")
@@ -194,17 +251,17 @@ class CompletionBody(Body):
     best_of: int | None = Field(default=None, ge=1, le=128)
 
     @property
+    @override
     def answers(self) -> int:
-        """See `Body`."""
         return self.best_of or self.n
 
     @property
+    @override
     def alternatives(self) -> int | None:
-        """See `Body`."""
         return None if self.logprobs is False else self.logprobs
 
+    @override
     def check(self) -> None:
-        """See `Body`."""
         super().check()
         for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
             if getattr(self, name):
@@ -214,7 +271,7 @@ class CompletionBody(Body):
 
 
 class PlanBody(BaseModel):
-    """`/playground/plan`: which layers would run?"""
+    """`/playground/plan`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -224,7 +281,7 @@ class PlanBody(BaseModel):
 
 
 def parse(raw: bytes, kind: type[Asked], known: Mapping[str, Answer], strict: bool) -> tuple[Asked, list[str]]:
-    """A request for text from its bytes, and its fields that have no effect; ApiError 400 for anything that is none."""
+    """A request for text from its bytes, and the names of its fields without effect; ApiError 400 if it is wrong."""
     kept, ignored = check_names(read(raw), known, strict)
     body = validated(kept, kind)
     body.check()
@@ -232,7 +289,7 @@ def parse(raw: bytes, kind: type[Asked], known: Mapping[str, Answer], strict: bo
 
 
 def validated(given: Mapping[str, Any], kind: type[Checked]) -> Checked:
-    """Checked values, nulls left out; ApiError 400 about the first that is wrong."""
+    """Checked values, nulls left out; ApiError 400 about the first wrong one."""
     try:
         return kind.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
@@ -242,27 +299,20 @@ def validated(given: Mapping[str, Any], kind: type[Checked]) -> Checked:
 
 
 def read(raw: bytes) -> dict[str, Any]:
-    """A JSON object from its bytes; ApiError 400 for anything that is not one."""
-    given = _json(raw)
-    if not isinstance(given, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return given
-
-
-def _json(raw: bytes) -> Any:
+    """A JSON object from its bytes; ApiError 400 for anything else, for NaN and infinity, and for lone surrogates."""
     try:
-        text = raw.decode("utf-8-sig")
+        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_number)
+        json.dumps(given, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    try:
-        given = json.loads(text, parse_constant=_no_number)
-        json.dumps(given, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise ApiError(400, "the body holds half of a surrogate pair, which is no character") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
     return given
 
 
@@ -278,7 +328,7 @@ def _stops(stop: str | list[str]) -> list[str]:
 
 
 def _bias(given: Mapping[str, Any] | Sequence[Any]) -> dict[int, float]:
-    """The bias of each token, from an object, or from pairs as llama.cpp has them."""
+    """The bias of each token, from an object or, as in llama.cpp, from pairs."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     for pair in pairs:
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and _is_id(pair[0]) and _is_bias(pair[1])):

@@ -1,28 +1,28 @@
-"""Every field that OpenAI's client can send: what the server makes of it. One that is not here counts as ignored.
+"""Every field that OpenAI's client can send, and what the server does with it. Unknown fields are ignored.
 
-`python -m shoal.serve.protocol.fields` prints the first table of docs/serving.md.
+`python -m shoal.serve.protocol.fields` prints the first table of docs/reference_server.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.serve.http.errors import ApiError
-from shoal.serve.protocol.peer_body import flattened
+from shoal.serve.errors import ApiError, refused
 
 
 @dataclass(frozen=True)
 class Honoured:
-    """A field that does what it says."""
+    """A field that has its effect."""
 
     note: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that is answered 400, unless it has one of the values that ask for nothing."""
+    """A field that is answered 400, unless its value is neutral: it asks for nothing."""
 
     note: str
     neutral: tuple[Any, ...] = ()
@@ -30,7 +30,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A field that changes nothing, as with peers; named in a header of the answer, and refused by a strict server."""
+    """A field without effect; a response header names it, and a strict server refuses it."""
 
     note: str
     neutral: tuple[Any, ...] = ()
@@ -74,6 +74,9 @@ _OURS: dict[str, Field] = {
     "canvas": Honoured("in a stream, adds `canvas` to a choice where a masked-diffusion model has decided words: place "
                        "in the answer, text and step of each, in the order in which they are decided"),
 }
+PROMPT_CACHE: dict[str, Field] = dict.fromkeys(
+    ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    Ignored("prompts are found again by their beginnings alone"))
 _OLD_TOOLS = "give `tools`"
 CHAT: dict[str, Field] = {
     **_COMMON,
@@ -99,9 +102,7 @@ CHAT: dict[str, Field] = {
     "moderation": Refused("the server moderates nothing"),
     "safety_identifier": Ignored("the server keeps no account of users; `user` goes to its log"),
     "service_tier": Ignored("there is one tier", ("auto", "default")),
-    "prompt_cache_key": Ignored("prompts are found again by their beginnings alone"),
-    "prompt_cache_options": Ignored("prompts are found again by their beginnings alone"),
-    "prompt_cache_retention": Ignored("prompts are found again by their beginnings alone"),
+    **PROMPT_CACHE,
 }
 COMPLETION: dict[str, Field] = {
     **_COMMON,
@@ -123,10 +124,10 @@ _UNKNOWN = Ignored("unknown; see docs/serving.md for those that there are")
 
 
 def check_names(given: Mapping[str, Any], known: Mapping[str, Field], strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """The honoured fields of a request, and the names of those that were given and change nothing.
+    """The honoured fields of a request, and the names of fields without effect.
 
     Raises:
-        ApiError: 400 for a field that is refused and not neutral, and in a strict server for one without effect.
+        ApiError: 400 for a refused field that is not neutral, and in a strict server for one without effect.
     """
     kept, ignored = dict[str, Any](), list[str]()
     for name, value in flattened(given).items():
@@ -142,38 +143,56 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Field], strict: bo
     return kept, ignored
 
 
+def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request, including those in Ollama's `options`.
+
+    Raises:
+        ApiError: 400 if `options` is no object, or contradicts the request.
+    """
+    inner = given.get("options")
+    outer = {name: value for name, value in given.items() if name != "options"}
+    if inner is None:
+        return outer
+    if not isinstance(inner, Mapping) or "options" in inner:
+        raise refused("options", "options must be an object, whose entries count as fields of the request")
+    twice = sorted(name for name in inner if outer.get(name) not in (None, inner[name]))
+    if twice:
+        raise refused("options", f"options.{twice[0]} differs from {twice[0]}; give one")
+    return {**outer, **inner}
+
+
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def table() -> str:
     """The fields as Markdown."""
-    lines = ["| field | in | answer | why |", "|---|---|---|---|"]
+    rows = list[tuple[str, str, Field]]()
     for name in sorted({*CHAT, *COMPLETION, *_OURS}):
         both = (("chat", CHAT), ("completions", COMPLETION))
-        kinds = [(where, fields[name]) for where, fields in both if name in fields]
+        kinds = [(name, where, fields[name]) for where, fields in both if name in fields]
         if name in _OURS:
-            kinds = [("both, `extra_body`", _OURS[name])]
-        elif len(kinds) == 2 and kinds[0][1] == kinds[1][1]:
-            kinds = [("both", kinds[0][1])]
-        lines += [f"| `{name}` | {where} | {answer_of(field)} | {field.note} |" for where, field in kinds]
-    return "\n".join(lines)
+            kinds = [(name, "both, `extra_body`", _OURS[name])]
+        elif len(kinds) == 2 and kinds[0][2] == kinds[1][2]:
+            kinds = [(name, "both", kinds[0][2])]
+        rows += kinds
+    return markdown(rows)
+
+
+def markdown(rows: Iterable[tuple[str, str, Field]]) -> str:
+    """A table of fields; each row is a name, where the field belongs, and the field."""
+    lines = [f"| `{name}` | {where} | {answer_of(field)} | {field.note} |" for name, where, field in rows]
+    return "\n".join(["| field | in | answer | why |", "|---|---|---|---|", *lines])
 
 
 def answer_of(field: Field) -> str:
-    """How the table says what the server does with a field."""
+    """What the server does with a field, in the words of the table."""
     if isinstance(field, Honoured):
         return "honoured"
     if isinstance(field, Ignored):
         return "no effect"
-    allowed = ", ".join(f"`{_json(value)}`" for value in field.neutral)
+    allowed = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
     return f"400, unless {allowed}" if allowed else "400"
-
-
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value)
 
 
 if __name__ == "__main__":

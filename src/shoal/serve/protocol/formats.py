@@ -1,4 +1,4 @@
-"""What an answer must look like, by `response_format`, `guided_*`, and other servers' names of these."""
+"""The constraint of an answer, from `response_format`, `guided_*`, and other servers' names for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.engine.constraints.constraint import GUIDED, Constraint, JsonSchema, guided
 from shoal.engine.constraints.monitor import Monitor
-from shoal.serve.http.errors import refused
+from shoal.serve.errors import refused
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.bodies import Body
@@ -20,10 +20,10 @@ _STRUCTURED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided
 
 
 def constraint_of(body: Body) -> Constraint | Monitor | None:
-    """The one constraint that a request names.
+    """The constraint that a request names, if any.
 
     Raises:
-        ApiError: 400 for one that is malformed, and for two.
+        ApiError: 400 for a malformed constraint, and for two.
     """
     given: dict[str, Constraint | Monitor] = {
         field: _guided(field, value) for field in GUIDED if (value := getattr(body, field)) is not None
@@ -39,7 +39,7 @@ def constraint_of(body: Body) -> Constraint | Monitor | None:
 
 
 def in_folder(constraint: Any, folder: str) -> Any:
-    """The constraint; of members with the modules of the operator's folder, where there is one."""
+    """The constraint; one on members gets the operator's folder of modules, if there is one."""
     from shoal.engine.constraints.members import PythonMembers
 
     return replace(constraint, folder=folder) if folder and isinstance(constraint, PythonMembers) else constraint
@@ -68,7 +68,7 @@ def _schema(place: str, schema: Any) -> JsonSchema:
 
 
 def _format(value: Mapping[str, Any] | str | None) -> Constraint | None:
-    """That of Ollama."""
+    """The constraint of Ollama's `format`."""
     if value is None or value == "":
         return None
     if isinstance(value, str) and value != "json":
@@ -77,7 +77,7 @@ def _format(value: Mapping[str, Any] | str | None) -> Constraint | None:
 
 
 def _structured(value: Mapping[str, Any]) -> Constraint | Monitor | None:
-    """That of vLLM."""
+    """The constraint of vLLM's `structured_outputs`."""
     asked = {name: one for name, one in value.items() if one not in (None, False)}
     if wrong := sorted(set(asked) - set(_STRUCTURED)):
         raise refused("structured_outputs", f"structured_outputs.{wrong[0]} is not supported; give one of "
@@ -91,7 +91,7 @@ def _structured(value: Mapping[str, Any]) -> Constraint | Monitor | None:
 
 
 def _guided(kind: str, value: Any, field: str | None = None) -> Constraint | Monitor:
-    """The constraint of a kind that `guided` knows, from a field of its name or of another."""
+    """The constraint of a kind that `guided` knows; `field` is the request's field if its name differs."""
     try:
         return guided(kind, value)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Fields beyond OpenAI's that clients of vLLM, SGLang, llama.cpp's server and Ollama send, and what becomes of each.
+"""Fields beyond OpenAI's that clients of vLLM, SGLang, llama.cpp's server and Ollama send, and how each is treated.
 
-What changes an answer is honoured or refused with a remedy, never ignored; values that ask for nothing are let through.
-`python -m shoal.serve.protocol.peers` prints the second table of docs/serving.md.
+A field that would change an answer is honoured, or refused with a remedy, but never ignored; neutral values pass.
+`python -m shoal.serve.protocol.peers` prints the second table of docs/reference_server.md.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.serve.protocol import fields
-from shoal.serve.protocol.fields import Field, Honoured, Ignored, Refused, answer_of
+from shoal.serve.protocol.fields import Field, Honoured, Ignored, Refused, markdown
 
 _SAMPLERS = "there is no such step of sampling; leave it out, or use `min_p`, `top_p`, `top_k`, `typical_p`"
-_PART = "belongs to a step of sampling that is refused"
 _ADAPTERS = "adapters belong to the model; start a server with the one that is wanted"
 _MEDIA = "the model reads text only"
 _SPREAD = "one process reads prompts and answers them"
 _ROUTED = "there is one engine, and requests are taken in the order in which they come"
 _HIDDEN = "what happens inside the model is not told"
-_TOLD = "`steps` names the id of every token, `logprobs` with `return_tokens_as_token_ids` too"
 _THOUGHTS = "thoughts stay in the text where the model puts them"
 _TAGS = "an answer is bound from its first token to its last; give a schema, a pattern or a grammar"
 
@@ -47,22 +45,14 @@ SAMPLING: dict[str, Field] = {
     "include_stop_str_in_output": Honoured("whether a stop string stays at the end of the text"),
     "no_stop_trim": Honoured("SGLang's name of the same"),
     "top_n_sigma": Refused(_SAMPLERS, (0, -1)),
-    "top_a": Refused(_SAMPLERS, (0,)),
     "tfs_z": Refused(_SAMPLERS, (1,)),
-    "xtc_probability": Refused(_SAMPLERS, (0,)),
-    "xtc_threshold": Ignored(_PART),
-    "dynatemp_range": Refused(_SAMPLERS, (0,)),
-    "dynatemp_exponent": Ignored(_PART),
-    "mirostat": Refused(_SAMPLERS, (0,)),
-    "mirostat_tau": Ignored(_PART),
-    "mirostat_eta": Ignored(_PART),
     "adaptive_target": Refused(_SAMPLERS, (-1,)),
-    "adaptive_decay": Ignored(_PART),
-    "dry_multiplier": Refused(_SAMPLERS, (0,)),
-    "dry_base": Ignored(_PART),
-    "dry_allowed_length": Ignored(_PART),
-    "dry_penalty_last_n": Ignored(_PART),
-    "dry_sequence_breakers": Ignored(_PART),
+    **dict.fromkeys(
+        ("top_a", "xtc_probability", "dynatemp_range", "mirostat", "dry_multiplier"), Refused(_SAMPLERS, (0,))),
+    **dict.fromkeys(
+        ("xtc_threshold", "dynatemp_exponent", "mirostat_tau", "mirostat_eta", "adaptive_decay", "dry_base",
+         "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        Ignored("belongs to a step of sampling that is refused")),
     "min_keep": Refused("every step keeps one token at least; leave it out", (0, 1)),
     "samplers": Refused("temperature, top-k, top-p, min-p and typical-p come in this order; leave it out", ([], "")),
     "penalize_newline": Refused("line breaks count as all tokens do; leave it out", (True,)),
@@ -73,10 +63,10 @@ SAMPLING: dict[str, Field] = {
     "watermarking": Refused("answers have no watermark", (False,)),
     "repetition_detection": Refused("use `repetition_penalty`, or `stop`"),
     "stop_regex": Refused("use `stop`, or bind the answer by `guided_regex`", ([], "")),
-    "thinking_token_budget": Refused("thoughts are not counted apart; use `max_tokens`", (-1,)),
-    "reasoning_budget_tokens": Refused("thoughts are not counted apart; use `max_tokens`", (-1,)),
-    "custom_logit_processor": Refused("a request brings no code", ([], "")),
-    "logits_processors": Refused("a request brings no code", ([], "")),
+    **dict.fromkeys(
+        ("thinking_token_budget", "reasoning_budget_tokens"),
+        Refused("thoughts are not counted apart; use `max_tokens`", (-1,))),
+    **dict.fromkeys(("custom_logit_processor", "logits_processors"), Refused("a request brings no code", ([], ""))),
     "custom_params": Ignored("read by a request's own code, which is refused", ({},)),
     "vllm_xargs": Refused("there are no extensions; see `method_args`", ({},)),
     "backend_sampling": Ignored("tokens are drawn in one place", (False,)),
@@ -88,9 +78,7 @@ LENGTHS: dict[str, Field] = {
     "n_cmpl": Honoured("llama.cpp's `n`"),
     "n_indent": Refused("there is no such rule; use `guided_regex`", (0,)),
     "t_max_predict_ms": Refused("answers end by tokens, not by time; use `max_tokens`", (0, -1)),
-    "n_keep": Ignored("a text that fills the context ends", (0,)),
-    "num_keep": Ignored("a text that fills the context ends", (0,)),
-    "n_discard": Ignored("a text that fills the context ends", (0,)),
+    **dict.fromkeys(("n_keep", "num_keep", "n_discard"), Ignored("a text that fills the context ends", (0,))),
     "truncate_prompt_tokens": Refused("a prompt is read as it is; shorten it", (-1,)),
     "truncation_side": Ignored("prompts are not shortened"),
     "truncate": Refused("a prompt is read as it is; shorten it"),
@@ -101,8 +89,8 @@ PROMPTS: dict[str, Field] = {
     "prompt_embeds": Refused("prompts are text or token ids"),
     "chat_template": Refused("the model's own template is used; give a completion for another form"),
     "documents": Refused("put them into a message, or into `chat_template_kwargs` of a template that has them", ([],)),
-    "think": Refused("use `chat_template_kwargs`, as {\"enable_thinking\": false}"),
-    "thinking": Refused("use `chat_template_kwargs`, as {\"enable_thinking\": false}"),
+    **dict.fromkeys(
+        ("think", "thinking"), Refused("use `chat_template_kwargs`, as {\"enable_thinking\": false}")),
     "thinking_forced_open": Refused("use `chat_template_kwargs`", (False,)),
     "generation_prompt": Refused("the template says how an answer begins"),
     "task": Refused("put what is asked into a message"),
@@ -111,11 +99,9 @@ PROMPTS: dict[str, Field] = {
     "context": Refused("send the whole conversation", ([],)),
     "raw": Refused("a completion goes through no template, a chat through the model's", (False,)),
     "images": Refused(_MEDIA, ([],)),
-    "mm_processor_kwargs": Ignored(_MEDIA),
-    "media_io_kwargs": Ignored(_MEDIA),
-    "images_config": Ignored(_MEDIA),
-    "max_dynamic_patch": Ignored(_MEDIA),
-    "min_dynamic_patch": Ignored(_MEDIA),
+    **dict.fromkeys(
+        ("mm_processor_kwargs", "media_io_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
+        Ignored(_MEDIA)),
     "use_audio_in_video": Ignored(_MEDIA, (False,)),
     "lora": Refused(_ADAPTERS, ([],)),
     "lora_path": Refused(_ADAPTERS, ("",)),
@@ -129,17 +115,16 @@ ANSWERS: dict[str, Field] = {
     "post_sampling_probs": Refused("log-probabilities are those before temperature and truncation", (False,)),
     "prompt_logprobs": Refused("use a completion with `echo`, `logprobs` and `max_tokens` 0"),
     "logprob_token_ids": Refused("use `logprobs`, which names the likeliest"),
-    "return_token_ids": Refused(_TOLD, (False,)),
-    "return_tokens": Refused(_TOLD, (False,)),
+    **dict.fromkeys(
+        ("return_token_ids", "return_tokens"),
+        Refused("`steps` names the id of every token, `logprobs` with `return_tokens_as_token_ids` too", (False,))),
     "return_prompt_token_ids": Refused("ask `/tokenize`", (False,)),
     "return_prompt_text": Refused("ask `/tokenize`, and `/detokenize` for its text", (False,)),
     "return_token_offsets": Ignored("`logprobs` of a completion tell them", (False,)),
     "return_meta_info": Refused("use `metrics`", (False,)),
     "return_full_text": Refused("use `echo` in a completion", (False,)),
-    "return_hidden_states": Refused(_HIDDEN, (False,)),
-    "return_routed_experts": Refused(_HIDDEN, (False,)),
-    "routed_experts_prompt_start": Ignored(_HIDDEN, (0,)),
-    "routed_experts_start_len": Ignored(_HIDDEN, (0,)),
+    **dict.fromkeys(("return_hidden_states", "return_routed_experts"), Refused(_HIDDEN, (False,))),
+    **dict.fromkeys(("routed_experts_prompt_start", "routed_experts_start_len"), Ignored(_HIDDEN, (0,))),
     "return_cached_tokens_details": Ignored("`usage` tells how many tokens of the prompt were found again", (False,)),
     "return_mm_kwargs": Ignored(_MEDIA, (True,)),
     "response_fields": Refused("an answer comes whole", ([],)),
@@ -150,9 +135,8 @@ ANSWERS: dict[str, Field] = {
     "verbose": Ignored("`metrics` and `steps` tell more", (False,)),
     "include_reasoning": Refused(_THOUGHTS, (True,)),
     "separate_reasoning": Ignored(_THOUGHTS, (False,)),
-    "stream_reasoning": Ignored(_THOUGHTS, (True,)),
+    **dict.fromkeys(("stream_reasoning", "reasoning_in_content"), Ignored(_THOUGHTS, (True,))),
     "reasoning_format": Refused(_THOUGHTS, ("none", "auto")),
-    "reasoning_in_content": Ignored(_THOUGHTS, (True,)),
     "reasoning_control": Refused("use `max_tokens`", (False,)),
     "parse_tool_calls": Refused("calls are read where `tools` are given", (True,)),
     "_debug_render_only": Refused("ask `/tokenize`", (False,)),
@@ -164,26 +148,20 @@ CARRIAGE: dict[str, Field] = {
     "keep_alive": Ignored("the model stays in memory"),
     "priority": Ignored(_ROUTED, (0,)),
     "id_slot": Ignored(_ROUTED, (-1,)),
-    "request_id": Ignored("the header `x-request-id` is taken and returned"),
-    "rid": Ignored("the header `x-request-id` is taken and returned"),
-    "session_id": Ignored("nothing is stored"),
-    "extra_key": Ignored("nothing is stored"),
+    **dict.fromkeys(("request_id", "rid"), Ignored("the header `x-request-id` is taken and returned")),
+    **dict.fromkeys(("session_id", "extra_key"), Ignored("nothing is stored")),
     "custom_labels": Ignored("metrics have no labels of requests"),
     "ngram_corpus_id": Ignored("drafts change no answer"),
-    "routed_dp_rank": Ignored(_ROUTED),
-    "data_parallel_rank": Ignored(_ROUTED),
-    "disagg_prefill_dp_rank": Ignored(_ROUTED),
-    "kv_transfer_params": Refused(_SPREAD, ({},)),
-    "ec_transfer_params": Refused(_SPREAD, ({},)),
-    "bootstrap_host": Refused(_SPREAD),
-    "bootstrap_port": Refused(_SPREAD),
-    "bootstrap_room": Refused(_SPREAD),
-    **{name: Ignored("the operator says how the model is loaded and run") for name in (
-        "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa", "low_vram",
-        "f16_kv", "vocab_only", "speculative.n_max", "speculative.n_min", "speculative.p_min")},
+    **dict.fromkeys(("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"), Ignored(_ROUTED)),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), Refused(_SPREAD, ({},))),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), Refused(_SPREAD)),
+    **dict.fromkeys(
+        ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa", "low_vram",
+         "f16_kv", "vocab_only", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
+        Ignored("the operator says how the model is loaded and run")),
 }
 BOTH: dict[str, Field] = {**CONSTRAINTS, **SAMPLING, **LENGTHS, **PROMPTS, **ANSWERS, **CARRIAGE}
-"""Those that mean the same in chats and in plain completions."""
+"""Fields with the same meaning in chats and in plain completions."""
 ONLY_CHAT: dict[str, Field] = {
     "reasoning": Honoured("`effort` is given to the chat template, as `reasoning_effort` is"),
     "enable_thinking": Honoured("given to the chat template, as in `chat_template_kwargs`"),
@@ -198,9 +176,8 @@ ONLY_COMPLETION: dict[str, Field] = {
     "tools": Refused("ask `/v1/chat/completions`", ([],)),
     "tool_choice": Refused("ask `/v1/chat/completions`", ("none", "auto")),
     "top_logprobs": Refused("use `logprobs`, a number in completions", (0,)),
-    "reasoning_effort": Ignored("completions go through no chat template"),
-    "reasoning": Ignored("completions go through no chat template"),
-    "enable_thinking": Ignored("completions go through no chat template"),
+    **dict.fromkeys(
+        ("reasoning_effort", "reasoning", "enable_thinking"), Ignored("completions go through no chat template")),
 }
 CHAT: Mapping[str, Field] = {**BOTH, **ONLY_CHAT, **fields.extras(), **fields.CHAT}
 """Every field of `/v1/chat/completions`."""
@@ -213,9 +190,7 @@ def table() -> str:
     kinds = [*((name, "both", field) for name, field in BOTH.items()),
              *((name, "chat", field) for name, field in ONLY_CHAT.items()),
              *((name, "completions", field) for name, field in ONLY_COMPLETION.items())]
-    rows = [f"| `{name}` | {where} | {answer_of(field)} | {field.note} |" for name, where, field in sorted(
-        kinds, key=lambda kind: kind[:2])]
-    return "\n".join(["| field | in | answer | why |", "|---|---|---|---|", *rows])
+    return markdown(sorted(kinds, key=lambda kind: kind[:2]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer face, told in chats' terms and answered in its own. Nothing is stored."""
+"""`/v1/responses`, OpenAI's newer API: requests are translated into chats, answers into its form. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from shoal.serve.http.errors import ApiError, refused
-from shoal.serve.protocol.calls import CallReader
-from shoal.serve.protocol.fields import Field, Honoured, Ignored, Refused, answer_of
-from shoal.serve.protocol.tools import Tools
+from shoal.serve.errors import ApiError, refused
+from shoal.serve.protocol.fields import PROMPT_CACHE, Field, Honoured, Ignored, Refused, answer_of
+from shoal.serve.protocol.tools import CallReader, Tools
 from shoal.types import Result, Step
 
 Json = dict[str, Any]
@@ -40,15 +39,13 @@ RESPONSES: dict[str, Field] = {
     "max_tool_calls": Ignored("the server calls no tools itself"),
     "service_tier": Ignored("there is one tier", ("auto", "default")),
     "safety_identifier": Ignored("the server keeps no account of users; `user` goes to its log"),
-    "prompt_cache_key": Ignored("prompts are found again by their beginnings alone"),
-    "prompt_cache_options": Ignored("prompts are found again by their beginnings alone"),
-    "prompt_cache_retention": Ignored("prompts are found again by their beginnings alone"),
+    **PROMPT_CACHE,
     "access_programs": Ignored("the server knows none"),
     "top_logprobs": Refused("ask `/v1/chat/completions`", (0,)),
     "background": Refused("nothing is stored", (False,)),
     "background_options": Refused("nothing is stored"),
-    "conversation": Refused("nothing is stored: send the whole conversation"),
-    "previous_response_id": Refused("nothing is stored: send the whole conversation"),
+    **dict.fromkeys(
+        ("conversation", "previous_response_id"), Refused("nothing is stored: send the whole conversation")),
     "prompt": Refused("nothing is stored: send the text"),
     "context_management": Refused("send what the model is to see"),
     "image": Refused("the model makes text only"),
@@ -57,7 +54,7 @@ RESPONSES: dict[str, Field] = {
 
 
 class ResponseBody(BaseModel):
-    """What a request must have; the rest is in the table above."""
+    """The typed fields of a request; the table above has all of them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,18 +66,18 @@ class ResponseBody(BaseModel):
 
 
 _OF_ITEMS = ("type", "id", "status", "phase")
-"""What an answer's message has beside role and content."""
+"""Fields of a message in an answer, besides role and content."""
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
 
 
 def as_chat(given: Mapping[str, Any]) -> Json:
-    """The fields of a chat that ask for the same.
+    """The equivalent fields of a chat.
 
     Args:
-        given: the honoured fields, and those beyond OpenAI's, which stay.
+        given: the honoured fields; those beyond OpenAI's are kept.
 
     Raises:
-        ApiError: 400 for an input that holds anything but text, calls and results.
+        ApiError: 400 for an input with anything but text, calls and results.
     """
     chat = {name: value for name, value in given.items() if name in _SAME or name not in RESPONSES}
     chat["messages"] = _messages(given.get("input"), given.get("instructions"))
@@ -107,7 +104,7 @@ def _part(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _nested(tool: Any) -> Any:
-    """A function in the form of chats, where it is one."""
+    """A function tool in the form of chats; anything else is returned unchanged."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items()
@@ -125,10 +122,10 @@ def _messages(given: Any, instructions: Any) -> list[Json]:
 
 
 def _add(said: list[Json], item: Any, where: str) -> None:
-    """Add an item to the messages; calls of one turn belong to one message."""
+    """Add an item to the messages; the calls of one turn become one message."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "message":
-        others = {name: value for name, value in item.items() if name not in _OF_ITEMS}  # named where they do nothing
+        others = {name: value for name, value in item.items() if name not in _OF_ITEMS}  # reported as without effect
         said.append({**others, "role": item.get("role"), "content": _text(item.get("content"))})
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "type": "function",
@@ -138,12 +135,12 @@ def _add(said: list[Json], item: Any, where: str) -> None:
         said[-1]["tool_calls"] = [*said[-1].get("tool_calls", ()), call]
     elif kind == "function_call_output":
         said.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
-    elif kind != "reasoning":  # of another model; this one reads what was said
+    elif kind != "reasoning":  # another model's; this model reads only what was said
         raise refused(where, f"{where} is of type {kind!r}; the model reads messages, calls and their results")
 
 
 def _text(content: Any) -> Any:
-    """Parts of a text as chats name them."""
+    """The parts of a text in the form of chats."""
     if not isinstance(content, list):
         return content
     return [{"type": "text", "text": part.get("text")} if isinstance(part, Mapping) and part.get("type") in
@@ -151,10 +148,10 @@ def _text(content: Any) -> Any:
 
 
 class ResponseWire:
-    """Writes an answer down, whole or as events.
+    """Writes an answer, whole or as events.
 
     Args:
-        chat: the request in chats' terms.
+        chat: the request as a chat.
         tools: that the answer may call.
     """
 
@@ -186,11 +183,11 @@ class ResponseWire:
         return self._event(f"response.{kind}", response=self._response(result.finish_reason, usage))
 
     def error(self, error: ApiError) -> Json:
-        """The event of what went wrong."""
+        """The event for an error."""
         return self._event("error", message=error.message, code=error.code, param=error.param)
 
     def _read(self, text: str, reason: str | None) -> Iterator[Json]:
-        """Events of a piece of text, the last one where there is a reason why the answer ended."""
+        """Events of a piece of text; with a finish reason, it is the last one."""
         last, reader = reason is not None, self._reader
         delta: Json = {"content": text} if reader is None else reader.read(text, last, reason == "length")
         if delta.get("content"):
@@ -202,7 +199,7 @@ class ResponseWire:
             yield from self._finish()
 
     def _speak(self, text: str) -> Iterator[Json]:
-        """A piece of a message, which it begins where none is open."""
+        """Events of a piece of a message; begins one if none is open."""
         if not self._items or self._items[-1]["status"] == "completed":
             item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [],
                     "status": "in_progress"}
@@ -213,7 +210,7 @@ class ResponseWire:
         yield self._in_text("response.output_text.delta", delta=text, logprobs=[])
 
     def _finish(self) -> Iterator[Json]:
-        """The end of a message that is open."""
+        """Events that end the open message, if there is one."""
         if self._items and self._items[-1]["status"] == "in_progress":
             item, text = self._items[-1], self._items[-1]["content"][0]["text"]
             item["status"] = "completed"
@@ -270,12 +267,12 @@ def _usage(usage: Mapping[str, Any]) -> Json:
 
 
 def event(value: Json) -> str:
-    """As it goes over the wire."""
+    """A server-sent event."""
     return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def table() -> str:
-    """What becomes of each field, as Markdown."""
+    """The fields as Markdown."""
     rows = [f"| `{name}` | {answer_of(field)} | {field.note} |" for name, field in sorted(RESPONSES.items())]
     return "\n".join(["| field | answer | why |", "|---|---|---|", *rows])
 

@@ -1,25 +1,47 @@
-"""Tools: what a request offers, and how the answer is bound to call them; `calls` reads them out of its text.
+"""Tools: those that a request offers, the constraint that makes the answer call them, and calls parsed from its text.
 
-Two notations are known, told apart by the chat template: `<tool_call>` around JSON (Hermes, Qwen), and JSON alone
-(Llama 3). Shoal calls no tool itself.
+Constraints use one of two notations, chosen by the chat template: `<tool_call>` around JSON (Hermes, Qwen), or JSON
+alone (Llama 3). A free answer may hold calls in many forms: JSON with the name of an offered function, alone or in a
+list, between tags, in a fence, or amid text; models forget closing tags and fences. A stream gives what the whole text
+gives. Shoal calls no tool itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
+import regex
+from typing_extensions import override
+
 from shoal.engine.constraints.constraint import Constraint, JsonSchema
-from shoal.serve.http.errors import refused
+from shoal.serve.errors import refused
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = "[ ]?"
 """White space between the parts of arguments."""
 _MODES = ("none", "auto", "required")
+_TAGS = "tool_call|tools|tool|function_call"
+_KEYS = "name|function|arguments|parameters|type|id|tool_calls"
+_FENCE = "```"
+_OBJECT = rf'\{{\s*"(?:{_KEYS})"\s*:'
+"""The beginning of JSON that may be a call."""
+_CLOSING = regex.compile(rf"[\s;,]*(?:</(?:{_TAGS})>|{_FENCE}|\}})")
+"""What may close a call; one brace too many is common, before it or after it."""
+_PLAIN, _QUOTED = re.compile(r'["\[\]{}<`]'), re.compile(r'\\.|\\$|"', re.S)
+_PAIRS = {"{": "}", "[": "]"}
+_FORGOTTEN = 2
+"""Closing brackets that a call may lack: those of its arguments and its own."""
+_TRIES = 16
+"""Unfinished beginnings of calls that are tried in one text."""
+_BARE = {"name", "function", "type", "id"}
+"""Keys of a call without arguments."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +49,15 @@ class Tools:
     """The functions of a request that may be called.
 
     Attributes:
-        offered: as the template is given them.
-        bound: those of which the answer must call one; none where that is the model's choice.
-        several: whether it may call more than one.
-        tagged: whether the template has calls between `<tool_call>` and `</tool_call>`.
+        offered: all of them, in the template's form.
+        bound: the functions of which the answer must call one; empty if the model may choose not to.
+        several: whether the answer may call more than one.
+        tagged: whether the template writes calls between `<tool_call>` and `</tool_call>`.
         named: whether the request names the one function to call.
-        final: what an answer without a call is bound to; None where that is free, or a call has to be made.
-        answered: whether the conversation ends with a call's result. A call beside `final` has its tags then: small
-            models, which forget them, would call again and again.
-        made: calls of this turn that were made before, see `key_of`. One of them without tags is text: it is copied.
+        final: the constraint on an answer without a call; None if that is free, or a call must be made.
+        answered: whether the conversation ends with a call's result. Then a call needs tags if there is a `final`:
+            small models, which forget tags, would call again and again.
+        made: calls made earlier in this turn, by `key_of`. Repeated without tags they are text, copied by the model.
     """
 
     offered: tuple[Mapping[str, Any], ...]
@@ -49,7 +71,7 @@ class Tools:
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """What makes the answer a call where it must be one, and a call or what it is bound to where both may be."""
+        """The constraint that makes the answer a call, or a call or a `final` answer; None if it is free."""
         if not self.bound and self.final is None:
             return None
         forms = (self.tagged, False) if self.final and not self.answered else (self.tagged,)
@@ -58,30 +80,30 @@ class Tools:
 
 @dataclass(frozen=True)
 class Calls(Constraint):
-    """Calls, or a text that is bound by something else.
+    """Calls, or a text under another constraint.
 
     Attributes:
         text: the rule `calls` in Lark's notation.
-        wind_up: see `Constraint`.
-        final: what else the answer may be; None for nothing else.
+        wind_up: as in `Constraint`.
+        final: the other constraint; None for calls alone.
     """
 
     wind_up: bool = True
     final: Constraint | None = None
 
+    @override
     def grammar(self) -> str:
-        """See the base class."""
         if self.final is None:
             return f"start: calls\n{self.text}"
         return f"start: calls | final\nfinal: %lark {{\n{self.final.grammar()}\n}}\n{self.text}"
 
 
 def _calls(tools: Sequence[Mapping[str, Any]], forms: Sequence[bool], tagged: bool, several: bool) -> str:
-    """The rule for calls. The arguments of each are a grammar of their own, so pointers in their schema stay in it.
+    """The rule for calls. The arguments of each have their own grammar, so that references in their schema stay in it.
 
     Args:
         tools: those that may be called.
-        forms: of a call, with tags or without: who may as well say something else often forgets them.
+        forms: allowed forms of a call, with tags or without: a model with a choice often forgets the tags.
         tagged: whether the template has tags.
         several: whether there may be more than one call.
     """
@@ -113,18 +135,18 @@ def tools_of(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, several: bool | None, template: Any,
     final: Constraint | None = None, messages: Sequence[Mapping[str, Any]] = (),
 ) -> Tools | None:
-    """What a request says of tools; None where it offers none, or none may be called.
+    """The tools of a request; None if it offers none, or none may be called.
 
     Args:
-        tools: as the request has them.
+        tools: of the request.
         choice: its `tool_choice`.
         several: its `parallel_tool_calls`.
         template: the model's chat template.
-        final: what else of the request binds the answer: its text where it calls nothing.
+        final: the request's constraint on an answer that calls nothing.
         messages: the conversation.
 
     Raises:
-        ApiError: 400 for what is no tool or no choice, and a model whose template has no place for tools.
+        ApiError: 400 for a wrong tool or choice, and for a model whose template has no place for tools.
     """
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools.{place}")
@@ -147,7 +169,7 @@ def tools_of(
 
 
 def key_of(name: str, arguments: Any) -> str:
-    """What calls have in common that are the same, however their arguments are written."""
+    """A key that is equal for equal calls, however their arguments are written."""
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
@@ -155,7 +177,7 @@ def key_of(name: str, arguments: Any) -> str:
 
 
 def _made(messages: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The calls since the last words of the user."""
+    """Keys of the calls since the user's last message."""
     found = set[str]()
     for message in messages:
         if message.get("role") == "user":
@@ -176,3 +198,183 @@ def _is_function(value: Any) -> bool:
     function = value.get("function") if isinstance(value, Mapping) else None
     return (isinstance(function, Mapping) and value.get("type") == "function" and isinstance(function.get("name"), str)
             and bool(function["name"]) and isinstance(function.get("parameters", {}), Mapping | None))
+
+
+@cache
+def _opening(bound: bool) -> regex.Pattern[str]:
+    """The pattern of a call's beginning; a constrained answer begins with it, in the constraint's forms."""
+    if bound:
+        return regex.compile(rf"[\s;]*(?:<tool_call>\s*)?(?P<value>{_OBJECT})")
+    return regex.compile(rf"(?:(?:<(?:{_TAGS})>|{_FENCE}\w*)\s*){{0,4}}(?:\{{\s*)?(?P<value>(?:\[\s*)?{_OBJECT})")
+
+
+@dataclass
+class _Brackets:
+    """Finds the end of a JSON value in a growing text; reads no character twice.
+
+    Attributes:
+        at: how far the text was read.
+        missing: the closing brackets still to come.
+        quoted: whether a string is open.
+    """
+
+    at: int
+    missing: str = ""
+    quoted: bool = False
+
+    def end(self, text: str) -> int | None:
+        """The end of the value, at its last bracket or before a tag or fence; None if it has not come yet."""
+        while found := (_QUOTED if self.quoted else _PLAIN).search(text, self.at):
+            letter = found[0]
+            if letter == "\\":  # the escaped character has not come yet
+                return None
+            if letter in "<`":
+                return found.start()
+            self.at = found.end()
+            if letter == '"':
+                self.quoted = not self.quoted
+            elif not self.quoted and letter in _PAIRS:
+                self.missing = _PAIRS[letter] + self.missing
+            elif not self.quoted:
+                self.missing = self.missing[1:]
+                if not self.missing:
+                    return self.at
+        self.at = len(text)
+        return None
+
+
+@dataclass
+class CallReader:
+    """Parses calls from an answer; text that may be part of a call is held back.
+
+    Attributes:
+        tools: those that may be called.
+        calls: number of calls so far.
+    """
+
+    tools: Tools
+    calls: int = 0
+    _text: str = ""
+    _space: str = ""
+    _value: _Brackets | None = None
+    _tries: int = 0
+    _after: bool = False
+    _fenced: bool = False
+    _between: bool = False
+    _final: bool = False
+
+    def read(self, piece: str, last: bool, cut: bool = False) -> dict[str, Any]:
+        """The delta for a piece of text: `content`, `tool_calls`, both or neither.
+
+        Args:
+            piece: of the text.
+            last: whether it is the last one; then nothing is held back.
+            cut: whether a limit ended the text; then an unfinished call counts as text.
+        """
+        self._text += piece
+        content, calls = "", list[dict[str, Any]]()
+        for said in self._parts(last, cut):
+            content += said if isinstance(said, str) else ""
+            calls += said if isinstance(said, list) else []
+        content += self._space if last and not self.calls else ""
+        return {**({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
+
+    def _parts(self, last: bool, cut: bool) -> Iterator[str | list[dict[str, Any]]]:
+        """Pieces of plain text, and lists of calls, as far as they are certain."""
+        while self._text:
+            if self._after:
+                if (closed := self._closed(last)) is None:
+                    return
+                if closed:
+                    continue
+            found = self._begun(last)
+            if found is None or found.start() > 0:
+                yield self._outside(len(self._text) if found is None else found.start())
+                continue
+            if found.partial:
+                return
+            start = found.start("value")
+            self._value = self._value or _Brackets(start)
+            end = self._value.end(self._text)
+            if end is None and not last:
+                return
+            missing, self._value = ("" if cut and end is None else self._value.missing), None
+            marked = bool(self._text[:start].strip(" \r\n\t{"))
+            calls = self._calls(self._text[start:end] + missing, marked) if len(missing) <= _FORGOTTEN else []
+            self._tries += end is None
+            if not calls:
+                yield self._outside(end or found.end())
+                continue
+            self._fenced = _FENCE in self._text[:start]
+            self._text = "" if end is None else self._text[end:]
+            self._space, self._after, self._between = "", True, True
+            yield calls
+
+    def _begun(self, last: bool) -> Any:
+        """The match of a beginning of a call, perhaps partial; None if there is none."""
+        bound = self.tools.constraint is not None
+        if self._final or self._tries > _TRIES:
+            return None
+        pattern = _opening(bound)
+        if not bound:
+            return pattern.search(self._text, partial=not last)
+        found = pattern.match(self._text, partial=not last)
+        self._final = found is None and not self.calls
+        return found
+
+    def _closed(self, last: bool) -> bool | None:
+        """Skip what closes a call; True if something was skipped, None if more text must come first."""
+        found = _CLOSING.match(self._text, partial=not last)
+        if found is not None and found.partial:
+            return None
+        fence = found is not None and found[0].endswith(_FENCE)
+        if found is None or (fence and not self._fenced):
+            self._after = False
+            return False
+        self._fenced = self._fenced and not fence
+        self._text = self._text[found.end() :]
+        return True
+
+    def _outside(self, size: int) -> str:
+        """Plain text. White space, and commas and semicolons between calls, wait and are dropped before a call."""
+        said, self._text = self._space + self._text[:size], self._text[size:]
+        kept = said.rstrip(" \t\r\n;,") if self._between else said.rstrip()
+        if kept and self._between:
+            self._between, kept = False, said.rstrip()
+        self._space = said[len(kept) :]
+        return kept
+
+    def _calls(self, text: str, marked: bool) -> list[dict[str, Any]]:
+        """The calls in a JSON text; none if it holds anything else, or repeats earlier calls without a tag or fence."""
+        try:
+            said = json.loads(text)
+        except (ValueError, RecursionError):
+            return []
+        if isinstance(said, dict) and isinstance(said.get("tool_calls"), list):
+            said = said["tool_calls"]
+        found = [self._call(one) for one in (said if isinstance(said, list) else [said])]
+        if not all(found) or not (marked or self.tools.constraint or self._news(found)):
+            return []
+        calls = [{"index": self.calls + place, **call} for place, call in enumerate(found) if call is not None]
+        self.calls += len(calls)
+        return calls
+
+    def _news(self, calls: Sequence[dict[str, Any] | None]) -> bool:
+        """Whether one of the calls was not made earlier in this turn."""
+        made = [key_of(call["function"]["name"], call["function"]["arguments"]) for call in calls if call is not None]
+        return not {*made} <= self.tools.made
+
+    def _call(self, said: Any) -> dict[str, Any] | None:
+        """A call, from its JSON; None if it is no call of an offered function."""
+        function = said.get("function") if isinstance(said, dict) else None
+        said = function if isinstance(function, Mapping) else said
+        names = [tool["function"]["name"] for tool in self.tools.offered]
+        if not isinstance(said, Mapping) or (name := said.get("name", function)) not in names:
+            return None
+        given = [said[key] for key in ("arguments", "parameters") if key in said]
+        if not given and not said.keys() <= _BARE:
+            return None
+        arguments = given[0] if given and given[0] is not None else {}
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+                "function": {"name": name, "arguments": written}}

@@ -1,100 +1,111 @@
-"""Answers in OpenAI's JSON: whole ones and the chunks of a stream, for chats and for plain completions."""
+"""Answers in OpenAI's JSON, whole or as the chunks of a stream, for chats and for plain completions."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import override
 
 from shoal.engine.scheduling.request_handle import Placed
-from shoal.serve.protocol.calls import CallReader
-from shoal.serve.protocol.echo import Echo
-from shoal.serve.protocol.token_names import Offsets, TokenNames
-from shoal.serve.protocol.tools import Tools
+from shoal.serve.protocol.logprobs import Echo, Offsets, TokenNames
+from shoal.serve.protocol.tools import CallReader, Tools
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
 
 Json = dict[str, Any]
-_Told = tuple[TokenLogprob, int, bool]
+_Listed = tuple[TokenLogprob, int, bool]
 """A token of a plain completion, where it begins in the text, and whether its log-probability is known."""
 
 
-class Wire(Protocol):
-    """One of the two forms.
+class Wire(ABC):
+    """One of the two forms of answers.
 
-    Attributes:
-        head: the fields that every object of one answer shares.
+    Args:
+        head: the fields that all objects of one answer share.
+        names: of tokens.
     """
 
-    head: Json
+    name: str
+    """The field of a chunk's choice that holds its text."""
+    empty: Any
+    """Its value for no text."""
 
-    def opening(self, index: int) -> Json | None:
-        """The choice of a chunk that comes before any text."""
-        ...
-
-    def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
-        """The choice of a chunk for one step; None where it has nothing to say. `detailed`: with the step itself."""
-        ...
-
-    def canvas(self, index: int, words: Sequence[Placed]) -> Json:
-        """The choice of a chunk for words that were decided in no order."""
-        ...
-
-    def whole(self, results: Sequence[Result], usage: Json) -> Json:
-        """The answer in one piece."""
-        ...
+    def __init__(self, head: Json, names: TokenNames) -> None:
+        self.head, self._names = head, names
 
     def chunk_head(self) -> Json:
-        """The shared fields of a chunk."""
-        ...
+        """The fields that all chunks share."""
+        return self.head
+
+    @abstractmethod
+    def opening(self, index: int) -> Json | None:
+        """The choice of the chunk before any text; None if there is none."""
+
+    def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
+        """The choice of the chunk of one step, with the step itself if `detailed`; None if it would be empty."""
+        if not (step.text or step.logprob or step.finish_reason or detailed):
+            return None
+        choice = self._of_step(index, step)
+        if detailed:
+            return with_steps(choice, [step])
+        return choice if choice[self.name] or step.logprob or choice["finish_reason"] else None
+
+    @abstractmethod
+    def _of_step(self, index: int, step: Step) -> Json:
+        """The choice of the chunk of one step."""
+
+    def canvas(self, index: int, placed: Sequence[Placed]) -> Json:
+        """The choice of a chunk for tokens decided out of order: position, text, and deciding step of each."""
+        tokens = [[one.place, self._names.text(one.token), one.step] for one in placed]
+        return {**_choice(index, self.name, self.empty, None, None), "canvas": tokens}
+
+    @abstractmethod
+    def whole(self, results: Sequence[Result], usage: Json) -> Json:
+        """The answer in one piece."""
 
 
-class ChatWire:
+class ChatWire(Wire):
     """`/v1/chat/completions`.
 
     Args:
         model: the served name.
         names: of tokens.
-        tools: that the answer may call; None where it is text and no more.
+        tools: that the answer may call; None for text alone.
     """
 
+    name, empty = "delta", {}
+
     def __init__(self, model: str, names: TokenNames, tools: Tools | None = None) -> None:
-        self.head = _head("chatcmpl", "chat.completion", model)
-        self._names, self._tools = names, tools
+        super().__init__(_head("chatcmpl", "chat.completion", model), names)
+        self._tools = tools
         self._readers: dict[int, CallReader] = {}
 
+    @override
     def chunk_head(self) -> Json:
-        """See `Wire`."""
         return {**self.head, "object": "chat.completion.chunk"}
 
+    @override
     def opening(self, index: int) -> Json | None:
-        """See `Wire`."""
         return _choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
 
-    def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
-        """See `Wire`."""
-        if not (step.text or step.logprob or step.finish_reason or detailed):
-            return None
+    @override
+    def _of_step(self, index: int, step: Step) -> Json:
         delta, reason = self._said(index, step.text, step.finish_reason)
-        if not (delta or step.logprob or reason or detailed):
-            return None
-        choice = _choice(index, "delta", delta, self._logprobs([step.logprob]), reason)
-        return with_steps(choice, [step]) if detailed else choice
-
-    def canvas(self, index: int, words: Sequence[Placed]) -> Json:
-        """See `Wire`."""
-        return _choice(index, "delta", {}, None, None) | _canvas(words, self._names)
+        return _choice(index, "delta", delta, self._logprobs([step.logprob]), reason)
 
     def _said(self, index: int, text: str, reason: str | None) -> tuple[Json, str | None]:
-        """What a piece of text says, and why the answer ended if it has: a call it was bound to make is a plain end."""
+        """The delta of a piece of text, and the finish reason; a call that the request named is a plain end."""
         if self._tools is None:
             return ({"content": text} if text else {}), reason
         reader = self._readers.setdefault(index, CallReader(self._tools))
         delta = reader.read(text, reason is not None, reason == "length")
         return delta, "tool_calls" if reason == "stop" and reader.calls and not self._tools.named else reason
 
+    @override
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
-        """See `Wire`."""
         choices = []
         for index, result in enumerate(results):
             delta, reason = self._said(index, result.text, result.finish_reason)
@@ -113,95 +124,78 @@ class ChatWire:
         return {**self._scored(entry.token, entry.logprob), "top_logprobs": top}
 
     def _scored(self, token: int, logprob: float) -> Json:
-        """A token with its log-probability; of a part of a character the bytes tell which."""
+        """A token with its log-probability; `bytes` identifies a part of a character."""
         return {"token": self._names.text(token), "logprob": finite_logprob(logprob), "bytes": self._names.raw(token)}
 
 
-class CompletionWire:
+class CompletionWire(Wire):
     """`/v1/completions`.
 
     Args:
         model: the served name.
         names: of tokens.
-        echoes: what stands before each choice's text.
+        echoes: the echo before the text of each choice.
     """
 
+    name, empty = "text", ""
+
     def __init__(self, model: str, names: TokenNames, echoes: Sequence[Echo]) -> None:
-        self.head = _head("cmpl", "text_completion", model)
-        self._names, self._echoes = names, echoes
-        self._offsets = [Offsets(names.words, len(echo.text)) for echo in echoes]
+        super().__init__(_head("cmpl", "text_completion", model), names)
+        self._echoes = echoes
+        self._offsets = [Offsets(names.vocabulary, len(echo.text)) for echo in echoes]
 
-    def chunk_head(self) -> Json:
-        """See `Wire`."""
-        return self.head
-
+    @override
     def opening(self, index: int) -> Json | None:
-        """See `Wire`."""
         echo = self._echoes[index]
         return _choice(index, "text", echo.text, self._logprobs(self._echoed(index)), None) if echo.text else None
 
-    def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
-        """See `Wire`."""
-        if not (step.text or step.logprob or step.finish_reason or detailed):
-            return None
+    @override
+    def _of_step(self, index: int, step: Step) -> Json:
         logprobs = self._logprobs(self._made(index, [step.logprob] if step.logprob else []))
-        choice = _choice(index, "text", step.text, logprobs, step.finish_reason)
-        return with_steps(choice, [step]) if detailed else choice
+        return _choice(index, "text", step.text, logprobs, step.finish_reason)
 
-    def canvas(self, index: int, words: Sequence[Placed]) -> Json:
-        """See `Wire`."""
-        return _choice(index, "text", "", None, None) | _canvas(words, self._names)
-
+    @override
     def whole(self, results: Sequence[Result], usage: Json) -> Json:
-        """See `Wire`."""
         choices = []
         for index, result in enumerate(results):
             text = self._echoes[index].text + result.text
-            told = [*self._echoed(index), *self._made(index, result.logprobs or ())]
-            within = [(entry, min(offset, len(text)), known) for entry, offset, known in told]  # a stop string is cut
+            listed = [*self._echoed(index), *self._made(index, result.logprobs or ())]
+            within = [(entry, min(offset, len(text)), known) for entry, offset, known in listed]  # a stop string is cut
             choice = _choice(index, "text", text, self._logprobs(within), result.finish_reason)
             choices.append(choice | _others(result))
         return {**self.head, "choices": choices, "usage": usage}
 
     def unanswered(self, index: int) -> Json:
-        """The choice of a prompt that nothing is to follow: its echo, in one piece."""
+        """The choice for `max_tokens` 0: the echo alone."""
         return _choice(index, "text", self._echoes[index].text, self._logprobs(self._echoed(index)), "length")
 
-    def _echoed(self, index: int) -> list[_Told]:
-        """The tokens of the prompt, of which the first follows nothing."""
+    def _echoed(self, index: int) -> list[_Listed]:
+        """The tokens of the prompt; the first has no log-probability."""
         echo = self._echoes[index]
         pairs = zip(echo.scored, echo.offsets, strict=True)
         return [(entry, offset, place > 0) for place, (entry, offset) in enumerate(pairs)]
 
-    def _made(self, index: int, entries: Sequence[TokenLogprob]) -> list[_Told]:
-        """Tokens of the answer, to be told of once and in their order."""
+    def _made(self, index: int, entries: Sequence[TokenLogprob]) -> list[_Listed]:
+        """Tokens of the answer. Call it once for each, in order."""
         return [(entry, self._offsets[index].push(entry.token), True) for entry in entries]
 
-    def _logprobs(self, told: Sequence[_Told]) -> Json | None:
-        if not told:
+    def _logprobs(self, listed: Sequence[_Listed]) -> Json | None:
+        if not listed:
             return None
-        named = [self._names.legacy(entry) for entry, _, _ in told]
+        named = [self._names.legacy(entry) for entry, _, _ in listed]
         return {
             "tokens": [own for own, _ in named],
-            "token_logprobs": [finite_logprob(entry.logprob) if known else None for entry, _, known in told],
-            "top_logprobs": [top if known else None for (_, top), (*_, known) in zip(named, told, strict=True)],
-            "text_offset": [offset for _, offset, _ in told],
+            "token_logprobs": [finite_logprob(entry.logprob) if known else None for entry, _, known in listed],
+            "top_logprobs": [top if known else None for (_, top), (*_, known) in zip(named, listed, strict=True)],
+            "text_offset": [offset for _, offset, _ in listed],
         }
 
 
 def with_steps(choice: Json, steps: Sequence[Step]) -> Json:
-    """A choice that tells what each of its tokens cost; `text` is what became certain with the token."""
-    told = [
-        {
-            "index": step.index,
-            "token": step.token,
-            "text": step.text,
-            "layers": step.depth,
-            "from_draft": step.from_draft,
-        }
-        for step in steps
-    ]
-    return {**choice, "steps": told}
+    """A choice with the cost of each of its tokens; `text` is the text that became certain with the token."""
+    costs = [{"index": step.index, "token": step.token, "text": step.text, "layers": step.depth,
+              "from_draft": step.from_draft} for step in steps]
+    return {**choice, "steps": costs}
 
 
 def _head(prefix: str, kind: str, model: str) -> Json:
@@ -212,13 +206,8 @@ def _choice(index: int, name: str, value: Any, logprobs: Json | None, reason: st
     return {"index": index, name: value, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _canvas(words: Sequence[Placed], names: TokenNames) -> Json:
-    """Of each word its place in the answer, its text, and the step that decided it."""
-    return {"canvas": [[word.place, names.text(word.token), word.step] for word in words]}
-
-
 def _others(result: Result) -> Json:
-    """The texts of other answers that a method has found beside this one, where it has."""
+    """The texts of other answers that the method has found, if any."""
     return {"alternatives": [text for text, *_ in result.alternatives]} if result.alternatives else {}
 
 

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 import pytest
 
 from shoal.cli.entry import COMMANDS
-from shoal.cli.options import common, knobs
+from shoal.cli.options import common
+from shoal.cli.options import parser as options
 from shoal.cli.options.parser import Parser, parse
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
@@ -53,8 +54,8 @@ class Odd(Method):
 
 @pytest.fixture
 def odd(monkeypatch):
-    real = knobs.methods.get
-    monkeypatch.setattr(knobs.methods, "get", lambda name: Odd if name == "odd" else real(name))
+    real = options.methods.get
+    monkeypatch.setattr(options.methods, "get", lambda name: Odd if name == "odd" else real(name))
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -119,7 +120,7 @@ def test_every_command_that_takes_a_method_takes_several(name):
     ],
 )
 def test_conversion(hint, text, value):
-    found = knobs.converter(hint)(text)
+    found = options.converter(hint)(text)
     assert (found, type(found)) == (value, type(value))
 
 
@@ -127,7 +128,7 @@ def test_conversion(hint, text, value):
                                             (tuple[int, ...], "1,x"), (dict, "{")])
 def test_conversion_refuses(hint, text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not"):
-        knobs.converter(hint)(text)
+        options.converter(hint)(text)
 
 
 def test_fields_become_options():
@@ -160,7 +161,7 @@ def test_a_card_s_long_tables_are_not_shown_as_defaults(tmp_path):
     card.write_text(json.dumps(DoubleSparsity((((*range(64),),) * 2,) * 6, k=77).to_dict()))
     parser = Parser(prog="test")
     common.add_method(parser)
-    knobs.Choice.of(str(card)).add_options(parser.method_options)
+    options.Choice.of(str(card)).add_options(parser.method_options)
     text = " ".join(parser.format_help().split())
     assert "(default: 77)" in text and "(default: as the card says)" in text and "62, 63" not in text
 
@@ -188,14 +189,14 @@ def test_help_has_the_fields_own_words(odd):
     parser = Parser(prog="test")
     common.add_method(parser)
     common.add_json(parser)
-    knobs.Choice.of("odd").add_options(parser.method_options)
+    options.Choice.of("odd").add_options(parser.method_options)
     text = " ".join(parser.format_help().split())
     assert "--size INT how many, 100 % of them." in text
     assert "--kind a|b (default: a)" in text
 
 
 def test_owners():
-    found = knobs.owners("--alpha")
+    found = options.owners("--alpha")
     assert found == sorted(found) and {"d3", "d3_spec"} <= set(found) and "early_exit" not in found
-    assert knobs.owners("--speedup") == ["unified_layer_skipping"]
-    assert knobs.owners("--nothing") == []
+    assert options.owners("--speedup") == ["unified_layer_skipping"]
+    assert options.owners("--nothing") == []

@@ -1,6 +1,6 @@
-"""What the page at `/` needs: its files, the methods with their knobs, and the layers that a method would run.
+"""Serves the page at `/`: its files, the methods with their options, and the layers that a method would run.
 
-The page speaks to the same routes as every other client; what these here tell it, a policy that forbids has cut.
+For everything else the page uses the routes of all clients. It is told only of what the operator's settings allow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.knobs import choices, describe, field_docs, plain
 from shoal.serve import policy
-from shoal.serve.http.errors import refused
+from shoal.serve.errors import refused
 from shoal.serve.protocol.bodies import PlanBody
 from shoal.serve.settings import Settings
 
@@ -36,12 +36,7 @@ _HEADERS = {
 
 
 class Playground:
-    """Behind the page.
-
-    Args:
-        engine: the model.
-        settings: the operator's.
-    """
+    """The routes of the page."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
@@ -49,7 +44,7 @@ class Playground:
         self._files = {file.name: file.read_bytes() for file in folder.iterdir() if _kind(file.name)}
 
     def file(self, name: str) -> Response:
-        """A part of the page; 404 where there is none such."""
+        """A file of the page; 404 if there is none of that name."""
         if name not in self._files:
             raise HTTPException(404)
         return Response(self._files[name], media_type=_kind(name), headers=_HEADERS)
@@ -69,10 +64,10 @@ class Playground:
         }
 
     def plan(self, body: PlanBody) -> dict[str, Any]:
-        """Which tokens run which layers: for each sublayer the first that does not, null where all do.
+        """Which tokens run which layers: for each sublayer the first token that skips it, null if none does.
 
         Raises:
-            ApiError: 400 or 403 where a request with this method would be answered so.
+            ApiError: 400 or 403 if a request with this method would be refused.
         """
         most = self._settings.max_tokens
         if body.max_tokens > most:
@@ -117,7 +112,7 @@ class Playground:
         }
 
     def _refusal(self, cls: type[Method]) -> str | None:
-        """Why the method cannot run on this model with its default knobs; None where it can or needs knobs."""
+        """Why the method cannot run on this model with default options; None if it can, or has no defaults."""
         try:
             self._engine.recipe(cls(), 64)
         except TypeError:

@@ -1,4 +1,9 @@
-"""What every request passes before its route: who asks, from where, how much, and a line in the log."""
+"""Checks of every request before its route, by key, host, origin and size, and its line in the log.
+
+A browser lets any page send requests to any address and only hides the answer. A page whose own host name was rebound
+to this machine can read the answer as well (DNS rebinding). So requests from other sites' pages and for other host
+names are refused. Clients other than browsers send only Host of the headers checked for that.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +14,53 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from shoal.serve.http.errors import ApiError
-from shoal.serve.http.origins import check_host, check_origin
+from shoal.serve.errors import ApiError
 from shoal.serve.settings import Settings
 
 if TYPE_CHECKING:
+    from starlette.datastructures import Headers
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOG = logging.getLogger("shoal.serve")
 LAST_WORDS = 10.0
-"""Seconds that a client has to take the error which says that its time is up."""
+"""Seconds that a client has to receive the timeout error."""
 GONE = 499
-"""Status for the log where the client left before its answer; nobody receives it."""
+"""Status in the log if the client left before its answer; nobody receives it."""
 _BEARER = re.compile(r"\s*bearer\s+(\S.*?)\s*", re.IGNORECASE)
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class TooLarge(ApiError):
-    """The body goes beyond the limit."""
+    """The body exceeds the limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(413, f"the request is larger than {limit} bytes, which is this server's limit")
 
 
 class TwoLengths(ApiError):
-    """Two headers say where the body ends; whoever stands before the server may have believed the other one."""
+    """Two headers give the body's length; a proxy in front may have used the other one (request smuggling)."""
 
     def __init__(self) -> None:
         super().__init__(400, "the request has Content-Length and Transfer-Encoding; send one of them")
 
 
 class Gate:
-    """Pure ASGI, so that streams pass unbuffered.
-
-    Args:
-        app: what lies behind.
-        settings: keys and limits.
-    """
+    """Checks and logs requests. It is pure ASGI, so that streams pass unbuffered."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -81,7 +82,7 @@ class Gate:
                 await self._app(scope, self._bounded(receive), answer)
         except ApiError as error:
             await JSONResponse(error.to_dict(), error.status, _beside(error))(scope, receive, answer)
-        except ClientDisconnect:  # before its request was here as a whole
+        except ClientDisconnect:  # before its request was complete
             line["status"] = GONE
         except asyncio.CancelledError:
             if not getattr(scope["app"].state, "stopping", bool)():
@@ -95,7 +96,7 @@ class Gate:
 
     @contextmanager
     def _patience(self, line: dict[str, Any]) -> Iterator[None]:
-        """Give up on a client that neither sends its request nor takes its answer."""
+        """Cancel the request of a client that neither sends it nor receives its answer in time."""
         task, timeout = asyncio.current_task(), self._settings.timeout
         if task is None or timeout is None:
             yield
@@ -115,7 +116,7 @@ class Gate:
             raise TwoLengths
         check_host(headers, self._settings.hosts)
         if self._settings.api_keys and path.startswith(_KEYED):
-            check_key(headers, self._settings.api_keys)  # a page that has one was given it
+            check_key(headers, self._settings.api_keys)  # a page with a key was given it, so its origin may be any
         else:
             check_origin(method, headers, self._settings.cors_origins)
         length = headers.get("content-length", "0")
@@ -123,7 +124,7 @@ class Gate:
             raise TooLarge(self._settings.max_body)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive` that refuses a body whose length was not announced and goes beyond the limit."""
+        """`receive`, with an error if the body exceeds the limit without having said so in a header."""
         seen = 0
 
         async def bounded() -> Message:
@@ -142,7 +143,7 @@ _KEYED = ("/v1/", "/playground/", "/tokenize", "/detokenize", "/props")
 
 
 def check_key(headers: Headers, keys: Sequence[str]) -> None:
-    """Refuse a request with none of the keys, in `Authorization: Bearer KEY` or `x-api-key: KEY`; ApiError 401."""
+    """ApiError 401 unless one of the keys is in `Authorization: Bearer KEY` or `x-api-key: KEY`."""
     asked = headers.get("authorization", "")
     bearer = _BEARER.fullmatch(asked)
     given = [word.encode("utf-8", "replace")
@@ -154,14 +155,14 @@ def check_key(headers: Headers, keys: Sequence[str]) -> None:
 
 
 def _beside(error: ApiError) -> dict[str, str] | None:
-    """Headers that belong to an error."""
+    """The headers of an error."""
     if error.status == 401:
         return {"www-authenticate": "Bearer"}
     return {"connection": "close"} if isinstance(error, TwoLengths) else None
 
 
 async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
-    """Tell a client why its answer ends here; of an answer that has begun, in a stream's last event."""
+    """Tell a client that the server stopped; if its answer has begun, as the last event of the stream."""
     error = ApiError(503, "the server stopped before the answer was complete", code="shutting_down")
     if begun:
         body = f"data: {json.dumps(error.to_dict())}\n\n".encode()
@@ -173,3 +174,67 @@ async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> N
 def note(scope: Any, **facts: Any) -> None:
     """Add facts to the request's line in the log."""
     scope["shoal.log"].update({name: fact for name, fact in facts.items() if fact is not None})
+
+
+class HeadAsGet:
+    """Answers `HEAD` like `GET`, without the body; FastAPI's own routes answer it 405."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on; a `HEAD` as a `GET`, without the body of the answer."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def bare(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, bare)
+
+
+LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Origins of pages served by this machine."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(?::(\d{1,5}))?", re.ASCII | re.IGNORECASE)
+_PORTS = {"http": 80, "https": 443}
+
+
+def check_host(headers: Headers, hosts: Collection[str]) -> None:
+    """ApiError 403 for a request to a host name that is not the server's."""
+    for value in headers.getlist("host") if hosts else ():
+        found = _HOST.fullmatch(value.strip())
+        name = None if found is None else found[1].lower().rstrip(".")
+        if name not in hosts and value.strip().lower() not in hosts:
+            raise ApiError(403, f"this server answers no requests for the host {value[:200]!r}; the operator may allow "
+                           "it with --allowed-host", code="host_not_allowed")
+
+
+def check_origin(method: str, headers: Headers, allowed: Collection[str]) -> None:
+    """ApiError 403 for a request from a page that is not the server's own, of this machine, or allowed."""
+    if "*" in allowed:
+        return
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "").strip().lower()
+    if origin is None:
+        opened = method in ("GET", "HEAD") and headers.get("sec-fetch-mode", "").strip().lower() == "navigate"
+        foreign = site == "cross-site" and not opened  # a link to the page may be followed from anywhere
+    else:
+        known = origin in allowed or re.fullmatch(LOCAL, origin, re.IGNORECASE) is not None
+        foreign = not (known or site == "same-origin" or (not site and _is_own(origin, headers.get("host", ""))))
+    if foreign:
+        asking = f"pages of {origin[:200]!r}" if origin is not None else "pages of other sites"
+        raise ApiError(403, f"{asking} may not use this server; the operator may allow them with --cors-origin",
+                       code="origin_not_allowed")
+
+
+def _is_own(origin: str, host: str) -> bool:
+    """Whether a page's origin is the request's host, for browsers that send no Sec-Fetch-Site over http."""
+    try:
+        parts = urlsplit(origin)
+        port = parts.port or _PORTS.get(parts.scheme)
+    except ValueError:
+        return False
+    found = _HOST.fullmatch(host.strip())
+    if found is None or parts.hostname is None:
+        return False
+    return found[1].lower().strip("[]") == parts.hostname and int(found[2] or _PORTS.get(parts.scheme, 0)) == port

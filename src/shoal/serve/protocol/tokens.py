@@ -1,21 +1,24 @@
-"""Routes about words and the model: `/tokenize`, `/detokenize` and `/props`, in the forms of vLLM and llama.cpp."""
+"""From prompts and chats to token ids, and the routes `/tokenize`, `/detokenize` and `/props` of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal import __version__
 from shoal.decode.text.token_bytes import TokenBytes
+from shoal.engine import request
 from shoal.engine.loading.defaults import filled
+from shoal.engine.messages import BadMessage, plain
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.serve.http.errors import ApiError, no_model, refused
+from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.protocol.bodies import ChatBody, Checked, validated
-from shoal.serve.protocol.prompts import chat_ids, conversation
 from shoal.serve.settings import Settings
 
 
@@ -41,7 +44,7 @@ class TokenizeBody(BaseModel):
 
     @property
     def specials(self) -> bool | None:
-        """Whether tokens such as a beginning of sequence are added; None where the request leaves that open."""
+        """Whether to add tokens such as a beginning of sequence; None if the request does not say."""
         return self.add_special_tokens if self.add_special is None else self.add_special
 
 
@@ -54,13 +57,8 @@ class DetokenizeBody(BaseModel):
     tokens: list[int] = Field(max_length=1 << 20)
 
 
-class Words:
-    """Behind the routes.
-
-    Args:
-        scheduler: who decodes.
-        settings: the operator's.
-    """
+class TokenRoutes:
+    """The routes."""
 
     def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
         self._scheduler, self._settings = scheduler, settings
@@ -71,10 +69,10 @@ class Words:
         return TokenBytes(self._tokenizer)
 
     def read(self, given: Mapping[str, Any], kind: type[Checked]) -> tuple[Checked, list[str]]:
-        """A request's values, and the names of those that have no effect.
+        """A request's values, and the names of fields without effect.
 
         Raises:
-            ApiError: 400 for a wrong value, and in a strict server for one without effect; 404 for another model.
+            ApiError: 400 for a wrong value, and in a strict server for a field without effect; 404 for another model.
         """
         ignored = [name for name, value in given.items() if value is not None and name not in kind.model_fields]
         if ignored and self._settings.strict:
@@ -85,20 +83,20 @@ class Words:
         return body, ignored
 
     def tokenize(self, body: TokenizeBody) -> tuple[dict[str, Any], list[str]]:
-        """Token ids of a prompt, as the other routes would read it, and the names of what has no effect in messages."""
+        """Token ids of a prompt, as in the other routes, and the names of message fields without effect."""
         texts = [text for text in (body.prompt, body.content) if text is not None]
         if len(texts) + (body.messages is not None) != 1:
             raise refused("prompt", "give one of prompt, content and messages")
         if None not in (body.add_special, body.add_special_tokens) and body.add_special != body.add_special_tokens:
-            raise refused("add_special", "add_special and add_special_tokens say different things; give one")
+            raise refused("add_special", "add_special and add_special_tokens differ; give one")
         ids, ignored = self._chat(body) if not texts else (self._text(texts[0], body), [])
         names = {"token_strs": self._tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
-        told = [{"id": token, "piece": self._piece(token)} for token in ids] if body.with_pieces else ids
-        found = {"tokens": told, "count": len(ids), "max_model_len": self._engine.stack.max_positions}
+        tokens = [{"id": token, "piece": self._piece(token)} for token in ids] if body.with_pieces else ids
+        found = {"tokens": tokens, "count": len(ids), "max_model_len": self._engine.stack.max_positions}
         return {**found, **names}, ignored
 
     def _piece(self, token: int) -> str | list[int]:
-        """What a token stands for: text, or bytes where those are parts of characters."""
+        """A token's text; its bytes if they are part of a character."""
         found = self._bytes(token)
         try:
             return found.decode("utf-8")
@@ -107,7 +105,7 @@ class Words:
 
     def _chat(self, body: TokenizeBody) -> tuple[list[int], list[str]]:
         if not body.parse_special:
-            raise refused("parse_special", "messages go through the chat template, whose special tokens are some")
+            raise refused("parse_special", "the chat template writes special tokens, which must be parsed as such")
         options = body.model_dump(include=set(body.model_fields_set) & set(ChatBody.model_fields))
         chat = validated({**options, "model": self._settings.model_name}, ChatBody)
         chat.check()
@@ -137,7 +135,7 @@ class Words:
         return {"prompt": text, "content": text}
 
     def props(self) -> dict[str, Any]:
-        """The model, what requests are given by default, and what is known about its layers."""
+        """The model, the defaults of requests, and what is known about its layers."""
         engine, card = self._engine, self._engine.card
         return {
             "model_alias": self._settings.model_name,
@@ -153,3 +151,53 @@ class Words:
             "card": {"layer_scores": {kind: list(found) for kind, found in card.layer_scores.items()},
                      "order": card.order, "bears": card.bears, "skips": card.skips, "origin": card.origin},
         }
+
+
+Made = TypeVar("Made")
+_threads = ThreadPoolExecutor(4, "shoal-rendering")
+
+
+async def apart(work: Callable[..., Made], *given: Any) -> Made:
+    """Render a conversation in a thread, so that a slow template delays only others like it."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, work, *given)
+
+
+def conversation(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, strict: bool = False
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages for the model's template, and the names of their fields without effect.
+
+    Raises:
+        ApiError: 400 for a wrong message, a model without a template, and in a strict server a field without effect.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
+    try:
+        told, ignored = plain(messages, str(tokenizer.chat_template))
+    except BadMessage as error:
+        raise refused(error.place, str(error)) from None
+    if ignored and strict:
+        raise ApiError(400, f"{ignored[0]} is not supported: it has no effect", param="messages",
+                       code="unsupported_parameter")
+    return told, ignored
+
+
+def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
+    """Token ids of such messages; the options are those of the template.
+
+    Raises:
+        ApiError: 400 if the template refuses them.
+    """
+    try:
+        return request.chat_ids(messages, tokenizer, **options)
+    except ValueError as error:
+        raise refused("messages", str(error)) from None
+
+
+def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:
+    """The prompts of a completion request, which may be one or a list."""
+    if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise refused("prompt", "prompt is an empty list; give at least one prompt")
+    return list(prompt)

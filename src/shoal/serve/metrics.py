@@ -1,4 +1,4 @@
-"""What the server counts, under the names that dashboards for vLLM know, with the prefix `shoal:`."""
+"""The server's metrics, under vLLM's names with the prefix `shoal:`, so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up among earlier ones.",
     "prefix_cache_hits": "Prompt tokens whose KV was taken from an earlier prompt or answer.",
     "generation_tokens": "Tokens generated.",
-    "spec_decode_num_drafts": "Blocks of guessed tokens.",
-    "spec_decode_num_draft_tokens": "Tokens guessed ahead.",
-    "spec_decode_num_accepted_tokens": "Guessed tokens that were kept.",
-    "layers_executed": "Decoder layers that computed generated tokens.",
-    "layers_skipped": "Decoder layers that generated tokens were spared.",
+    "spec_decode_num_drafts": "Drafts.",
+    "spec_decode_num_draft_tokens": "Drafted tokens.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+    "layers_executed": "Decoder layers run for generated tokens.",
+    "layers_skipped": "Decoder layers skipped for generated tokens.",
 }
 _TIMES = {
     "time_to_first_token_seconds": "From arrival to the first token.",
@@ -37,13 +37,7 @@ _REASONS = {"cancelled": "abort"}
 
 
 class Metrics:
-    """One server's numbers; every row counts as a request of its own.
-
-    Args:
-        model_name: the label of all of them.
-        scheduler: whose state the gauges show.
-        num_layers: of the model.
-    """
+    """The metrics of one server, labelled with the model's name; every row counts as a request."""
 
     def __init__(self, model_name: str, scheduler: Scheduler, num_layers: int) -> None:
         self.registry = CollectorRegistry()
@@ -56,10 +50,10 @@ class Metrics:
         self._made = self._histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
         self._depth = self._histogram("decode_depth", "Layers per generated token.", range(1, num_layers + 1))
         self._success = self._counter("request_success", "Rows that ended, by reason.", "finished_reason")
-        self._kept = self._counter("spec_decode_num_accepted_tokens_per_pos", "Kept, by place.", "position")
-        self._gauge("num_requests_running", "Rows under way.", lambda: scheduler.running)
+        self._kept = self._counter("spec_decode_num_accepted_tokens_per_pos", "Accepted, by position.", "position")
+        self._gauge("num_requests_running", "Running rows.", lambda: scheduler.running)
         self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
-        self._gauge("kv_cache_usage_perc", "Share of the KV memory set apart, 0 to 1.", lambda: scheduler.kv_use)
+        self._gauge("kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", lambda: scheduler.kv_use)
 
     def finished(self, entry: ScheduledRow, result: Result) -> None:
         """Count a row that has ended."""
@@ -102,7 +96,7 @@ class Metrics:
             self._times[name].labels(self._label).observe(seconds)
 
     def text(self) -> bytes:
-        """All numbers in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -116,7 +110,7 @@ class Metrics:
 
 
 def report(entries: list[ScheduledRow], results: list[Result]) -> dict[str, Any]:
-    """What one answer cost, for the client that asks for it; of several choices the sums and means."""
+    """The cost of one answer, for clients that ask for `metrics`: sums and means over its choices."""
     stats = [result.stats for result in results]
     made = sum(one.new_tokens for one in stats)
     drafted, accepted = sum(one.drafted for one in stats), sum(one.accepted for one in stats)
@@ -148,7 +142,7 @@ def report(entries: list[ScheduledRow], results: list[Result]) -> dict[str, Any]
 
 
 def beside(results: list[Result]) -> dict[str, int]:
-    """What only searches and answers of two models have, summed up: see `Stats.beside`."""
+    """`Stats.beside`, the counts of searches and of second models, summed over results."""
     return dict(sum((Tally(result.stats.beside) for result in results), Tally[str]()))
 
 

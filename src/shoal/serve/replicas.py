@@ -1,7 +1,8 @@
-"""Several replicas of the server behind Ray Serve: each has its own process, model and scheduler, and the same routes.
+"""Several replicas of the server behind Ray Serve, each with its own process, model and scheduler. Needs `ray`.
 
-Ray's proxy takes a request to the replica with the fewest under way, and replaces a replica that dies. It adds no
-limit of its own: a full queue is answered 429 by the replica. Needs the extra `ray`.
+Ray's proxy sends a request to the replica with the fewest under way, and replaces a replica that dies. It has no limit
+of its own: a replica whose queue is full answers 429. The metrics of all replicas are one answer to Prometheus, with
+the label `replica` on each sample.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from starlette.datastructures import MutableHeaders
+from typing_extensions import override
 
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.integrations import local_ray
-from shoal.serve.http.app import ailment, create_app
+from shoal.serve.app import ailment, create_app
+from shoal.serve.metrics import Metrics
 from shoal.serve.run import bind, log_to_stderr, url_of
-from shoal.serve.scale.fleet import Board, FleetMetrics
 from shoal.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,25 +35,28 @@ Make = Callable[[], tuple[Scheduler, Settings]]
 """Loads the model in the replica's process; must be importable there by its name."""
 
 HEADER = "x-shoal-replica"
-"""The header of every answer that says which replica it is from."""
+"""The response header that names the replica."""
 _APP = "shoal"
 _QUIET = {"log_level": "CRITICAL", "enable_access_log": False}
-"""Of Ray Serve; Shoal writes its own line for each request."""
+"""Ray Serve's logging; Shoal writes its own line for each request."""
 _SPARE = 64
-"""Requests that a replica takes beyond those that it can queue: to be refused, or to ask for its health."""
+"""Requests that a replica accepts beyond its queue, to refuse them or to answer health checks."""
 _LAST_STEPS = 5.0
 """Seconds between the end of the grace and the end of a process."""
+_PERIOD = 1.0
+_FORGET = 10.0
+"""Seconds of silence after which a replica counts as gone."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """What the operator decides about the replicas together.
+    """The operator's options for all replicas together.
 
     Attributes:
         replicas: how many.
         host: the address to listen on.
         port: its port; 0 takes a free one.
-        device: where they compute; None for CUDA where there is one.
+        device: where they compute; None for CUDA if there is a GPU.
         grace: seconds that requests have to finish when the server shuts down.
         most: rows that a replica runs or queues.
     """
@@ -64,7 +70,7 @@ class Fleet:
 
 
 def run(make: Make, fleet: Fleet) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what runs.
+    """Serve until SIGINT or SIGTERM, then finish running requests.
 
     Args:
         make: makes a replica's scheduler and settings.
@@ -75,11 +81,11 @@ def run(make: Make, fleet: Fleet) -> None:
         TimeoutError: Ray, or the proxy in front of the replicas, does not start.
         Unsupported: Ray is not installed.
     """
-    with bind(fleet.host, fleet.port) as probe:  # a port that is taken is refused now, and not found out by Ray's proxy
+    with bind(fleet.host, fleet.port) as probe:  # fail now if the port is taken, not in Ray's proxy
         host, port = probe.getsockname()[:2]
     with local_ray.running(f"shoal serve --replicas {fleet.replicas}", "serve", fleet.replicas) as serve:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        with suppress(TimeoutError):  # a busy machine's proxy takes more than Ray's minute; the deployment waits for it
+        with suppress(TimeoutError):  # on a busy machine the proxy takes over Ray's minute; the deployment waits for it
             serve.start(http_options={"host": host, "port": port}, logging_config=_QUIET)
         try:
             _deploy(serve, make, fleet)
@@ -90,13 +96,7 @@ def run(make: Make, fleet: Fleet) -> None:
 
 
 class Replica:
-    """One server, made in its own process by Ray Serve.
-
-    Args:
-        make: see `run`.
-        threads: how many to compute with.
-        board: where replicas tell each other their numbers.
-    """
+    """One server, made in its own process by Ray Serve; `board` is a handle to the `Board` of all replicas."""
 
     def __init__(self, make: Make, threads: int, board: Any) -> None:
         import torch
@@ -110,34 +110,29 @@ class Replica:
         self._metrics = FleetMetrics(self._settings.model_name, self._scheduler, layers, self._name, board)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Asked for by Ray Serve."""
+        """The application, for Ray Serve."""
         return Named(create_app(self._scheduler, self._settings, self._metrics), self._name)
 
     def check_health(self) -> None:
-        """Asked by Ray Serve every second; a replica that fails three times in a row is replaced."""
+        """Raise if the replica is unhealthy. Ray Serve asks every second and replaces it after three failures."""
         if (ill := ailment(self._scheduler, self._settings)) is not None:
             raise RuntimeError(ill)
 
 
 class Named:
-    """Puts the replica's name on every answer.
-
-    Args:
-        app: what lies behind.
-        name: the replica's.
-    """
+    """Adds a header with the replica's name to every response."""
 
     def __init__(self, app: ASGIApp, name: str) -> None:
         self._app, self._name = app, name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let everything through."""
+        """Pass everything on."""
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = self._name
-                del headers["x-request-id"]  # Ray's proxy writes the same one
+                del headers["x-request-id"]  # Ray's proxy adds the same one
             await send(message)
 
         await self._app(scope, receive, named)
@@ -156,7 +151,7 @@ def _deploy(serve: Any, make: Make, fleet: Fleet) -> None:
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=fleet.grace + _LAST_STEPS,
         health_check_period_s=1.0,
-        max_constructor_retry_count=1,  # what cannot start once is told at once; a running fleet goes on trying
+        max_constructor_retry_count=1,  # report a failed start at once; a running fleet keeps trying
         logging_config=_QUIET,
     )
     try:
@@ -178,8 +173,65 @@ def _until_terminated() -> None:
 
 
 def _drain(serve: Any, seconds: float) -> None:
-    """Let the replicas finish while the proxy still stands; it would be the first to go in a plain shutdown."""
+    """Let the replicas finish while the proxy still runs; a plain shutdown would end the proxy first."""
     until = time.monotonic() + seconds
     serve.delete(_APP, _blocking=False)
     while _APP in serve.status().applications and time.monotonic() < until:
         time.sleep(0.1)
+
+
+class Board:
+    """Holds the metrics of all replicas, in its own process."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, list[Metric]]] = {}
+
+    def leave(self, replica: str, families: list[Metric]) -> None:
+        """Replace the metrics of one replica."""
+        self._last[replica] = time.monotonic(), families
+
+    def swap(self, replica: str, families: list[Metric]) -> dict[str, list[Metric]]:
+        """Replace the metrics of one replica and return those of all."""
+        self.leave(replica, families)
+        now = time.monotonic()
+        self._last = {name: one for name, one in self._last.items() if now - one[0] < _FORGET}
+        return {name: families for name, (_, families) in self._last.items()}
+
+
+class FleetMetrics(Metrics):
+    """The metrics of one replica, copied every second to the `Board`; `text` gives those of all replicas."""
+
+    def __init__(self, model_name: str, scheduler: Scheduler, num_layers: int, replica: str, board: Any) -> None:
+        super().__init__(model_name, scheduler, num_layers)
+        self._replica, self._board = replica, board
+        threading.Thread(target=self._tell, daemon=True).start()
+
+    @override
+    def text(self) -> bytes:
+        import ray
+
+        everybody = ray.get(self._board.swap.remote(self._replica, [*self.registry.collect()]))
+        return generate_latest(Together(everybody))
+
+    def _tell(self) -> None:
+        while True:
+            self._board.leave.remote(self._replica, [*self.registry.collect()])
+            time.sleep(_PERIOD)
+
+
+class Together(CollectorRegistry):
+    """The metrics of several replicas as one registry."""
+
+    def __init__(self, families: Mapping[str, Iterable[Metric]]) -> None:
+        super().__init__()
+        self._families = families
+
+    @override
+    def collect(self) -> Iterable[Metric]:
+        whole: dict[str, Metric] = {}
+        for replica, families in sorted(self._families.items()):
+            for one in families:
+                family = whole.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                family.samples += [sample._replace(labels={**sample.labels, "replica": replica})
+                                   for sample in one.samples]
+        return whole.values()

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The ASGI application and its routes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ from starlette.middleware.cors import CORSMiddleware
 
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.serve.errors import ApiError, no_model
 from shoal.serve.handler import IGNORED, RequestHandler, named
-from shoal.serve.http.errors import ApiError, no_model
-from shoal.serve.http.head import HeadAsGet
-from shoal.serve.http.metrics import Metrics
-from shoal.serve.http.middleware import Gate
-from shoal.serve.http.origins import LOCAL
-from shoal.serve.http.playground import Playground
+from shoal.serve.metrics import Metrics
+from shoal.serve.middleware import LOCAL, Gate, HeadAsGet
+from shoal.serve.playground import Playground
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
-from shoal.serve.protocol.prompts import apart
 from shoal.serve.protocol.responses import ResponseBody
-from shoal.serve.protocol.words import DetokenizeBody, TokenizeBody, Words
+from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes, apart
 from shoal.serve.settings import Settings
 
 _LAST_TURN = 1.0
-"""Seconds that the step under way has to end when the grace is over."""
+"""Seconds that the current decoding step has to end when the grace is over."""
 LOG = logging.getLogger("shoal.serve")
 
 
@@ -39,9 +36,9 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     """The server's ASGI application; it closes the scheduler when it shuts down.
 
     Args:
-        scheduler: who decodes.
+        scheduler: decodes the requests.
         settings: the operator's.
-        metrics: what counts; None for a server that stands alone.
+        metrics: counts the requests; by default those of a server without replicas.
     """
 
     @asynccontextmanager
@@ -55,7 +52,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, settings=settings)
-    app.add_middleware(  # before the gate: a browser asks for leave without a key
+    app.add_middleware(  # outside the gate, as a browser's preflight request carries no key
         CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=LOCAL, allow_methods=["GET", "POST"],
         allow_headers=["*"], expose_headers=["x-request-id", IGNORED],
     )
@@ -68,7 +65,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     _add_generation(app, RequestHandler(scheduler, settings, metrics))
     _add_models(app, scheduler, settings)
     _add_state(app, scheduler, metrics, settings)
-    _add_words(app, Words(scheduler, settings))
+    _add_tokens(app, TokenRoutes(scheduler, settings))
     if settings.playground:
         _add_playground(app, Playground(scheduler.engine, settings))
     return app
@@ -102,7 +99,7 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model there is."""
+        """The one model."""
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/{name:path}")
@@ -113,28 +110,28 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
         return card
 
 
-def _add_words(app: FastAPI, words: Words) -> None:
+def _add_tokens(app: FastAPI, routes: TokenRoutes) -> None:
     @app.post("/tokenize", openapi_extra=_body(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat."""
-        body, ignored = words.read(read(await request.body()), TokenizeBody)
-        found, more = await apart(words.tokenize, body)
+        body, ignored = routes.read(read(await request.body()), TokenizeBody)
+        found, more = await apart(routes.tokenize, body)
         return JSONResponse(found, headers=named(ignored + more))
 
     @app.post("/detokenize", openapi_extra=_body(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body, ignored = words.read(read(await request.body()), DetokenizeBody)
-        return JSONResponse(await asyncio.to_thread(words.detokenize, body), headers=named(ignored))
+        body, ignored = routes.read(read(await request.body()), DetokenizeBody)
+        return JSONResponse(await asyncio.to_thread(routes.detokenize, body), headers=named(ignored))
 
     @app.get("/props")
     def props() -> dict[str, Any]:
         """The model and the server's defaults."""
-        return words.props()
+        return routes.props()
 
 
 def ailment(scheduler: Scheduler, settings: Settings) -> str | None:
-    """What is wrong with a server, in words; None where requests are worked on."""
+    """What is wrong with a server, in words; None if requests are worked on."""
     if not scheduler.alive:
         return "decoding has stopped"
     busy = scheduler.busy
@@ -170,7 +167,7 @@ def _add_playground(app: FastAPI, playground: Playground) -> None:
 
     @app.get("/playground/model")
     def model() -> dict[str, Any]:
-        """What there is to choose from."""
+        """The model and its methods."""
         return playground.model
 
     @app.post("/playground/plan", openapi_extra=_body(PlanBody))

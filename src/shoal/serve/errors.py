@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients read."""
+"""Errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """What goes back to the client in place of an answer.
+    """An error to send to the client.
 
     Args:
         status: HTTP status.
         message: what is wrong and what to do.
-        param: the field that is to blame.
-        code: a word for programs.
+        param: the field in error.
+        code: a short code for programs.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -22,13 +22,13 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def to_dict(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """The response body."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def no_model(name: str, served: str) -> ApiError:
-    """A 404 about the model."""
+    """A 404 for an unknown model."""
     return ApiError(404, f"there is no model {name!r} here, only {served!r}", param="model", code="model_not_found")
 
 

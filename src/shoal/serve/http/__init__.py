@@ -1,1 +1,0 @@
-"""The HTTP face: routes, what every request passes, metrics, the page."""
