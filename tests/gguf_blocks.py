@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType
 
 _FLOATS = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16}
 _WITH_MINIMA = (GgmlType.Q4_1, GgmlType.Q5_1, GgmlType.Q4_K, GgmlType.Q5_K)

@@ -108,10 +108,7 @@ def ascending(scores: Sequence[float], flex: range, num_layers: int) -> tuple[in
 
 
 _BY_PLACE: Mapping[str, Callable[[range, int], tuple[int, ...]]] = {
-    "center_out": center_out,
-    "late_middle": late_middle,
-    "low_first": low_first,
-    "high_first": high_first,
+    "center_out": center_out, "late_middle": late_middle, "low_first": low_first, "high_first": high_first,
     "spread": spread,
 }
 _BY_SCORE = ("influence", "leave_one_out")

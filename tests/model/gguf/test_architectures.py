@@ -13,9 +13,9 @@ from gguf_models import ARCHITECTURES, QUANTISED, TYPES, tiny_model, with_state,
 from llama_cpp_oracle import Oracle
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.header import GgmlType
 from shoal.model.gguf.modules import modules_of
 from shoal.model.gguf.source import GgufSource
-from shoal.model.gguf.types import GgmlType
 from shoal.model.packed import from_file, native
 from shoal.model.packed.blocked import Blocked
 from shoal.model.packed.build import build

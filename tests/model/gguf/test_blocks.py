@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gguf_models import QUANTISED, TYPES, dequantised, random_blocks
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType
 
 ROWS, COLUMNS = 5, 768
 

@@ -14,9 +14,8 @@ from gguf_models import ALIGNMENT, Raw, gguf_bytes, metadata_of, string, tiny_mo
 from shoal.errors import Unsupported
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
-from shoal.model.gguf.header import Strings, read_header
+from shoal.model.gguf.header import GgmlType, Strings, read_header
 from shoal.model.gguf.tokenizer import tokenizer_of
-from shoal.model.gguf.types import GgmlType
 
 METADATA = {"general.architecture": "llama", "a.whole": 7, "a.number": 0.5, "a.flag": True, "a.text": "héllo",
             "a.words": ["", "a", "日本", "x" * 300], "a.numbers": [1, -2, 3],

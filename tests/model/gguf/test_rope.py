@@ -13,9 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gguf_models import gguf_bytes, metadata_of, tiny_model
 from shoal.errors import Unsupported
-from shoal.model.gguf.config import config_of
+from shoal.model.gguf.config import config_of, llama3
 from shoal.model.gguf.file import GgufFile
-from shoal.model.gguf.rope import llama3
 
 
 def frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:

@@ -16,12 +16,10 @@ from gguf_words import CONTROL, TEMPLATE, TEXT, byte_level, sentencepiece
 from llama_cpp_oracle import Oracle
 from shared_models import data_path
 from shoal.errors import Unsupported
-from shoal.model.gguf import merges
+from shoal.model.gguf import tokenizer
 from shoal.model.gguf.header import read_header
-from shoal.model.gguf.merges import implied_merges, merges_of
-from shoal.model.gguf.pretokenizers import PRE_TOKENIZERS
-from shoal.model.gguf.tokenizer import tokenizer_of
-from shoal.model.gguf.vocabulary import vocabulary_of
+from shoal.model.gguf.metadata import vocabulary_of
+from shoal.model.gguf.tokenizer import PRE_TOKENIZERS, implied_merges, merges_of, tokenizer_of
 
 REAL = {"SmolLM2-135M-Instruct.Q4_1.gguf": [2, 0], "gemma-3-270m-q4_k_m.gguf": [1, 106],
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": [151645, 151643]}
@@ -119,7 +117,7 @@ def test_merges_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     (kept,) = (tmp_path / "shoal" / "merges").iterdir()
     whole = kept.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(merges, "implied_merges", lambda *_: pytest.fail("they were to be read"))
+        patch.setattr(tokenizer, "implied_merges", lambda *_: pytest.fail("they were to be read"))
         assert merges_of(*MERGED) == expected
     for damaged in (b"", whole[:-3], whole[:-4] + b"\x7f\0\0\0", whole.replace(b"<i4", b"<f4")):
         kept.write_bytes(damaged)

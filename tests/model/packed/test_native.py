@@ -323,7 +323,7 @@ def test_narrower_vectors_on_a_processor_with_wide_ones(vectors: str) -> None:
 ALL_BITS = """
 import hashlib, sys, torch
 from gguf_blocks import random_blocks
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
 found = hashlib.sha256(native.vector_set().encode() if len(sys.argv) > 1 else b"")
 def add(packed, cols):

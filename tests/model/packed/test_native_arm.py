@@ -13,7 +13,7 @@ import torch
 
 import emulated
 from gguf_blocks import random_blocks
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
 from shoal.model.packed.native import library
 

@@ -9,7 +9,7 @@ import torch
 
 from gguf_blocks import activations, random_blocks, stands_out
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
 from shoal.model.packed.native import weights
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gguf_blocks import random_blocks
 from native_twin import Case, make_twin, storage
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gguf_blocks import random_blocks
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native, repacked
 from shoal.model.packed.repacked import Repacked
 

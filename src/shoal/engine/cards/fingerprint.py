@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shoal.engine.loading.gguf_checkpoint import is_gguf
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.header import TensorInfo, read_header
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType, TensorInfo, read_header
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 
 _VALUES = 16

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.header import Header, read_said
-from shoal.model.gguf.others import check_said, check_taken
-from shoal.model.gguf.vocabulary import vocabulary_of
+from shoal.model.gguf.metadata import vocabulary_of
+from shoal.model.gguf.modules import check_said, check_taken
 from shoal.model.whole import check_told
 
 if TYPE_CHECKING:

@@ -1,31 +1,129 @@
-"""A matrix in the blocks that a GGUF file holds it in."""
+"""A matrix in the blocks of a GGUF file, and the numbers that the blocks stand for.
+
+The `_q...` functions are plain torch, the reference of every kernel. Each maps blocks uint8 [n, bytes per block] to
+float32 [n, values per block], by the formulas of ggml (ggml-quants.c) in its order of operations, so that the numbers
+are equal to the last bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.model.gguf.dequantise import dequantise, plain
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.header import GgmlType
 
+_PLAIN = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16}
 _AT_ONCE = 1 << 21
-"""Values that are dequantised at a time, so that temporaries stay small beside the result."""
+"""Values that are dequantised at a time; it keeps temporaries small."""
+
+
+def plain(data: Tensor, kind: GgmlType) -> Tensor:
+    """Bytes [..., bytes per row] of a floating-point type as numbers [..., columns]; shares memory."""
+    return data.view(_PLAIN[kind])
+
+
+def dequantise(blocks: Tensor, kind: GgmlType) -> Tensor:
+    """Contiguous blocks [n, bytes per block] of any quantised type to float32 [n, values per block]."""
+    return _BY_TYPE[kind](blocks)
+
+
+def _half(part: Tensor) -> Tensor:
+    """Bytes [n, 2k] of float16 numbers to float32 [n, k]."""
+    return part.contiguous().view(torch.float16).float()
+
+
+def _nibbles(part: Tensor) -> Tensor:
+    """Bytes [n, k] to [n, 2k]: all low nibbles, then all high ones."""
+    return torch.cat([part & 15, part >> 4], dim=-1)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return (_nibbles(blocks[:, 2:]).to(torch.int8) - 8).float() * _half(blocks[:, :2])
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 4:]).float() * _half(blocks[:, :2]) + _half(blocks[:, 2:4])
+
+
+def _fifth_bits(part: Tensor) -> Tensor:
+    """Four bytes [n, 4] to [n, 32]: 16 where bit i is set, else 0."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (part[:, :, None] >> shifts & 1).flatten(1) << 4
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    levels = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return (levels.to(torch.int8) - 16).float() * _half(blocks[:, :2])
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    levels = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return levels.float() * _half(blocks[:, :2]) + _half(blocks[:, 2:4])
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float() * _half(blocks[:, :2])
+
+
+def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima, each uint8 [n, 8] in 0..63, unpacked from the 12 bytes [n, 12] of Q4_K and Q5_K blocks."""
+    low, mid, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat([low & 63, high & 15 | (low >> 6) << 4], dim=1)
+    minima = torch.cat([mid & 63, high >> 4 | (mid >> 6) << 4], dim=1)
+    return scales, minima
+
+
+def _k_affine(blocks: Tensor, levels: Tensor) -> Tensor:
+    """Levels [n, 8, 32] times scale minus minimum, one pair for each 32 values."""
+    scales, minima = k_scales(blocks[:, 4:16])
+    factor, offset = _half(blocks[:, :2]) * scales.float(), _half(blocks[:, 2:4]) * minima.float()
+    return (levels.float() * factor[:, :, None] - offset[:, :, None]).flatten(1)
+
+
+def _k_nibbles(part: Tensor) -> Tensor:
+    """Bytes [n, 128] to [n, 8, 32]: of each 32 bytes the low nibbles, then the high ones."""
+    return _nibbles(part.reshape(-1, 4, 32)).reshape(-1, 8, 32)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _k_affine(blocks, _k_nibbles(blocks[:, 16:]))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    bits = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = (blocks[:, 16:48][:, None] >> bits & 1) << 4
+    return _k_affine(blocks, _k_nibbles(blocks[:, 48:]) | fifth)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
+    pairs = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> pairs & 3) << 4
+    levels = ((low | high).to(torch.int8) - 32).view(-1, 16, 16).float()
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return (levels * (_half(blocks[:, 208:]) * scales)[:, :, None]).flatten(1)
+
+
+_BY_TYPE: dict[GgmlType, Callable[[Tensor], Tensor]] = {
+    GgmlType.Q4_0: _q4_0, GgmlType.Q4_1: _q4_1, GgmlType.Q5_0: _q5_0, GgmlType.Q5_1: _q5_1, GgmlType.Q8_0: _q8_0,
+    GgmlType.Q4_K: _q4_k, GgmlType.Q5_K: _q5_k, GgmlType.Q6_K: _q6_k,
+}
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of blocks, as they lie in the file.
+    """Rows of blocks, as they are stored in the file.
 
     Attributes:
-        type: of all blocks.
-        data: uint8 [rows, bytes per row]; may be a read-only view of a mapped file, so it must never be written to.
+        type: number type of all blocks.
+        data: uint8 [rows, bytes per row]. It may be a read-only view of a mapped file: never write to it.
         columns: values per row.
 
     Raises:
-        ValueError: `data` is not what type and columns ask for.
+        ValueError: `data` does not have the shape that type and columns ask for.
     """
 
     type: GgmlType
@@ -68,7 +166,7 @@ class Blocks:
         return out
 
     def select(self, rows: Tensor | slice) -> Blocks:
-        """Some rows, by their numbers (int64 [n], copied) or a slice (shared)."""
+        """Some rows, by number (int64 [n], copied) or by a slice (shared)."""
         return Blocks(self.type, self.data[rows], self.columns)
 
     @staticmethod
@@ -76,7 +174,7 @@ class Blocks:
         """The rows of all parts, one below the other; a copy.
 
         Raises:
-            ValueError: there are none, or they differ in type or columns.
+            ValueError: there are no parts, or they differ in type or columns.
         """
         kinds = {(part.type, part.columns) for part in parts}
         if len(kinds) != 1:

@@ -1,6 +1,7 @@
 """A transformers config from the metadata of a GGUF file.
 
-What each architecture's metadata means follows llama.cpp (src/models, conversion): https://github.com/ggml-org/llama.cpp
+What the metadata of each architecture means follows llama.cpp (src/models, conversion):
+https://github.com/ggml-org/llama.cpp
 """
 
 from __future__ import annotations
@@ -9,22 +10,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.file import GgufFile
-from shoal.model.gguf.metadata import Metadata
-from shoal.model.gguf.rope import rope_parameters
-from shoal.model.gguf.vocabulary import Vocabulary, vocabulary_of
+from shoal.model.gguf.metadata import Metadata, Vocabulary, vocabulary_of
 from shoal.model.widths import WIDTHS
 
+_SAFETENSORS = "Use the model's safetensors"
+_FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_TOLERANCE = 1e-4
 Fields = dict[str, Any]
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _REMEDY = 'Use backend="hf", which reads it as transformers does, or the model\'s safetensors'
-
-
-def _none(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
-    return {}
 
 
 def _biases(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
@@ -71,7 +71,7 @@ def _olmo2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
 
 
 def _gemma(metadata: Metadata, common: Fields, large: int) -> Fields:
-    """What Gemma 2 and 3 share; models of `large` layers scale queries by hidden size over heads."""
+    """Fields that Gemma 2 and 3 share; models of `large` layers scale queries by hidden size over heads."""
     heads, layers = common["num_attention_heads"], common["num_hidden_layers"]
     cap = "final_logit_softcapping"
     return {
@@ -110,16 +110,16 @@ class Family:
     """An architecture of GGUF files.
 
     Attributes:
-        model_type: of transformers.
-        own: fields of its config beyond the common ones.
+        model_type: the name of the architecture in transformers.
+        own: makes the config's fields beyond the common ones.
         interleaved: whether the rows of q and k are ordered for rotating neighbouring dimensions.
-        norm_shift: what the file's norm weights are larger by.
-        sandwich: whether there are norms behind the sublayers.
-        pre_norm: whether there are norms before them.
+        norm_shift: added to the norm weights in the file; it is subtracted when they are read.
+        sandwich: whether norms follow the sublayers.
+        pre_norm: whether norms precede the sublayers.
     """
 
     model_type: str
-    own: Callable[[GgufFile, Metadata, Fields], Fields] = field(default=_none)
+    own: Callable[[GgufFile, Metadata, Fields], Fields] = field(default=lambda *_: {})
     interleaved: bool = False
     norm_shift: float = 0.0
     sandwich: bool = False
@@ -138,7 +138,7 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": Family("smollm3", _smollm3, interleaved=True),
     "olmo2": Family("olmo2", _olmo2, sandwich=True, pre_norm=False),
 }
-"""Architectures by their names in GGUF files."""
+"""Architectures by their name in GGUF files."""
 
 _HEAD_DIM = ("llama", "deci", "qwen3", "gemma2", "gemma3")
 _PARTIAL = ("phi3",)
@@ -148,8 +148,8 @@ def family_of(metadata: Metadata) -> Family:
     """The family of a file.
 
     Raises:
-        Unsupported: it is not known here.
-        ValueError: it is no model, or one part of several.
+        Unsupported: Shoal does not know the architecture, or the model has experts.
+        ValueError: the file is no model, or one part of a split one.
     """
     name = metadata.architecture
     if (kind := metadata.text("general.type", "model")) != "model":
@@ -168,8 +168,8 @@ def config_of(file: GgufFile) -> Any:
     """The transformers config of a GGUF file.
 
     Raises:
-        Unsupported: the architecture, or something in it, is not known here.
-        ValueError: metadata are absent, out of range, or contradict each other or the tensors.
+        Unsupported: Shoal does not know the architecture, or something in it.
+        ValueError: metadata are missing, out of range, or contradict each other or the tensors.
     """
     metadata = Metadata(file.header)
     family = family_of(metadata)
@@ -206,7 +206,7 @@ def _common(file: GgufFile, metadata: Metadata) -> Fields:
 
 
 def _layers(file: GgufFile, metadata: Metadata) -> int:
-    """The number of layers, which what follows makes lists of: no more than there are tensors."""
+    """The number of layers, bounded by the number of tensors, since lists of that length follow."""
     layers, tensors = metadata.whole("block_count"), len(file.header.tensors)
     if layers > tensors:
         raise ValueError(f"the GGUF file {file.path.name!r} announces {layers} layers and has {tensors} tensors; "
@@ -252,3 +252,102 @@ def _special(words: Vocabulary | None) -> Fields:
     if words is None:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return {"bos_token_id": words.bos, "eos_token_id": words.ends, "pad_token_id": words.pad}
+
+
+def rope_parameters(file: GgufFile, metadata: Metadata, head_dim: int) -> dict[str, Any]:
+    """The rotary embedding of a file as `rope_parameters` of a transformers config.
+
+    Raises:
+        Unsupported: transformers has no equivalent.
+    """
+    theta = metadata.number("rope.freq_base", 10000.0)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    rotated = metadata.whole("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    kind = metadata.text("rope.scaling.type", "none")
+    if file.has(_FREQUENCIES):
+        return rope | llama3(_vector(file, _FREQUENCIES), theta, rotated)
+    if file.has(_LONG) and file.has(_SHORT):
+        return rope | _longrope(file, metadata)
+    if kind == "none":
+        return rope
+    if kind == "linear":
+        return rope | {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
+    if kind == "yarn" and not metadata.has("rope.scaling.yarn_log_multiplier"):
+        return rope | _yarn(metadata)
+    raise Unsupported(f"rotary embeddings of type {kind!r} in a GGUF file", "Shoal reads none, linear, yarn, and "
+                      "factors per frequency", _SAFETENSORS)
+
+
+def _yarn(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "factor": metadata.number("rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.whole("rope.scaling.original_context_length"),
+        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _longrope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    original = metadata.whole("rope.scaling.original_context_length")
+    return {
+        "rope_type": "longrope",
+        "short_factor": _vector(file, _SHORT).tolist(),
+        "long_factor": _vector(file, _LONG).tolist(),
+        "attention_factor": metadata.number("rope.scaling.attn_factor", 1.0),
+        "factor": metadata.whole("context_length") / original,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _vector(file: GgufFile, name: str) -> Tensor:
+    return file.values(name).flatten().double()
+
+
+def llama3(divisors: Tensor, theta: float, rotated: int) -> dict[str, Any]:
+    """Parameters of rope type "llama3" (Llama 3.1) that give these divisors of the frequencies [rotated / 2].
+
+    The file holds the divisors alone. Between the unscaled and the fully scaled frequencies, 1 / divisor is linear in
+    the frequency, so two of them determine both bounds. Bounds and original length share an unknown factor, so the
+    lower bound is set to 1.
+
+    Raises:
+        Unsupported: no parameters give these divisors.
+    """
+    if divisors.shape != (rotated // 2,) or not bool((divisors >= 1).all()):
+        raise _strange()
+    factor = float(divisors.max())
+    turns = theta ** (-torch.arange(0, rotated, 2, dtype=torch.double) / rotated) / (2 * torch.pi)
+    bounds = _bounds(divisors, turns, factor)
+    for length, high in (bounds, (8192, 4.0)):
+        found = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high,
+                 "original_max_position_embeddings": length}
+        if length > 0 and high > 1 and torch.allclose(_divisors(turns, factor, length, high), divisors, _TOLERANCE):
+            return found
+    raise _strange()
+
+
+def _bounds(divisors: Tensor, turns: Tensor, factor: float) -> tuple[int, float]:
+    """Original length, and the upper bound in turns over that length; zeros if too few frequencies lie between."""
+    between = (divisors > 1 + 1e-6) & (divisors < factor * (1 - 1e-6))
+    if int(between.sum()) < 2:
+        return 0, 0.0
+    part = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
+    ends = turns[between]
+    slope = float((part[0] - part[-1]) / (ends[0] - ends[-1]))
+    shift = float(slope * ends[0] - part[0])
+    if slope <= 0 or shift <= 0:
+        return 0, 0.0
+    return round(slope / shift), round(1 + 1 / shift, 4)
+
+
+def _divisors(turns: Tensor, factor: float, length: int, high: float) -> Tensor:
+    part = ((turns * length - 1) / (high - 1)).clamp(0, 1)
+    return 1 / ((1 - part) / factor + part)
+
+
+def _strange() -> Unsupported:
+    what = "a GGUF file with factors per rotary frequency"
+    return Unsupported(what, "they are not those of Llama 3.1's scaling, the one form that is known", _SAFETENSORS)

@@ -1,4 +1,4 @@
-"""An open GGUF file: its header, and its tensors as views of one read-only mapping."""
+"""An open GGUF file: its header, and its tensors as views of a read-only mapping."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.dequantise import plain
+from shoal.model.gguf.blocks import Blocks, plain
 from shoal.model.gguf.header import Header, TensorInfo, mapped, parse
 
 
 class GgufFile:
     """A GGUF file, mapped once; processes that map it share its pages.
 
-    Args:
-        path: of the file.
-
     Attributes:
-        path, header: where it lies and what it says.
+        path: of the file.
+        header: its metadata and where its tensors lie.
 
     Raises:
-        ValueError, Unsupported: see `shoal.model.gguf.header.read_header`.
+        ValueError, Unsupported: as in `shoal.model.gguf.header.read_header`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,14 +35,14 @@ class GgufFile:
                 self._bytes: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of that name in the file."""
+        """Whether the file has a tensor of that name."""
         return name in self.header.tensors
 
     def blocks(self, name: str) -> Blocks:
-        """A tensor's blocks as a view of the mapping, a vector as one row.
+        """The blocks of a tensor as a view of the mapping; a vector is one row.
 
         Raises:
-            KeyError: there is no such tensor.
+            KeyError: the file has no such tensor.
             ValueError: the file is closed.
         """
         info = self.header.tensors[name]
@@ -53,21 +50,18 @@ class GgufFile:
         return Blocks(info.type, self._raw(info).view(-1, info.type.row_bytes(columns)), columns)
 
     def values(self, name: str) -> Tensor:
-        """A tensor in its shape.
-
-        Floating-point types come in their dtype, as a view that must not be written to, others dequantised to float32.
-        """
+        """A tensor in its shape: a read-only view for floating-point types, else dequantised to float32."""
         info, blocks = self.header.tensors[name], self.blocks(name)
         if info.type.is_float:
             return plain(blocks.data, info.type).view(info.shape)
         return blocks.dequantise().view(info.shape)
 
     def close(self) -> None:
-        """Give the mapping up. Views that are out keep it until they are gone, so none ever points nowhere."""
+        """Give up the mapping; it stays alive as long as a view of it does."""
         self._bytes = self._buffer = None
 
     def release(self) -> None:
-        """Give back the memory of pages that were read; views stay valid and read them again."""
+        """Give back the memory of the pages that were read; views stay valid and read them again."""
         if self._buffer is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._buffer.madvise(mmap.MADV_DONTNEED)
 

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata and where each tensor lies, read with bounds checked before use.
+"""The header of a GGUF file: metadata, and where each tensor lies. Bounds are checked before they are used.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Nothing is believed:
-every count and length is compared with the bytes that are left before it is used, so what a damaged file announces is
-never allocated. Long arrays stay in the file (`Strings`, `memoryview`) until someone asks for their items.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian; number types are
+those of ggml-common.h. Every count and length is compared with the bytes that are left, so what a damaged file
+announces is never allocated. Long arrays stay in the file (`Strings`, `memoryview`) until their items are read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import overload
 
 from shoal.errors import Unsupported
-from shoal.model.gguf.types import OTHERS, GgmlType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -32,14 +32,69 @@ _SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 _AGAIN = "Fetch the file again"
 
 
+class GgmlType(IntEnum):
+    """Number types of tensors that Shoal reads, by their number in the file."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    BF16 = 30
+
+    @property
+    def values(self) -> int:
+        """Values in a block."""
+        return _SIZES[self][0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return _SIZES[self][1]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the type is plain floating point, one value per block."""
+        return self.values == 1
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row.
+
+        Raises:
+            ValueError: `columns` is not a multiple of the block.
+        """
+        if columns < 1 or columns % self.values:
+            raise ValueError(f"{self.name} with {columns} columns; it must be a positive multiple of {self.values}")
+        return columns // self.values * self.nbytes
+
+
+_SIZES = {
+    GgmlType.F32: (1, 4), GgmlType.F16: (1, 2), GgmlType.BF16: (1, 2), GgmlType.Q4_0: (32, 18), GgmlType.Q4_1: (32, 20),
+    GgmlType.Q5_0: (32, 22), GgmlType.Q5_1: (32, 24), GgmlType.Q8_0: (32, 34), GgmlType.Q4_K: (256, 144),
+    GgmlType.Q5_K: (256, 176), GgmlType.Q6_K: (256, 210),
+}
+
+OTHERS = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}
+"""Types that Shoal does not read, for error messages."""
+
+
 class Strings(Sequence[str]):
-    """Strings that lie in the file one after the other, each behind its length; decoded when they are asked for.
+    """An array of strings in the file, each preceded by its length; a string is decoded when it is read.
 
     Args:
         buffer: the mapped file; stays open as long as this object.
         start: where the first length begins.
-        places: where each length begins, and the end of the last string, counted from `start`.
-        name: of the metadata entry, for errors.
+        places: where each length begins and where the last string ends, counted from `start`.
+        name: name of the metadata entry, for errors.
     """
 
     def __init__(self, buffer: mmap.mmap, start: int, places: array[int], name: str) -> None:
@@ -65,7 +120,7 @@ class Strings(Sequence[str]):
         return iter(self.decoded())
 
     def decoded(self) -> list[str]:
-        """All strings at once, which takes far less time than one by one."""
+        """All strings at once, which is much faster than one by one."""
         region = self._buffer[self._start : self._start + self._places[-1]]
         try:
             return [region[start + 8 : end].decode() for start, end in pairwise(self._places)]
@@ -81,14 +136,14 @@ class Strings(Sequence[str]):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies.
+    """A tensor's type, shape and place.
 
     Attributes:
-        name: in the file.
-        type: of its values.
-        shape: in torch's order, the last dimension contiguous.
-        offset: of its first byte in the file.
-        nbytes: its size.
+        name: its name in the file.
+        type: number type of its values.
+        shape: in torch's order; the last dimension is contiguous.
+        offset: its first byte in the file.
+        nbytes: its size in bytes.
     """
 
     name: str
@@ -100,12 +155,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says about itself.
+    """The header of a GGUF file.
 
     Attributes:
-        version: of the format.
-        metadata: by key; strings, numbers, truth values, `Strings`, or a `memoryview` of numbers.
-        tensors: by name, in the file's order.
+        version: version of the format.
+        metadata: values by key: strings, numbers, bools, `Strings`, or a `memoryview` of numbers.
+        tensors: tensors by name, in the order of the file.
         data_offset: where the tensors begin.
     """
 
@@ -119,20 +174,20 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """Read the header of a GGUF file.
 
     Raises:
-        ValueError: the file is absent, a folder, not readable, no GGUF file, or damaged.
-        Unsupported: another version of the format, or a tensor of a type that Shoal does not read.
+        ValueError: the file is missing, a folder, not readable, no GGUF file, or damaged.
+        Unsupported: the version of the format, or the type of a tensor, is one that Shoal does not read.
     """
     with mapped(path) as buffer:
         return parse(buffer, Path(path).name)
 
 
 def read_said(path: str | os.PathLike[str]) -> tuple[Header, dict[str, int]]:
-    """What a file says of itself and how many values each of its tensors has, whatever their types are.
+    """A header without tensors, and the number of values of each tensor, whatever its type.
 
-    For files that somebody else is to read: the header holds the metadata, and no tensor.
+    For files that another library will load.
 
     Raises:
-        ValueError, Unsupported: see `read_header`.
+        ValueError, Unsupported: as in `read_header`.
     """
     with mapped(path) as buffer, _whole(buffer, Path(path).name):
         return _Reader(buffer, Path(path).name).said()
@@ -140,10 +195,10 @@ def read_said(path: str | os.PathLike[str]) -> tuple[Header, dict[str, int]]:
 
 @contextmanager
 def mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
-    """The file, mapped read-only; the mapping lives as long as something that was made of it.
+    """Map a file read-only; the mapping lives as long as anything made from it.
 
     Raises:
-        ValueError: there is no such file, or it cannot be read.
+        ValueError: the file is missing or cannot be read.
     """
     name = os.fspath(path)
     if os.path.isdir(name):
@@ -161,7 +216,7 @@ def mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
 
 
 def parse(buffer: mmap.mmap, name: str) -> Header:
-    """The header of a mapped file; `name` is for errors. See `read_header`."""
+    """The header of a mapped file, as `read_header` gives it; `name` is for errors."""
     with _whole(buffer, name):
         return _Reader(buffer, name).header()
 
@@ -180,7 +235,7 @@ def _not_text(name: str, error: UnicodeDecodeError) -> ValueError:
 
 
 class _Reader:
-    """A place in the header that moves on."""
+    """Reads a header from front to back."""
 
     def __init__(self, buffer: mmap.mmap, name: str) -> None:
         self._buffer, self._name, self._end, self._at = buffer, name, len(buffer), 0
@@ -205,7 +260,7 @@ class _Reader:
         return Header(version, metadata, {}, self._at), sizes
 
     def _preface(self) -> tuple[int, int, dict[str, object]]:
-        """Version, number of tensors, metadata."""
+        """Version, number of tensors and metadata."""
         version = self._start()
         tensor_count, entry_count = self._scalar("Q"), self._scalar("Q")
         self._fits("tensors", tensor_count, _SMALLEST_TENSOR)
@@ -259,7 +314,7 @@ class _Reader:
         return memoryview(self._buffer)[start : self._at].cast(_SCALARS[kind])  # type: ignore[call-overload]
 
     def _strings(self, key: str, count: int) -> Strings:
-        """Walk over the strings without decoding them: one step per string."""
+        """Find where each string lies, without decoding any."""
         places = array("I", [0])
         places *= count + 1
         start, length, buffer, at = self._at, struct.Struct("<Q").unpack_from, self._buffer, self._at
@@ -286,7 +341,7 @@ class _Reader:
         return found
 
     def _tensor(self, name: str) -> tuple[tuple[int, ...], int, int]:
-        """Shape, number of the type, offset."""
+        """Shape, type number and offset of the next tensor."""
         dimensions = self._scalar("I")
         if not 1 <= dimensions <= _DIMENSIONS:
             raise self._wrong(f"tensor {_short(name)} has {dimensions} dimensions", f"it must be 1 to {_DIMENSIONS}")
@@ -306,7 +361,7 @@ class _Reader:
     def _placed(
         self, raw: list[tuple[str, GgmlType, tuple[int, ...], int]], start: int, alignment: int
     ) -> dict[str, TensorInfo]:
-        """Tensors with their sizes; none may leave the file or touch another."""
+        """The tensors with their sizes; each must lie within the file and overlap no other."""
         placed = {}
         for name, kind, shape, offset in raw:
             if offset % alignment:

@@ -1,26 +1,34 @@
-"""Metadata of a model, read by key with its kind and range checked."""
+"""Typed reads of GGUF metadata: entries of a model, and its vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.errors import Unsupported
-from shoal.model.gguf.header import Header
+from shoal.model.gguf.header import Header, Strings
 
 _REMEDY = "Convert the model again"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Kinds of tokens."""
+
+_KEY = "tokenizer.ggml."
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+})
+"""Control tokens that end an answer in every model that has them."""
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class Metadata:
-    """Entries of a header; keys without a family are completed by the architecture.
+    """Typed reads of the entries of a header; every read raises ValueError for a value of another type or range.
 
-    Args:
-        header: of the file.
+    A key gets the architecture as its prefix, unless it begins with `general.`, `tokenizer.` or `split.`.
 
     Attributes:
-        architecture: the value of `general.architecture`.
-
-    Raises:
-        ValueError: the file names no architecture.
+        architecture: the value of `general.architecture`, which must be there.
     """
 
     def __init__(self, header: Header) -> None:
@@ -28,11 +36,11 @@ class Metadata:
         self.architecture = self.text("general.architecture")
 
     def has(self, key: str) -> bool:
-        """Whether there is a value."""
+        """Whether the entry exists."""
         return self._entry(key) is not None
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least `least`; an array whose items are all equal counts as one."""
+        """An integer of at least `least`; an array of equal integers counts as one."""
         found = self._entry(key)
         if found is None and default is not None:
             return default
@@ -46,7 +54,7 @@ class Metadata:
         return found
 
     def each(self, key: str, layers: int) -> list[int]:
-        """A whole number of at least 1 for each layer: one for all, or an array of them."""
+        """An integer of at least 1 for each layer, from one number for all or an array."""
         found = self._entry(key)
         if not isinstance(found, memoryview):
             return [self.whole(key)] * layers
@@ -73,7 +81,7 @@ class Metadata:
         return found
 
     def flag(self, key: str, default: bool) -> bool:
-        """A truth value."""
+        """A bool."""
         found = self._entry(key)
         if found is None:
             return default
@@ -82,7 +90,7 @@ class Metadata:
         return found
 
     def pattern(self, key: str, default: int, layers: int) -> list[bool]:
-        """One truth value per layer: given as such, or as the period whose last layer is false."""
+        """One bool per layer, from an array or from a period, in which only the last layer is false."""
         found = self._entry(key)
         if isinstance(found, memoryview) and len(found) == layers:
             return [bool(one) for one in found]
@@ -99,6 +107,127 @@ class Metadata:
 
     def _wrong(self, key: str, found: object, allowed: str) -> ValueError:
         if isinstance(found, Sequence | memoryview) and not isinstance(found, str):
-            found = list(found[:20])  # of an array the beginning
+            found = list(found[:20])  # the beginning of an array is enough
         told = "absent" if found is None else repr(found)[:80]
         return ValueError(f"the GGUF metadata entry {self._name(key)} is {told}; it must be {allowed}. {_REMEDY}")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer's part of a GGUF file.
+
+    Attributes:
+        kind: "gpt2" for byte-level BPE, "llama" for SentencePiece BPE, or another name.
+        pre: name of the pre-tokenizer; "" if the file gives none.
+        tokens: tokens by id.
+        kinds, scores: kind and score of each token by id; empty if the file has none.
+        merges: pairs separated by a space, best first; empty if the file has none.
+        bos, eos, unk, pad: ids or None.
+        ends: ids that end an answer, the end-of-sequence id first.
+        add_bos, add_eos: whether bos and eos are added around a text; None if the file does not say.
+        add_space_prefix: whether a space is added before a text; None if the file does not say.
+        chat_template: Jinja source or None.
+    """
+
+    kind: str
+    pre: str
+    tokens: Sequence[str]
+    kinds: Sequence[int]
+    scores: Sequence[float]
+    merges: Sequence[str]
+    bos: int | None
+    eos: int | None
+    unk: int | None
+    pad: int | None
+    ends: list[int]
+    add_bos: bool | None
+    add_eos: bool | None
+    add_space_prefix: bool | None
+    chat_template: str | None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def of_kind(self, *kinds: int) -> list[int]:
+        """Ids of all tokens of these kinds."""
+        return [token for token, kind in enumerate(self.kinds) if kind in kinds]
+
+
+def vocabulary_of(header: Header) -> Vocabulary | None:
+    """The vocabulary, or None if the file has none.
+
+    Raises:
+        ValueError: an entry has the wrong type or size.
+    """
+    entries = header.metadata
+    tokens, kind = entries.get(_KEY + "tokens"), entries.get(_KEY + "model")
+    if tokens is None or kind in (None, "none", "no_vocab"):
+        return None
+    if not isinstance(tokens, Strings) or not isinstance(kind, str):
+        raise _wrong("tokens", "must be strings, and its model a name")
+    merges = entries.get(_KEY + "merges", ())
+    if not isinstance(merges, Strings | tuple):
+        raise _wrong("merges", "must be strings")
+    kinds = _numbers(entries, "token_type", len(tokens))
+    special = {name: _token(entries, name, len(tokens)) for name in (*_IDS, *_END_KEYS)}
+    return Vocabulary(
+        kind=kind,
+        pre=_text(entries, _KEY + "pre") or "",
+        tokens=tokens,
+        kinds=[int(one) for one in kinds],
+        scores=_numbers(entries, "scores", len(tokens)),
+        merges=merges,
+        bos=special["bos_token_id"],
+        eos=special["eos_token_id"],
+        unk=special["unknown_token_id"],
+        pad=special["padding_token_id"],
+        ends=_ends([special[name] for name in _END_KEYS], tokens, kinds),
+        add_bos=_flag(entries, "add_bos_token"),
+        add_eos=_flag(entries, "add_eos_token"),
+        add_space_prefix=_flag(entries, "add_space_prefix"),
+        chat_template=_text(entries, "tokenizer.chat_template"),
+    )
+
+
+_IDS = ("bos_token_id", "unknown_token_id", "padding_token_id")
+
+
+def _ends(named: list[int | None], tokens: Strings, kinds: Sequence[float]) -> list[int]:
+    known = [token for token, kind in enumerate(kinds) if kind == CONTROL and tokens[token] in _ENDS]
+    return list(dict.fromkeys([*(token for token in named if token is not None), *known]))
+
+
+def _numbers(entries: Mapping[str, object], name: str, count: int) -> Sequence[float]:
+    found = entries.get(_KEY + name)
+    if found is None:
+        return ()
+    if not isinstance(found, memoryview) or len(found) != count:
+        raise _wrong(name, f"must be {count} numbers, one per token")
+    return found
+
+
+def _token(entries: Mapping[str, object], name: str, count: int) -> int | None:
+    found = entries.get(_KEY + name)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < count:
+        raise _wrong(name, f"is {found!r:.80}; it must be a token id, 0 to {count - 1}")
+    return found
+
+
+def _flag(entries: Mapping[str, object], name: str) -> bool | None:
+    found = entries.get(_KEY + name)
+    if found is not None and not isinstance(found, bool):
+        raise _wrong(name, f"is {found!r:.80}; it must be true or false")
+    return found
+
+
+def _text(entries: Mapping[str, object], name: str) -> str | None:
+    found = entries.get(name)
+    if found is not None and not isinstance(found, str):
+        raise _wrong(name.removeprefix(_KEY), "must be a string")
+    return found
+
+
+def _wrong(name: str, must: str) -> ValueError:
+    return ValueError(f"the GGUF tokenizer's {name} {must}. Convert the model again, or give a tokenizer of your own")

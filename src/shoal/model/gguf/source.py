@@ -1,4 +1,4 @@
-"""The weights of a GGUF file by transformers' names, with transformers' row order and conventions."""
+"""The weights of a GGUF file under the names of transformers, in its row order and conventions."""
 
 from __future__ import annotations
 
@@ -9,30 +9,66 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.config import family_of
+from shoal.model.gguf.config import EMBEDDING, HEAD, Family, family_of
 from shoal.model.gguf.file import GgufFile
-from shoal.model.gguf.header import TensorInfo
+from shoal.model.gguf.header import GgmlType, TensorInfo
 from shoal.model.gguf.metadata import Metadata
-from shoal.model.gguf.names import gguf_name
-from shoal.model.gguf.types import GgmlType
 from shoal.model.modules import expected
+from shoal.model.packed.source import Source
 
+_WHOLE = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": "output_norm.weight", "lm_head.weight": HEAD}
+_PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+_BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_SANDWICH = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm", **_BEHIND}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
-"""What the rotary embedding is read from."""
+"""Tensors that only the rotary embedding reads."""
 
 
-class GgufSource:
-    """A `shoal.model.packed.source.Source` of a GGUF file; one tensor at a time is in memory.
+def gguf_name(name: str, family: Family) -> str | None:
+    """The name in GGUF files of the tensor that transformers calls `name`; None if there is none."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return None
+    layer, part, kind = found.groups()
+    inside = (_parts(family) | _norms(family)).get(part)
+    return inside and f"blk.{layer}.{inside}.{kind}"
+
+
+def _parts(family: Family) -> dict[str, str]:
+    if family.model_type != "phi3":
+        return _PARTS
+    fused = {name: part for name, part in _PARTS.items() if name not in ("mlp.gate_proj", "mlp.up_proj")}
+    return fused | {"mlp.gate_up_proj": "ffn_up"}
+
+
+def _norms(family: Family) -> dict[str, str]:
+    if not family.sandwich:
+        return _PRE_NORMS
+    return _SANDWICH if family.pre_norm else _BEHIND
+
+
+class GgufSource(Source):
+    """A source that reads a GGUF file, one tensor at a time.
 
     Args:
-        file: open.
+        file: an open file.
         config: its transformers config, from `config_of`.
 
     Raises:
-        Unsupported: the architecture is not known.
+        Unsupported: Shoal does not know the architecture.
     """
 
     def __init__(self, file: GgufFile, config: Any) -> None:
@@ -42,19 +78,17 @@ class GgufSource:
             "attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads,
         } if self._family.interleaved else {}
 
+    @override
     def names(self) -> list[str]:
-        """See `Source`: those of transformers' modules that the file has."""
+        """The tensors of transformers' modules that the file has."""
         return sorted(filter(self.has, expected(self._config)))
 
+    @override
     def has(self, name: str) -> bool:
-        """See `Source`."""
         return self._place(name) is not None
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor: floating-point types in their dtype, others dequantised to float32.
-
-        Views of the file are read-only: they must not be written to.
-        """
+        """The tensor, in its dtype if that is floating point, else dequantised to float32; may be a read-only view."""
         place = self._place(name)
         if place is None:
             raise KeyError(name)
@@ -69,9 +103,9 @@ class GgufSource:
         return values
 
     def blocks(self, name: str) -> Blocks | None:
-        """The blocks of a matrix in transformers' row order, or None where there is no such tensor.
+        """The blocks of a matrix in transformers' row order; None if there is no such tensor.
 
-        A view of the mapped file unless its rows had to be put in order.
+        A view of the mapped file, unless rows had to be reordered.
         """
         place = self._place(name)
         if place is None:
@@ -84,15 +118,15 @@ class GgufSource:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """The path of the file."""
         return self._file.path
 
     def type_of(self, name: str) -> GgmlType:
-        """The type of a tensor; KeyError where there is none of that name."""
+        """The type of a tensor; KeyError if there is none of that name."""
         return self._info(name).type
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor; KeyError where there is none of that name."""
+        """The shape of a tensor; KeyError if there is none of that name."""
         return self._info(name).shape
 
     def matrices(self) -> list[tuple[GgmlType, tuple[int, int]]]:
@@ -101,12 +135,12 @@ class GgufSource:
                 if len(info.shape) == 2]
 
     def unread(self, known: Iterable[str]) -> list[str]:
-        """The file's names of tensors that are none of those of transformers' `known`, nor read in another way."""
+        """Tensors of the file, by its names, that are neither in `known` (transformers' names) nor read otherwise."""
         places = {gguf_name(name, self._family) for name in known}
         return [place for place in self._file.header.tensors if place not in places and not ASIDE.search(place)]
 
     def release(self) -> None:
-        """Let go of the pages that were read so far; they are read again where they are wanted."""
+        """Give back the memory of the pages that were read so far."""
         self._file.release()
 
     def _info(self, name: str) -> TensorInfo:
@@ -120,7 +154,7 @@ class GgufSource:
         return place if place is not None and self._file.has(place) else None
 
     def _order(self, place: str) -> Tensor | None:
-        """Which row of the file is which of transformers': pairs of neighbours become halves."""
+        """The row order of transformers, as rows of the file: neighbouring pairs become halves. None if they agree."""
         heads = self._heads.get(place.split(".")[-2])
         if heads is None:
             return None

@@ -1,15 +1,21 @@
 """A transformers tokenizer from the vocabulary of a GGUF file.
 
-Byte-level BPE ("gpt2") takes the file's merges. SentencePiece BPE ("llama") has none in the file: they follow from the
-vocabulary and its scores, since SentencePiece joins the neighbours whose union has the best score (Kudo and
-Richardson, 2018, arXiv 1808.06226). Gemma's are in the order of its tokens, as in its own tokenizer.
+Byte-level BPE ("gpt2") takes the merges of the file; the name in `tokenizer.ggml.pre` says how text is split before.
+The file of a SentencePiece BPE ("llama") has no merges. They follow from the vocabulary and its scores, since
+SentencePiece joins the neighbours whose union has the best score (Kudo and Richardson, 2018, arXiv 1808.06226); for
+Gemma they follow the order of the tokens. A large vocabulary has half a million merges, so they are kept on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -17,24 +23,123 @@ from transformers import PreTrainedTokenizerFast
 from shoal.errors import Unsupported
 from shoal.heap import give_back, uncollected
 from shoal.model.gguf.header import Header
-from shoal.model.gguf.merges import merges_of
-from shoal.model.gguf.metadata import Metadata
-from shoal.model.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from shoal.model.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, vocabulary_of
+from shoal.model.gguf.metadata import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Metadata, Vocabulary, vocabulary_of
+from shoal.user_cache import cache_folder, write_whole
 
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+
+GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+DIGITS = (r"\p{N}", *GPT2)
+LLAMA3 = (rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",)
+QWEN2 = (rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",)
+TEKKEN = (rf"{_CASED % ('', '')}|\p{{N}}|{_SLASHED}",)
+GPT4O = (rf"{_CASED % (_ENDINGS + '?', _ENDINGS + '?')}|\p{{N}}{{1,3}}|{_SLASHED}",)
+DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", *GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", *GPT2, "[0-9][0-9][0-9]")
 SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 _REMEDY = "Give the model's own tokenizer, shoal.load(file, tokenizer=FOLDER_OR_HUB_ID)"
 _IN_ORDER = ("gemma", "gemma2", "gemma3")
 _STRIPPING = ("phi3",)
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How text is split before byte-level BPE.
+
+    Attributes:
+        cuts: regular expressions. Each splits the pieces that the one before has left, into its matches and the rest.
+        whole_words: whether a piece that is a token is taken whole, ignoring merges.
+        nfc: whether text is first brought to Unicode's normal form C.
+        add_bos: whether a text begins with the beginning-of-sequence token if the file does not say.
+    """
+
+    cuts: tuple[str, ...]
+    whole_words: bool = False
+    nfc: bool = False
+    add_bos: bool = False
+
+
+def _named(names: str, one: PreTokenizer) -> dict[str, PreTokenizer]:
+    return dict.fromkeys(names.split(), one)
+
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    **_named("default", PreTokenizer(DEFAULT)),
+    **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en "
+             "jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling", PreTokenizer(GPT2)),
+    **_named("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", PreTokenizer(DIGITS)),
+    **_named("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+             PreTokenizer(LLAMA3, whole_words=True, add_bos=True)),
+    **_named("dbrx smaug-bpe", PreTokenizer(LLAMA3)),
+    **_named("glm4 chatglm-bpe", PreTokenizer(LLAMA3, whole_words=True)),
+    **_named("qwen2", PreTokenizer(QWEN2, nfc=True)),
+    **_named("deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open", PreTokenizer(QWEN2)),
+    **_named("tekken", PreTokenizer(TEKKEN, whole_words=True, add_bos=True)),
+    **_named("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer(GPT4O)),
+    **_named("falcon", PreTokenizer(FALCON)),
+}
+"""Pre-tokenizers by name: facts of the models' own tokenizers, collected in llama.cpp (src/llama-vocab.cpp)."""
+
+
+def merges_of(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[float]) -> list[tuple[str, str]]:
+    """All pairs of tokens whose union is a token that text can hold, ordered by the key of the union, smallest first.
+
+    They are cached in `shoal/merges` of $XDG_CACHE_HOME (by default ~/.cache), under the SHA-256 of the arguments.
+    """
+    kept = cache_folder() / "merges" / f"{_digest(tokens, kinds, keys)}.npy"
+    pairs = _read(kept, len(tokens))
+    if pairs is None:
+        pairs = implied_merges(tokens, kinds, keys)
+        found = np.asarray(pairs, dtype=np.int32).reshape(-1, 2)
+        write_whole(kept, lambda file: np.save(file, found, allow_pickle=False))
+    return [(tokens[first], tokens[second]) for first, second in pairs]
+
+
+def implied_merges(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[float]) -> list[tuple[int, int]]:
+    """The merges as pairs of ids, computed anew."""
+    ids = {token: number for number, token in enumerate(tokens)}
+    joined = [n for n, token in enumerate(tokens)
+              if len(token) > 1 and (not kinds or kinds[n] in (NORMAL, USER_DEFINED))]
+    joined.sort(key=keys.__getitem__)
+    known, find = ids.keys(), ids.__getitem__
+    merges: list[tuple[int, int]] = []
+    for number in joined:
+        token = tokens[number]
+        merges += sorted((find(first), find(second)) for cut in range(1, len(token))
+                         if (first := token[:cut]) in known and (second := token[cut:]) in known)
+    return merges
+
+
+def _digest(tokens: Sequence[str], kinds: Sequence[int], keys: Sequence[float]) -> str:
+    digest = hashlib.sha256("\0".join(tokens).encode("utf-8", "surrogatepass"))
+    digest.update(array("q", kinds).tobytes())
+    digest.update(array("d", keys).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path, tokens: int) -> list[tuple[int, int]] | None:
+    """The cached pairs; None if the file is missing or damaged."""
+    try:
+        pairs = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    if pairs.dtype != np.int32 or pairs.ndim != 2 or pairs.shape[1] != 2 or not np.all((pairs >= 0) & (pairs < tokens)):
+        return None
+    found: list[tuple[int, int]] = pairs.tolist()
+    return found
+
+
 def tokenizer_of(header: Header) -> Any | None:
-    """The tokenizer, a `PreTrainedTokenizerFast`, or None where the file has none.
+    """The tokenizer, a `PreTrainedTokenizerFast`, or None if the file has none.
 
     Raises:
-        Unsupported: the tokenizer or its pre-tokenizer is of a kind that is not known here.
+        Unsupported: Shoal does not know the kind of the tokenizer or its pre-tokenizer.
         ValueError: the vocabulary is damaged.
     """
     with uncollected():
@@ -69,7 +174,7 @@ def _rules(name: str) -> PreTokenizer:
 
 
 def _distinct(words: Vocabulary) -> list[str]:
-    """The tokens; empty ones, which no text can hold, get a name of their own."""
+    """The tokens, checked for duplicates; empty ones, which occur in no text, get names of their own."""
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(words.tokens)]
     if len(set(tokens)) < len(tokens):
         seen: set[str] = set()
@@ -79,7 +184,7 @@ def _distinct(words: Vocabulary) -> list[str]:
 
 
 def _spelled(tokens: list[str]) -> list[str]:
-    """Tokens of spaces alone as SentencePiece writes them; some files hold real spaces."""
+    """The tokens, with real spaces in tokens of spaces alone replaced by SentencePiece's character."""
     return [SPACE * len(token) if token.isspace() and not token.strip(" ") else token for token in tokens]
 
 
@@ -129,7 +234,7 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> To
 
 
 def _add_special(backend: Tokenizer, tokens: list[str], words: Vocabulary, architecture: str) -> None:
-    """Tokens that are matched in the text before anything else; control ones leave no text of their own."""
+    """Add tokens that are matched before anything else; control tokens are skipped in decoded text."""
     stripping = architecture in _STRIPPING and words.kind == "llama"
     named = {number for number in (words.bos, words.eos, words.unk, words.pad) if number is not None}
     control = named | set(words.of_kind(CONTROL, UNKNOWN))
@@ -142,7 +247,7 @@ def _add_special(backend: Tokenizer, tokens: list[str], words: Vocabulary, archi
 
 
 class _Handed:
-    """Hands a tokenizer over as it is: transformers would copy it by way of JSON, seconds for a large one."""
+    """Keeps transformers from copying a tokenizer by way of JSON, which takes seconds for a large one."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend

@@ -12,8 +12,8 @@ import torch
 from shoal.errors import Unsupported
 from shoal.heap import available
 from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.header import GgmlType
 from shoal.model.gguf.source import GgufSource
-from shoal.model.gguf.types import GgmlType
 from shoal.model.packed import native
 from shoal.model.packed.blocked import Blocked
 from shoal.model.packed.linear import Dense, Linear

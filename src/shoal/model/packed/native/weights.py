@@ -11,9 +11,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.dequantise import plain
-from shoal.model.gguf.types import GgmlType
+from shoal.model.gguf.blocks import Blocks, plain
+from shoal.model.gguf.header import GgmlType
 from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, PANEL_ROWS, Weight
