@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from shoal.methods.tidal import Tidal
     from shoal.methods.topk_oracle import TopKOracle
     from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
-    from shoal.model.narrow import NarrowMLPs
-    from shoal.model.transform import DropLayers
+    from shoal.model.transform import DropLayers, NarrowMLPs
     from shoal.types import ModelInfo, Result, Sampling, Stats, Step, TokenLogprob
 
 __all__ = [
@@ -112,7 +111,7 @@ _HOME = {
     "Method": "shoal.methods.base",
     "ModelInfo": "shoal.types",
     "Monitor": "shoal.engine.constraints.monitor",
-    "NarrowMLPs": "shoal.model.narrow",
+    "NarrowMLPs": "shoal.model.transform",
     "PromptLookup": "shoal.methods.prompt_lookup",
     "PythonMembers": "shoal.engine.constraints.members",
     "Recipe": "shoal.decode.recipe",

@@ -22,8 +22,7 @@ from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model.kv.cache import KVCache
-from shoal.model.kv.copy import RowCopy, copy_in, copy_out
+from shoal.model.kv.cache import KVCache, RowCopy, copy_in, copy_out
 from test_matrix import engine_of
 
 METHODS: dict[str, Any] = {

@@ -23,12 +23,11 @@ from gguf_models import ARCHITECTURES, tiny_model, write_model
 from gguf_words import byte_level
 from packed_variants import VARIANTS
 from shoal.errors import Unsupported
-from shoal.model.modules import expected
+from shoal.model.modules import check_quantised, expected
 from shoal.model.packed.names import tensors
 from shoal.model.packed.shape import FAMILIES as PACKED
 from shoal.model.packed.shape import shape_of
 from shoal.model.transform import DropLayers
-from shoal.model.whole import check_quantised
 from shoal.speculative.part_file import CARD, TENSORS, TOKENS
 
 IDS = prompt(9, 2)

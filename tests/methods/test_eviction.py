@@ -15,7 +15,7 @@ from shoal.methods.common.eviction import EvictionMethod
 from shoal.methods.common.limits import Positions
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
-from shoal.model.kv.scoring import StoredColumns, best_columns, pooled
+from shoal.model.kv.choice import StoredColumns, best_columns, pooled
 from shoal.types import ModelInfo
 
 INFO = ModelInfo(6, max_new_tokens=24)

@@ -19,8 +19,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal.model.masks import RowView
-from shoal.model.stack import SequenceChunk
+from shoal.model.stack import RowView, SequenceChunk
 
 D3 = DepthPlan.whole_layers([NEVER, 9, 2, 4, 6, NEVER])
 FULL = DepthPlan.full(6)

@@ -15,8 +15,8 @@ from drive import prompt
 from gguf_models import write_model
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.model.head import Head
 from shoal.model.kv.cache import KVCache
+from shoal.model.probe import Head
 from shoal.model.stack import SequenceChunk
 
 IDS = [96, 3, 50, 4, 0]

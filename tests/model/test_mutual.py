@@ -9,7 +9,7 @@ from backends import Backend, on_backends, reference
 from drive import gap, prompt
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.reading import visible
+from shoal.model.masks import visible
 from shoal.model.stack import SequenceChunk
 
 PLAN = DepthPlan.full(6)

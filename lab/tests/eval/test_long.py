@@ -305,7 +305,7 @@ def _small(sample: Any) -> Any:
 
 
 def test_a_random_choice_keeps_as_much_and_the_window() -> None:
-    from shoal.model.kv.scoring import drawn
+    from shoal.model.kv.choice import drawn
 
     keys = torch.zeros(3, 50, 4)
     kept = drawn("0/1", keys, 8, 20)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.heap import give_back
-from shoal.model.kv.cache import KVCache
-from shoal.model.kv.copy import RowCopy, copy_in, look
+from shoal.model.kv.cache import KVCache, RowCopy, copy_in, look
 
 _HOLES = 2**26
 """Bytes that are dropped, or a quarter of the limit, before memory is given back, which takes some milliseconds."""

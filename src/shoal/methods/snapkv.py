@@ -12,7 +12,7 @@ from shoal.methods.common.limits import Most, Positions, Seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.kv.scoring import StoredColumns
+    from shoal.model.kv.choice import StoredColumns
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SnapKV(EvictionMethod):
 
     def score(self, columns: StoredColumns) -> Tensor:
         """The attention that the window pays, or the control's draw."""
-        from shoal.model.kv.scoring import pooled
+        from shoal.model.kv.choice import pooled
 
         if self.random is not None:
             return columns.drawn(self.random, self.budget or 0, self.window)

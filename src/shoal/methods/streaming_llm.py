@@ -11,7 +11,7 @@ from shoal.methods.common.limits import Positions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.kv.scoring import StoredColumns
+    from shoal.model.kv.choice import StoredColumns
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""A decoder as a stack of layers, its KV cache, and how some of the layers run on some of the tokens."""
+"""A decoder as a stack of layers, its KV cache, and how a forward runs some of the layers on some of the tokens."""

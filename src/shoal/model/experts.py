@@ -1,8 +1,7 @@
-"""The gated MLPs of a dense decoder in groups of neurons, of which a token runs some.
+"""The gated MLPs of a dense decoder, split into groups of neurons of which a token runs some.
 
-They are the experts of Read-ME (arXiv 2410.19123). What all groups of a layer give is what its MLP gives, but for the
-order of sums. Groups are copies, packed as the executor packs its matrices, since rows and columns that lie apart
-cannot be read together.
+They are the experts of Read-ME (arXiv 2410.19123). All groups of a layer together give what its MLP gives, up to the
+order of sums. Groups are copies, packed as the executor packs its matrices, so that each is contiguous in memory.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from shoal.model.stack import LayerWork, SequenceChunk
 
 MOST_GROUPS = 32
-"""Of a layer: which of them a token runs are the bits of a word."""
+"""Most groups of a layer; the groups that a token runs are the bits of a 32-bit word."""
 UNIT = 16
-"""A group has a multiple of so many neurons: a row block of the kernels."""
+"""The size of a group is a multiple of this: a row block of the kernels."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class MLPGroup:
     """Some neurons of one MLP.
 
     Attributes:
-        gate_up: [2 * neurons, hidden], gate, then up.
+        gate_up: [2 * neurons, hidden]: gate, then up.
         down: [hidden, neurons].
         gate_up_bias: [2 * neurons], or None.
     """
@@ -45,14 +44,13 @@ class ExpertMLPs:
     """The MLPs of all layers, in groups.
 
     Args:
-        layers: for each layer its groups.
-        activation: of the gate.
+        activation: activation of the gate.
         down_biases: [hidden] for each layer, or None.
 
     Attributes:
-        layers: those.
+        layers: the groups of each layer.
         plain: whether no MLP has a bias.
-        native: the groups as the native kernels take them, filled in by the executor that has such.
+        native: the groups in the form of the native kernels; set by an executor that has them.
     """
 
     def __init__(
@@ -66,16 +64,16 @@ class ExpertMLPs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices."""
+        """Bytes of all packed matrices."""
         return sum(group.gate_up.nbytes + group.down.nbytes for layer in self.layers for group in layer)
 
     def __call__(self, layer: int, x: Tensor, masks: Sequence[int]) -> Tensor:
-        """What groups of a layer give for its normed inputs [T, hidden], in float32 or finer.
+        """Outputs of the chosen groups for normed inputs [T, hidden], in float32 or wider.
 
         Args:
-            layer: its number.
+            layer: number of the layer.
             x: the inputs.
-            masks: of each input the groups that it runs, bit g for group g.
+            masks: for each input the groups that it runs, bit g for group g.
         """
         bias, wide = self._down_biases[layer], torch.promote_types(x.dtype, torch.float32)
         out = x.new_zeros(len(x), self.layers[layer][0].down.rows, dtype=wide)
@@ -96,11 +94,11 @@ class ExpertMLPs:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """What the tokens of a chunk run of each MLP.
+    """Which groups of the MLPs the tokens of a chunk run.
 
     Attributes:
         mlps: the groups.
-        masks: of each token, per layer, the groups that it runs, bit g for group g; None for the whole MLPs.
+        masks: for each token and layer, the groups that it runs, bit g for group g; None for the whole MLPs.
     """
 
     mlps: ExpertMLPs
@@ -108,18 +106,18 @@ class ExpertChoice:
 
 
 Opened = tuple[ExpertMLPs, int]
-"""The groups of which a token runs some, and which of them: see `ExpertMLPs.__call__`."""
+"""The groups, and the mask of those that one token runs in one layer."""
 
 
 def opened_at(chunk: SequenceChunk, layer: int, node: int) -> Opened | None:
-    """What a token, by its place in the chunk, runs in a layer; None for the whole MLP."""
+    """The groups that token `node` of a chunk runs in a layer; None for the whole MLP."""
     if chunk.experts is None or (masks := chunk.experts.masks[node]) is None:
         return None
     return chunk.experts.mlps, masks[layer]
 
 
 def opened_in(chunks: Sequence[SequenceChunk], layer: int, piece: LayerWork) -> list[Opened | None] | None:
-    """What the tokens of a piece of work run of the MLP, one after the other; None where all run the whole one."""
+    """The groups that each token of a piece of work runs; None if all tokens run the whole MLP."""
     if all(chunk.experts is None for chunk in chunks):
         return None
     ends = zip(chunks, piece.first, piece.last, strict=True)
@@ -127,7 +125,7 @@ def opened_in(chunks: Sequence[SequenceChunk], layer: int, piece: LayerWork) -> 
 
 
 def mixed(x: Tensor, layer: int, opened: Sequence[Opened | None], whole: Callable[[Tensor], Tensor]) -> Tensor:
-    """What an MLP gives for normed inputs [T, hidden] of which some run groups of it, and the others `whole`."""
+    """Outputs of an MLP for normed inputs [T, hidden]; some of them run groups, the others `whole`."""
     places: dict[int, list[int]] = {}
     for place, one in enumerate(opened):
         places.setdefault(0 if one is None else id(one[0]), []).append(place)
@@ -146,10 +144,10 @@ def check_groups(neurons: Sequence[Tensor], widths: Sequence[int]) -> None:
 
     Args:
         neurons: int64 [groups, n] for each layer.
-        widths: neurons that each layer has.
+        widths: number of neurons of each layer.
 
     Raises:
-        Unsupported: the model has other layers than these are of, or a group does not fit the kernels' blocks.
+        Unsupported: the groups are not those of the model's layers, or do not fit the kernels' blocks.
     """
     why = next((f"layer {layer}, of {width} neurons, is divided into {list(groups.shape)} others" for layer, (
         groups, width) in enumerate(zip(neurons, widths, strict=False))

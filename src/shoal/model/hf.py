@@ -1,7 +1,7 @@
 """Any Hugging Face decoder as a stack of layers.
 
-The model's own layer modules do the work; Shoal supplies positions, masks, rotary tables and the KV cache and decides
-which layers run on which tokens. Nothing about the model is changed, not even its config.
+The model's own layer modules do the work. Shoal supplies positions, masks, rotary tables and the KV cache, and decides
+which layers run on which tokens. The model itself, its config included, is never changed.
 """
 
 from __future__ import annotations
@@ -12,49 +12,46 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported, stays_here
+from shoal.model.config import context_of, layers_of, windows_of
 from shoal.model.experts import ExpertMLPs, MLPGroup, Opened, check_groups, mixed, opened_at
-from shoal.model.head import through
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal.model.kv.reading import reads_apart
-from shoal.model.masks import RowView, mask
+from shoal.model.masks import mask, reads_apart
 from shoal.model.packed.linear import Dense
-from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows
-from shoal.model.probe import find_layers, take_apart
+from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows, twin_of
+from shoal.model.probe import find_layers, take_apart, through
 from shoal.model.stack import (
     HiddenStateHook,
     LayerWork,
     Part,
+    RowView,
     SequenceChunk,
+    Stack,
     Start,
     check_lengths,
     lay_vectors,
     layer_work,
     mark_shallow,
 )
-from shoal.model.twin import twin_of
-from shoal.model.windows import context_of, layers_of, windows_of
 
 T = TypeVar("T")
 
 _ATTENTION = ("self_attn", "attn", "attention")
 _SAME = 64
-"""Roundings by which sums in another order may differ."""
+"""Tolerance for sums in another order, in units of the dtype's eps."""
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
 
 
-class HFStack:
-    """See `shoal.model.stack.Stack`.
-
-    Args:
-        model: a causal language model of transformers, in eval mode, with sdpa or eager attention.
+class HFStack(Stack):
+    """A causal language model of transformers, in eval mode, with sdpa or eager attention.
 
     Attributes:
-        prepacks: whether rows of different lengths run side by side without padding.
-        alone: whether each row runs by itself, for attention that tells positions by columns.
+        prepacks: whether rows of different lengths run together without padding.
+        alone: whether each row runs by itself, for attention that derives positions from columns.
     """
 
     most_nodes: int | None = None
@@ -86,13 +83,14 @@ class HFStack:
         self._twins: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @property
+    @override
     def adds_masks(self) -> bool:
-        """Whether attention adds its mask to the scores, instead of taking bools."""
         return bool(self._additive)
 
     @cached_property
+    @override
     def can_split(self) -> bool:
-        """Whether a layer without its attention and its MLP is the identity, as a split needs."""
+        """Whether a layer without its attention and its MLP is the identity, which a split needs."""
         layer = _without(self.parts.layers[0], _ATTENTION)
         rest = None if layer is None else _without(layer, _MLP)
         if rest is None:
@@ -103,19 +101,15 @@ class HFStack:
             call = _PaddedCall(self, [chunk], cache)
             try:
                 return torch.equal(call.through(rest, 0, LayerWork("layer", (0,), (2,))), call.hidden)
-            except (RuntimeError, TypeError, ValueError):  # a sublayer that returns something else than zeros stand for
+            except (RuntimeError, TypeError, ValueError):  # the sublayer does not return what `_Nothing` does
                 return False
 
     @torch.no_grad()
+    @override
     def forward(
-        self,
-        chunks: Sequence[SequenceChunk],
-        cache: KVCache,
-        hook: HiddenStateHook | None = None,
-        *,
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
     ) -> Tensor:
-        """Run `chunks` through the layers that their plans name; see the protocol."""
         apart = reads_apart(chunks, cache)
         if apart and not self.prepacks:
             raise Unsupported("to choose what queries read, or to weigh it", "this model's attention cannot be told",
@@ -135,7 +129,7 @@ class HFStack:
         return self.parts.head(call.wanted())
 
     def embedded(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
-        """Embeddings [R, m, D], short rows padded by their last token."""
+        """Embeddings [R, m, D]; short rows are padded with their last token."""
         width = max(len(chunk.tokens) for chunk in chunks)
         ids = [[*chunk.tokens, *[chunk.tokens[-1]] * (width - len(chunk.tokens))] for chunk in chunks]
         places = [positions(chunk, cache, 0, len(chunk.tokens), width) for chunk in chunks]
@@ -144,35 +138,35 @@ class HFStack:
             lay_vectors(states, [chunk])
         return x
 
+    @override
     @torch.no_grad()
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """See the protocol."""
         return self.parts.embed(ids[None], positions[None])[0]
 
+    @override
     @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:
-        """See the protocol."""
         return through(self.parts.head.chain[:-1], hidden)
 
+    @override
     @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        """See the protocol."""
         return self.parts.head(hidden)
 
+    @override
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        """See the protocol."""
         part = self.parts.head.cut(ids).chain[-1]
         assert isinstance(part, nn.Linear)
         return part.weight.detach()
 
+    @override
     @torch.no_grad()
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """See the protocol."""
         return torch.no_grad()(self.parts.head.cut(ids))
 
+    @override
     @torch.no_grad()
     def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
-        """See the protocol."""
         mlps = [_gated_mlp(layer) for layer in self.parts.layers]
         check_groups(neurons, [mlp.down_proj.in_features for mlp in mlps])
         layers = [_split(mlp, groups.to(self.device)) for mlp, groups in zip(mlps, neurons, strict=True)]
@@ -180,18 +174,18 @@ class HFStack:
         _check_sum(made, mlps)
         return made
 
+    @override
     @property
     def group_bytes(self) -> int:
-        """See the protocol."""
         return sum(one.nbytes for layer in self.parts.layers for one in _gated_mlp(layer).parameters())
 
     def mixing(self, module: nn.Module, layer: int, opened: Sequence[Opened | None]) -> nn.Module:
-        """A twin of a layer, or of its half, in which some tokens run groups of the MLP; in the order of its input."""
+        """A copy of a layer, or of its half, in which some tokens, in the order of the input, run groups of the MLP."""
         name = next(name for name in _MLP if name in module._modules)
         return twin_of(module, {name: _Mixed(module._modules[name], layer, opened)})
 
     def module(self, layer: int, part: Part, *, prepacked: bool = False) -> nn.Module:
-        """The layer, or a twin that shares its weights: without the other sublayer, or for rows side by side."""
+        """The layer, or a copy that shares its weights: without the other sublayer, or for prepacked rows."""
         if part == "layer" and not prepacked:
             return self.parts.layers[layer]
         key = (layer, part, prepacked)
@@ -204,23 +198,21 @@ class HFStack:
         """The layer without its other sublayer."""
         half = _without(self.parts.layers[layer], _MLP if part == "attention" else _ATTENTION)
         if half is None or not self.can_split:
-            raise Unsupported(
-                f"dropping attention or MLP alone in {type(self.parts.layers[layer]).__name__}",
-                "they cannot be told apart in this architecture",
-                "Use a plan that drops whole layers",
-            )
+            raise Unsupported(f"dropping attention or MLP alone in {type(self.parts.layers[layer]).__name__}",
+                              "they cannot be told apart in this architecture", "Use a plan that drops whole layers")
         return half
 
     def arguments(
         self, layer: int, hidden: Tensor, places: Tensor, cache: Any, seen: Any, tables: dict[Any, Any], key: Any
     ) -> dict[str, Any]:
-        """What a layer is called with beside its input.
+        """The keyword arguments of a layer's call.
 
         Args:
-            layer: its number.
+            layer: number of the layer.
             hidden, places: the input [R, m, D] and its positions [R, m].
-            cache, seen: what stands for its cache and its mask.
-            tables: rotary tables that layers share, by `key`, which tells positions apart.
+            cache, seen: passed as the layer's cache and mask.
+            tables: rotary tables that layers share.
+            key: identifies the positions in `tables`.
         """
         call = self.parts.calls[layer]
         arguments = {**call.constants, call.mask: seen, call.cache: cache}
@@ -236,12 +228,12 @@ class HFStack:
         return arguments
 
     def attention_mask(self, rows: Sequence[RowView], window: int | None) -> Tensor | None:
-        """The mask in the form that the model's attention takes: bool for sdpa, else additive."""
+        """The mask in the form that the model's attention takes: bool for sdpa, else additive; None hides nothing."""
         seen = mask(rows, window, self.device, square=not self._additive)
         return None if seen is None else self.as_added(seen)
 
     def as_added(self, seen: Tensor) -> Tensor:
-        """A mask that says what is seen in the form that the model's attention takes; one to be added as it is."""
+        """A bool mask in the form that the model's attention takes; an additive mask unchanged."""
         if seen.dtype != torch.bool or not self._additive:
             return seen
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
@@ -249,7 +241,7 @@ class HFStack:
 
 
 def positions(chunk: SequenceChunk, cache: KVCache, first: int, last: int, width: int) -> list[int]:
-    """Positions of tokens first..last-1, padded to `width` by the last one."""
+    """Positions of tokens first..last-1, padded to `width` with the last one."""
     base = cache.positions[chunk.row]
     nodes = chunk.nodes[first:last]
     places = [base + (node if chunk.depths is None else chunk.depths[node]) for node in nodes]
@@ -257,7 +249,7 @@ def positions(chunk: SequenceChunk, cache: KVCache, first: int, last: int, width
 
 
 class _Slot:
-    """What a layer sees as its cache: one place to write and read the KV of the rows at hand."""
+    """Passed to a layer as its cache: writes and reads the KV of some rows."""
 
     def __init__(self, layer: KVLayer, rows: Sequence[int], counts: Sequence[int]) -> None:
         self._layer, self._rows, self._counts = layer, rows, counts
@@ -267,10 +259,7 @@ class _Slot:
 
 
 class _PaddedCall:
-    """One forward under way: the hidden states [R, m, D] and the tables that its pieces share.
-
-    See `shoal.model.prepacked.PrepackedCall`; here rows are padded to the longest.
-    """
+    """One forward in progress, with rows padded to the longest: hidden states [R, m, D] and shared tables."""
 
     def __init__(
         self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None = None
@@ -281,7 +270,7 @@ class _PaddedCall:
         self._memo: dict[Any, Any] = {}
 
     def run(self, layer: int, piece: LayerWork) -> None:
-        """Run a piece of work and put its outcome into the hidden states."""
+        """Run a piece of work and update the hidden states."""
         if self.stack.alone and len(self.chunks) > 1:
             for index in range(len(self.chunks)):
                 self._run(layer, piece.of_row(index))
@@ -325,14 +314,14 @@ class _PaddedCall:
         return torch.cat([states[chunk.words - chunk.wanted : chunk.words] for states, chunk in pairs])
 
     def _shared(self, name: Any, piece: LayerWork, make: Callable[[], T]) -> T:
-        """A table that all layers with the same nodes share."""
+        """A table that layers with the same nodes share; made on first use."""
         key = (name, piece.first, piece.last)
         if key not in self._memo:
             self._memo[key] = make()
         return cast("T", self._memo[key])
 
     def _whole(self, piece: LayerWork) -> bool:
-        """Whether the piece takes every row from its first node to the width of the batch, padding included."""
+        """Whether the piece takes all nodes of every row, padding included."""
         return not any(piece.first) and piece.last == self.sizes
 
     def _inputs(self, piece: LayerWork) -> Tensor:
@@ -342,7 +331,7 @@ class _PaddedCall:
         return self.hidden[chosen[:, None], nodes]
 
     def _picked(self, piece: LayerWork) -> tuple[Tensor, Tensor, Tensor]:
-        """Chunks [rows], their nodes [rows, widest] padded by the last, and which of those are real."""
+        """Chunks [rows], their nodes [rows, widest] padded with the last, and which of these are real."""
         return self._shared("picked", piece, lambda: _pick(piece, self.hidden.device))
 
     def _positions(self, piece: LayerWork, rows: list[int]) -> Tensor:
@@ -351,7 +340,7 @@ class _PaddedCall:
         return torch.tensor(table, device=self.stack.device)
 
     def _opened(self, layer: int, piece: LayerWork, rows: Sequence[int], width: int) -> list[Opened | None]:
-        """What the nodes of the piece run of the MLP, [rows * width], padded by the last of each row."""
+        """The MLP groups of the piece's nodes, [rows * width], each row padded with its last."""
         ends = ((self.chunks[i], piece.first[i], piece.last[i]) for i in rows)
         return [opened_at(chunk, layer, min(first + node, last - 1)) for chunk, first, last in ends
                 for node in range(width)]
@@ -374,7 +363,7 @@ def _pick(piece: LayerWork, device: torch.device) -> tuple[Tensor, Tensor, Tenso
 
 
 def _without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    """A twin of `layer` that shares all but the named child, which gives zeros; None if there is no such child."""
+    """A copy of `layer` that shares its weights, with the named child replaced by zeros; None without such a child."""
     name = next((n for n in names if n in layer._modules), None)
     if name is None:
         return None
@@ -382,7 +371,7 @@ def _without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
 
 
 class _Nothing(nn.Module):
-    """A sublayer that adds nothing; attention returns its output with the weights that nobody asked for."""
+    """A sublayer that returns zeros; as attention (`pair`) it returns a pair of output and weights."""
 
     def __init__(self, pair: bool) -> None:
         super().__init__()
@@ -394,13 +383,7 @@ class _Nothing(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """An MLP of which some tokens run groups of neurons.
-
-    Args:
-        whole: the MLP.
-        layer: its number.
-        opened: what each token runs, in the order of the input.
-    """
+    """An MLP of which some tokens run groups of neurons; `opened` follows the order of the input."""
 
     def __init__(self, whole: Any, layer: int, opened: Sequence[Opened | None]) -> None:
         super().__init__()
@@ -412,7 +395,7 @@ class _Mixed(nn.Module):
 
 
 def _gated_mlp(layer: nn.Module) -> Any:
-    """The layer's MLP, whose matrices are called as in Llama or Phi-3."""
+    """The layer's MLP, if its matrices have the names of Llama or Phi-3."""
     mlp: Any = getattr(layer, "mlp", None)
     names = set() if mlp is None else set(mlp._modules)
     if "down_proj" not in names or not ({"gate_proj", "up_proj"} <= names or "gate_up_proj" in names):
@@ -422,7 +405,7 @@ def _gated_mlp(layer: nn.Module) -> Any:
 
 
 def _check_sum(made: ExpertMLPs, mlps: Sequence[Any]) -> None:
-    """Refuse MLPs that do more than to gate: all groups together must give what the MLP gives."""
+    """Refuse MLPs that do more than gating: all groups together must give what the MLP gives."""
     weight = mlps[0].down_proj.weight
     x = torch.linspace(-1, 1, 2 * weight.shape[0], dtype=torch.float64).view(2, -1).to(weight)
     for layer, mlp in enumerate(mlps):
@@ -439,7 +422,7 @@ def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _split(mlp: Any, groups: Tensor) -> list[MLPGroup]:
-    """The groups of one MLP; copies."""
+    """The groups of one MLP, as copies."""
     parts = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     halves = torch.cat([part.weight for part in parts]).chunk(2)
     biases = None if parts[0].bias is None else torch.cat([part.bias for part in parts]).chunk(2)
@@ -452,11 +435,8 @@ def _split(mlp: Any, groups: Tensor) -> list[MLPGroup]:
 def _check_attention(model: Any) -> None:
     name = getattr(model.config, "_attn_implementation", "eager")
     if name in ("flex_attention", "paged_attention") or "flash" in str(name):
-        raise Unsupported(
-            f"attention implementation {name!r}",
-            "it takes no mask of the engine's own",
-            'Load the model with attn_implementation="sdpa"',
-        )
+        raise Unsupported(f"attention implementation {name!r}", "it takes no mask of the engine's own",
+                          'Load the model with attn_implementation="sdpa"')
 
 
 def _bytes(module: nn.Module) -> int:

@@ -1,8 +1,8 @@
-"""Masked-diffusion models: how one is told from others, and LLaDA and Dream as the Llama and Qwen2 blocks they are.
+"""Masked-diffusion models: how they are recognised, and LLaDA and Dream as the Llama and Qwen2 blocks that they are.
 
-Such a model is a decoder's blocks without the causal mask, and a token that stands for a word not yet decided. No code
-that comes with a checkpoint runs: its config becomes one of transformers' own, and its weights are found by other
-names. The blocks know nothing of it: who feeds them lets their tokens see each other.
+Such a model has a decoder's blocks without the causal mask, and a mask token for words that are not decided yet. No
+code of a checkpoint runs: its config becomes one of transformers' own, and its weights are read under other names. The
+blocks stay as they are; the caller lets the tokens see each other (`SequenceChunk.mutual`).
 """
 
 from __future__ import annotations
@@ -11,41 +11,42 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from shoal.errors import Unsupported
+from shoal.model.packed.source import Source
 from shoal.types import MaskedModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.packed.source import Source
-
 OWN = ("llama", "qwen2", "qwen3")
-"""Model types that are masked-diffusion models where their config has a `mask_token_id`, and else are not."""
+"""Model types that are masked-diffusion models if their config has a `mask_token_id`."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "block_type": ("llama",), "layer_norm_type": ("rms",), "activation_type": ("silu",), "rope": (True,),
     "alibi": (False, None), "include_bias": (False, None), "include_qkv_bias": (False, None),
     "input_emb_norm": (False, None), "attention_layer_norm": (False, None), "scale_logits": (False, None),
     "clip_qkv": (None,), "block_group_size": (1, None),
 }
-"""Fields of LLaDA's config, and the values under which its block is Llama's."""
+"""Fields of LLaDA's config, and the values for which its block is Llama's."""
 _NAMES = {
     "self_attn.q_proj": "q_proj", "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj",
     "self_attn.o_proj": "attn_out", "mlp.gate_proj": "ff_proj", "mlp.up_proj": "up_proj", "mlp.down_proj": "ff_out",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm",
 }
-"""Modules of a block, by Llama's names and LLaDA's."""
+"""Modules of a block: Llama's names to LLaDA's."""
 LLADA_MARK = "model.transformer.wte.weight"
-"""A tensor that tells LLaDA's checkpoints from others."""
+"""A tensor that only LLaDA's checkpoints have."""
 _OUTER = {"model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out"}
 _LLADA = re.compile(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.(\w+)")
 _LLAMA = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(\w+)")
 
 
 def masked_of(config: Any) -> MaskedModel | None:
-    """What a config says of masks; None for a model that writes from left to right.
+    """The mask token and its options in a config; None for an autoregressive model.
 
     Raises:
-        Unsupported: the mask token is none of the vocabulary, the shift is neither 0 nor 1, or a draft's window is no
+        Unsupported: the mask token is not in the vocabulary, the shift is neither 0 nor 1, or the draft window is not a
             number of tokens.
     """
     text = config.get_text_config()
@@ -67,10 +68,10 @@ def masked_of(config: Any) -> MaskedModel | None:
 
 
 def adopted(told: Mapping[str, Any]) -> Any | None:
-    """Transformers' own config for what a `config.json` of LLaDA or Dream says; None for any other model.
+    """A config of transformers for a `config.json` of LLaDA or Dream; None for any other model.
 
     Raises:
-        Unsupported: it names no mask token, or its block is none of those that ship with transformers.
+        Unsupported: the config names no mask token, or its block is not one of transformers'.
     """
     kind = told.get("model_type")
     if kind not in ("llada", "Dream"):
@@ -82,7 +83,7 @@ def adopted(told: Mapping[str, Any]) -> Any | None:
 
 
 def _llada(told: Mapping[str, Any]) -> Any:
-    """LLaDA (arXiv 2502.09992): Llama's block under OLMo's names."""
+    """The config of LLaDA (arXiv 2502.09992): Llama's block under OLMo's names."""
     from transformers import LlamaConfig
 
     for name, allowed in _NEUTRAL.items():
@@ -110,7 +111,7 @@ def _llada(told: Mapping[str, Any]) -> Any:
 
 
 def _dream(told: Mapping[str, Any]) -> Any:
-    """Dream (arXiv 2508.15487): Qwen2's block, each logit that of the next place."""
+    """The config of Dream (arXiv 2508.15487): Qwen2's block, whose logits belong to the next position."""
     from transformers import Qwen2Config
 
     beside = ("model_type", "auto_map", "architectures", "transformers_version", "mask_token_id")
@@ -122,22 +123,18 @@ def _tokens(told: Mapping[str, Any]) -> dict[str, Any]:
     return {name: told.get(name) for name in ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-class LladaSource:
-    """LLaDA's weights by the names of Llama's modules.
-
-    Args:
-        source: the checkpoint.
-    """
+class LladaSource(Source):
+    """LLaDA's weights under the names of Llama's modules."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
+    @override
     def names(self) -> Sequence[str]:
-        """See `shoal.model.packed.source.Source`."""
         return sorted(_to_llama(name) or name for name in self._source.names())
 
+    @override
     def has(self, name: str) -> bool:
-        """See `Source`."""
         return self._source.has(_to_llada(name) or name)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The check that a stack computes what the model itself computes, made once when a model is loaded."""
+"""Checks, once when a model is loaded, that a stack computes what the model itself computes."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ _NEW = 4
 _REMEDY = "Use model.generate for this architecture, or report it"
 
 OWN_MODULES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Half-precision logits depend on the shape of a forward; a wrong mask or position is off by far more than this."""
+"""Tolerances. Half-precision logits depend on the shape of a forward; a wrong mask or position is off by far more."""
 OTHER_ARITHMETIC = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.2}
-"""For a stack that rounds at other places than the model, whose norms, for one, compute in float32 at best."""
+"""Tolerances of a stack that rounds at other places than the model; the model's norms, say, are at best in float32."""
 _NARROWER = 1e-5
-"""What a model that computes partly in float32 may differ from itself by, where its weights are in float64."""
+"""Tolerance of float64 models, which may compute partly in float32."""
 _TIMES_ITSELF = 10
 
 
 @torch.no_grad()
 def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, float] = OWN_MODULES) -> float:
-    """Compare full-depth logits on a random prompt and what the model makes of it with the model's own forward.
+    """Compare full-depth logits of the stack with the model's own, on a random prompt and its continuation.
 
-    The tokens are fed in chunks, then again beside a shorter row and with a tree at its end. The model generates with
-    its own cache, as in `generate`: that has to agree with its forward too, and the difference tells what it rounds.
+    The stack gets the tokens in chunks, then again together with a shorter row and with a tree at the end. The model
+    also generates with its own cache, as `generate` does. That must agree with its forward without a cache; the
+    difference shows how much the model rounds.
 
     Args:
         stack: the model as a stack.
         model: the transformers model.
-        tolerances: what is allowed, by dtype; a model that differs more from itself by rounding may as much.
+        tolerances: largest relative difference by dtype; more is allowed if the model differs as much from itself.
 
     Returns:
         The largest difference, relative to the largest logit.
 
     Raises:
-        Unsupported: if it exceeds the tolerance of the model's dtype, or a layer cannot be run this way, or
-            transformers cannot run the model, or to another outcome with its cache than without.
+        Unsupported: the difference is too large, a layer cannot be run this way, or transformers cannot run the model,
+            or computes other logits with its cache than without.
     """
     name, tolerance = f"{type(model).__name__} run layer by layer", tolerances[stack.dtype]
     with in_transformers(model.config):
@@ -75,9 +76,9 @@ def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, floa
 
 
 def _generated(stack: Stack, model: Any, given: list[int] | None = None) -> tuple[list[int], Tensor]:
-    """Tokens, and the logits [N, V] of the last N of them as the model computes them one by one with its cache.
+    """Tokens, and the logits [N, V] of the last N of them, computed one by one by the model with its own cache.
 
-    They are a prompt and its greedy continuation, or all `given`.
+    The tokens are `given`, or a random prompt and its greedy continuation.
     """
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, stack.vocab_size, (_LENGTH - _NEW + 1,), generator=generator).tolist()
@@ -90,12 +91,12 @@ def _generated(stack: Stack, model: Any, given: list[int] | None = None) -> tupl
         out = model(input_ids=torch.tensor([ahead], device=stack.device), use_cache=True, **kept)
         rows.append(out.logits[0, -1])
         ahead = given[len(tokens) : len(tokens) + 1] or [int(rows[-1].argmax())]
-        kept = {name: value for name, value in out.items() if compat.is_cache(value)}  # it is taken as it is given
+        kept = {name: value for name, value in out.items() if compat.is_cache(value)}  # its argument has the same name
     return tokens, torch.stack(rows)
 
 
 def settle_layout(stack: HFStack, model: Any) -> float:
-    """`check_parity` of a model's own modules; from now on rows run side by side, padded, or alone: as it is right."""
+    """Check parity of a model's own modules with rows prepacked, padded, then alone; the first to pass is kept."""
     for prepacks, alone in ((True, False), (False, False), (False, True)):
         if prepacks and not stack.prepacks:
             continue
@@ -110,7 +111,7 @@ def settle_layout(stack: HFStack, model: Any) -> float:
 
 
 def _run(stack: Stack, tokens: list[int], name: str) -> list[Tensor]:
-    """The logits to compare; an architecture that fails when run this way is refused."""
+    """The logits of the stack; refuses an architecture that fails when run this way."""
     try:
         return [chunked_logits(stack, tokens, _CHUNKS), ragged_logits(stack, tokens)]
     except torch.OutOfMemoryError:
@@ -120,7 +121,7 @@ def _run(stack: Stack, tokens: list[int], name: str) -> list[Tensor]:
 
 
 def chunked_logits(stack: Stack, tokens: list[int], chunks: tuple[int, ...]) -> Tensor:
-    """Logits [T, V] of `tokens`, fed at full depth in pieces of the given sizes."""
+    """Logits [T, V] of `tokens`, run at full depth in pieces of the given sizes."""
     cache = KVCache(stack.windows, rows=1)
     pieces, start = [], 0
     for size in chunks:
@@ -131,12 +132,12 @@ def chunked_logits(stack: Stack, tokens: list[int], chunks: tuple[int, ...]) -> 
 
 
 def ragged_logits(stack: Stack, tokens: list[int]) -> Tensor:
-    """Logits [13, V]: of 9 tokens, the last ones in a tree, and of the first 4 in a shorter row beside them."""
+    """Logits [13, V]: of 9 tokens, the last of them in a tree, and of their first 4 in a shorter second row."""
     cache = KVCache(stack.windows, rows=2)
     wrong, plan = (tokens[7] + 1) % stack.vocab_size, DepthPlan.full(stack.num_layers)
     tree = SequenceChunk(0, [tokens[6], wrong, *tokens[7:9]], [0] * 4, plan, (-1, 0, 0, 2), (0, 1, 1, 2), wanted=4)
     long = [_chain(stack, 0, tokens[:5]), _chain(stack, 0, tokens[5:6]), tree]
-    short = [_chain(stack, 1, tokens[a:b]) for a, b in ((0, 1), (1, 3), (3, 4))]  # more than its mate
+    short = [_chain(stack, 1, tokens[a:b]) for a, b in ((0, 1), (1, 3), (3, 4))]  # the second is longer than row 0's
     pieces: tuple[list[Tensor], list[Tensor]] = ([], [])
     for chunks in zip(long, short, strict=True):
         for chunk, logits in zip(chunks, stack.forward(chunks, cache).split([f.wanted for f in chunks]), strict=True):
@@ -151,6 +152,6 @@ def _chain(stack: Stack, row: int, tokens: list[int]) -> SequenceChunk:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference in units of the largest expected magnitude."""
+    """Largest difference, relative to the largest expected magnitude."""
     difference = (actual.double() - expected.double()).abs().max()
     return float(difference / expected.double().abs().max().clamp_min(1e-30))

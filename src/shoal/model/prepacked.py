@@ -1,19 +1,18 @@
-"""Rows of different lengths in one forward of transformers' modules without padding: prepacking (arXiv 2404.09529).
+"""Sequences of different lengths in one forward of transformers' modules, without padding (arXiv 2404.09529).
 
-The tokens of all rows stand one after the other in a single row [1, T, D]. All but attention treats each token for
-itself. Attention is done row by row, by the function that the model uses anyway, with that row's keys and values and
-its own mask; the paper masks the products of different rows instead, so its cost grows with the rows' lengths together.
+The tokens of all rows follow one another in a single row [1, T, D]. Everything but attention treats each token by
+itself. Attention runs row by row, through the function that the model uses anyway, with the keys, values and mask of
+that row. (The paper instead masks the products of different rows, so its cost grows with the total length.)
 
-A model takes part if its attention looks up its function in transformers' registry by a name in its config: twins of
-its layers, which share all weights, have a config that names a function of ours. What that needs to know comes to it in
-place of the mask.
+A model can take part if its attention looks up its function in transformers' registry, by a name in its config. Copies
+of its layers share all weights and have a config that names our function; what that needs is passed as the mask.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,10 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from shoal.model.experts import opened_in
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal.model.kv.reading import Asker, row_mask
-from shoal.model.masks import RowView
-from shoal.model.stack import LayerWork, SequenceChunk, lay_vectors
-from shoal.model.twin import twin_of
+from shoal.model.masks import Asker, row_mask
+from shoal.model.stack import LayerWork, RowView, SequenceChunk, lay_vectors
 
 if TYPE_CHECKING:
     from shoal.model.hf import HFStack
@@ -36,13 +33,27 @@ _NAME, _OWN_NAME = "shoal_rows", "shoal_own_attention"
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 
 
+def twin_of(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of `module` that shares its weights and has these children in place of its own.
+
+    Some releases of transformers store a bound `forward` in the instance after unwrapping it (`output_hidden_states`).
+    The copy drops it, since it would run the original module.
+    """
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, **children}
+    left = vars(twin).get("forward")
+    if getattr(left, "__func__", None) is type(module).forward:
+        del twin.__dict__["forward"]
+    return twin
+
+
 def can_ask_by_rows(layer: nn.Module) -> bool:
-    """Whether attention in the layer looks up its function, so that it may find ours."""
+    """Whether attention in the layer looks up its function in the registry, so that it can find ours."""
     return any(map(_looks_up, layer.modules()))
 
 
 def by_rows(layer: nn.Module) -> nn.Module:
-    """A twin that shares all weights and whose attention finds our function; the layer itself if it has none."""
+    """A copy that shares all weights and whose attention calls our function; the layer itself if it has none."""
     if not can_ask_by_rows(layer):
         return layer
     _register()
@@ -50,7 +61,7 @@ def by_rows(layer: nn.Module) -> nn.Module:
     if _looks_up(layer):
         config: Any = copy.copy(layer.config)
         setattr(config, _OWN_NAME, config._attn_implementation)
-        config._attn_implementation_internal = _NAME  # the public setter would reach configs that the copy shares
+        config._attn_implementation_internal = _NAME  # the public setter would change sub-configs shared with the copy
         twin.config = config
     return twin
 
@@ -64,13 +75,13 @@ Reader = Callable[[Tensor, Tensor, "Tensor | None"], "Tensor | None"]
 
 
 class Rows:
-    """What one attention call is about; stands for both its cache and its mask.
+    """The rows of one attention call; it is passed as both the cache and the mask.
 
     Args:
         store: the layer's KV.
-        rows: ascending rows of the cache, and how many tokens of each there are.
-        masks: of each row, [1, 1, tokens, columns]; None where the attention's own default is right.
-        readers: of each row, what makes another mask of that, with queries and keys [heads, ..., head_dim]; or None.
+        rows, counts: ascending rows of the cache, and the number of tokens of each.
+        masks: per row, [1, 1, tokens, columns]; None if the attention's own default is right.
+        readers: per row, a function that makes another mask from queries and keys [heads, ..., head_dim]; or None.
     """
 
     def __init__(
@@ -81,7 +92,7 @@ class Rows:
         self.read: list[tuple[Tensor, Tensor]] = []
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values [1, heads, T, head_dim] and remember what each row is to read."""
+        """Store keys and values [1, heads, T, head_dim], and keep what each row will read."""
         parts = zip(self._rows, self.counts, keys.split(self.counts, 2), values.split(self.counts, 2), strict=True)
         self.read = [self._store.append(k, v, [row], [count]) for row, count, k, v in parts]
         return keys, values
@@ -90,7 +101,7 @@ class Rows:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """The registered function: query [1, heads, T, head_dim] to [1, T, heads, head_dim], row by row."""
+    """The registered attention function: query [1, heads, T, head_dim] to [1, T, heads, head_dim], row by row."""
     if not isinstance(attention_mask, Rows):
         raise TypeError(f"{type(module).__name__} does not hand its mask on to its attention as it is")
     home, name = sys.modules[type(module).__module__], getattr(module.config, _OWN_NAME)
@@ -106,20 +117,20 @@ def _attend(
 
 @cache
 def _register() -> None:
-    """Let transformers know our function. What has its registry takes long to import, so not before it is wanted."""
+    """Register our function with transformers; its registry takes long to import, so only when it is needed."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, _attend)
 
 
 class PrepackedCall:
-    """One forward under way: the hidden states [1, T, D] of all chunks' tokens, one after the other.
+    """One forward in progress: the hidden states [1, T, D] of all chunks, one after the other.
 
     Args:
         stack: the model.
-        chunks: ascending rows.
+        chunks: chunks of ascending rows.
         cache: their KV.
-        hidden: [chunks, widest, D] to go on from, or None for the embeddings.
+        hidden: states [chunks, widest, D] to start from; None for the embeddings.
     """
 
     def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
@@ -137,7 +148,7 @@ class PrepackedCall:
         self._asker = Asker(cache, stack.device)
 
     def run(self, layer: int, piece: LayerWork) -> None:
-        """Run a piece of work and put its outcome into the hidden states."""
+        """Run a piece of work and update the hidden states."""
         flat = piece.flat(self.sizes)
         chosen = None if flat is None else torch.tensor(flat, device=self.stack.device)
         hidden = self.hidden if chosen is None else self.hidden[:, chosen]
@@ -164,7 +175,7 @@ class PrepackedCall:
         return cast("list[Tensor | None]", self._memo[key])
 
     def _reader(self, layer: int, piece: LayerWork, index: int) -> Reader | None:
-        """What changes what a row looks at; None where nothing does."""
+        """The function that changes the mask of a row; None if nothing changes it."""
         chunk, first, last, asker = self.chunks[index], piece.first[index], piece.last[index], self._asker
         bias = self.cache.layers[layer].bias[chunk.row]
         if chunk.query_hook is None and bias is None:
@@ -175,7 +186,7 @@ class PrepackedCall:
             if chosen is None and bias is None:
                 return own
             seen, added = asker.seen(chunk, layer, first, last), None if bias is None else bias[:, : keys.shape[1]]
-            dtype = queries.dtype  # not every attention function takes another
+            dtype = queries.dtype  # some attention functions take no other
             return self.stack.as_added(row_mask(chosen, added, seen, len(queries), dtype))
 
         return read

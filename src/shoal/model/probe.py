@@ -1,8 +1,8 @@
-"""Find the parts of a Hugging Face decoder by watching one forward of its own.
+"""Finds the parts of a Hugging Face decoder by watching one forward pass of its own.
 
-Hooks record which modules run before, between and after the decoder layers and what each layer is given; the parts
-are read off that recording, so that no table of architectures is needed. The hooks are gone when the probe returns,
-whatever happens. What the probe concludes is only a hypothesis: `HFStack` compares logits before it is used.
+Hooks record which modules run before, between and after the decoder layers, and what each layer is given. The parts are
+read off that recording, so no table of architectures is needed. The hooks are always removed when the probe returns.
+What the probe concludes is a hypothesis: `check_parity` compares logits before the stack is used.
 """
 
 from __future__ import annotations
@@ -18,12 +18,48 @@ from torch import Tensor, nn
 
 from shoal import compat
 from shoal.errors import Unsupported
-from shoal.model.head import Head, through
 from shoal.model.kv.form import KVSizes
 
 _MASKS = ("attention_mask", "causal_mask")
 _FAILS = "transformers itself cannot run it as configured, and says"
 _REMEDY = "Use a decoder-only model whose layers run one after another, or report this model"
+
+
+@dataclass(frozen=True)
+class Head:
+    """The functions from the last layer's output to logits.
+
+    Attributes:
+        chain: functions in order: norms, perhaps a factor, then the LM head's module.
+        finish: what follows the LM head: identity, a factor or a soft cap.
+    """
+
+    chain: Sequence[Callable[[Tensor], Tensor]]
+    finish: Callable[[Tensor], Tensor]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] to logits [N, V]."""
+        return self.finish(through(self.chain, hidden))
+
+    def cut(self, ids: Sequence[int]) -> Head:
+        """The head for the tokens `ids` alone; copies their rows."""
+        full = self.chain[-1]
+        if type(full) is not nn.Linear:
+            raise Unsupported(f"cutting a head that is a {type(full).__name__}", "it is no plain matrix",
+                              "Use a model whose LM head is one linear map")
+        part = nn.Linear(full.in_features, len(ids), full.bias is not None, device="meta")
+        index = torch.tensor(ids, device=full.weight.device)
+        part.weight = nn.Parameter(full.weight.detach()[index], requires_grad=False)
+        if full.bias is not None:
+            part.bias = nn.Parameter(full.bias.detach()[index], requires_grad=False)
+        return Head([*self.chain[:-1], part], self.finish)
+
+
+def through(chain: Sequence[Callable[[Tensor], Tensor]], value: Tensor) -> Tensor:
+    """Apply the functions of `chain` in order."""
+    for step in chain:
+        value = step(value)
+    return value
 
 
 @dataclass(slots=True)
@@ -37,7 +73,7 @@ class Call:
 
 @dataclass(slots=True)
 class Recording:
-    """One forward of the model: calls outside the layers before and after them, the layers' own calls, the logits."""
+    """One forward of the model: calls before the layers, of the layers, and after them, and the logits."""
 
     before: list[Call] = field(default_factory=list)
     layers: list[Call] = field(default_factory=list)
@@ -47,7 +83,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How the model calls one layer: the names under which it passes what the engine supplies, and the rest as is."""
+    """How the model calls one layer: names of the arguments that the engine supplies, and the constant ones."""
 
     mask: str
     cache: str
@@ -64,12 +100,12 @@ class Parts:
 
     Attributes:
         layers: the decoder layers.
-        calls: how each is called.
-        embed: token ids [R, m] and positions [R, m] to hidden states [R, m, D].
-        rotary: for hidden states and positions, the rotary tables of call k; one function per distinct call.
-        head: hidden states [N, D] of the last layer to logits [N, V].
+        calls: how each layer is called.
+        embed: maps token ids [R, m] and positions [R, m] to hidden states [R, m, D].
+        rotary: one function per distinct call of a rotary module: hidden states and positions to its tables.
+        head: maps hidden states [N, D] of the last layer to logits [N, V].
         head_module: the module whose weights the head reads.
-        position_bytes: bytes that a position takes in the model's own KV cache, per layer.
+        position_bytes: bytes of one position in the model's own KV cache, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer.
     """
 
@@ -84,7 +120,7 @@ class Parts:
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The module list with `num_layers` entries; the outermost of the decoder if several have that length."""
+    """The module list with `num_layers` entries; if the decoder has several, the outermost."""
     decoder: nn.Module = getattr(model, "get_decoder", lambda: model)() or model
     for module in (*decoder.modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -101,15 +137,12 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     recording = _record(model, layers, ids, positions)
     if len(recording.layers) != len(layers):
-        raise Unsupported(
-            f"a model that runs {len(recording.layers)} of its {len(layers)} layers in a forward",
-            "Shoal must run each of them once, in order",
-            _REMEDY,
-        )
+        raise Unsupported(f"a model that runs {len(recording.layers)} of its {len(layers)} layers in a forward",
+                          "Shoal must run each of them once, in order", _REMEDY)
     rotary: list[Call] = []
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
     cache = recording.layers[-1].arguments[calls[-1].cache]
-    stores = getattr(cache, "self_attention_cache", cache).layers[: len(layers)]  # room for an encoder's layers, too
+    stores = getattr(cache, "self_attention_cache", cache).layers[: len(layers)]  # there may be an encoder's layers too
     return Parts(
         layers=layers,
         calls=calls,
@@ -123,7 +156,7 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
 
 
 def _position_bytes(store: Any) -> int:
-    """Of keys and values [1, heads, positions, head_dim] of a layer."""
+    """Bytes of one position of a layer's keys and values [1, heads, positions, head_dim]."""
     return sum(t.shape[1] * t.shape[3] * t.element_size() for t in (store.keys, store.values))
 
 
@@ -139,17 +172,17 @@ def _record(model: Any, layers: list[nn.Module], ids: Tensor, positions: Tensor)
 
 @contextmanager
 def in_transformers(config: Any, why: str = _FAILS) -> Iterator[None]:
-    """Around transformers' own code, or what reads it: what that raises becomes one line that names the model type.
+    """Turn whatever transformers' code raises inside into one line that names the model type.
 
     Raises:
-        Unsupported: anything was raised but for want of memory, or of a file.
+        Unsupported: something was raised, other than for lack of memory or of a file.
     """
     try:
         yield
     except (MemoryError, OSError, torch.OutOfMemoryError, Unsupported):
         raise
     except Exception as error:
-        if "memory" in str(error):  # on a CPU that is a RuntimeError
+        if "memory" in str(error):  # torch raises RuntimeError when a CPU runs out of memory
             raise
         said = " ".join(f"{type(error).__name__}: {error}".split())
         remedy = "Correct its config or its dtype, or install what transformers asks for"
@@ -158,7 +191,7 @@ def in_transformers(config: Any, why: str = _FAILS) -> Iterator[None]:
 
 @contextmanager
 def _recording_hooks(model: nn.Module, layers: list[nn.Module], recording: Recording) -> Iterator[None]:
-    """Record calls of the layers and of all modules that are neither inside a layer nor around the layers."""
+    """Record the calls of the layers, and of all modules that are neither inside a layer nor contain the layers."""
     inside = {id(child) for layer in layers for child in layer.modules()}
     around = {id(module) for module in model.modules() if any(child is layers[0] for child in module.modules())}
     own = {id(layer) for layer in layers}
@@ -182,7 +215,7 @@ def _recording_hooks(model: nn.Module, layers: list[nn.Module], recording: Recor
 
 
 def _bind(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by parameter name, those of a `**kwargs` included."""
+    """Arguments by parameter name, including those in `**kwargs`."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     flat: dict[str, Any] = {}
     for name, value in bound.items():
@@ -192,7 +225,7 @@ def _bind(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: list[Call]) -> LayerCall:
-    """Read off a layer's call what the engine has to supply."""
+    """Read off a layer's call which arguments the engine has to supply."""
     names = list(call.arguments)[1:]
     found: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -220,19 +253,13 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: list[
     if "cache" not in found:
         what = f"{type(call.module).__name__} is given no KV cache"
         raise Unsupported(what, "Shoal keeps the KV in its own", _REMEDY)
-    return LayerCall(
-        mask=found.get("mask", "attention_mask"),
-        cache=found["cache"],
-        positions=found.get("positions"),
-        cache_position=found.get("cache_position"),
-        rotary=found.get("rotary"),
-        rotary_call=rotary_call,
-        constants=constants,
-    )
+    return LayerCall(mask=found.get("mask", "attention_mask"), cache=found["cache"], positions=found.get("positions"),
+                     cache_position=found.get("cache_position"), rotary=found.get("rotary"), rotary_call=rotary_call,
+                     constants=constants)
 
 
 def _source(value: Any, before: list[Call]) -> Call | None:
-    """The call whose output `value` is, for the (cos, sin) pairs of rotary modules."""
+    """The recorded call that returned `value`, such as the (cos, sin) pair of a rotary module."""
     if value is None or isinstance(value, bool | int | float | str):
         return None
     return next((call for call in before if call.output is value), None)
@@ -247,7 +274,7 @@ def _index_of(call: Call, calls: list[Call]) -> int:
 
 
 def _replay_rotary(call: Call) -> Callable[[Tensor, Tensor], Any]:
-    """The rotary module's call with hidden states and positions exchanged for new ones."""
+    """A function that repeats a rotary module's call with new hidden states and positions."""
     floats = [n for n, v in call.arguments.items() if isinstance(v, Tensor) and v.is_floating_point()]
     integers = [n for n, v in call.arguments.items() if isinstance(v, Tensor) and not v.is_floating_point()]
     others = {n: v for n, v in call.arguments.items() if not isinstance(v, Tensor)}
@@ -259,7 +286,7 @@ def _replay_rotary(call: Call) -> Callable[[Tensor, Tensor], Any]:
 
 
 def _embedding(model: Any, recording: Recording, ids: Tensor, positions: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The way from token ids to the first layer's input: embedding, perhaps scaled, perhaps plus learned positions."""
+    """The function from token ids to the first layer's input: embedding, perhaps scaled or plus learned positions."""
     embed = model.get_input_embeddings()
     goal = next(iter(recording.layers[0].arguments.values()))
     chain = [embed, *_projections(recording.before, goal)]
@@ -271,15 +298,12 @@ def _embedding(model: Any, recording: Recording, ids: Tensor, positions: Tensor)
         change = _explain(base, goal, model.config)
         if change is not None:
             return lambda t, p: change(through(chain, t))
-    raise Unsupported(
-        f"{type(model).__name__} prepares its embeddings in a way that the probe does not recognise",
-        "Shoal must be able to feed the first layer itself",
-        _REMEDY,
-    )
+    raise Unsupported(f"{type(model).__name__} prepares its embeddings in a way that the probe does not recognise",
+                      "Shoal must be able to feed the first layer itself", _REMEDY)
 
 
 def _fits(base: Tensor, table: Callable[[Tensor], Tensor], positions: Tensor, goal: Tensor) -> bool:
-    """Whether adding the table explains the first layer's input; a call that fails explains nothing."""
+    """Whether adding the table gives the first layer's input; a call that fails does not."""
     try:
         return _same(base + table(positions), goal)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
@@ -287,7 +311,7 @@ def _fits(base: Tensor, table: Callable[[Tensor], Tensor], positions: Tensor, go
 
 
 def _projections(before: list[Call], goal: Tensor) -> list[nn.Module]:
-    """A linear map that brings embeddings to the width of the layers."""
+    """Linear maps from the width of the embeddings to that of the layers."""
     return [c.module for c in before if isinstance(c.module, nn.Linear) and c.output.shape == goal.shape]
 
 
@@ -300,14 +324,14 @@ def _position_tables(before: list[Call], positions: Tensor, goal: Tensor) -> Ite
 
 
 def _replay_table(call: Call, places: list[str]) -> Callable[[Tensor], Tensor]:
-    """The call with other positions; tensors that are no positions, such as a mask, are left out."""
+    """A function that repeats the call with other positions; other tensors, such as a mask, are left out."""
     others = {n: None if isinstance(v, Tensor) else v for n, v in call.arguments.items() if n not in places}
     name = "position_ids" if "position_ids" in places else places[0]
     return lambda positions: call.module(**others, **{name: positions})
 
 
 def _holds(value: Any, positions: Tensor) -> bool:
-    """Whether `value` is the tensor of positions."""
+    """Whether `value` is a tensor equal to the positions."""
     if not isinstance(value, Tensor) or value.is_floating_point() or value.numel() != positions.numel():
         return False
     return torch.equal(value.reshape(-1), positions.reshape(-1))
@@ -318,7 +342,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _explain(before: Tensor, after: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
-    """The simple change that leads from `before` to `after`: none, a factor or a soft cap by a number of the config."""
+    """The simple function from `before` to `after`: identity, or a factor or soft cap with a number of the config."""
     if torch.equal(before, after.to(before.dtype)):
         return lambda x: x
     changes = [change for number in _numbers(config) for change in _changes(number)]
@@ -328,7 +352,7 @@ def _explain(before: Tensor, after: Tensor, config: Any) -> Callable[[Tensor], T
 
 
 def _numbers(config: Any) -> list[float]:
-    """The numbers in a model's config, without repeats."""
+    """The distinct positive numbers in a model's config."""
     text = config.get_text_config().to_dict()
     numbers = (float(v) for v in text.values() if isinstance(v, int | float) and not isinstance(v, bool))
     return [v for v in dict.fromkeys(numbers) if v > 0]
@@ -357,13 +381,13 @@ def _head(recording: Recording, head_module: nn.Module, config: Any) -> Head:
 
 
 def _chain_to(recording: Recording, head_module: nn.Module, config: Any) -> Sequence[Callable[[Tensor], Tensor]]:
-    """The way from the last layer's output to the LM head's: modules in the order of their calls, perhaps a factor."""
+    """The functions from the last layer's output to the LM head's: modules in call order, perhaps a factor."""
     modules = [call.module for call in recording.after]
     if head_module not in modules:
         raise Unsupported("a model whose LM head does not run in its forward", "its logits cannot be rebuilt", _REMEDY)
     last = modules.index(head_module)
     left, read = recording.after[last - 1].output, next(iter(recording.after[last].arguments.values()))
-    read = read[0] if isinstance(read, tuple) else read  # where tensor parallelism has wrapped the module
+    read = read[0] if isinstance(read, tuple) else read  # tensor parallelism wraps the module
     if not last or not isinstance(left, Tensor) or left.shape != read.shape or torch.equal(left, read):
         return modules[: last + 1]
     change = _explain(left, read, config)

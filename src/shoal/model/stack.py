@@ -1,7 +1,6 @@
-"""What the loop asks of a model: feed some tokens through some of its layers, get logits.
+"""What the decoding loop asks of a model: run some tokens through some of its layers, and return logits.
 
-A `SequenceChunk` holds the tokens of one row; which sublayers a token runs follows from its step index and the row's
-plan.
+A `SequenceChunk` holds the tokens of one row; its plan and a token's step index say which sublayers the token runs.
 """
 
 from __future__ import annotations
@@ -18,24 +17,51 @@ from torch import Tensor
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
-from shoal.model.masks import RowView
 
 if TYPE_CHECKING:
     from shoal.model.experts import ExpertChoice, ExpertMLPs
 
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
-"""Called with a layer's number and the hidden states [chunks, nodes, D] that enter it, short chunks padded. Of a
-`FromLayer` an executor may leave out the calls before its first layer."""
+"""Called with a layer's number and the hidden states [chunks, nodes, D] that enter it; short chunks are padded. An
+executor may skip the calls of a `FromLayer` before its first layer."""
 QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
-"""Called in a layer's attention for one row, with the layer's number, queries [heads, nodes, head_dim] and keys
-[kv_heads, columns, head_dim] with their positions turned in, the nodes' own included, and which columns a node may see,
-bool [nodes, columns]. Returns the columns that each node reads, int64 [kv_heads, nodes, any number], or [heads, ...]
-where each query head has columns of its own, in any order, with -1s that fill up; what a node may not see, or what is
-named again, is taken out, and something must be left to each. None for all.
+"""Called in a layer's attention for one row, with the layer's number, rotated queries [heads, nodes, head_dim], rotated
+keys [kv_heads, columns, head_dim] including the nodes' own, and which columns a node may see, bool [nodes, columns].
 
-The queries may be kept. The keys may be a view of what is stored, which later forwards overwrite, and other layers are
-shown the same bools: leave both as they are. A forward is under way, so run no other one of the same model."""
+Returns the columns that each node reads: int64 [kv_heads, nodes, any number], or [heads, ...] if each query head has
+columns of its own; in any order, padded with -1. None means all. Repeats and columns that a node may not see are
+dropped, and each node must keep at least one.
+
+The queries may be kept. The keys may be a view of the storage, which later forwards overwrite, and other layers get the
+same bools: modify neither. Run no other forward of the same model, since one is in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """What the queries of one row may attend to in one layer.
+
+    Attributes:
+        base: committed positions; node j of the row is at position `base + depths[j]`.
+        start: positions that are no longer stored; column c of the store is position `start + c`.
+        first, last: nodes first..last-1 are the queries; nodes 0..last-1 are in the scratch columns.
+        parents: parent of each node; None for a chain.
+        depths: distance of each node from node 0; None for a chain (node j at distance j).
+        mutual: whether the nodes of a chain also see those after them.
+    """
+
+    base: int
+    start: int
+    first: int
+    last: int
+    parents: Sequence[int] | None = None
+    depths: Sequence[int] | None = None
+    mutual: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Columns of the store that are in use."""
+        return self.base - self.start + self.last
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +70,19 @@ class SequenceChunk:
 
     Attributes:
         row: row of the cache.
-        tokens: ids in breadth-first order; node 0 stands at position `cache.positions[row]`.
+        tokens: ids in breadth-first order; node 0 is at position `cache.positions[row]`.
         steps: step index of each token, non-decreasing; 0 for tokens of a prompt.
         plan: which sublayers run at which step.
-        parents, depths: tree structure, or None for a chain.
-        wanted: how many of the last tokens, those of `vectors` apart, need logits.
-        query_hook: what sees the tokens' queries and may choose what they read; None where nobody does.
-        fed: nodes of the same tree that earlier forwards left in scratch, in every layer that is to run now: the
-            tokens are its nodes `fed`, `fed` + 1, ...; `parents` and `depths` tell of all nodes from 0 on.
-        mutual: whether the nodes of a chain see those after them too, as the tokens of a masked block do.
-        likeliest: whether nobody asks for logits but the largest of each token; others may be -inf.
-        vectors: [n, D], what enters the first layer at the last n tokens, whose ids count for nothing; they give no
-            logits. None where there are none.
-        experts: which groups of the MLPs' neurons each token runs; None where all run the whole MLPs.
+        parents, depths: tree structure; None for a chain.
+        wanted: number of tokens at the end, those of `vectors` not counted, that need logits.
+        query_hook: sees the tokens' queries and may choose the columns that they read; or None.
+        fed: nodes of the same tree that earlier forwards left in scratch in every layer that runs now. The tokens are
+            nodes `fed`, `fed` + 1, ...; `parents` and `depths` cover all nodes from 0 on.
+        mutual: whether the nodes of a chain also see those after them, as in a masked block.
+        likeliest: whether only the largest logit of each token is needed; others may be -inf.
+        vectors: [n, D], inputs of the first layer for the last n tokens, whose ids are ignored and which get no logits;
+            or None.
+        experts: which groups of MLP neurons each token runs; None for the whole MLPs.
     """
 
     row: int
@@ -75,29 +101,29 @@ class SequenceChunk:
 
     @property
     def words(self) -> int:
-        """How many of the tokens are fed by their ids, those at the front."""
+        """Number of tokens, from the first on, that enter by their ids."""
         return len(self.tokens) - (0 if self.vectors is None else len(self.vectors))
 
     @property
     def nodes(self) -> range:
-        """The tokens' numbers in the tree."""
+        """The nodes of the tree that the tokens are."""
         return range(self.fed, self.fed + len(self.tokens))
 
     def positions(self, base: int) -> list[int]:
-        """Position of each token when node 0 stands at `base`."""
+        """Position of each token if node 0 is at `base`."""
         return [base + depth for depth in (self.nodes if self.depths is None else self.depths[self.fed :])]
 
     def view(self, base: int, start: int, first: int, last: int) -> RowView:
-        """What tokens first..last-1 may look at, the row having `base` positions, `start` not stored any more."""
+        """What tokens first..last-1 may attend to in a row of `base` positions; the first `start` are not stored."""
         return RowView(base, start, self.fed + first, self.fed + last, self.parents, self.depths, self.mutual)
 
     def running(self, drop_step: int) -> int:
-        """How many of the tokens (a prefix) run a sublayer that is dropped from `drop_step` on."""
+        """Length of the prefix of tokens that run a sublayer which is dropped from `drop_step` on."""
         return bisect_left(self.steps, drop_step)
 
     @property
     def whole(self) -> int:
-        """How many of the tokens (a prefix) run every layer with the whole of its MLP."""
+        """Length of the prefix of tokens that run every layer with its whole MLP."""
         deep = self.running(self.plan.first_shallow_step)
         if self.experts is None:
             return deep
@@ -106,11 +132,11 @@ class SequenceChunk:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a forward that goes on from known hidden states begins.
+    """Where a forward begins that continues from known hidden states.
 
     Attributes:
         layer: the first layer that runs.
-        hidden: what enters it [chunks, nodes, D], as a hook was shown it.
+        hidden: its input [chunks, nodes, D], as a hook gets it.
     """
 
     layer: int
@@ -126,12 +152,12 @@ class LayerWork:
     last: tuple[int, ...]
 
     def of_row(self, index: int) -> LayerWork:
-        """The part of it that is one chunk's."""
+        """The work of one chunk alone."""
         last = tuple(b if i == index else a for i, (a, b) in enumerate(zip(self.first, self.last, strict=True)))
         return LayerWork(self.part, self.first, last)
 
     def flat(self, sizes: Sequence[int]) -> list[int] | None:
-        """Where its tokens stand among those of all chunks, of these sizes, one after the other; None for all."""
+        """Indices of its tokens among all tokens of chunks of these sizes, one after the other; None for all tokens."""
         if not any(self.first) and list(self.last) == list(sizes):
             return None
         pieces = zip(accumulate(sizes, initial=0), self.first, self.last, strict=False)
@@ -139,18 +165,15 @@ class LayerWork:
 
 
 def layer_work(chunks: Sequence[SequenceChunk], layer: int) -> list[LayerWork]:
-    """What `layer` has to do: whole for the tokens that run both sublayers, then one sublayer for those after them."""
+    """The work of a layer: both sublayers for the first tokens, then a single sublayer for those after them."""
     attention = tuple(chunk.running(chunk.plan.attention[layer]) for chunk in chunks)
     mlp = tuple(chunk.running(chunk.plan.mlp[layer]) for chunk in chunks)
     zero = (0,) * len(chunks)
     if attention == mlp:
         return [LayerWork("layer", zero, mlp)] if any(mlp) else []
     both = tuple(map(min, attention, mlp))
-    pieces = [
-        LayerWork("layer", zero, both),
-        LayerWork("attention", both, tuple(map(max, both, attention))),
-        LayerWork("mlp", both, tuple(map(max, both, mlp))),
-    ]
+    pieces = [LayerWork("layer", zero, both), LayerWork("attention", both, tuple(map(max, both, attention))),
+              LayerWork("mlp", both, tuple(map(max, both, mlp)))]
     return [piece for piece in pieces if piece.first != piece.last]
 
 
@@ -160,16 +183,16 @@ class Stack(Protocol):
     Attributes:
         num_layers: L.
         windows: sliding window of each layer in positions, or None.
-        max_positions: the context length, or None where the model has none.
+        max_positions: the context length, or None if there is no limit.
         head_layers: cost of the LM head in layers, by bytes.
-        prefill_chunk: tokens per forward, of all rows together, at which prompts are read fastest.
-        most_nodes: of a tree that gets the arithmetic of a straight text; None for any number.
+        prefill_chunk: tokens per forward, of all rows together, at which prefill is fastest.
+        most_nodes: most nodes of a tree that is computed exactly like a chain; None for any number.
         position_bytes: bytes of the keys and values of one position, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer.
         shows_queries: whether chunks may have a `query_hook`.
-        score_scale: what products of queries and keys are multiplied with before softmax.
-        score_cap: c of the soft cap c * tanh(x / c) that they then get, or None.
-        activation_dtype: the narrowest type that a product with a weight rounds its input to: int8 where the kernels
+        score_scale: factor of the products of queries and keys before softmax.
+        score_cap: c of the soft cap c * tanh(x / c) that follows, or None.
+        activation_dtype: the narrowest type to which inputs of matrix products are rounded: int8 if the kernels
             multiply integers, else `dtype`.
     """
 
@@ -191,96 +214,85 @@ class Stack(Protocol):
 
     @property
     def can_split(self) -> bool:
-        """Whether attention and MLP of a layer can run apart."""
-        ...
+        """Whether attention and MLP of a layer can run separately."""
 
     @property
     def adds_masks(self) -> bool:
         """Whether attention adds its mask to the scores, instead of taking bools."""
-        ...
 
     def forward(
-        self,
-        chunks: Sequence[SequenceChunk],
-        cache: KVCache,
-        hook: HiddenStateHook | None = None,
-        *,
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
     ) -> Tensor:
-        """Run `chunks` (ascending rows) and leave their keys and values in the cache as scratch.
+        """Run the layers that the plans name, and leave keys and values in the cache as scratch.
 
-        `hook` is shown the hidden states before each layer, and with L those after the last one. With `start` the
-        layers below it are taken as done; they store nothing.
+        Args:
+            chunks: chunks of ascending rows.
+            cache: the rows' KV.
+            hook: called with the hidden states before each layer, and with layer L for those after the last one.
+            start: where to begin; the layers below are taken as done and store nothing.
 
         Returns:
-            Logits [sum of wanted, V]: of the last `wanted` nodes of each chunk, `vectors` apart, one after the other.
+            Logits [sum of wanted, V] of the last `wanted` nodes of each chunk, `vectors` not counted.
         """
-        ...
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """What enters the first layer [N, D] for token ids [N] at positions [N], int64 both."""
-        ...
+        """Input of the first layer [N, D] for token ids [N] at positions [N], both int64."""
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the head's matrix reads [N, D] of hidden states [N, D] as a hook is shown them: the final norm."""
-        ...
+        """Hidden states [N, D], as a hook gets them, through the final norm: the input of the head's matrix [N, D]."""
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, D] as a hook is shown them, through the final norm and the head."""
-        ...
+        """Logits [N, V] of hidden states [N, D], as a hook gets them, through the final norm and the head."""
 
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        """The rows [n, D] of the head's matrix for the tokens `ids`, as numbers that can be computed with; a copy.
+        """A dequantised copy of the rows [n, D] of the head's matrix for the tokens `ids`.
 
         Raises:
-            Unsupported: the head is no plain matrix.
+            Unsupported: the head is not a plain matrix.
         """
-        ...
 
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; a copy of the rows.
+        """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; copies the rows.
 
         Raises:
-            Unsupported: the head is no plain matrix.
+            Unsupported: the head is not a plain matrix.
         """
-        ...
 
     def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
-        """Copies of the MLPs in groups of neurons that chunks can name as their `experts`.
+        """Copy the MLPs into groups of neurons, which chunks can name as their `experts`.
 
         Args:
             neurons: int64 [groups, n] for each layer: all of its neurons, each in one group.
 
         Raises:
-            Unsupported: the MLPs are not gated ones, or do not have these neurons.
+            Unsupported: the MLPs are not gated, or do not have these neurons.
         """
-        ...
 
     @property
     def group_bytes(self) -> int:
         """Bytes of the copies that `split_mlps` makes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class FromLayer:
-    """A hook that looks at no states that enter layers before `first`."""
+    """A hook that needs no states of layers before `first`."""
 
     first: int
     hook: HiddenStateHook
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
-        """See `HiddenStateHook`."""
+        """Call the hook."""
         self.hook(layer, hidden)
 
 
 def first_seen(hook: HiddenStateHook) -> int:
-    """The first layer that a hook looks at."""
+    """The first layer whose states a hook needs."""
     return hook.first if isinstance(hook, FromLayer) else 0
 
 
 def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
-    """Put the chunks' `vectors` in their places among what enters the first layer, [tokens of all chunks, D]."""
+    """Write the chunks' `vectors` into the inputs of the first layer, [tokens of all chunks, D]."""
     first = 0
     for chunk in chunks:
         last = first + len(chunk.tokens)
@@ -290,7 +302,7 @@ def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
 
 
 def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int, cache: KVCache) -> None:
-    """Refuse to run a layer that misses the KV of a node before those that it is given; a lone MLP needs none."""
+    """Refuse to run a layer that lacks the KV of an earlier node; a single MLP needs none."""
     if piece.part == "mlp":
         return
     store = cache.layers[layer]
@@ -301,7 +313,7 @@ def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int,
 
 
 def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError:
-    """What is wrong with a chunk that runs a layer whose KV has a hole before its tokens."""
+    """The error for a chunk whose tokens are preceded by a gap in the KV of a layer."""
     store, row = cache.layers[layer], chunk.row
     held, needed, what = store.lengths[row], cache.positions[row], "positions"
     if held == needed:
@@ -313,7 +325,7 @@ def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError
 
 
 def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
-    """Note in the cache from which position on each chunk left something out."""
+    """Mark in the cache the first position at which each chunk skipped something."""
     for chunk in chunks:
         shallow = chunk.whole
         if shallow < len(chunk.tokens):

@@ -9,7 +9,7 @@ import torch
 
 from backends import TORCH
 from drive import gap
-from shoal.model.kv.reading import row_mask
+from shoal.model.masks import row_mask
 from shoal.model.packed.block import gathered_attention, scaled_attention
 from shoal.model.packed.stack import PackedStack
 

@@ -15,8 +15,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.checkpoint import shown_name
 from shoal.engine.loading.device import default_dtype
 from shoal.errors import Unsupported
+from shoal.model.config import windows_of
 from shoal.model.packed.shape import FAMILIES
-from shoal.model.windows import windows_of
 from shoal_lab.bench import gguf_facts, shapes
 
 FILE = "file"

@@ -120,7 +120,7 @@ def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[
 
 def _picker(args: argparse.Namespace, files: Checkpoint, means: Any) -> Pick:
     """The neurons whose gates are open for most, over all layers or in each."""
-    from shoal.model.widths import widths_of
+    from shoal.model.config import widths_of
     from shoal_lab.calibrate import neurons
     from shoal_lab.cli import prune_width
 
@@ -142,7 +142,7 @@ def _beyond(args: argparse.Namespace, files: Checkpoint, share: float) -> float:
 
     They are filled up, never cut further: among open gates none is known to matter less.
     """
-    from shoal.model.widths import widths_of
+    from shoal.model.config import widths_of
 
     widths = widths_of(files.config())
     return float(min(share + (args.multiple - 1) / 2 * len(widths) / sum(widths), 0.99))

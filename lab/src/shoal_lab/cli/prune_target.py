@@ -153,7 +153,7 @@ def times_faster(card: CostCard, config: Any, change: Any) -> float:
 
 def _weights_left(config: Any, widths: Sequence[int]) -> float:
     """The share of the layers' weights that is left with MLPs of these widths."""
-    from shoal.model.widths import widths_of
+    from shoal.model.config import widths_of
 
     text = config.get_text_config()
     heads, hidden = text.num_attention_heads, text.hidden_size

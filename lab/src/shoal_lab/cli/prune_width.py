@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.engine.loading.checkpoint import Checkpoint
-    from shoal.model.narrow import NarrowMLPs
+    from shoal.model.transform import NarrowMLPs
     from shoal_lab.cli.prune_target import Pick
 
 _PIECE, _PIECES = 512, 32
@@ -43,7 +43,7 @@ def picker(args: argparse.Namespace, files: Checkpoint) -> Pick:
     import torch
 
     from shoal.engine.loading.transformed import named
-    from shoal.model.narrow import gated_widths
+    from shoal.model.transform import gated_widths
     from shoal_lab.calibrate import neurons
 
     source = named(files.weights(), files.name)
@@ -78,7 +78,7 @@ def even(args: argparse.Namespace, files: Checkpoint) -> Pick:
     import torch
 
     from shoal.engine.loading.transformed import named
-    from shoal.model.narrow import gated_widths
+    from shoal.model.transform import gated_widths
 
     widths = gated_widths(files.config(), named(files.weights(), files.name))
     return lambda share: left([-torch.arange(width) for width in widths], [1 - share] * len(widths), widths,
@@ -92,7 +92,7 @@ def left(
 
     Of gates that agreed at least that share stays: those that are open are all alike, whatever they do.
     """
-    from shoal.model.narrow import NarrowMLPs
+    from shoal.model.transform import NarrowMLPs
     from shoal_lab.calibrate import neurons
 
     kept = neurons.best(scores, neurons.counts(shares, widths, why["multiple"], up=why["by"] == "consensus"))

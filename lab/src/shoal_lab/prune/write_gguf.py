@@ -21,13 +21,12 @@ import numpy as np
 from shoal.engine.loading.checkpoint import NOTE
 from shoal.engine.loading.gguf_checkpoint import is_gguf
 from shoal.errors import Unsupported, needs
+from shoal.model.config import widths_of, with_widths
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.source import GgufSource
-from shoal.model.narrow import NarrowMLPs
-from shoal.model.transform import DropLayers
-from shoal.model.widths import widths_of, with_widths
+from shoal.model.transform import DropLayers, NarrowMLPs
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _ROWS = re.compile(r"ffn_(gate|up)\.(weight|bias)")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, linear
 
 from shoal.errors import Unsupported
-from shoal.model.windows import windows_of
+from shoal.model.config import windows_of
 from shoal_lab.components.gate import BIAS, NORM, WEIGHT, WIDTHS, gate_scores
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch

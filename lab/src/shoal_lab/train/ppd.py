@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal import compat
+from shoal.model.config import layers_of, windows_of
 from shoal.model.probe import find_layers
-from shoal.model.windows import layers_of, windows_of
 from shoal_lab.drafts.ppd import MOST_PROMPTS, PROMPTS
 from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
 

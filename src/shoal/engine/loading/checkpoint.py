@@ -15,8 +15,8 @@ from shoal.engine.loading.defaults import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import Unsupported
 from shoal.model.masked import LLADA_MARK, LladaSource, adopted
+from shoal.model.modules import check_quantised, check_told, quantised_by
 from shoal.model.packed.source import FileSource, Source, has_safetensors
-from shoal.model.whole import check_quantised, check_told, quantised_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,8 +115,8 @@ class Checkpoint:
             return self._gguf.model(dtype)
         from transformers import AutoModelForCausalLM
 
-        from shoal.model.modules import loaded
-        from shoal.model.widths import WIDTHS, class_of
+        from shoal.model.config import WIDTHS
+        from shoal.model.modules import class_of, loaded
 
         config = self.config()
         if self._adopted() is not None and (source := self.weights()) is not None:

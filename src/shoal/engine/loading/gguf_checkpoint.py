@@ -13,7 +13,7 @@ from shoal.errors import Unsupported
 from shoal.model.gguf.header import Header, read_said
 from shoal.model.gguf.metadata import vocabulary_of
 from shoal.model.gguf.modules import check_said, check_taken
-from shoal.model.whole import check_told
+from shoal.model.modules import check_told
 
 if TYPE_CHECKING:
     from shoal.model.gguf.file import GgufFile

@@ -23,6 +23,7 @@ from shoal.engine.memory.available import naming
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.engine.memory.weight_files import weights_on_disk
 from shoal.errors import OutOfMemory, Unsupported
+from shoal.model.config import layers_of
 from shoal.model.hf import HFStack
 from shoal.model.masked import masked_of
 from shoal.model.packed import build as packed
@@ -33,7 +34,6 @@ from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_layout
 from shoal.model.probe import in_transformers
 from shoal.model.stack import Stack
 from shoal.model.transform import Transform
-from shoal.model.windows import layers_of
 
 Backend = Literal["auto", "hf", "packed"]
 BACKENDS = ("auto", "hf", "packed")

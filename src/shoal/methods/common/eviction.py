@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from shoal.decode.row import Row
     from shoal.model.kv.cache import KVCache
+    from shoal.model.kv.choice import StoredColumns
     from shoal.model.kv.layer import KVLayer
-    from shoal.model.kv.scoring import StoredColumns
     from shoal.model.stack import QueryHook, SequenceChunk, Stack
 
 
@@ -154,7 +154,7 @@ class ScoreKeeper(Keeper):
 
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
         """Keep the best columns and the ends."""
-        from shoal.model.kv.scoring import StoredColumns, best_columns
+        from shoal.model.kv.choice import StoredColumns, best_columns
 
         method = self._method
         known = self._queries[row.root or row]

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from shoal.errors import Unsupported
+from shoal.model.config import WIDTHS
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.metadata import Metadata, Vocabulary, vocabulary_of
-from shoal.model.widths import WIDTHS
 
 _SAFETENSORS = "Use the model's safetensors"
 _FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"

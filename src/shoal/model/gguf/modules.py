@@ -17,8 +17,7 @@ from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Header
 from shoal.model.gguf.metadata import Metadata, vocabulary_of
 from shoal.model.gguf.source import ASIDE, GgufSource
-from shoal.model.modules import expected, loaded
-from shoal.model.whole import refuse
+from shoal.model.modules import expected, loaded, refuse
 
 _REMEDY = "Convert the model again"
 _COUNTS = ("embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "attention.head_count_kv",

@@ -1,4 +1,4 @@
-"""Vectors in 8 or 4 bits with a scale in float16 for each 32 numbers: what llama.cpp calls q8_0 and q4_0."""
+"""KV vectors in 8 or 4 bits, with one float16 scale per 32 numbers: q8_0 and q4_0 of llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK = 32
 
 
 def to_bytes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors [..., dim] in steps of a 127th of each block's largest number.
+    """Quantise vectors [..., dim] to 8 bits, in steps of a 127th of each block's largest magnitude.
 
     Returns:
         int8 [..., dim] and scales, float16 [..., blocks].
@@ -22,17 +22,17 @@ def to_bytes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_bytes(whole: Tensor, scale: Tensor) -> Tensor:
-    """The other way, in float32."""
+    """Dequantise what `to_bytes` returned: float32 [..., dim]."""
     held: Tensor = (_blocks(whole) * scale.float()[..., None]).flatten(-2)
     return held[..., : whole.shape[-1]]
 
 
 def to_nibbles(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors [..., dim], filled up with zeros to whole blocks, in steps of an eighth of each block's largest number.
+    """Quantise vectors [..., dim], zero-padded to whole blocks, to 4 bits, in steps of an eighth of the largest number.
 
     Returns:
-        uint8 [..., blocks, 16] and scales, float16 [..., blocks]. A byte holds number j of its block in its low half
-        and number j + 16 in its high half, both with 8 added.
+        uint8 [..., blocks, 16] and scales, float16 [..., blocks]. The low half of a byte is number j of its block, the
+        high half number j + 16, both plus 8.
     """
     blocks = _blocks(values)
     scale = (blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8).half()
@@ -42,17 +42,17 @@ def to_nibbles(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_nibbles(halves: Tensor, scale: Tensor) -> Tensor:
-    """The other way, in float32, with what filled up the last block."""
+    """Dequantise what `to_nibbles` returned: float32 [..., blocks * 32], padding included."""
     whole = torch.cat([halves & 15, halves >> 4], -1).float() - 8
     return (whole * scale.float()[..., None]).flatten(-2)
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """[..., dim] in float32 as [..., blocks, 32], filled up with zeros."""
+    """[..., dim] as float32 [..., blocks, 32], zero-padded."""
     blocks: Tensor = pad(values.float(), (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     return blocks
 
 
 def _step(scale: Tensor) -> Tensor:
-    """By what is divided: a scale that is zero leaves zeros."""
+    """The divisor: the scale, or 1 for a block of zeros."""
     return scale.float().masked_fill(scale == 0, 1)

@@ -1,12 +1,14 @@
-"""The columns with the largest scores, chosen in some layers and read in others: a hook that kernels need not call.
+"""Which stored columns of the KV stay, and which of them queries read: by scores, the largest first.
 
-What is here in torch is the twin of `packed/native/choose.h`.
+Native kernels choose columns themselves where they can (`packed/native/choose.h`); this is the reference in torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from random import Random
 
 import torch
 from torch import Tensor
@@ -18,31 +20,28 @@ from shoal.model.packed.block import soft_cap
 from shoal.model.stack import Stack
 
 ALL, CHOOSES, CHOSEN, LABELED = range(4)
-"""What a query reads in a layer: all that it sees; the same, and then it chooses; what it chose last; what it chooses
-by labels, some dimensions of the keys."""
+"""What a query reads in a layer: all that it sees; all, and then it chooses; what it chose last; what it chooses by
+labels, which are some dimensions of the keys."""
 
 
 class Labels:
-    """Some dimensions of the keys that one row stores, by which kernels score columns; they fill them in themselves.
-
-    Args:
-        dims: int64 [layers, kv_heads, width], the dimensions of each head.
+    """Some dimensions of one row's keys, by which kernels score columns; the kernels fill them in.
 
     Attributes:
-        dims: as given.
-        buffers: per layer, for columns in groups of 16, [kv_heads, groups, width, 16] in `dtype`; none before they are
-            wanted. Column c stands at c + start % 16, start being the positions that are not stored any more. What has
-            16 bits lies in pairs, [width / 2, 16, 2], and one that is left over behind them.
+        dims: int64 [layers, kv_heads, width], the dimensions of each head.
+        buffers: per layer [kv_heads, groups of 16 columns, width, 16] in the dtype of the keys; made on demand. Column
+            c is at c + start % 16, where start counts the positions that are no longer stored. 16-bit numbers are
+            stored in pairs of dimensions, [width / 2, 16, 2]; an odd last one follows them.
     """
 
     def __init__(self, dims: Tensor) -> None:
         self.dims = dims
         self.buffers: dict[int, Tensor] = {}
-        self._groups = 0  # of each buffer, as kernels want them of one size
-        self._known: dict[int, tuple[int, int, int]] = {}  # columns with labels, and of which state of the layer
+        self._groups = 0  # of each buffer, since kernels want buffers of one size
+        self._known: dict[int, tuple[int, int, int]] = {}  # per layer: columns with labels, and its state then
 
     def prepare(self, layer: int, store: KVLayer, row: int, columns: int, dtype: torch.dtype) -> int:
-        """Make room for the labels of so many columns of a layer; returns how many of them are there."""
+        """Make room for the labels of `columns` columns of a layer; returns how many of them are filled in."""
         known, *state = self._known.get(layer, (0, -1, -1))
         held, groups = self.buffers.get(layer), -(-(columns + 16) // 16)
         if groups > self._groups:
@@ -58,24 +57,24 @@ class Labels:
         return min(known, store.stored(row))
 
     def filled(self, layer: int, store: KVLayer, row: int) -> None:
-        """A forward has run the layer: the labels of all committed columns are there."""
+        """Note that a forward has run the layer, so that the labels of all committed columns are filled in."""
         self._known[layer] = store.stored(row), store.starts[row], store.rewritten[row]
 
 
 def labels_for(dims: Sequence[Sequence[Sequence[int]]]) -> Labels:
-    """Of a row that has stored nothing yet, or nothing that was labelled."""
+    """Labels of a row that has none yet."""
     return Labels(torch.tensor(dims))
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """By what columns are ranked.
+    """How columns are ranked.
 
     Attributes:
-        scale, cap: of scores, as in `Stack`.
-        apart: whether each query head ranks them for itself. Else those do it together that share a KV head: a column
-            counts by the likeliest that it is to any of them. Likelihoods, since the sizes of scores differ from head
-            to head, and those of one would decide alone.
+        scale, cap: scale and soft cap of the scores, as in `Stack`.
+        apart: whether each query head ranks columns by itself. Otherwise heads that share a KV head rank together, by
+            the largest attention probability that any of them gives a column. Scores would not do, since their size
+            differs from head to head.
     """
 
     scale: float = 1.0
@@ -84,12 +83,12 @@ class Ranking:
 
     @classmethod
     def of(cls, stack: Stack, apart: bool = False) -> Ranking:
-        """As the stack's attention scores."""
+        """The ranking by the stack's attention scores."""
         return cls(stack.score_scale, stack.score_cap, apart)
 
     def scores(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        """What is ranked, [kv_heads or heads, nodes, columns]; arguments as of a `QueryHook`."""
-        wide = torch.promote_types(keys.dtype, torch.float32)  # in which kernels sum them, too
+        """Scores to rank by, [kv_heads or heads, nodes, columns]; the arguments are those of a `QueryHook`."""
+        wide = torch.promote_types(keys.dtype, torch.float32)  # as kernels sum them
         grouped = queries.to(wide).view(len(keys), -1, *queries.shape[1:])
         scores = soft_cap(grouped @ keys.to(wide)[:, None].mT * self.scale, self.cap)
         scores = scores.masked_fill(~seen, -torch.inf)
@@ -98,45 +97,43 @@ class Ranking:
         return (scores - scores.logsumexp(-1, keepdim=True)).amax(1)
 
     def largest(self, count: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        """The columns that rank first, each node's own among them: see `largest`; arguments as of a `QueryHook`."""
+        """The columns that rank first, as `largest` gives them; the arguments are those of a `QueryHook`."""
         return largest(self.scores(queries, keys, seen), count, seen)
 
 
 def largest(scores: Tensor, count: int, seen: Tensor) -> Tensor:
-    """The columns with the largest scores, each node's own among them.
+    """The columns with the largest scores, each node's own included.
 
     Args:
-        scores: [kv_heads or heads, nodes, columns], -inf where a node sees nothing.
-        count: columns that are chosen.
+        scores: [kv_heads or heads, nodes, columns]; -inf for columns that a node does not see.
+        count: number of columns to choose.
         seen: bool [nodes, columns].
 
     Returns:
-        int64 [kv_heads or heads, nodes, count], -1 for none.
+        int64 [kv_heads or heads, nodes, count], padded with -1.
     """
     best = scores.scatter(2, own_columns(seen).expand(len(scores), -1)[..., None], torch.inf).topk(count, -1)
     return best.indices.where(best.values > -torch.inf, -1)
 
 
 def own_columns(seen: Tensor) -> Tensor:
-    """Each node's own column, the last one that it sees: int64 [nodes]."""
+    """Each node's own column, which is the last one that it sees: int64 [nodes]."""
     return seen.shape[1] - 1 - seen.flip(1).int().argmax(1)
 
 
 class TopColumns:
-    """What the queries of one row read in one forward.
+    """A `QueryHook` by which the queries of one row read the columns that rank first.
 
-    They choose the `count` columns that rank first, their own among them, for each KV head or query head. What was
-    chosen is read in layers that store as many columns as the one that chose; in another one, and where nothing was
-    chosen since the choosing layers did not run, a query chooses anew. Where it sees no more than `count`, it reads
-    all.
+    For each KV head or query head, a query chooses `count` columns, its own included. Later layers that store as many
+    columns read the choice. A layer that stores another number, or finds no choice since the choosing layers did not
+    run, chooses anew. A query that sees at most `count` columns reads all of them.
 
     Args:
-        count: columns that are chosen.
-        roles: per layer `ALL`, `CHOOSES` or `CHOSEN`.
-        cache: holds the row.
-        row: its number there.
-        ranking: by what columns are ranked.
-        labels: the row's, where a layer chooses by them.
+        count: number of columns to choose.
+        roles: per layer `ALL`, `CHOOSES`, `CHOSEN` or `LABELED`.
+        cache, row: the cache that holds the row, and its number there.
+        ranking: how columns are ranked.
+        labels: the row's labels, if a layer chooses by them.
     """
 
     def __init__(
@@ -147,7 +144,7 @@ class TopColumns:
         self._chosen: dict[tuple[int, int], Tensor] = {}  # by node and stored columns: [kv_heads or heads, count]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
-        """See `QueryHook`."""
+        """The columns that the queries read in a layer, in torch."""
         if self.roles[layer] == ALL or keys.shape[1] <= self.count:
             return None
         stored = self._cache.positions[self._row] - self._cache.layers[layer].starts[self._row]
@@ -165,7 +162,7 @@ class TopColumns:
             [one.mT for one in columns], padding_value=-1).permute(2, 1, 0)
 
     def ran(self, layers: Sequence[int]) -> None:
-        """Kernels have run a forward of the row through these layers."""
+        """Note that kernels have run a forward of the row through these layers."""
         for layer in layers:
             store = self._cache.layers[layer]
             if self.labels is not None and self.roles[layer] == LABELED and store.stored(self._row) >= self.count:
@@ -173,7 +170,104 @@ class TopColumns:
 
 
 def _labeled(dims: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The dimensions [kv_heads, width] of queries and keys."""
+    """Queries and keys cut to the dimensions [kv_heads, width]."""
     index = dims.to(keys.device)[:, None]
     of_queries = index.repeat_interleave(len(queries) // len(keys), 0).expand(-1, queries.shape[1], -1)
     return queries.gather(2, of_queries), keys.gather(2, index.expand(-1, keys.shape[1], -1))
+
+
+class StoredColumns:
+    """What one row has stored in one layer; keys are rotated.
+
+    Attributes:
+        number: number of the layer.
+        count: number of columns, which are in order from the oldest on.
+    """
+
+    def __init__(self, number: int, layer: KVLayer, slot: int, stack: Stack, pieces: Sequence[Tensor] = ()) -> None:
+        self.number, self.count = number, layer.stored(slot)
+        self._layer, self._slot, self._stack, self._pieces = layer, slot, stack, pieces
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The columns' numbers 0..count-1: int64 [count]."""
+        return torch.arange(self.count, device=self._stack.device)
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys [kv_heads, count, head_dim]; may be a view of the storage."""
+        return self._read[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Values [kv_heads, count, head_dim]; may be a view of the storage."""
+        return self._read[1]
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """Queries of the prompt's last positions, as many as were asked for: [heads, n, head_dim]."""
+        return torch.cat(list(self._pieces), 1)
+
+    @cached_property
+    def attention(self) -> Tensor:
+        """Attention that each column gets from `queries`, summed over the heads of its KV head: [kv_heads, count]."""
+        return attention(self.queries, self.keys, self._stack.score_scale, self._stack.score_cap)
+
+    @cached_property
+    def _read(self) -> tuple[Tensor, Tensor]:
+        dtype = self._pieces[0].dtype if self._pieces else self._stack.dtype
+        return self._layer.read(self._slot, self.count, dtype)
+
+    def drawn(self, seed: int, count: int, window: int) -> Tensor:
+        """Scores of the random control, [kv_heads, count]: 1 for columns that the seed draws, else 0."""
+        scores = torch.zeros(self.keys.shape[:2], device=self.keys.device)
+        return scores.scatter(1, drawn(f"{seed}/{self.number}", self.keys, window, count), 1.0)
+
+
+def attention(queries: Tensor, keys: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Attention [kv_heads, columns] of each column from the queries [heads, n, head_dim] of the last n columns."""
+    heads, (count, size) = len(keys), (queries.shape[1], keys.shape[1])
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    scores = soft_cap(queries.to(wide).view(heads, -1, queries.shape[2]) @ keys.to(wide).mT * scale, cap)
+    later = torch.ones(count, size, dtype=torch.bool, device=keys.device).triu(size - count + 1)
+    weights = scores.view(heads, -1, count, size).masked_fill(later, -torch.inf).softmax(-1)
+    return weights.sum((1, 2))
+
+
+def pooled(scores: Tensor, pool: int) -> Tensor:
+    """Scores [kv_heads, n] that rank each column by the largest score of the `pool` (odd) columns around it.
+
+    Among columns that share a maximum, the one that has it ranks first; among equals, the earlier one.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    largest = torch.nn.functional.max_pool1d(scores, pool, 1, pool // 2).gather(1, order)
+    ranked = order.gather(1, largest.argsort(dim=-1, descending=True, stable=True))
+    ranks = torch.arange(scores.shape[1], 0, -1, dtype=torch.float32, device=scores.device).expand_as(ranked)
+    return torch.empty_like(ranks, memory_format=torch.contiguous_format).scatter(1, ranked, ranks)
+
+
+def best_columns(scores: Tensor, count: int, size: int, sinks: int, window: int) -> Tensor:
+    """The first `sinks` and the last `window` of `size` columns, and between them those with the largest scores.
+
+    Args:
+        scores: [size], or [kv_heads, size] if the heads differ; the window's may be left out. Ties go to the earlier.
+        count: number of columns to keep.
+        size, sinks, window: numbers of columns, as above.
+
+    Returns:
+        int64 [count] or [kv_heads, count], ascending.
+    """
+    middle = scores[..., sinks : size - window].contiguous()
+    best = middle.argsort(dim=-1, descending=True, stable=True)[..., : count - sinks - window].sort(-1).values + sinks
+    ends = (torch.arange(first, last, device=scores.device).expand(*scores.shape[:-1], -1)
+            for first, last in ((0, sinks), (size - window, size)))
+    return torch.cat([next(ends), best, *ends], -1)
+
+
+def drawn(seed: str, keys: Tensor, window: int, budget: int) -> Tensor:
+    """int64 [kv_heads, budget]: the window's columns, and others drawn by the seed and the number of columns."""
+    heads, size = len(keys), keys.shape[1]
+    dice = Random(f"{seed}/{size}")
+    rows = [[*sorted(dice.sample(range(size - window), budget - window)), *range(size - window, size)]
+            for _ in range(heads)]
+    return torch.tensor(rows, device=keys.device)

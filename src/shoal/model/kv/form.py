@@ -1,6 +1,6 @@
-"""Rows whose keys and values lie in memory in another form than the one in which the model computes them.
+"""Rows whose keys and values are stored in another form than the one in which the model computes them.
 
-Imports no torch at first, since methods name their forms.
+torch is imported only when needed, since methods name their forms.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ KVSizes = tuple[int, int, int]
 
 
 class KVForm(ABC):
-    """How a layer stores keys and values: each column for itself, so that columns can be dropped and overwritten.
+    """How a layer stores keys and values: each column by itself, so that columns can be dropped and overwritten.
 
     Attributes:
-        kernel: the name under which the native kernels read the form themselves; None if they do not know it.
-        late: whether columns take it only when the row's part `keep` lets them settle; until then they lie in the slot.
+        kernel: the name by which the native kernels know the form; None if they do not read it.
+        late: whether columns take the form only when the recipe's `keep` settles them; until then they are in the slot.
     """
 
     kernel: ClassVar[str | None] = None
@@ -32,39 +32,39 @@ class KVForm(ABC):
 
     @property
     def of_keys(self) -> KVForm | None:
-        """How the keys beside these values are stored; None for alike."""
+        """The form of the keys that go with these values; None for the same form."""
         return None
 
     @abstractmethod
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Keys or values [heads, columns, head_dim] as any number of tensors [heads, columns, ...]."""
+        """Encode keys or values [heads, columns, head_dim] as any number of tensors [heads, columns, ...]."""
 
     @abstractmethod
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """What `encode` was given, or nearly: [heads, columns, head_dim or more] in float32, or the dtype of that."""
+        """Decode to [heads, columns, head_dim or more], in float32 or the dtype that was encoded."""
 
 
 class Store(ABC):
     """The part `store` of a recipe. Immutable.
 
     Attributes:
-        dense_prompt: whether a prompt is stored as the model itself does, up to its last token.
+        dense_prompt: whether a prompt, up to its last token, is stored as the model computes it.
     """
 
     dense_prompt: ClassVar[bool] = False
 
     @abstractmethod
     def form(self, layer: int) -> KVForm | None:
-        """How that layer stores the row; None for as it is."""
+        """The form of a row in that layer; None to store it as it is computed."""
 
 
 def forms_of(form: KVForm) -> tuple[KVForm, KVForm]:
-    """How keys are stored, and how values are."""
+    """The form of keys and the form of values."""
     return form.of_keys or form, form
 
 
 def column_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
-    """What one position takes, keys and values together, of a model that computes them in `dtype`."""
+    """Bytes of one position, keys and values together, for a model that computes them in `dtype`."""
     import torch
 
     sides = zip(forms_of(form), sizes[1:], strict=True)
@@ -74,15 +74,11 @@ def column_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
 class EncodedRow:
     """What one row stores in one layer, in a form of its own.
 
-    Args:
-        form: the form.
-        reserve: columns for which room is made at once.
-
     Attributes:
-        form: as given.
-        keys, values: what it makes of them: tensors [heads, capacity, ...]; none before the first write.
-        capacity: columns that there is room for.
-        settled: of a form that is late, how many columns have taken it.
+        form: the form.
+        keys, values: encoded tensors [heads, capacity, ...]; none before the first write.
+        capacity: number of columns that there is room for.
+        settled: number of columns that have taken a `late` form.
     """
 
     def __init__(self, form: KVForm, reserve: int = 0) -> None:
@@ -94,25 +90,21 @@ class EncodedRow:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """All encoded tensors."""
         return (*self.keys, *self.values)
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(part.nbytes for part in self.tensors)
 
     @property
     def column_bytes(self) -> int:
-        """Of one column."""
+        """Bytes of one column."""
         return self.nbytes // self.capacity if self.capacity else 0
 
     def allocate(self, like: Tensor, sizes: KVSizes, columns: int) -> None:
-        """Make the storage, for that many columns at least.
-
-        Args:
-            like: of the dtype and on the device in which the model computes keys.
-        """
+        """Allocate storage for at least that many columns; `like` has the dtype and device of the model's keys."""
         columns = max(columns, self._reserve)
         heads, *dims = sizes
         self._dims = dims
@@ -122,7 +114,7 @@ class EncodedRow:
         self.capacity = columns
 
     def make_room(self, columns: int) -> None:
-        """Let that many columns fit; replaces the tensors where they are too small."""
+        """Make room for that many columns; tensors that are too small are replaced."""
         import torch
 
         if columns > self.capacity:
@@ -132,7 +124,7 @@ class EncodedRow:
             self.capacity += more
 
     def write(self, at: int, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [heads, n, head_dim] into the columns from `at` on, for which there is room."""
+        """Write keys and values [heads, n, head_dim] to the columns from `at` on; there must be room."""
         for form, parts, new in zip(self._sides, (self.keys, self.values), (keys, values), strict=True):
             for part, encoded in zip(parts, form.encode(new), strict=True):
                 part[:, at : at + new.shape[1]] = encoded
@@ -154,10 +146,12 @@ def move(tensors: Sequence[Tensor], columns: Tensor, to: int) -> None:
     """Copy columns of a row's tensors [heads, capacity, ...] to those from `to` on.
 
     Args:
-        columns: int64 [n], or [heads, n] where the heads differ.
+        tensors: the row's tensors.
+        columns: int64 [n], or [heads, n] if the heads differ.
+        to: the first column to write.
     """
     count = columns.shape[-1]
-    moved = [_picked(tensor, columns) for tensor in tensors]  # all of them, before any is written to
+    moved = [_picked(tensor, columns) for tensor in tensors]  # read all before any is written
     for tensor, part in zip(tensors, moved, strict=True):
         tensor[:, to : to + count] = part
 

@@ -1,16 +1,16 @@
 """Keys and values of one layer, with a length of its own for every row.
 
-In each row, *committed* entries stay and are followed by *scratch* entries, which a draft may still take back. Because
-depth plans are nested, the positions that a layer has processed are always a prefix of the row's sequence, so a length
-says all.
+In each row, *committed* entries are followed by *scratch* entries, which a draft may still take back. Depth plans are
+nested, so the positions that a layer has processed are always a prefix of the row's sequence, and a length describes
+them.
 
-Storage is one tensor pair [slots, heads, capacity, head_dim]; row r lives in slot r, and slots behind the last row are
-free. Rows stay side by side, as attention over all of them reads them; where `shoal.model.kv.memory` can, what a row
-has not written of its slot takes no memory, nor does a free slot. A layer with a sliding window drops what the window
-has left behind, but never a scratch entry, so rolling back is always possible. What a row has stored in a layer without
-one may be rewritten: fewer columns, other ones, with a bias on their scores. So a row has fewer *columns* than
-*positions*, and `starts` counts the difference. A row may have storage of its own beside the slots, in another form:
-of all its columns, or of the first ones alone, which have settled; the others stay at their places in the slot.
+Storage is one tensor pair [slots, heads, capacity, head_dim]. Row r is in slot r; slots after the last row are free.
+Rows lie side by side, since attention over all of them reads them together. If `shoal.model.kv.memory` can do so, free
+slots and the unwritten part of a slot take no memory. A layer with a sliding window drops positions that the window has
+passed, but never a scratch entry, so a rollback is always possible. In a layer without one the columns of a row may be
+rewritten: fewer or other columns, with a bias on their scores. Then a row has fewer *columns* than *positions*, and
+`starts` counts the difference. A row may also store columns outside its slot, in another form: all of them, or only the
+first ones, which have *settled*; the others keep their places in the slot.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shoal.model.kv.memory import clear, is_paged, zeros
 
 WINDOW_SLACK = 256
 GIVEN_BACK = 1024
-"""Columns from which on it is worth it to give back the memory of those that a row has given up."""
+"""A row gives memory back when it has dropped at least this many columns."""
 ENDLESS = 1 << 62
 
 
 def contiguous(rows: Sequence[int]) -> slice | None:
-    """`rows` as a slice, if they follow one another."""
+    """`rows` as a slice if they are consecutive, else None."""
     first, last = rows[0], rows[-1]
     return slice(first, last + 1) if tuple(rows) == tuple(range(first, last + 1)) else None
 
@@ -45,23 +45,23 @@ class KVLayer:
     """Keys and values of one layer.
 
     Attributes:
-        window: number of positions that a query sees, itself included; None where it sees all.
+        window: number of positions that a query sees, including its own; None for all.
         lengths: committed positions per row.
-        starts: positions per row that are not stored any more. Where a window left them behind, or nothing was
-            rewritten, column c of row r holds position `starts[r] + c`.
+        starts: positions per row that are no longer stored. Unless columns were rewritten, column c of row r holds
+            position `starts[r] + c`.
         scratch: entries per row that await commit or rollback.
-        reached: columns per row that its slot held before it gave some up; only that of many is given back.
-        rewritten: positions per row that were there when its columns were last rewritten; going back ends there.
-        encoded: per row, what holds its columns in a form of its own; None for the slot.
-        settled: per row, what holds its first columns once they have settled; None where no form waits for that.
-        bias: per row, what is added to the scores of its columns, float32 [heads, columns or more]; None for nothing.
-        beside: whether a row has any of these.
-        released: rows whose entries were given up; their lengths still tell which positions were processed.
-        bytes_per_position: bytes of one row's keys and values at one position; 0 until something was stored.
-        slots: rows that the storage has room for.
-        limit: spare columns are not made beyond this many.
-        capacity: columns of the storage.
-        version: counts how often the tensors were replaced.
+        reached: most columns that the row's slot has held since memory was last given back.
+        rewritten: length of the row when its columns were last rewritten; decoding cannot go back before it.
+        encoded: per row, its columns in a form of its own; None for the slot.
+        settled: per row, its first columns after they have settled; None if no form waits for that.
+        bias: per row, float32 [heads, columns or more] that is added to scores; None for nothing.
+        beside: whether some row has any of the three above.
+        released: rows whose entries were freed; their lengths still tell which positions were processed.
+        bytes_per_position: bytes of one row's keys and values at one position; 0 before the first write.
+        slots: number of rows that the storage has room for.
+        limit: most spare columns to allocate.
+        capacity: number of columns of the storage.
+        version: counts how often tensors were replaced.
     """
 
     def __init__(self, rows: int, window: int | None = None, reserve: int = 0) -> None:
@@ -83,12 +83,12 @@ class KVLayer:
         """Write scratch entries and return what the attention of these rows reads.
 
         Args:
-            keys: [len(rows), heads, nodes, head_dim], values likewise.
+            keys, values: [len(rows), heads, nodes, head_dim].
             rows: ascending row numbers.
-            counts: how many of the nodes are real in each row; the others are padding and are not kept.
+            counts: number of real nodes of each row; the others are padding and are not stored.
 
         Returns:
-            Keys and values [len(rows), heads, columns, head_dim]; columns beyond a row's own end hold finite junk.
+            Keys and values [len(rows), heads, columns, head_dim]; columns after a row's own end hold finite junk.
         """
         if any(self.released[row] for row in rows):
             raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(rows)} was asked to run again")
@@ -99,10 +99,8 @@ class KVLayer:
         else:
             self.make_room(rows, counts)
         assert self.keys is not None and self.values is not None
-        ends = self._ends(rows)
-        span = contiguous(rows)
-        columns = max(end + count for end, count in zip(ends, counts, strict=True))
-        self._write(keys, values, rows, span, ends, counts)
+        columns, span = self._needed(rows, counts), contiguous(rows)
+        self._write(keys, values, rows, span, self._ends(rows), counts)
         for row, count in zip(rows, counts, strict=True):
             self.scratch[row] += count
         if span is not None:
@@ -113,7 +111,7 @@ class KVLayer:
     def _append_apart(
         self, keys: Tensor, values: Tensor, rows: Sequence[int], counts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """`append` where rows have storage of their own: what is read is put together."""
+        """`append` for rows with storage outside the slots: copies what they read into one tensor."""
         ends = [end + count for end, count in zip(self._ends(rows), counts, strict=True)]
         all_keys, all_values = (
             new.new_zeros(len(rows), new.shape[1], max(ends), new.shape[3]) for new in (keys, values)
@@ -124,13 +122,13 @@ class KVLayer:
         return all_keys, all_values
 
     def write(self, row: int, keys: Tensor, values: Tensor) -> None:
-        """Write scratch entries [heads, n, head_dim] of one row, for which `prepare` has made room."""
+        """Write scratch entries [heads, n, head_dim] of one row; `prepare` must have made room."""
         (end,) = self._ends([row])
         self._put(row, end, keys, values)
         self.scratch[row] += keys.shape[1]
 
     def _put(self, row: int, at: int, keys: Tensor, values: Tensor) -> None:
-        """Write [heads, n, head_dim] into the row's columns from `at` on, for which there is room."""
+        """Write [heads, n, head_dim] to the row's columns from `at` on; there must be room."""
         own = self.encoded[row]
         if own is not None:
             own.write(at, keys, values)
@@ -140,7 +138,7 @@ class KVLayer:
         self.keys[row, :, span], self.values[row, :, span] = keys, values
 
     def read(self, row: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The row's first columns, keys and values [heads, columns, head_dim]; may be views of what is stored."""
+        """Keys and values [heads, columns, head_dim] of the row's first columns; may be views of the storage."""
         own = self.encoded[row]
         if own is not None:
             return own.read(columns, dtype)
@@ -158,10 +156,10 @@ class KVLayer:
         return 0 if older is None else older.settled
 
     def settle(self, row: int, columns: int) -> None:
-        """Let the row's first `columns` take the form for that; the slot gives their memory back.
+        """Move the row's first `columns` from the slot to their late form; the slot gives their memory back.
 
         Raises:
-            ValueError: there are not so many committed columns, or some that are not, or the layer has a window.
+            ValueError: fewer columns are committed, there are scratch entries, or the layer has a window.
         """
         older, first = self.settled[row], self.first_in_slot(row)
         if older is None or columns <= first:
@@ -175,15 +173,16 @@ class KVLayer:
         older.write(first, *(store[:, first:columns] for store in stores))
         older.settled = columns
         for head in (head for store in stores for head in store):
-            clear(head[:columns])  # from the first one on, as pages end where columns do not
+            clear(head[:columns])  # from 0 on, since page boundaries are not column boundaries
         self.rewritten[row] = self.lengths[row]
         self.version += 1
 
     def prepare(self, like: Tensor, sizes: KVSizes, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Let `counts` more entries fit into `rows`, whose storage may still have to be made.
+        """Make room for `counts` more entries in `rows`, allocating storage if there is none.
 
         Args:
-            like: a tensor of the dtype and on the device in which the model computes keys.
+            like: a tensor with the dtype and device of the model's keys.
+            sizes: heads, and head_dim of keys and of values.
             rows, counts: as in `append`.
         """
         if self.keys is None and not all(self.encoded[row] for row in rows):
@@ -213,15 +212,13 @@ class KVLayer:
         return [self.lengths[row] - self.starts[row] + self.scratch[row] for row in rows]
 
     def allocate(self, like: Tensor, sizes: tuple[int, int], count: int, value_dim: int | None = None) -> None:
-        """Make the storage, for `count` entries at least.
-
-        Zeros, not empty memory: what a mask hides must still be finite.
+        """Allocate storage for at least `count` entries, filled with zeros, since masked columns must be finite.
 
         Args:
-            like: a tensor of the dtype and on the device that the storage shall have.
+            like: a tensor with the dtype and device of the storage.
             sizes: heads and head_dim.
             count: entries of the first call.
-            value_dim: head_dim of the values where it is another than that of the keys.
+            value_dim: head_dim of values if it differs from that of keys.
         """
         heads, head_dim = sizes
         value_dim = head_dim if value_dim is None else value_dim
@@ -230,25 +227,30 @@ class KVLayer:
         self.bytes_per_position = heads * (head_dim + value_dim) * like.element_size()
 
     def replace(self, keys: Tensor | None, values: Tensor | None) -> None:
-        """Take other tensors as storage; None frees it."""
+        """Replace the storage; None frees it."""
         self.keys, self.values = keys, values
         self.capacity = 0 if keys is None else keys.shape[2]
         self.reached = [0] * len(self.lengths)
         self.version += 1
 
     def resize(self, slots: int, capacity: int) -> None:
-        """Move what the rows store to storage of that size; where there is none, it will have that many slots."""
+        """Move the rows to storage of that size; if there is no storage yet, it will have that many slots."""
         if self.keys is not None and self.values is not None and tuple(self.keys.shape[::2]) != (slots, capacity):
-            held = self.held(), [self.first_in_slot(row) for row in range(len(self.lengths))]
-            self.replace(*(_moved(store, *held, slots, capacity) for store in (self.keys, self.values)))
+            stores = self.keys, self.values
+            moved = [zeros(store, slots, store.shape[1], capacity, store.shape[3]) for store in stores]
+            for row, end in enumerate(self.held()):
+                span = slice(self.first_in_slot(row), end)
+                for store, new in zip(stores, moved, strict=True):
+                    new[row, :, span] = store[row, :, span]
+            self.replace(*moved)
         self.slots = slots
 
     def held(self) -> list[int]:
-        """Where the columns in use end per slot; 0 where the row has storage of its own for all."""
+        """Number of columns in use per slot; 0 for a row that stores all columns outside its slot."""
         return [0 if own else self.stored(row) + self.scratch[row] for row, own in enumerate(self.encoded)]
 
     def make_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Let `counts` more entries fit into `rows`. May move a window's start, so call it before making a mask."""
+        """Make room for `counts` more entries in `rows`. Call it before making a mask: it may move a window's start."""
         if self.beside:
             new = list(zip(rows, counts, strict=True))
             for row, count in new:
@@ -259,7 +261,7 @@ class KVLayer:
             self._make_slot_room(rows, counts)
 
     def _make_own_room(self, row: int, count: int) -> None:
-        """For what a row stores beside the slots; the bias of new entries is nothing."""
+        """Make room outside the slots; new entries get a bias of 0."""
         own, bias = self.encoded[row], self.bias[row]
         if own is not None and own.capacity and self._ends([row])[0] + count > own.capacity:
             self._evict(row)
@@ -290,14 +292,14 @@ class KVLayer:
 
     @property
     def _spare(self) -> int:
-        """Columns that a window needs beside those in use, so that the next shift is not due at once."""
+        """Spare columns of a window, so that the next shift is not due at once."""
         return 0 if self.window is None else min(self.window, WINDOW_SLACK) // 2
 
     def _needed(self, rows: Sequence[int], counts: Sequence[int]) -> int:
         return max(end + count for end, count in zip(self._ends(rows), counts, strict=True))
 
     def _evict(self, row: int) -> None:
-        """Shift out the committed positions that no later query can see."""
+        """Shift out committed positions that no later query can see."""
         gone = self.lengths[row] - ((self.window or ENDLESS) - 1) - self.starts[row]
         if gone > 0 and not self.released[row]:
             (end,) = self._ends([row])
@@ -307,7 +309,7 @@ class KVLayer:
             self.starts[row] += gone
 
     def row_tensors(self, row: int) -> list[Tensor]:
-        """All that is stored per column of a row: tensors [heads, capacity, ...], keys before values."""
+        """All tensors [heads, capacity, ...] with a row's columns, keys before values."""
         own, bias = self.encoded[row], self.bias[row]
         if own is not None:
             tensors = [*own.tensors]
@@ -316,13 +318,14 @@ class KVLayer:
         return tensors if bias is None else [*tensors, bias]
 
     def keep_columns(self, row: int, columns: Tensor | Sequence[int]) -> None:
-        """Keep some of the row's committed columns and forget the others; the row has no scratch entries then.
+        """Keep some of the row's committed columns and drop the others.
 
         Args:
-            columns: ascending numbers [n], or int64 [heads, n] where the heads differ.
+            row: number of the row, which must have no scratch entries.
+            columns: ascending numbers [n], or int64 [heads, n] if the heads differ.
 
         Raises:
-            ValueError: the layer has a sliding window, which says itself what stays, or there are uncommitted entries.
+            ValueError: the layer has a sliding window, which decides itself what stays, or there are scratch entries.
         """
         tensors = self.row_tensors(row)
         chosen = torch.as_tensor(columns, dtype=torch.int64, device=tensors[0].device if tensors else None)
@@ -331,20 +334,21 @@ class KVLayer:
         self._note_rewrite(row, chosen.shape[-1])
 
     def rewrite(self, row: int, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
-        """Put other columns in the place of all that the row has committed; see `keep_columns`.
+        """Replace all committed columns of the row by others.
 
         Args:
-            keys, values: [heads, n, head_dim], at most as many as are stored; may be views of what `read` gave.
-            bias: [heads, n], added to the scores of every query, kept in float32; None for nothing.
+            row: as in `keep_columns`.
+            keys, values: [heads, n, head_dim], at most as many columns as are stored; may be views of what `read` gave.
+            bias: [heads, n], added to the scores of every query, stored in float32; None for nothing.
 
         Raises:
-            ValueError: as in `keep_columns`, or the bias is of another shape.
+            ValueError: as in `keep_columns`, or the bias has another shape.
         """
         count, sizes = keys.shape[1], tuple(keys.shape[:2])
         self._check_rewrite(row, count)
         if bias is not None and tuple(bias.shape) != sizes:
             raise ValueError(f"the bias is {list(bias.shape)}; it must be {list(sizes)}: heads and columns")
-        self._put(row, 0, keys.clone(), values.clone())  # they may lie where they are to go
+        self._put(row, 0, keys.clone(), values.clone())  # they may be views of the destination
         self._set_bias(row, None if bias is None else keys.new_empty(sizes, dtype=torch.float32).copy_(bias))
         self._note_rewrite(row, count)
 
@@ -371,7 +375,7 @@ class KVLayer:
             )
 
     def _note_reach(self, row: int) -> None:
-        """Call this before the row gives up columns."""
+        """Record how far the slot was used; to be called before the row drops columns."""
         self.reached[row] = max(self.reached[row], *self._ends([row]))
 
     def _note_rewrite(self, row: int, count: int) -> None:
@@ -383,10 +387,12 @@ class KVLayer:
             self.reached[row] = count
 
     def set_form(self, row: int, form: KVForm | None, reserve: int = 0) -> None:
-        """In what form an empty row is to be stored; None for the slot.
+        """Set the form in which an empty row is stored; None for the slot.
 
         Args:
-            reserve: columns for which room of its own is made at once.
+            row: number of the row.
+            form: the form.
+            reserve: columns for which room outside the slot is allocated at once.
         """
         if self.lengths[row] or self.scratch[row]:
             raise ValueError(f"row {row} has stored {self.lengths[row]} positions; a form is set before the first one")
@@ -397,7 +403,7 @@ class KVLayer:
             self._note_beside()
 
     def keep(self, row: int, count: int) -> None:
-        """Keep the row's first `count` scratch entries, or all if there are fewer, and forget the others."""
+        """Commit the row's first `count` scratch entries, or all if there are fewer, and drop the others."""
         scratch = self.scratch[row]
         if scratch:
             if count < scratch:
@@ -406,7 +412,7 @@ class KVLayer:
             self.scratch[row] = 0
 
     def commit(self, row: int, path: Sequence[int]) -> None:
-        """Keep the scratch entries of the nodes in `path` (ascending) and forget the row's others."""
+        """Commit the scratch entries of the nodes in `path` (ascending) and drop the others."""
         kept = [node for node in path if node < self.scratch[row]]
         tensors = self.row_tensors(row)
         self._note_reach(row)
@@ -417,7 +423,7 @@ class KVLayer:
         self.scratch[row] = 0
 
     def restorable(self, row: int, length: int) -> bool:
-        """Whether decoding could go on from `length` positions: all that a next query would see is stored as it was."""
+        """Whether decoding could continue from `length` positions: the next query would find all it sees unchanged."""
         if length == 0:
             return True
         enough = self.starts[row] <= oldest_seen(self.window, length) and length <= self.lengths[row]
@@ -431,16 +437,15 @@ class KVLayer:
             self.starts[row] = self.rewritten[row] = 0
             self.released[row] = False
             self._set_bias(row, None)
-            self._unsettle(row)
+            self._clear(self.settled[row])
 
-    def _unsettle(self, row: int) -> None:
-        older = self.settled[row]
-        if older is not None and older.capacity:
-            older.clear()
+    def _clear(self, own: EncodedRow | None) -> None:
+        if own is not None and own.capacity:
+            own.clear()
             self.version += 1
 
     def select(self, order: Sequence[int]) -> None:
-        """Let row i be what row `order[i]` was, which is i or beyond the new end; the others go."""
+        """Make row i what row `order[i]` was, which is i or a row beyond the new end; drop the others."""
         if self.beside:
             self.version += 1
         held, first = self.held(), [self.first_in_slot(row) for row in range(len(self.lengths))]
@@ -448,7 +453,7 @@ class KVLayer:
             setattr(self, name, [getattr(self, name)[row] for row in order])
         self.reached = [self.reached[row] if row == former else 0 for row, former in enumerate(order)]
         self._note_beside()
-        if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
+        if all(self.released) and self.keys is not None:  # every replacement costs all layers a new binding
             self.replace(None, None)
         self.slots = self.slots if order else 0
         for store in (store for store in (self.keys, self.values) if store is not None):
@@ -459,20 +464,19 @@ class KVLayer:
                     for head in store[row]:
                         clear(head[span.stop :])
                         clear(head[: span.start])
-            clear(store[len(order) : len(held)])  # infinities that a row left would reach the mates of the next one
+            clear(store[len(order) : len(held)])  # leftover infinities would reach rows beside the next one here
 
     def extend(self, rows: int, slots: int) -> None:
-        """Add empty rows to storage of `slots` slots, which are enough."""
+        """Add empty rows, in storage of `slots` slots, which must suffice."""
         self.resize(slots, self.capacity)
         for counts in (self.lengths, self.starts, self.scratch, self.rewritten, self.reached):
             counts.extend([0] * rows)
         self.released.extend([False] * rows)
-        self.encoded.extend([None] * rows)
-        self.settled.extend([None] * rows)
-        self.bias.extend([None] * rows)
+        for beside in (self.encoded, self.settled, self.bias):
+            beside.extend([None] * rows)
 
     def fork(self, row: int, twin: int) -> None:
-        """Let an empty row hold what another one does, bit for bit; neither has scratch entries."""
+        """Make an empty row an exact copy of another one; neither may have scratch entries."""
         for name in ("lengths", "starts", "released", "rewritten"):
             getattr(self, name)[twin] = getattr(self, name)[row]
         beside = self.encoded[row], self.settled[row], self.bias[row]
@@ -485,15 +489,12 @@ class KVLayer:
             store[twin, :, first:stored] = store[row, :, first:stored]
 
     def release(self, row: int) -> None:
-        """Give up a row that will not run this layer again; the storage goes with the last one."""
+        """Free what a row stores that will not run this layer again; the storage is freed with the last row."""
         before, self.released[row] = self.released[row], True
-        own = self.encoded[row]
-        if own is not None and own.capacity:
-            own.clear()
-            self.version += 1
-        self._unsettle(row)
+        self._clear(self.encoded[row])
+        self._clear(self.settled[row])
         self._set_bias(row, None)
-        if all(self.released) and self.keys is not None:  # a needless replacement costs all layers a new binding
+        if all(self.released) and self.keys is not None:  # every replacement costs all layers a new binding
             self.replace(None, None)
         if self.keys is not None and self.values is not None and not before:
             clear(self.keys[row])
@@ -501,21 +502,21 @@ class KVLayer:
             self.reached[row] = 0
 
     def stored(self, row: int) -> int:
-        """Positions kept of a row."""
+        """Number of stored columns of a row."""
         return 0 if self.released[row] else self.lengths[row] - self.starts[row]
 
     def row_bytes(self, row: int) -> int:
-        """Bytes that are taken for a row: of its slot, or beside the slots. Pages only begun count as what is used."""
+        """Bytes taken for a row, in its slot and outside; of partly used pages only the used part counts."""
         own = self.encoded[row]
         return self._beside_bytes(row) + (self._slot_columns(row) * self.bytes_per_position if own is None else 0)
 
     def column_bytes(self, row: int) -> int:
-        """Bytes of what a row stores per position that it keeps and that has not settled."""
+        """Bytes per column of a row that has not settled."""
         own = self.encoded[row]
         return self.bytes_per_position if own is None else own.column_bytes
 
     def kept_bytes(self, row: int) -> int:
-        """Bytes of all that a row keeps."""
+        """Bytes of all columns that a row stores."""
         older = self.settled[row]
         first = 0 if older is None else min(older.settled, self.stored(row))
         newer = (self.stored(row) - first) * self.column_bytes(row)
@@ -523,7 +524,7 @@ class KVLayer:
 
     @property
     def allocated(self) -> int:
-        """Bytes that are taken for all rows, and for free slots."""
+        """Bytes taken for all rows and for free slots."""
         rows = range(len(self.lengths))
         if self.paged:
             return sum(map(self.row_bytes, rows))
@@ -531,7 +532,7 @@ class KVLayer:
 
     @property
     def paged(self) -> bool:
-        """Whether only what rows have written takes memory."""
+        """Whether memory is taken only as rows write."""
         return self.keys is not None and is_paged(self.keys.device)
 
     def _slot_columns(self, row: int) -> int:
@@ -540,10 +541,3 @@ class KVLayer:
 
     def _beside_bytes(self, row: int) -> int:
         return sum(one.nbytes for one in (self.encoded[row], self.settled[row], self.bias[row]) if one is not None)
-
-
-def _moved(store: Tensor, held: Sequence[int], firsts: Sequence[int], slots: int, capacity: int) -> Tensor:
-    moved = zeros(store, slots, store.shape[1], capacity, store.shape[3])
-    for row, (columns, first) in enumerate(zip(held, firsts, strict=True)):
-        moved[row, :, first:columns] = store[row, :, first:columns]
-    return moved

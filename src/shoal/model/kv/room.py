@@ -1,12 +1,12 @@
-"""How much KV rows may come to store, known before they run: columns per layer, and what they cost in bytes.
+"""The most KV that rows can store, known before they run: columns per layer, and their bytes.
 
-A layer's storage is one block of slots, each as long as its longest row needs, and what rows have beside their slots. A
-slot takes all of that memory, or what its row writes: see `shoal.model.kv.memory`. A window moves on when the slot is
-full, so there it is all in any case.
+A layer's storage is one block of slots, each as long as the longest row needs, plus what rows store outside their
+slots. A slot takes all of its memory, or only what its row writes (see `shoal.model.kv.memory`). With a sliding window
+it is always all, since the window moves only when the slot is full.
 
-Not counted: the bias of rewritten columns, 4 bytes for each head and column, a few hundredths of its key and value;
-pages of which a row uses a part, at each end of what a head has written, 4 KiB or less for its keys and as much for its
-values; and what rows have not written of a layer's storage of less than a megabyte, which is taken whole.
+Not counted are: the bias of rewritten columns, 4 bytes per head and column, a few percent of its key and value; partly
+used pages, at most 4 KiB at each end of a head's keys and of its values; and unwritten room in layers whose storage is
+below a megabyte, which is taken whole.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shoal.model.stack import Stack
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The most that one row comes to store, per layer.
+    """The most that one row can store, per layer.
 
     Attributes:
-        columns: how many columns.
-        own: bytes of a column where it is not in the slot; 0 where it is.
-        second: bytes that a second model stores of the row, in a cache of its own, and others that it needs to run.
+        columns: number of columns.
+        own: bytes of a column outside the slot; 0 for columns in the slot.
+        second: bytes that a second model stores of the row in a cache of its own, and other bytes that the row needs.
     """
 
     columns: tuple[int, ...]
@@ -39,17 +39,17 @@ class Need:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes beside the slot."""
+        """Bytes outside the slot."""
         return self.second + sum(count * size for count, size in zip(self.columns, self.own, strict=True))
 
 
 class KVRoom:
-    """What rows need, for one model.
+    """The KV that rows of one model need.
 
     Args:
         stack: the model.
         most: most bytes of storage.
-        rows: most rows under way.
+        rows: most rows that run at a time.
     """
 
     def __init__(self, stack: Stack, most: int, rows: int) -> None:
@@ -57,29 +57,21 @@ class KVRoom:
         self._most, self._rows, self._dtype, self._paged = most, rows, stack.dtype, is_paged(stack.device)
 
     def need(
-        self,
-        plan: DepthPlan,
-        prompt: int,
-        answer: int,
-        guesses: int = 0,
-        kept: Callable[[int], int] | None = None,
-        store: Store | None = None,
-        second: Stack | None = None,
-        second_reads: int | None = None,
-        beside: int = 0,
+        self, plan: DepthPlan, prompt: int, answer: int, guesses: int = 0, kept: Callable[[int], int] | None = None,
+        store: Store | None = None, second: Stack | None = None, second_reads: int | None = None, beside: int = 0,
     ) -> Need:
-        """What a row can come to store.
+        """The most that a row can store.
 
         Args:
-            plan: the layers of each step; a dropped layer stores no more.
+            plan: the layers of each step; a dropped layer stores nothing more.
             prompt: tokens of the prompt.
-            answer: most tokens that are generated.
-            guesses: most nodes of a forward beside the root.
-            kept: most columns that are kept of so many positions, in layers without a window; None for all.
-            store: in what form; None for the slot.
-            second: another model that reads the row with all its layers.
-            second_reads: how many positions it stores at most; None for all of the row.
-            beside: bytes that the row needs beside its KV.
+            answer: most tokens to generate.
+            guesses: most draft nodes of a forward.
+            kept: maps a number of positions to the most columns kept, in layers without a window; None keeps all.
+            store: the form in which the row is stored; None for the slot.
+            second: a second model that reads the row with all its layers.
+            second_reads: most positions that the second model stores; None for the whole row.
+            beside: other bytes that the row needs.
         """
         ends = [prompt + min(answer, drop - 1 if drop < NEVER else answer) for drop in plan.attention]
         columns = [
@@ -95,16 +87,16 @@ class KVRoom:
         return Need(tuple(columns), tuple(own), beside + (0 if second is None else _whole(second, length)))
 
     def bytes(self, needs: Sequence[Need]) -> int:
-        """Bytes that rows with these needs can occupy together."""
+        """Most bytes that rows with these needs take together."""
         return self._slots(needs, len(needs), _longest(needs)) + sum(need.own_bytes for need in needs) if needs else 0
 
     def share(self, caches: Sequence[tuple[KVCache, Sequence[Need]]]) -> None:
-        """Let caches take all rows with these needs, which there are bytes for together, and bound how each grows.
+        """Divide the memory among caches so that each can take its rows, and bound how each grows.
 
-        What is stored stays in its place where that leaves room enough; otherwise free slots and columns are given up.
+        Together the needs must fit. If the room does not suffice, free slots and columns are given up.
 
         Args:
-            caches: each with the needs of the rows that it holds, its first ones, and of those that are to join it.
+            caches: each cache with the needs of the rows that it holds, then of those that will join it.
         """
         parts = [(cache, needs, self.bytes(needs)) for cache, needs in caches if needs]
         whole = sum(part for _, _, part in parts)
@@ -112,7 +104,7 @@ class KVRoom:
             self._prepare(cache, needs, self._most * part // max(1, whole))
 
     def _prepare(self, cache: KVCache, needs: Sequence[Need], most: int) -> None:
-        """Let a cache of at most so many bytes take all rows with these needs."""
+        """Let a cache take all rows with these needs, in at most `most` bytes."""
         longest, most = _longest(needs), most - sum(need.own_bytes for need in needs)
         slots = len(needs) if self._paged else max(cache.slots, len(needs))
         if self._slots(needs, slots, _grown(cache, longest)) > most:
@@ -124,7 +116,7 @@ class KVRoom:
         cache.most_slots = self._rows if self._paged or not slot else min(self._rows, most // slot)
 
     def _slots(self, needs: Sequence[Need], slots: int, room: Sequence[int]) -> int:
-        """Bytes of so many slots, with room for so many columns in each layer, for rows with these needs."""
+        """Bytes of the slots for rows with these needs; `room` is the columns of a slot in each layer."""
         columns = (
             sum(_in_slot(need, layer) for need in needs) if self._paged and window is None else slots * room[layer]
             for layer, window in enumerate(self._windows)
@@ -133,21 +125,21 @@ class KVRoom:
 
 
 def _whole(stack: Stack, length: int) -> int:
-    """Bytes of so many positions in all layers of a model."""
+    """Bytes of `length` positions in all layers of a model."""
     ends = (length if window is None else min(length, window + WINDOW_SLACK) for window in stack.windows)
     return sum(map(mul, ends, stack.position_bytes))
 
 
 def _in_slot(need: Need, layer: int) -> int:
-    """The most columns in a slot."""
+    """The most columns that the row stores in its slot."""
     return 0 if need.own[layer] else need.columns[layer]
 
 
 def _longest(needs: Sequence[Need]) -> list[int]:
-    """The most columns in any slot, per layer."""
+    """The most columns of any row in its slot, per layer."""
     return [max(_in_slot(need, layer) for need in needs) for layer in range(len(needs[0].columns))]
 
 
 def _grown(cache: KVCache, longest: Sequence[int]) -> list[int]:
-    """Columns per layer of slots that rows of these lengths, and what is there already, let grow."""
+    """Columns per layer of the slots: what is there already, or more if these rows need it."""
     return [max(layer.capacity, end) for layer, end in zip(cache.layers, longest, strict=True)]

@@ -10,6 +10,7 @@ import torch
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.source import GgufSource
+from shoal.model.modules import quantised_by
 from shoal.model.packed import native
 from shoal.model.packed.from_file import FilePacker, file_packer
 from shoal.model.packed.linear import Linear, Quant, pack
@@ -20,7 +21,6 @@ from shoal.model.packed.shape import REMEDY, shape_of
 from shoal.model.packed.source import FewerLayers, HalvesPaired, ModelSource, Source
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import DTYPES, Pack, Packer, Role
-from shoal.model.whole import quantised_by
 
 QUANTS = ("int8", "int4")
 

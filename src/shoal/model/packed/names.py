@@ -11,10 +11,10 @@ from dataclasses import astuple
 from typing import Any
 
 from shoal.model.gguf.source import GgufSource
+from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.source import FewerLayers, Source
 from shoal.model.packed.weights import HEADS, root_of
-from shoal.model.whole import leftovers, refuse
 
 _NO_BIAS = ("mistral", "ministral", "phi3", "exaone4")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium")

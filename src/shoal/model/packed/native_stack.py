@@ -23,7 +23,7 @@ from shoal.model.experts import ExpertMLPs
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.choice import LABELED, Labels, TopColumns
 from shoal.model.kv.layer import KVLayer
-from shoal.model.kv.reading import Asker
+from shoal.model.masks import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Linear, Quant, quant_for

@@ -15,9 +15,8 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 
 from shoal.errors import Unsupported
+from shoal.model.config import widths_of, windows_of
 from shoal.model.packed.rotary import head_dim_of, ropes_of
-from shoal.model.widths import widths_of
-from shoal.model.windows import windows_of
 
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from shoal.errors import stays_here
 from shoal.model.experts import ExpertMLPs, MLPGroup, check_groups, mixed, opened_in
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.reading import Asker, row_mask
-from shoal.model.masks import mask
+from shoal.model.masks import Asker, mask, row_mask
 from shoal.model.packed import block
 from shoal.model.packed.cuda import door
 from shoal.model.packed.cuda.form import MOST_TOKENS

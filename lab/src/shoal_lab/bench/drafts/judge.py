@@ -10,8 +10,7 @@ import torch
 
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.model.kv.cache import KVCache
-from shoal.model.kv.copy import copy_in
+from shoal.model.kv.cache import KVCache, copy_in
 from shoal.model.stack import SequenceChunk
 from shoal_lab.bench.drafts.suite import DraftTask
 from shoal_lab.eval.agreement import agreement

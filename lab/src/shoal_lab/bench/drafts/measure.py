@@ -22,7 +22,7 @@ from shoal.engine.scheduling.stream import Stream
 from shoal.errors import unknown
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv.copy import copy_out
+from shoal.model.kv.cache import copy_out
 from shoal_lab.bench import idle, workloads
 from shoal_lab.bench.drafts import stories, summary
 from shoal_lab.bench.drafts.judge import difference

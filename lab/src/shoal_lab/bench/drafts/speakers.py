@@ -11,7 +11,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.request import Request
 from shoal.engine.scheduling.stream import Stream
 from shoal.methods.base import Method
-from shoal.model.kv.copy import copy_in
+from shoal.model.kv.cache import copy_in
 from shoal_lab.bench.drafts.suite import Decoded, DraftTask
 from shoal_lab.bench.peers.hf import Stamps, greedy
 from shoal_lab.bench.peers.llama_drafts import LlamaDrafts

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.model.kv.copy import RowCopy
+from shoal.model.kv.cache import RowCopy
 
 PLAIN = "full"
 

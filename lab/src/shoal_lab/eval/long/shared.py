@@ -21,7 +21,7 @@ from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv.copy import RowCopy, copy_in, copy_out
+from shoal.model.kv.cache import RowCopy, copy_in, copy_out
 from shoal.model.kv.form import Store
 from shoal.types import Step
 

@@ -1,0 +1,85 @@
+"""What a transformers config says of a decoder: layers, attention windows, context length, widths of the MLPs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.errors import Unsupported
+
+_KNOWN = {"full_attention", "sliding_attention"}
+WIDTHS = "layer_intermediate_sizes"
+"""The config attribute that lists the width of each MLP; transformers' own classes know one width for all layers."""
+
+
+def layers_of(config: Any) -> int:
+    """Number of decoder layers; in configs of encoder-decoders, `num_hidden_layers` counts the encoder's."""
+    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+
+
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """Sliding window of each layer in positions, or None; from the layer's type, or from the config's single window.
+
+    Raises:
+        Unsupported: a layer is neither full nor sliding-window attention.
+    """
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise Unsupported(
+            f"local attention of {config.model_type}",
+            "its layers apply the window themselves, by column of the KV, which is wrong for rows of different lengths",
+            "Use model.generate for this architecture",
+        )
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * layers_of(config)
+    unknown = set(types) - _KNOWN
+    if unknown:
+        raise Unsupported(
+            f"layers of type {', '.join(sorted(unknown))}",
+            "Shoal runs full and sliding-window attention; recurrent and chunked layers keep another kind of state",
+            "Use a model whose layers are all of those two types",
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def context_of(config: Any) -> int | None:
+    """The context length in positions, or None if there is no limit.
+
+    With "longrope" it is the length up to which the rotary table stays the same: beyond it, one table serves a whole
+    forward, whatever its rows need, and does not fit the keys that are already stored.
+    """
+    context: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return context
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return original if context is None else min(context, original or context)
+
+
+def widths_of(config: Any) -> tuple[int, ...]:
+    """Number of neurons of each layer's MLP.
+
+    Raises:
+        ValueError: the config's list does not have one valid width per layer.
+    """
+    text = config.get_text_config()
+    widest, count = int(text.intermediate_size), int(text.num_hidden_layers)
+    widths = getattr(text, WIDTHS, None)
+    if widths is None:
+        return (widest,) * count
+    if len(widths) != count or not all(isinstance(width, int) and 0 < width <= widest for width in widths):
+        raise ValueError(f"{WIDTHS} is {widths}; it must be {count} numbers from 1 to {widest}, a width for each layer")
+    return tuple(widths)
+
+
+def with_widths(config: Any, widths: Sequence[int]) -> Any:
+    """A copy of a config for MLPs of these widths; if all are equal, transformers can read it."""
+    narrow = copy.deepcopy(config)
+    narrow.intermediate_size = max(widths)
+    if hasattr(narrow, WIDTHS):
+        delattr(narrow, WIDTHS)
+    if len(set(widths)) > 1:
+        setattr(narrow, WIDTHS, list(widths))
+    return narrow
