@@ -16,10 +16,10 @@ from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import GgmlType
 from shoal.model.gguf.modules import modules_of
 from shoal.model.gguf.source import GgufSource
-from shoal.model.packed import from_file, native
-from shoal.model.packed.blocked import Blocked
+from shoal.model.packed import build as packed_build
+from shoal.model.packed import native
 from shoal.model.packed.build import build
-from shoal.model.packed.linear import Dense
+from shoal.model.packed.linear import Blocked, Dense
 from shoal.model.packed.shape import FAMILIES as PACKED
 from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits
@@ -90,7 +90,7 @@ def test_kernels(architecture: str, mix: tuple[str, ...], tmp_path: Path, monkey
     """
     write_model(architecture, tmp_path / "tiny.gguf", mix)
     product = Blocked.__call__
-    monkeypatch.setattr(from_file, "fits", lambda _: False)
+    monkeypatch.setattr(packed_build, "fits", lambda _: False)
     monkeypatch.setattr(Blocked, "__call__", lambda self, x: product(self, rounded(x, self.blocks.type)))
     both = [chunked_logits(packed(tmp_path / "tiny.gguf", kernels), IDS, (len(IDS),)) for kernels in (False, True)]
     assert (both[1] - both[0]).norm() < 0.1 * both[0].norm()
@@ -102,7 +102,7 @@ def test_weights_are_dequantised_once_where_there_is_room(
 ) -> None:
     write_model("llama", tmp_path / "tiny.gguf", mix)
     whole = packed(tmp_path / "tiny.gguf", kernels=False)
-    monkeypatch.setattr(from_file, "available", lambda: 100)
+    monkeypatch.setattr(packed_build, "available", lambda: 100)
     blocks = packed(tmp_path / "tiny.gguf", kernels=False)
     assert "very slow" in caplog.text
     kinds = [{type(matrix) for layer in stack.weights.layers for matrix in (layer.out, layer.down)}

@@ -7,9 +7,9 @@ from typing import Any
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.errors import Unsupported
 from shoal.model.modules import loaded
-from shoal.model.packed.names import check_names
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import Source
+from shoal.model.packed.weights import check_names
 from shoal.model.transform import Transform
 
 

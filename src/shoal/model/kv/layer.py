@@ -236,13 +236,8 @@ class KVLayer:
     def resize(self, slots: int, capacity: int) -> None:
         """Move the rows to storage of that size; if there is no storage yet, it will have that many slots."""
         if self.keys is not None and self.values is not None and tuple(self.keys.shape[::2]) != (slots, capacity):
-            stores = self.keys, self.values
-            moved = [zeros(store, slots, store.shape[1], capacity, store.shape[3]) for store in stores]
-            for row, end in enumerate(self.held()):
-                span = slice(self.first_in_slot(row), end)
-                for store, new in zip(stores, moved, strict=True):
-                    new[row, :, span] = store[row, :, span]
-            self.replace(*moved)
+            held = self.held(), [self.first_in_slot(row) for row in range(len(self.lengths))]
+            self.replace(*(_moved(store, *held, slots, capacity) for store in (self.keys, self.values)))
         self.slots = slots
 
     def held(self) -> list[int]:
@@ -541,3 +536,10 @@ class KVLayer:
 
     def _beside_bytes(self, row: int) -> int:
         return sum(one.nbytes for one in (self.encoded[row], self.settled[row], self.bias[row]) if one is not None)
+
+
+def _moved(store: Tensor, held: Sequence[int], firsts: Sequence[int], slots: int, capacity: int) -> Tensor:
+    moved = zeros(store, slots, store.shape[1], capacity, store.shape[3])
+    for row, (columns, first) in enumerate(zip(held, firsts, strict=True)):
+        moved[row, :, first:columns] = store[row, :, first:columns]
+    return moved

@@ -1,6 +1,6 @@
-"""One packed block in plain torch, on a flat list of tokens. The oracle of the native executor, and its fallback.
+"""One packed block in plain torch, on a flat list of tokens: the reference of the native executor, and its fallback.
 
-The residual stream is float32 (float64 in float64 models); matrices and KV are in the dtype of the model.
+The residual stream is float32 (float64 in float64 models); matrices and KV have the dtype of the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.model.packed.shape import Shape
 from shoal.model.packed.weights import Layer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]."""
+"""Maps q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -31,7 +31,10 @@ def attention(
     """What the attention sublayer adds to the residual stream `x` [T, hidden].
 
     Args:
-        tables: cos and sin [T, rotary_dim / 2] of the tokens, or None for a layer without rotary positions.
+        x: the residual stream.
+        layer, shape: the layer's weights and the decoder's sizes.
+        dtype: dtype of the inputs of matrices.
+        tables: cos and sin [T, rotary_dim / 2] of the tokens; None for a layer without rotary embedding.
         attend: writes k and v to the cache and attends.
     """
     normed = _norm(x, layer.attention_norm, shape.eps).to(dtype)
@@ -52,7 +55,10 @@ def mlp(
     """What the MLP adds to the residual stream `x` [T, hidden].
 
     Args:
-        inside: what stands for its matrices, between its norms; None for all of them, `gated`.
+        x: the residual stream.
+        layer, shape: the layer's weights and the decoder's sizes.
+        dtype: dtype of the inputs of matrices.
+        inside: replaces the matrices between the norms; None for `gated`.
     """
     normed = _norm(x, layer.mlp_norm, shape.eps).to(dtype)
     out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
@@ -60,7 +66,7 @@ def mlp(
 
 
 def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
-    """The matrices of the MLP on its normed inputs [T, hidden]."""
+    """The gated MLP on normed inputs [T, hidden]."""
     gate, up = applied(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
     return applied(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)
 
@@ -68,15 +74,15 @@ def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
 def scaled_attention(
     q: Tensor, keys: Tensor, values: Tensor, shape: Shape, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """Attention's outputs [rows, heads, n, head_dim].
+    """Attention outputs [rows, heads, n, head_dim].
 
     Args:
         q: [rows, heads, n, head_dim].
         keys, values: [rows, kv_heads, c, head_dim].
-        shape: of the decoder; its soft cap of the scores is what torch's own function lacks.
-        mask: [rows or 1, 1 or heads, n, c], true where a query sees, or added to the scores; None hides nothing. One in
-            float32 is added in float32, whatever the queries are in.
-        causal: instead of a mask, where c = n: query i sees keys 0..i.
+        shape: sizes of the decoder; torch's own function lacks its soft cap of the scores.
+        mask: [rows or 1, 1 or heads, n, c]: bool, True = visible, or added to the scores; None hides nothing. A float32
+            mask is added in float32, whatever the dtype of the queries.
+        causal: used without a mask, for c = n: query i sees keys 0..i.
     """
     if shape.attention_cap is None and (mask is None or mask.dtype in (torch.bool, q.dtype)):
         grouped = shape.heads != shape.kv_heads
@@ -99,17 +105,17 @@ def scaled_attention(
 def gathered_attention(
     q: Tensor, keys: Tensor, values: Tensor, shape: Shape, columns: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Attention's outputs [heads, n, head_dim] of one row, each query over some of the columns.
+    """Attention outputs [heads, n, head_dim] of one row, each query over some of the columns.
 
     Args:
         q: [heads, n, head_dim].
         keys, values: [kv_heads, c, head_dim].
-        shape: of the decoder.
-        columns: int64 [kv_heads or heads, n, k], -1 for none; each query has one at least.
+        shape: sizes of the decoder.
+        columns: int64 [kv_heads or heads, n, k], padded with -1; each query has at least one.
         bias: float32 [kv_heads, c], added to the scores, or None.
     """
     heads, count, size = q.shape
-    if len(columns) > len(keys):  # each query head is as if it had a KV head of its own
+    if len(columns) > len(keys):  # give each query head a KV head of its own
         keys, values = (one.repeat_interleave(heads // len(keys), 0) for one in (keys, values))
         bias = None if bias is None else bias.repeat_interleave(heads // len(bias), 0)
     kv_heads = len(keys)
@@ -126,12 +132,12 @@ def gathered_attention(
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
-    """`x` softly bounded by `cap`: cap * tanh(x / cap); None leaves it as it is."""
+    """The soft cap cap * tanh(x / cap); None leaves `x` unchanged."""
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
 def scaled_logits(x: Tensor, shape: Shape) -> Tensor:
-    """Logits of the head's outputs."""
+    """Logits from the outputs of the head's matrix."""
     return soft_cap(x * shape.logit_scale, shape.logit_cap)
 
 
@@ -140,12 +146,12 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm of `x` [T, heads, head_dim] over each head or, where the weight is that long, over all of them."""
+    """Norm of `x` [T, heads, head_dim] over each head or, if the weight is that long, over all heads together."""
     flat = x.to(weight.dtype).reshape(len(x), -1, len(weight))
     return _norm(flat, weight, eps).to(x.dtype).view(x.shape)
 
 
 def applied(matrix: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The matrix times `x` [T, columns], and the bias."""
+    """The product of a matrix with `x` [T, columns], plus the bias."""
     out = matrix(x)
     return out if bias is None else out + bias.to(out.dtype)

@@ -1,55 +1,166 @@
-"""From a config and a source of weights to a packed stack."""
+"""From a config and a source of weights to a packed stack. Matrices of a GGUF file keep the types of the file."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from shoal.errors import Unsupported
+from shoal.heap import available
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.header import GgmlType
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
-from shoal.model.packed.from_file import FilePacker, file_packer
-from shoal.model.packed.linear import Linear, Quant, pack
-from shoal.model.packed.names import check_names
+from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
 from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels
+from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.rotary import RotaryTable
 from shoal.model.packed.shape import REMEDY, shape_of
 from shoal.model.packed.source import FewerLayers, HalvesPaired, ModelSource, Source
 from shoal.model.packed.stack import PackedStack
-from shoal.model.packed.weights import DTYPES, Pack, Packer, Role
+from shoal.model.packed.weights import DTYPES, Pack, Packer, Role, check_names
 
+log = logging.getLogger(__name__)
 QUANTS = ("int8", "int4")
 
 
+class FilePacker(Protocol):
+    """Packs matrices of a file by name."""
+
+    def __call__(self, names: Sequence[str], role: Role) -> Linear:
+        """Pack the matrices of these names, one above the other, for their role."""
+
+
+class TorchFilePacker(FilePacker):
+    """Dequantises to `dtype` once if memory allows; otherwise leaves the blocks in the file, see `Blocked`."""
+
+    def __init__(self, source: GgufSource, dtype: torch.dtype) -> None:
+        self._source, self._dtype = source, dtype
+        wanted = dtype.itemsize * sum(rows * columns for _, (rows, columns) in source.matrices())
+        self._once = fits(wanted)
+        if not self._once:
+            log.warning("the weights stay in %s's blocks and are dequantised at every use, which is very slow: without "
+                        "the native kernels (`shoal env` says why) they take %.1f GB of memory", source.path.name,
+                        wanted / 1e9)
+
+    @override
+    def __call__(self, names: Sequence[str], role: Role) -> Linear:
+        blocks = [_blocks(self._source, name) for name in names]
+        if self._once:
+            whole = torch.cat([part.dequantise(self._dtype) for part in blocks])
+            self._source.release()
+            return Dense(whole, indexed=role == "table")
+        parts = [Blocked(part, self._dtype) for part in blocks]
+        return parts[0] if len(parts) == 1 else Stacked(parts)
+
+
+def fits(wanted: int) -> bool:
+    """Whether `wanted` bytes leave a fifth of the free memory."""
+    free = available()
+    return free is None or wanted < 0.8 * free
+
+
+class NativeFilePacker(FilePacker):
+    """Repacks blocks into the layout of the kernels, or takes what earlier runs have `kept`.
+
+    Matrices of one type become one, others a stack.
+    """
+
+    def __init__(self, source: GgufSource, kept: Repacked) -> None:
+        self._source, self._kept = source, kept
+
+    @override
+    def __call__(self, names: Sequence[str], role: Role) -> Linear:
+        for name in names:
+            _check(self._source, name)
+        groups = [list(group) for _, group in groupby(names, self._source.type_of)]
+        if len(groups) > 1 and not self._fits(groups, role):
+            return self._as_floats(names, role)
+        paired = role == "pair" and len(groups) == 1
+        parts = [self._woven(group, paired) for group in groups]
+        self._source.release()
+        return parts[0] if len(parts) == 1 else Stacked(parts)
+
+    def _woven(self, names: Sequence[str], paired: bool) -> NativeMatrix:
+        def make(arena: native.Memory) -> native.PackedWeight:
+            blocks = [_blocks(self._source, name) for name in names]
+            whole = blocks[0] if len(blocks) == 1 else Blocks.cat(blocks)
+            return native.pack_blocks(whole, paired, arena, self._source.release)
+
+        return NativeMatrix(self._kept.take("+".join(names), make))
+
+    def _fits(self, groups: Sequence[Sequence[str]], role: Role) -> bool:
+        """Whether the kernels take the groups as a stack: whole row blocks, and for a pair one form of inputs."""
+        rows = [sum(self._source.shape_of(name)[0] for name in group) for group in groups]
+        if role == "pair":
+            kinds = [native.kind_of_type(self._source.type_of(group[0])) for group in groups]
+            return len(groups) == 2 and rows[0] == rows[1] and native.share_inputs(*kinds)
+        return not any(count % native.LANES for count in rows[:-1])
+
+    def _as_floats(self, names: Sequence[str], role: Role) -> NativeMatrix:
+        """Matrices that cannot form a stack, packed as float32: exact, but larger."""
+
+        def make(arena: native.Memory) -> native.PackedWeight:
+            whole = torch.cat([_blocks(self._source, name).dequantise() for name in names])
+            self._source.release()
+            return native.pack(whole, "fp32", role == "pair", arena)
+
+        return NativeMatrix(self._kept.take("+".join(names), make))
+
+
+def _check(source: GgufSource, name: str) -> None:
+    if not source.has(name):
+        why = "the packed backend finds weights by the names that transformers gives them"
+        raise Unsupported(f"a GGUF file without {name!r}", why, REMEDY)
+
+
+def _blocks(source: GgufSource, name: str) -> Blocks:
+    _check(source, name)
+    blocks = source.blocks(name)
+    assert blocks is not None
+    return blocks
+
+
+def file_packer(source: GgufSource, dtype: torch.dtype, kernels: bool) -> tuple[FilePacker, Repacked | None]:
+    """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
+    if not kernels:
+        return TorchFilePacker(source, dtype), None
+    kept = Repacked(source.path, sum(_woven_bytes(kind, *shape) for kind, shape in source.matrices()))
+    return NativeFilePacker(source, kept), kept
+
+
+def _woven_bytes(kind: GgmlType, rows: int, columns: int) -> int:
+    """The most bytes that a repacked matrix takes; its last row block may be padded."""
+    return native.packed_bytes(native.kind_of_type(kind), rows + native.LANES, columns)
+
+
 def build(
-    config: Any,
-    source: Source,
-    dtype: torch.dtype,
-    device: torch.device,
-    quant: Quant | None = None,
-    *,
+    config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None = None, *,
     kernels: bool = True,
 ) -> PackedStack:
     """Pack a decoder.
 
     Args:
-        config: its transformers config.
-        source: its weights by name; those of a GGUF file keep its types unless `quant` says otherwise.
-        dtype: of the computation and the KV.
-        device: where to put it.
-        quant: how matrices are stored; None keeps them in `dtype`.
-        kernels: whether the native kernels are used where they can run.
+        config: the transformers config.
+        source: weights by name; those of a GGUF file keep their types unless `quant` is given.
+        dtype: dtype of the computation and the KV.
+        device: device of the weights.
+        quant: how matrices are quantised; None keeps them in `dtype`.
+        kernels: whether to use the native kernels if they can run.
 
     Raises:
         Unsupported: the model or the dtype does not fit the packed block.
     """
     shape = shape_of(config, dtype)
     check(dtype, quant)
-    if not isinstance(source, ModelSource):  # a model that is loaded is what it is
+    if not isinstance(source, ModelSource):  # a loaded model needs no check
         check_unquantised(config)
         check_names(config, shape, source)
     if shape.interleaved:
@@ -73,18 +184,18 @@ def build(
         raise
     if kept is not None and file is source:
         kept.finish()
-    elif kept is not None:  # without the other layers it is no copy of the file
+    elif kept is not None:  # with layers left out it is no copy of the file
         kept.abandon()
     return (NativeStack if kernels else PackedStack)(shape, weights, rotary, dtype, device)
 
 
 def _pack_original(source: FewerLayers, pack: FilePacker, names: Sequence[str], role: Role) -> Linear:
-    """Matrices by the names that the file knows them by."""
+    """Pack matrices by their names in the file, before layers were renumbered."""
     return pack([source.origin(name) or name for name in names], role)
 
 
 def check_unquantised(config: Any) -> None:
-    """Refuse weights that their config calls quantised: the packed block starts from plain ones."""
+    """Refuse weights that are quantised according to their config; the packed block starts from plain ones."""
     kind = quantised_by(config)
     if kind is not None:
         why = f"its config says that its weights are quantised by {kind!r}, and the packed block starts from plain ones"
@@ -92,7 +203,7 @@ def check_unquantised(config: Any) -> None:
 
 
 def check(dtype: torch.dtype, quant: str | None) -> None:
-    """Refuse what the packed block has no arithmetic for."""
+    """Refuse a dtype or quantisation that the packed block cannot compute with."""
     check_quant(quant)
     if dtype not in DTYPES:
         raise Unsupported(f"the packed backend in {dtype}", "its kernels are made for bfloat16 and float32",
@@ -106,7 +217,7 @@ def check_quant(quant: str | None) -> None:
 
 
 def worth_packing(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse where the model's own modules do better: float64, and float16 on a CPU."""
+    """Refuse where the model's own modules are better: float64, and float16 on a CPU."""
     if dtype == torch.float64 or (dtype == torch.float16 and device.type == "cpu"):
         what = f"the packed backend in {dtype} on {device.type}"
         raise Unsupported(what, "it gains nothing there", 'Use backend="hf"')

@@ -1,19 +1,21 @@
-"""Packed matrices in plain torch: the fallback of the native kernels, and their oracle.
+"""Packed matrices in plain torch: the fallback of the native kernels, and their reference.
 
-A matrix is packed once from [rows, columns] in the checkpoint's orientation; calling it maps [T, columns] to
-[T, rows]. Quantised kinds are symmetric, round to nearest, over the weights alone.
+A matrix [rows, columns] is packed once, in the checkpoint's orientation; calling it maps [T, columns] to [T, rows].
+Quantised kinds are symmetric and round to nearest; they see the weights alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
+from typing_extensions import override
 
-from shoal.model.packed.cuda import door as gpu
+from shoal.model.gguf.blocks import Blocks
+from shoal.model.packed import cuda
 from shoal.model.packed.cuda.int4 import int4_product
 
 Quant = Literal["int8", "int4"]
@@ -21,12 +23,15 @@ GROUP = 32
 """Columns that share a scale in int4."""
 
 _AT_ONCE = 2**20
+"""Weights that are quantised at a time."""
 _WIDENED = 2**19
 """Weights that are widened to float32 at a time, few enough for the cache."""
 _MANY = 8
-"""Inputs from which on widening pays."""
+"""Number of inputs from which on widening pays."""
 _INT4_ROWS, _INT4_BLOCK = 16, 64
-"""torch's int4 kernel takes multiples of the first and orders rows in blocks of the second."""
+"""torch's int4 kernel takes a multiple of 16 rows, and orders them in blocks of 64."""
+_DEQUANTISED = 2**21
+"""Values of a file's blocks that are dequantised at a time."""
 
 
 class Linear(Protocol):
@@ -43,18 +48,20 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, columns] to [T, rows]."""
-        ...
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows `ids` [T] of the matrix, dequantised: [T, columns]."""
-        ...
 
 
-class Dense:
-    """Weights as they are; bfloat16 ones on the CPU are reordered for oneDNN, which then reads them at the roof.
+class Dense(Linear):
+    """Weights as they are; on a CPU bfloat16 is reordered for oneDNN, which then reads at full memory bandwidth.
+
+    Args:
+        weight: [rows, columns].
+        indexed: whether `lookup` will be called.
 
     Attributes:
-        plain: [rows, columns], or None where only oneDNN's order is kept.
+        plain: [rows, columns]; None if only oneDNN's order is kept.
     """
 
     def __init__(self, weight: Tensor, *, indexed: bool = False) -> None:
@@ -67,50 +74,50 @@ class Dense:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
             self.plain = weight if indexed else None
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
         if self._packed is None:
             assert self.plain is not None
             return _widened(x, self.plain) if self._widens and len(x) >= _MANY else linear(x, self.plain)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return out
 
+    @override
     def lookup(self, ids: Tensor) -> Tensor:
-        """See `Linear`; only for matrices made with `indexed`."""
-        assert self.plain is not None
+        assert self.plain is not None, "made without indexed=True"
         return self.plain[ids]
 
 
 def _reorders(weight: Tensor) -> bool:
-    """Whether oneDNN takes the matrix in its own order here."""
+    """Whether oneDNN multiplies the matrix here, in its own order."""
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _multiplies(weight.dtype)
 
 
 def _lacks_products(weight: Tensor) -> bool:
-    """Whether the processor has no products of this type, so that torch multiplies one number after the other."""
+    """Whether the processor lacks products of this type, so that torch would multiply number by number."""
     halves = (torch.bfloat16, torch.float16)
     return weight.device.type == "cpu" and weight.dtype in halves and not _multiplies(weight.dtype)
 
 
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has matrix products of this 16-bit type on this processor."""
+    """Whether oneDNN has matrix products in this 16-bit type on this processor."""
     ops = torch.ops.mkldnn
     supported: bool = ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
     return torch.backends.mkldnn.is_available() and supported
 
 
 def _widened(x: Tensor, weight: Tensor) -> Tensor:
-    """Inputs [T, columns] times `weight` in float32, rounded once, as hardware with such products does it."""
+    """Inputs [T, columns] times `weight` in float32, rounded once, as hardware with such products does."""
     wide, rows = x.float(), max(1, _WIDENED // weight.shape[1])
     return torch.cat([linear(wide, part.float()).to(x.dtype) for part in weight.split(rows)], 1)
 
 
-class Quantised:
+class Quantised(Linear):
     """int8 with a scale per row, or int4 with a scale per row and group of `GROUP` columns.
 
-    Multiplied by torch's own weight-only kernels where they take the dtype, int8 on a GPU by Shoal's, else dequantised
-    at every use. Two levels of int4 share a byte; where torch's kernel has them in its own order, only a table has them
-    by rows as well. That kernel also reads a zero point beside every scale.
+    Products use torch's weight-only kernels if they take the dtype, or Shoal's for int8 on a GPU; otherwise the matrix
+    is dequantised at every use. Two int4 levels share a byte. torch's int4 kernel has its own order and reads a zero
+    point with every scale; then only an embedding (`indexed`) is also stored by rows.
 
     Attributes:
         stored: levels, int8 [rows, 1, columns] or uint8 [rows, groups, GROUP / 2], and scales [rows, groups]; or None.
@@ -128,27 +135,27 @@ class Quantised:
         per_byte, points = (1, 0) if quant == "int8" else (2, self._kernel is not None)
         self.nbytes = levels.numel() // per_byte + (1 + points) * scales.numel() * scales.element_size()
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
         if self._kernel is not None:
             return self._kernel(x)
-        few = gpu.multiplied(x, self) if x.is_cuda else None
+        few = cuda.multiplied(x, self) if x.is_cuda else None
         return linear(x, self.dequantised()) if few is None else few
 
     def dequantised(self) -> Tensor:
-        """[rows, columns] in the dtype that the weights came in."""
+        """The matrix [rows, columns] in the dtype of the original weights."""
         if self.stored is None:
             return self(torch.eye(self.columns, dtype=self.dtype, device=self._device)).t()
         return self._values(*self.stored)
 
+    @override
     def lookup(self, ids: Tensor) -> Tensor:
-        """See `Linear`; only for matrices made with `indexed`."""
-        assert self.stored is not None
+        assert self.stored is not None, "made without indexed=True"
         levels, scales = self.stored
         return self._values(levels[ids], scales[ids])
 
     def _values(self, stored: Tensor, scales: Tensor) -> Tensor:
-        if self.quant == "int8" and scales.dtype == self.dtype:  # exact products, rounded once as below
+        if self.quant == "int8" and scales.dtype == self.dtype:  # the product is exact, so it is rounded once, as below
             return (stored.to(self.dtype) * scales[..., None]).flatten(-2)
         levels = stored if self.quant == "int8" else _parted(stored)
         values = levels.to(torch.float32) * scales[..., None].float()
@@ -156,13 +163,13 @@ class Quantised:
 
 
 def _paired(levels: Tensor) -> Tensor:
-    """Levels -7..7 [..., even] as uint8 [..., half]: 8 is added; even columns in the low half of a byte."""
+    """Levels -7..7 [..., even], plus 8, as uint8 [..., half]; even columns are the low halves of bytes."""
     raised = (levels + 8).view(torch.uint8)
     return raised[..., ::2] | raised[..., 1::2] << 4
 
 
 def _parted(pairs: Tensor) -> Tensor:
-    """The levels, int8, from what `_paired` made of them."""
+    """The int8 levels that `_paired` has packed."""
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
 
 
@@ -171,7 +178,7 @@ def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Callable[[Tensor], Tensor] | None:
-    """A weight-only kernel of torch's for these numbers, or None where it has none."""
+    """A weight-only kernel of torch for these levels; None if it has none."""
     if scales.dtype != torch.bfloat16 or columns % GROUP:
         return None
     if levels.device.type == "cuda" and quant == "int4":
@@ -192,9 +199,9 @@ def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Calla
 
 
 def quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Levels int8 [rows, groups, group] in -top..top and scales [rows, groups]; columns are padded by zeros.
+    """Levels int8 [rows, groups, group] in -top..top, and scales [rows, groups]; columns are zero-padded.
 
-    Some rows at a time, since this takes several float32 copies of them.
+    Works on some rows at a time, since it makes several float32 copies.
     """
     rows, columns = weight.shape
     groups = -(-columns // group)
@@ -206,7 +213,7 @@ def quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) -> 
 
 
 def _parts(rows: int, columns: int, block: int = 1) -> list[slice]:
-    """Slices of all rows, each of whole blocks and about `_AT_ONCE` entries."""
+    """Slices that cover all rows, each of whole blocks and about `_AT_ONCE` entries."""
     step = block * max(1, _AT_ONCE // (block * columns))
     return [slice(first, first + step) for first in range(0, rows, step)]
 
@@ -219,14 +226,64 @@ def _quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) ->
 
 
 def quant_for(role: str, quant: Quant | None) -> Quant | None:
-    """How a matrix of that role is stored: int4 is for the layers, the embedding and the head take int8 instead.
+    """How a matrix of that role is quantised: with int4, embedding and head take int8.
 
-    Every token passes these two, and llama.cpp's quantiser keeps them in 6 or 8 bits as well.
+    Every token passes these two, and llama.cpp's quantiser also keeps them in 6 or 8 bits.
     """
     return "int8" if quant == "int4" and role in ("table", "head") else quant
 
 
 def pack(weight: Tensor, role: str, quant: Quant | None) -> Linear:
-    """Pack `weight` [rows, columns] in its dtype, or quantised as `quant_for` its role."""
+    """Pack `weight` [rows, columns] in its dtype, or quantised as `quant_for` says."""
     indexed, quant = role == "table", quant_for(role, quant)
     return Dense(weight, indexed=indexed) if quant is None else Quantised(weight, quant, indexed=indexed)
+
+
+class Blocked(Linear):
+    """A matrix whose blocks stay in the GGUF file and are dequantised, some rows at a time, at every use.
+
+    Args:
+        blocks: the matrix.
+        dtype: dtype of what `lookup` returns.
+    """
+
+    def __init__(self, blocks: Blocks, dtype: torch.dtype) -> None:
+        self.blocks, self._dtype = blocks, dtype
+        self.rows, self.columns, self.nbytes = blocks.rows, blocks.columns, blocks.nbytes
+
+    @override
+    def __call__(self, x: Tensor) -> Tensor:
+        step = max(1, _DEQUANTISED // self.columns)
+        parts = (self.blocks.select(slice(first, first + step)) for first in range(0, self.rows, step))
+        return torch.cat([linear(x, part.dequantise(x.dtype)) for part in parts], dim=-1)
+
+    @override
+    def lookup(self, ids: Tensor) -> Tensor:
+        return self.blocks.select(ids).dequantise(self._dtype)
+
+
+class Stacked(Linear):
+    """Matrices of equal columns, one above the other: a projection whose parts a file stores in different types."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = tuple(parts)
+        self.rows, self.columns = sum(part.rows for part in parts), parts[0].columns
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    @override
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+    @override
+    def lookup(self, ids: Tensor) -> Tensor:
+        firsts, found = 0, []
+        for part in self.parts:
+            within = (ids - firsts).clamp(0, part.rows - 1)
+            found.append(((ids >= firsts) & (ids < firsts + part.rows), part.lookup(within)))
+            firsts += part.rows
+        return sum((rows * mask[:, None] for mask, rows in found), torch.zeros(()))
+
+
+def parts_of(matrix: Linear) -> tuple[Linear, ...]:
+    """The parts of a stack; a matrix of its own is the only part."""
+    return matrix.parts if isinstance(matrix, Stacked) else (matrix,)

@@ -1,6 +1,6 @@
-"""Woven matrices kept on disk, so that a model is woven once and then shared by all processes that map it.
+"""Repacked matrices on disk: a model is repacked once, and all processes that map it share its memory.
 
-They lie in the user's cache folder under the SHA-256 of the file that they were made from and of the sources that
+They are in the user's cache folder, under the SHA-256 of the file that they were made from and of the sources that
 define their layout.
 """
 
@@ -34,22 +34,22 @@ log = logging.getLogger(__name__)
 
 
 class Repacked:
-    """The woven matrices of one file: kept ones, or new ones that `finish` keeps.
+    """The repacked matrices of one file: cached ones, or new ones that `finish` caches.
 
     Args:
         path: the file that they are made from.
-        expected: bytes that new ones will take at most.
+        expected: most bytes that new ones take.
     """
 
     def __init__(self, path: Path, expected: int) -> None:
         self._kept = _read(path)
         self._room = None if self._kept is not None else _Room.make(expected)
-        self._hash = None if self._room is None else ThreadPoolExecutor(1).submit(sha256, path)  # beside the weaving
+        self._hash = None if self._room is None else ThreadPoolExecutor(1).submit(sha256, path)  # while repacking
         self._records: dict[str, dict[str, Any]] = {}
         self._spare = native.Arena()
 
     def take(self, name: str, make: Callable[[native.Memory], native.PackedWeight]) -> native.PackedWeight:
-        """The matrix of that name, made by `make` if it is not kept."""
+        """The matrix of that name; `make` makes it if it is not cached."""
         if self._kept is not None:
             return self._kept.matrix(name)
         if self._room is None:
@@ -59,31 +59,30 @@ class Repacked:
         return made
 
     def finish(self) -> None:
-        """Keep what was made; where that fails the matrices stay in this process's memory."""
+        """Cache what was made; if that fails, the matrices stay in this process's memory."""
         if self._room is not None and self._hash is not None:
             self._room.finish(self._records, _folder(self._hash.result(), self._room.root))
 
-
     def abandon(self) -> None:
-        """Leave nothing on disk of what was made: the model cannot be loaded after all."""
+        """Remove what was made from disk, since the model cannot be loaded after all."""
         if self._room is not None:
             self._room.remove()
 
 
 class _Room:
-    """A new file, mapped for writing, that matrices are woven into: memory and copy on disk are one."""
+    """A new file, mapped for writing, that matrices are repacked into: it is their memory and their copy on disk."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.root, self._folder = folder.parent, folder
         self._used, self._full, self._spare = 0, False, native.Arena()
         with (folder / _DATA).open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found out here, not by a signal later
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, and not with a signal later
             self._map = mmap.mmap(file.fileno(), size)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
     def make(cls, size: int) -> _Room | None:
-        """None where nothing is to be kept, or, said once, where there is no room on disk."""
+        """A new room; None if nothing is to be cached or, with a warning, if the disk has no room."""
         root, folder = cache_folder(), None
         if root is None:
             return None
@@ -99,7 +98,7 @@ class _Room:
             return None
 
     def take(self, nbytes: int) -> Tensor:
-        """See `Arena`."""
+        """Memory from the file; once that is full, from an arena."""
         piece = self._bytes[self._used : self._used + nbytes]
         if piece.numel() < nbytes:
             self._full = True
@@ -108,7 +107,7 @@ class _Room:
         return piece
 
     def record(self, made: native.PackedWeight) -> dict[str, Any]:
-        """Where a matrix lies and what it is."""
+        """The index entry of a matrix."""
         if self._full:
             return {}
         start = self._bytes.data_ptr()
@@ -119,11 +118,11 @@ class _Room:
         }
 
     def remove(self) -> None:
-        """Take the file away; what lies in it stays in memory."""
+        """Delete the file; what is mapped stays in memory."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def finish(self, records: dict[str, dict[str, Any]], target: Path) -> None:
-        """Move everything to where the next start finds it: all of it or nothing."""
+        """Move the folder to where the next start finds it: all or nothing."""
         if self._full:
             log.warning("the model's weights are not kept for the next start: they are larger than was expected")
             self.remove()
@@ -133,13 +132,13 @@ class _Room:
             (self._folder / _INDEX).write_text(json.dumps(records), encoding="utf-8")
             os.replace(self._folder, target)
         except OSError as error:
-            if not (target / _INDEX).is_file():  # another process was first
+            if not (target / _INDEX).is_file():  # else another process was first
                 log.warning("the model's weights are not kept for the next start: %s", error)
             self.remove()
 
 
 def _sweep(root: Path) -> None:
-    """Remove what processes that were killed while they wove left behind."""
+    """Remove what killed processes have left behind."""
     for left in root.glob(".making-*"):
         if time.time() - left.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
@@ -147,7 +146,7 @@ def _sweep(root: Path) -> None:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Matrices in a file that is mapped read-only."""
+    """Cached matrices in a file that is mapped read-only."""
 
     bytes: Tensor
     records: dict[str, dict[str, Any]]
@@ -155,17 +154,15 @@ class _Kept:
     def matrix(self, name: str) -> native.PackedWeight:
         record = self.records[name]
         data, scales = record["data"], record["scales"]
-        return native.PackedWeight(
-            record["kind"], record["rows"], record["cols"], self._piece(*data),
-            None if scales is None else self._piece(*scales), record["paired"],
-        )
+        return native.PackedWeight(record["kind"], record["rows"], record["cols"], self._piece(*data),
+                                   None if scales is None else self._piece(*scales), record["paired"])
 
     def _piece(self, start: int, count: int) -> Tensor:
         return self.bytes[start : start + count]
 
 
 def _read(path: Path) -> _Kept | None:
-    """What is kept of a file, or None where nothing is or it is damaged."""
+    """The cached matrices of a file; None if there are none or they are damaged."""
     root, known = cache_folder(), known_sha256(path)
     if root is None or known is None:
         return None
@@ -187,7 +184,7 @@ def _read(path: Path) -> _Kept | None:
 
 
 def _mapped(number: int) -> Tensor:
-    """A file as uint8 [bytes], its pages ready for use."""
+    """A file as uint8 [bytes], with its pages populated."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     pages = mmap.mmap(number, 0, flags=flags, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
@@ -200,9 +197,9 @@ def _folder(digest: str, root: Path) -> Path:
 
 
 def cache_folder() -> Path | None:
-    """Where woven weights are kept: $SHOAL_WEIGHTS, by default `shoal/weights` in $XDG_CACHE_HOME or ~/.cache.
+    """Where repacked weights are cached: $SHOAL_WEIGHTS, by default `shoal/weights` in $XDG_CACHE_HOME or ~/.cache.
 
-    None where that variable is there and empty, or names a home folder that there is not: nothing is kept then.
+    None, for no cache, if the variable is set but empty, or names a home folder that does not exist.
     """
     chosen = os.environ.get("SHOAL_WEIGHTS")
     if chosen is not None:

@@ -1,7 +1,7 @@
-"""Rotary positions of the packed block: their tables, and the rotation.
+"""Rotary embeddings of the packed block: tables, and the rotation.
 
-The numbers are those of the model family's own rotary module. Where the usual formula or one of transformers' functions
-gives them, that module is not imported: with what it needs, that takes as long as to import torch (-X importtime).
+The numbers are those of the model family's own rotary module. If the usual formula or one of transformers' functions
+gives them, that module is not imported, since this takes as long as importing torch (-X importtime).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 _BY_FUNCTION = ("linear", "llama3", "yarn")
-"""Kinds of frequencies that transformers makes without the model's code."""
+"""Rope types whose frequencies transformers computes without the model's code."""
 
 
 def ropes_of(text: Any) -> dict[str | None, dict[str, Any]]:
-    """Rotary parameters by the type of layer they are for, None for all types."""
+    """Rotary parameters by type of layer; None stands for all types."""
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = sorted(set(getattr(text, "layer_types", None) or ()))
     if kinds and set(kinds) <= set(rope):
@@ -28,7 +28,7 @@ def ropes_of(text: Any) -> dict[str | None, dict[str, Any]]:
 class RotaryTable:
     """cos and sin [tables, positions, rotary_dim / 2] in float32 (float64 for float64 models), grown on demand.
 
-    There is one table, or one for each type of layer, in the order of the types' names.
+    There is one table, or one per type of layer, in the order of the types' names.
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -43,11 +43,11 @@ class RotaryTable:
 
     @property
     def positions(self) -> int:
-        """How many positions the tables hold."""
+        """Number of positions in the tables."""
         return self.cos.shape[1]
 
     def reach(self, positions: int) -> None:
-        """Make the table hold positions 0..positions-1."""
+        """Let the tables hold positions 0..positions-1."""
         if positions <= self.positions:
             return
         where = torch.arange(max(positions, 2 * self.positions), device=self._device)
@@ -55,7 +55,7 @@ class RotaryTable:
         self.cos, self.sin = (torch.stack([pair[i] for pair in found]).contiguous() for i in (0, 1))
 
     def _table(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin [positions, rotary_dim / 2] of one type of layer."""
+        """Cos and sin [positions, rotary_dim / 2] of one table."""
         known = self._frequencies[index]
         if self._module is None and known is not None:
             angles = where.float()[:, None] * known[0]
@@ -69,7 +69,7 @@ class RotaryTable:
 def _frequencies(
     text: Any, kind: str | None, rope: dict[str, Any], device: torch.device
 ) -> tuple[Tensor, float] | None:
-    """Angles per position [rotary_dim / 2] and the factor of cos and sin; None where only the model's code has them."""
+    """Angles per position [rotary_dim / 2] and the factor of cos and sin; None if only the model's code has them."""
     name = rope.get("rope_type", "default")
     if name == "default" and "rope_theta" in rope:
         width = int(head_dim_of(text) * rope.get("partial_rotary_factor", 1.0))
@@ -97,7 +97,7 @@ def head_dim_of(text: Any) -> int:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` [T, heads, head_dim] by tables [T, rotary_dim / 2], halves paired as in transformers."""
+    """Rotate `x` [T, heads, head_dim] by tables [T, rotary_dim / 2]; halves are paired as in transformers."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)

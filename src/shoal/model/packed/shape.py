@@ -1,9 +1,9 @@
 """Which models fit the packed block, and the numbers that describe one.
 
 The block is: RMSNorm, attention (fused q/k/v with optional bias, optional RMSNorm of q and k, rotary or none),
-residual; RMSNorm, gated MLP, residual. Residuals, embeddings and logits may be scaled (Granite). The norms may stand
-before a sublayer, after it, ahead of the residual (OLMo 2), or on both sides (Gemma 2), and attention scores and
-logits may be capped (Gemma 2).
+residual; RMSNorm, gated MLP, residual. Residuals, embeddings and logits may be scaled (Granite). Norms may precede a
+sublayer, follow it before the residual (OLMo 2), or do both (Gemma 2). Attention scores and logits may be capped
+(Gemma 2).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a layer's norms in the checkpoint: of each sublayer's input and output; None where there is none."""
+    """Names of a layer's norms in the checkpoint, of each sublayer's input and output; None for no norm."""
 
     attention: str | None = "input_layernorm"
     mlp: str | None = "post_attention_layernorm"
@@ -52,7 +52,7 @@ _NORMS = {
     "olmo3": _AFTER,
     "exaone4": _AFTER,
 }
-"""Of the families that differ from Llama's."""
+"""Norms of the families that differ from Llama."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ class Shape:
     """Sizes and constants of a Llama-shaped decoder.
 
     Attributes:
-        hidden, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers: sizes; `rotary_dim` leading dimensions of a
+        hidden, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers: sizes; the first `rotary_dim` dimensions of a
             head are rotated.
         ffns: neurons of each layer's MLP.
-        eps: of the RMSNorms.
+        eps: epsilon of the RMSNorms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
-        activation: "silu" or "gelu_tanh", of the gate.
+        activation: activation of the gate, "silu" or "gelu_tanh".
         windows: sliding window per layer in positions, or None.
-        rotary: per layer, which of the `RotaryTable`'s tables rotates q and k, or None.
+        rotary: per layer, the number of the table in `RotaryTable` that rotates q and k, or None.
         tied: whether the LM head is the embedding.
         max_positions: the context length.
-        interleaved: whether the checkpoint pairs a head's dimensions 2j and 2j + 1 for rotation, not j and
+        interleaved: whether the checkpoint pairs dimensions 2j and 2j + 1 of a head for rotation, not j and
             j + rotary_dim / 2; see `HalvesPaired`.
-        norms: where norms stand.
-        norm_offset: what is added to the norm weights of the checkpoint, which Gemma stores less 1.
+        norms: the norms of a layer.
+        norm_offset: added to the norm weights of the checkpoint; Gemma stores them minus 1.
         wide_head_norms: whether q and k are normalised over all heads together (OLMo 2).
         attention_cap, logit_cap: c of the soft cap c * tanh(x / c) of attention scores and logits (Gemma 2,
             arXiv 2408.00118, section 2), or None.
@@ -115,11 +115,11 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     """The shape of a transformers config.
 
     Args:
-        config: of the model, or of a larger one whose text part it is.
-        dtype: of the weights, to which transformers rounds Gemma's embedding scale.
+        config: config of the model, or of a larger one whose text part it is.
+        dtype: dtype of the weights, to which transformers rounds Gemma's embedding scale.
 
     Raises:
-        Unsupported: the model does not fit the packed block; says why.
+        Unsupported: the model does not fit the packed block; the error says why.
     """
     text = config.get_text_config()
     if text.model_type not in FAMILIES:
@@ -172,7 +172,7 @@ def _embedding_scale(text: Any, dtype: torch.dtype) -> float:
 
 
 def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:
-    """Which table each layer uses; see `Shape.rotary`."""
+    """The rotary table of each layer, or None."""
     flags = getattr(text, "no_rope_layers", None) or [1] * text.num_hidden_layers
     if text.model_type == "exaone4" and text.sliding_window is not None:
         flags = [kind == "sliding_attention" for kind in text.layer_types]

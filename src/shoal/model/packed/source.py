@@ -1,4 +1,4 @@
-"""Where weights come from, by their names: a loaded model, safetensors layer by layer, or some layers of either."""
+"""Sources of weights by name: a loaded model, safetensors, and changed views of another source."""
 
 from __future__ import annotations
 
@@ -11,55 +11,53 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from typing_extensions import override
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
-"""The name of a layer's tensor: what stands before its number, the number, and what is behind it."""
+"""The name of a layer's tensor: the part before the layer's number, the number, and the rest."""
 
 
 class Source(Protocol):
-    """Names to tensors."""
+    """Maps names to tensors."""
 
     def names(self) -> Sequence[str]:
-        """Every tensor's name."""
-        ...
+        """Names of all tensors."""
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
-        ...
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor; may share memory with the model or file it belongs to, so it must not be written to."""
-        ...
+        """The tensor; it may share memory with its model or file, so never write to it."""
 
 
-class ModelSource:
+class ModelSource(Source):
     """The parameters of a loaded transformers model, shared and never written to."""
 
     def __init__(self, model: Any) -> None:
         self._tensors: Mapping[str, Tensor] = model.state_dict()
 
+    @override
     def names(self) -> list[str]:
-        """See `Source`."""
         return sorted(self._tensors)
 
+    @override
     def has(self, name: str) -> bool:
-        """See `Source`."""
         return name in self._tensors
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
 
-class FileSource:
-    """Tensors of a folder of safetensors. Files are opened per read, so that no mapped pages pile up.
+class FileSource(Source):
+    """Tensors of a folder of safetensors. Files are opened for each read, so that mapped pages do not pile up.
 
     Args:
-        folder: with one file, or several and an index of them.
+        folder: a folder with one file, or several and their index.
 
     Raises:
-        ValueError: a file is not there or cannot be read, or lacks what the index says of it.
+        ValueError: a file is missing or cannot be read, or lacks tensors that the index says it has.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,20 +72,20 @@ class FileSource:
             raise ValueError(f"{INDEX} names the tensor {absent[0]!r}{more}, and {told[absent[0]]!r} does not hold it. "
                              "Fetch the model again")
 
+    @override
     def names(self) -> list[str]:
-        """See `Source`."""
         return sorted(self._files)
 
     def types(self) -> dict[str, str]:
-        """What safetensors calls the type of each tensor, such as "BF16"."""
+        """The types of all tensors as safetensors calls them, such as "BF16"."""
         found: dict[str, str] = {}
         for path in sorted(set(self._files.values())):
             with _opened(path) as file:
                 found.update({name: file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118
         return found
 
+    @override
     def has(self, name: str) -> bool:
-        """See `Source`."""
         return name in self._files
 
     def __getitem__(self, name: str) -> Tensor:
@@ -96,15 +94,11 @@ class FileSource:
         return tensor
 
 
-class HalvesPaired:
-    """A source whose heads rotate dimensions 2j and 2j + 1 together, read as the packed block does: j and j + half.
+class HalvesPaired(Source):
+    """Reorders q and k of a checkpoint that rotates dimensions 2j and 2j + 1 together; the packed block pairs halves.
 
-    Rows of q and k move alike, which leaves their products as they are. The checkpoint's order is that of RoFormer
-    (arXiv 2104.09864, section 3.2.2).
-
-    Args:
-        source: the checkpoint.
-        head_dim, rotary_dim: of its heads.
+    Rows of q and k move alike, which keeps their products. The checkpoint's order is that of RoFormer (arXiv
+    2104.09864, section 3.2.2).
     """
 
     def __init__(self, source: Source, head_dim: int, rotary_dim: int) -> None:
@@ -112,12 +106,12 @@ class HalvesPaired:
         turned, rest = range(rotary_dim), range(rotary_dim, head_dim)
         self._order = [*turned[::2], *turned[1::2], *rest]
 
+    @override
     def names(self) -> list[str]:
-        """See `Source`."""
         return list(self._source.names())
 
+    @override
     def has(self, name: str) -> bool:
-        """See `Source`."""
         return self._source.has(name)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -128,18 +122,18 @@ class HalvesPaired:
         return heads[:, self._order].flatten(0, 1)
 
 
-class FewerLayers:
-    """Some layers of a source, numbered 0, 1, 2, ..., and all that belongs to no layer.
+class FewerLayers(Source):
+    """Some layers of a source, renumbered from 0, and all tensors that belong to no layer.
 
     Args:
         source: the checkpoint, with the layers of one stack.
-        layers: which layers there are, ascending.
+        layers: the layers to keep, ascending.
 
     Attributes:
-        source: the checkpoint itself, also where some of its layers were taken before.
+        source: the checkpoint itself, even if layers were already left out of it.
 
     Raises:
-        ValueError: tensors are numbered in more than one place.
+        ValueError: the checkpoint has more than one stack of layers.
     """
 
     def __init__(self, source: Source, layers: Sequence[int]) -> None:
@@ -150,17 +144,17 @@ class FewerLayers:
         self.source: Source = below.source if below else source
         self._layers: list[int] = [below._layers[layer] for layer in layers] if below else list(layers)
 
+    @override
     def names(self) -> list[str]:
-        """See `Source`."""
         numbers = {old: new for new, old in enumerate(self._layers)}
         return [new for name in self.source.names() if (new := _renumbered(name, numbers)) is not None]
 
     def origin(self, name: str) -> str | None:
-        """What the checkpoint calls the tensor, or None where it is of a layer that there is not."""
+        """The name of the tensor in the checkpoint; None if it belongs to a layer that is not kept."""
         return _renumbered(name, dict(enumerate(self._layers)))
 
+    @override
     def has(self, name: str) -> bool:
-        """See `Source`."""
         place = self.origin(name)
         return place is not None and self.source.has(place)
 
@@ -189,7 +183,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensors to files, as an index of shards says."""
+    """The file of each tensor, as the index of shards says."""
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) and Path(file).name == file for file in found.values()):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from shoal.errors import stays_here
 from shoal.model.experts import ExpertMLPs, MLPGroup, check_groups, mixed, opened_in
 from shoal.model.kv.cache import KVCache
 from shoal.model.masks import Asker, mask, row_mask
-from shoal.model.packed import block
-from shoal.model.packed.cuda import door
+from shoal.model.packed import block, cuda
 from shoal.model.packed.cuda.form import MOST_TOKENS
 from shoal.model.packed.linear import Dense, Linear, Quantised
 from shoal.model.packed.rotary import RotaryTable
@@ -26,6 +26,7 @@ from shoal.model.stack import (
     HiddenStateHook,
     LayerWork,
     SequenceChunk,
+    Stack,
     Start,
     check_lengths,
     lay_vectors,
@@ -39,18 +40,18 @@ if TYPE_CHECKING:
     from shoal.model.packed.cuda.graphs import GraphRunner
 
 _PIECE = 256
-"""Columns of the head that are read back at once where a part of its rows is wanted."""
+"""Columns of a matrix that are dequantised at a time."""
 
 
-class PackedStack:
-    """See `shoal.model.stack.Stack`. Runs in plain torch; `NativeStack` takes over where its kernels can.
+class PackedStack(Stack):
+    """A packed decoder in plain torch; `NativeStack` takes over where its kernels can.
 
     Args:
         shape: sizes of the decoder.
         weights: its packed weights.
-        rotary: its rotary table.
-        dtype: of matrices and KV.
-        device: where all of it lives.
+        rotary: its rotary tables.
+        dtype: dtype of matrices and KV.
+        device: device of weights and KV.
     """
 
     can_split = shows_queries = True
@@ -74,18 +75,18 @@ class PackedStack:
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
         self.graphs: GraphRunner | None = None
-        if device.type == "cuda" and dtype != torch.float64 and door.available():
+        if device.type == "cuda" and dtype != torch.float64 and cuda.available():
             self.use_graphs()
             self.prefill_chunk = MOST_TOKENS
 
     def use_graphs(self, *, capture: bool = True) -> None:
-        """Run what it can through a `GraphRunner`, which needs Triton."""
+        """Run forwards through a `GraphRunner` where possible; needs Triton."""
         from shoal.model.packed.cuda.graphs import GraphRunner
 
         self.graphs = GraphRunner(self.shape, self.weights, self.rotary, self.dtype, capture=capture)
 
     def with_layers(self, layers: list[Layer]) -> Self:
-        """A stack with other layers of the same shape that shares all else, and has graphs of its own."""
+        """A stack with other layers of the same shape that shares everything else but the graphs."""
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         twin.weights = replace(self.weights, layers=layers)
@@ -94,15 +95,11 @@ class PackedStack:
         return twin
 
     @torch.no_grad()
+    @override
     def forward(
-        self,
-        chunks: Sequence[SequenceChunk],
-        cache: KVCache,
-        hook: HiddenStateHook | None = None,
-        *,
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
     ) -> Tensor:
-        """Run `chunks` through the layers that their plans name; see the protocol."""
         if self.graphs is not None and hook is None and start is None:
             logits = self.graphs.forward(chunks, cache)
             if logits is not None:
@@ -123,44 +120,45 @@ class PackedStack:
         return self._logits(run.wanted())
 
     @torch.no_grad()
+    @override
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """See the protocol; positions are turned into queries and keys, not added here."""
         stream = self.weights.final_norm.dtype
         return self.weights.embedding.lookup(ids).to(stream) * self.shape.embedding_scale
 
+    @override
     @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:
-        """See the protocol."""
         return rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
 
+    @override
     @torch.no_grad()
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        """See the protocol."""
         return self._logits(hidden)
 
+    @override
     @torch.no_grad()
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        """See the protocol."""
         columns = torch.eye(self.shape.hidden, dtype=self.dtype, device=self.device).split(_PIECE)
         index = torch.tensor(ids, device=self.device)
         return torch.cat([self.weights.head(some)[:, index] for some in columns]).t().contiguous()
 
+    @override
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """See the protocol."""
         part = Dense(self.head_rows(ids))
         return torch.no_grad()(lambda hidden: block.scaled_logits(part(self.normed(hidden)), self.shape))
 
     @torch.no_grad()
+    @override
     def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
-        """See the protocol; a matrix that is quantised is so again, in groups of other columns."""
+        """Copy the MLPs into groups, as `Stack` says; quantised matrices are quantised again, with other columns."""
         check_groups(neurons, self.shape.ffns)
         layers = [self._split(layer, groups) for layer, groups in zip(self.weights.layers, neurons, strict=True)]
         biases = [layer.down_bias for layer in self.weights.layers]
         return ExpertMLPs(layers, block.ACTIVATIONS[self.shape.activation], biases)
 
+    @override
     @property
     def group_bytes(self) -> int:
-        """See the protocol."""
         return sum(self._bytes_in_groups(one) for layer in self.weights.layers for one in (layer.gate_up, layer.down))
 
     def _bytes_in_groups(self, matrix: Linear) -> int:
@@ -177,12 +175,12 @@ class PackedStack:
         ) for group in groups.to(self.device)]
 
     def _plain(self, matrix: Linear) -> Tensor:
-        """[rows, columns] as numbers that can be computed with; a copy."""
+        """A dequantised copy [rows, columns]."""
         columns = torch.eye(matrix.columns, dtype=self.dtype, device=self.device).split(_PIECE)
         return torch.cat([matrix(some) for some in columns]).t().contiguous()
 
     def _packed_as(self, matrix: Linear, weight: Tensor, role: Role) -> Linear:
-        """A part of a matrix, packed as the whole is."""
+        """Pack a part of a matrix as the whole is packed."""
         return Quantised(weight, matrix.quant) if isinstance(matrix, Quantised) else Dense(weight)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -190,7 +188,7 @@ class PackedStack:
 
 
 class _Pass:
-    """One forward under way: the residual stream [T, hidden] of all chunks' tokens, one after the other."""
+    """One forward in progress: the residual stream [T, hidden] of the tokens of all chunks, one after the other."""
 
     def __init__(self, stack: PackedStack, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
         self.stack, self.chunks, self.cache = stack, chunks, cache
@@ -205,11 +203,11 @@ class _Pass:
         self._asker = Asker(cache, stack.device)
 
     def take(self, hidden: Tensor) -> None:
-        """Go on from the stream that `padded` gave."""
+        """Continue from a stream that `padded` gave."""
         self.x = torch.cat([hidden[row, :size] for row, size in enumerate(self.sizes)])
 
     def run(self, layer: int, piece: LayerWork) -> None:
-        """Add to the stream what `piece` of `layer` contributes."""
+        """Run a piece of work and add its output to the stream."""
         stack, weights = self.stack, self.stack.weights.layers[layer]
         chosen = self._chosen(piece)
         x = self.x if chosen is None else self.x[chosen]
@@ -226,7 +224,7 @@ class _Pass:
             self.x = self.x.index_copy(0, chosen, x)
 
     def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
-        """What the MLP adds to the stream of the piece's tokens."""
+        """What the MLP adds to the stream `x` of the piece's tokens."""
         stack, weights = self.stack, self.stack.weights.layers[layer]
         opened = opened_in(self.chunks, layer, piece)
         if opened is None:
@@ -238,7 +236,7 @@ class _Pass:
         return block.mlp(x, weights, stack.shape, stack.dtype, inside)
 
     def _tables(self, layer: int, chosen: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines of the piece's tokens."""
+        """Cos and sin of the piece's tokens; None for a layer without rotary embedding."""
         table = self.stack.shape.rotary[layer]
         if table is None:
             return None

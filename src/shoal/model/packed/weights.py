@@ -1,37 +1,143 @@
-"""The packed weights of a decoder, made layer by layer so that little more than the result is ever in memory."""
+"""The packed weights of a decoder: which tensors a checkpoint must have, and their packing, layer by layer.
+
+Little more than the result is ever in memory. Names are checked without building a model; a test compares them with
+transformers' own modules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shoal.errors import Unsupported
 from shoal.heap import give_back
-from shoal.model.packed.linear import Linear
+from shoal.model.gguf.source import GgufSource
+from shoal.model.modules import leftovers, refuse
+from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.shape import REMEDY, Shape
-from shoal.model.packed.source import Source
-from shoal.model.packed.stacked import parts_of
+from shoal.model.packed.source import FewerLayers, Source
 
+_NO_BIAS = ("mistral", "ministral", "phi3", "exaone4")
+_NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium")
+_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium")
+_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4")
+_FUSED = ("phi3", "glm", "glm4")
+_QKV, _GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+
+Forms = tuple[tuple[str, ...], ...]
+"""Alternative sets of tensor names of which a checkpoint has one; the first is transformers' own."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What weights may come in, and be computed with."""
+"""Dtypes that weights may have, and that are computed with."""
 
 _ROOTS = ("model.", "model.language_model.", "language_model.model.")
-"""Where the decoder lies: alone, or as the text part of a larger model, in memory and in its older checkpoints."""
+"""Prefixes of the decoder's names: alone, or as the text part of a larger model, in memory and in older checkpoints."""
 
 HEADS = ("lm_head.", "language_model.lm_head.")
-"""Where a head of its own lies."""
+"""Prefixes of the names of an untied head."""
 
 Role = Literal["matrix", "table", "pair", "head"]
-"""What a matrix is for: multiplied; the embedding, looked up by rows and perhaps the head too; two halves, gate and up,
-one above the other; a head of its own."""
+"""What a matrix is for: "matrix" is multiplied, "table" is the embedding (and a tied head), "pair" is gate above up,
+"head" is an untied head."""
 
 Pack = Callable[[Tensor, Role], Linear]
 PackFile = Callable[[Sequence[str], Role], Linear]
-"""Packs matrices by their names, one above the other."""
+"""Packs matrices by name, one above the other."""
+
+
+def check_names(config: Any, shape: Shape, source: Source) -> None:
+    """Refuse a checkpoint that lacks tensors, or has tensors that the packed block does not read.
+
+    Args:
+        config: config of the model, or of a larger one whose text part it is.
+        shape: the shape of that config.
+        source: the weights.
+
+    Raises:
+        Unsupported: names the tensors.
+    """
+    text, root = config.get_text_config(), root_of(source)
+    whole = list(tensors(text, shape, root, _tied(config, shape)))
+    if isinstance(source.source if isinstance(source, FewerLayers) else source, GgufSource):
+        whole = [forms for forms in whole if not _never(forms, shape, source)]
+    known = {f"{head}weight" for head in HEADS} | {name for forms in whole for form in forms for name in form}
+    if isinstance(source, GgufSource):
+        held, left = set(filter(source.has, known)), source.unread(known)
+    else:
+        held = set(source.names())
+        ours = held if text is config else {name for name in held if name.startswith((root, *HEADS))}
+        left = leftovers(sorted(ours), known, source.__getitem__)
+    missing = [name for forms in whole if not any(held.issuperset(form) for form in forms)
+               for name in _nearest(forms, held) if name not in held]
+    refuse(missing, left, "a GGUF file" if isinstance(source, GgufSource) else "a checkpoint")
+
+
+def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
+    """All tensors of a model, each with its alternative names.
+
+    Args:
+        text: the config.
+        shape: its shape.
+        root: prefix of the decoder's names.
+        tied: whether the head may be the embedding.
+    """
+    yield _one(f"{root}embed_tokens.weight")
+    yield _one(f"{root}norm.weight")
+    if not tied:
+        yield tuple((f"{head}weight",) for head in HEADS)
+    for layer in range(shape.num_layers):
+        for forms in _block(text, shape):
+            yield tuple(tuple(f"{root}layers.{layer}.{name}" for name in form) for form in forms)
+
+
+def _block(text: Any, shape: Shape) -> Iterator[Forms]:
+    kind = text.model_type
+    for parts, fused, first in ((_QKV, "self_attn.qkv_proj", kind == "phi3"),
+                                (_GATE_UP, "mlp.gate_up_proj", kind in _FUSED)):
+        forms = (tuple(f"{part}.weight" for part in parts), (f"{fused}.weight",))
+        yield forms[::-1] if first else forms
+    yield _one("self_attn.o_proj.weight")
+    yield _one("mlp.down_proj.weight")
+    yield from (_one(f"{norm}.weight") for norm in astuple(shape.norms) if norm is not None)
+    if kind in _HEAD_NORMS:
+        yield from (_one(f"self_attn.{part}_norm.weight") for part in "qk")
+    yield from (_one(f"{part}.bias") for part in _biased(text))
+
+
+def _biased(text: Any) -> Iterator[str]:
+    """The projections that have a bias."""
+    kind = text.model_type
+    attention = kind not in _NO_BIAS and bool(getattr(text, "attention_bias", False))
+    if attention or kind == "qwen2":
+        yield from _QKV
+    out = bool(text.attention_out_bias) if kind == "seed_oss" else attention and kind not in _NO_OUT_BIAS
+    if out:
+        yield "self_attn.o_proj"
+    if kind in _MLP_BIAS and text.mlp_bias:
+        yield from (*_GATE_UP, "mlp.down_proj")
+
+
+def _one(name: str) -> Forms:
+    return ((name,),)
+
+
+def _nearest(forms: Forms, held: set[str]) -> tuple[str, ...]:
+    """The form of which the most tensors are there; transformers' own if there are none."""
+    return max(forms, key=lambda form: len(held.intersection(form)) / len(form))
+
+
+def _tied(config: Any, shape: Shape) -> bool:
+    return shape.tied or bool(config.get_text_config() is not config and getattr(config, "tie_word_embeddings", False))
+
+
+def _never(forms: Forms, shape: Shape, source: Source) -> bool:
+    """Whether these are names of an output projection's bias, and no layer of the GGUF file has one."""
+    found = re.fullmatch(r"(.*layers\.)\d+(\.self_attn\.o_proj\.bias)", forms[0][0])
+    return found is not None and not any(source.has(f"{found[1]}{n}{found[2]}") for n in range(shape.num_layers))
 
 
 @dataclass
@@ -39,11 +145,11 @@ class Layer:
     """One block. Norm weights and biases are float32 (float64 in float64 models).
 
     Attributes:
-        qkv, out, gate_up, down: packed matrices; rows of `qkv` are q, k, v; those of `gate_up` gate, then up.
-        attention_norm, mlp_norm: [hidden], of what enters a sublayer, or None.
-        attention_out_norm, mlp_out_norm: [hidden], of what a sublayer adds to the residual stream, or None.
+        qkv, out, gate_up, down: packed matrices; the rows of `qkv` are q, k, v, those of `gate_up` gate, then up.
+        attention_norm, mlp_norm: [hidden], norms of the inputs of the sublayers, or None.
+        attention_out_norm, mlp_out_norm: [hidden], norms of what the sublayers add to the residual stream, or None.
         q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] over all heads together, or None.
-        qkv_bias, out_bias, gate_up_bias, down_bias: or None.
+        qkv_bias, out_bias, gate_up_bias, down_bias: biases, or None.
     """
 
     qkv: Linear
@@ -63,7 +169,7 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one token reads."""
+        """Bytes of all matrices, which one token reads."""
         return sum(matrix.nbytes for matrix in self.matrices())
 
     def matrices(self) -> tuple[Linear, ...]:
@@ -73,7 +179,7 @@ class Layer:
 
 @dataclass
 class Weights:
-    """A whole decoder; `head` is also the embedding where they are tied."""
+    """The weights of a decoder; if head and embedding are tied, they are the same object."""
 
     layers: list[Layer]
     embedding: Linear
@@ -92,25 +198,19 @@ class Weights:
 
 
 class Packer:
-    """Reads a source in the Llama naming and packs it.
+    """Reads a source with Llama's names and packs it.
 
     Args:
-        source: where the tensors are.
-        shape: what they should be.
-        dtype: of the computation; quantisation starts from it.
-        device: where the packed weights live.
+        source: the tensors.
+        shape: sizes that they must have.
+        dtype: dtype of the computation, from which quantisation starts.
+        device: device of the packed weights.
         pack: packs a matrix for its role.
-        pack_file: packs matrices of the source by their names, in the types that a file holds them in; None where they
-            are packed as `pack` does it.
+        pack_file: packs matrices of a file by name, in the types of the file; None to use `pack`.
     """
 
     def __init__(
-        self,
-        source: Source,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        pack: Pack,
+        self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack,
         pack_file: PackFile | None = None,
     ) -> None:
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
@@ -119,10 +219,10 @@ class Packer:
         self._root = root_of(source)
 
     def weights(self) -> Weights:
-        """Everything, one layer after the other; first the largest matrices, while there is still room.
+        """Pack everything: first the largest matrices, while there is still room, then layer by layer.
 
         Raises:
-            Unsupported: a tensor is missing, or not what the config says.
+            Unsupported: a tensor is missing, or does not fit the config.
         """
         shape = self._shape
         embedding = self._pack({f"{self._root}embed_tokens.weight": shape.vocab}, shape.hidden, "table")
@@ -134,7 +234,7 @@ class Packer:
         return Weights(layers, embedding, head, final_norm)
 
     def layer(self, index: int) -> Layer:
-        """Block `index`."""
+        """Pack layer `index`."""
         shape, ffn, name = self._shape, self._shape.ffns[index], f"{self._root}layers.{index}."
         attention, mlp = name + "self_attn.", name + "mlp."
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -167,7 +267,7 @@ class Packer:
         return None if weight is None else weight + self._shape.norm_offset
 
     def _pack(self, parts: Mapping[str, int], columns: int, role: Role) -> Linear:
-        """Matrices of so many rows each, one above the other."""
+        """Pack matrices, given with their rows, one above the other."""
         if self._packed_from_file is not None:
             packed = self._packed_from_file(tuple(parts), role)
             if (packed.rows, packed.columns) != (sum(parts.values()), columns):
@@ -203,7 +303,7 @@ class Packer:
         return whole
 
     def _joined(self, fused: str, parts: dict[str, int], role: Role) -> Linear:
-        """A matrix of `hidden` columns that the checkpoint holds fused (Phi-3) or in parts, given with their rows."""
+        """Pack a matrix of `hidden` columns that the checkpoint has fused (Phi-3) or in parts with so many rows."""
         if self._source.has(fused + ".weight"):
             return self._pack({fused + ".weight": sum(parts.values())}, self._shape.hidden, role)
         return self._pack({part + ".weight": rows for part, rows in parts.items()}, self._shape.hidden, role)
@@ -221,7 +321,7 @@ class Packer:
 
 
 def root_of(source: Source) -> str:
-    """What the names of the decoder's tensors begin with."""
+    """The prefix of the decoder's names."""
     return _first(source, _ROOTS, "embed_tokens.weight") or _ROOTS[0]
 
 

@@ -1,4 +1,4 @@
-"""Which forwards run through captured steps, and in what form."""
+"""Which forwards run through captured graphs, and in what form."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 
 QUERIES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens per row that forms have; chunks are filled up to the next of these."""
+"""Tokens per row of the forms; chunks are padded to the next of these."""
 MOST_TOKENS = 512
-"""Of all rows of a form."""
+"""Most tokens of a form, all rows together."""
 MOST_GROUPS = 4
-"""Forwards that one is split into at most; each reads the weights again."""
+"""Most groups that a forward is split into; each reads the weights again."""
 _WASTE = 2.0
-"""Tokens of a form, over the real ones, from which on the rows are better run one after the other."""
+"""If a form has more than this many times the real tokens, running rows one after the other is better."""
 
 
 @dataclass(frozen=True)
 class ForwardForm:
-    """What is baked into a step.
+    """What is fixed in a captured step.
 
     Attributes:
         rows: number of chunks.
-        queries: tokens of each, filled up.
-        every: whether all tokens' logits are wanted; otherwise those of each chunk's last.
+        queries: tokens of each chunk, padded.
+        every: whether logits of all tokens are wanted; otherwise of each chunk's last token.
     """
 
     rows: int
@@ -35,27 +35,27 @@ class ForwardForm:
 
     @property
     def tokens(self) -> int:
-        """Of all rows."""
+        """Tokens of all rows."""
         return self.rows * self.queries
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A forward's form, and the layers that all of its tokens run."""
+    """The form of a forward, and the layers that all of its tokens run."""
 
     form: ForwardForm
     layers: tuple[int, ...]
 
 
 def fits_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[tuple[Sequence[int], Fit]] | None:
-    """Groups of the chunks, by number, that have a form each, or None where the forward must be run flat.
+    """Groups of the chunks, by number, that have a form each; None if the forward must run without graphs.
 
-    Rows do not see each other, so groups may run in turn: rows that decode, rows of another depth, pieces of prompts.
+    Rows do not see each other, so groups may run in turn: decoding rows, rows of another depth, pieces of prompts.
     """
     whole = fit_of(chunks, cache)
     if whole is not None:
         return [(range(len(chunks)), whole)]
-    if len(chunks) == 1 or not all(map(_is_chain, chunks)):  # a tree in every step is to cost no search for groups
+    if len(chunks) == 1 or not all(map(_is_chain, chunks)):  # a tree in every step must not cost a search for groups
         return None
     groups = _groups(chunks)
     if len(groups) > MOST_GROUPS:
@@ -67,7 +67,7 @@ def fits_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[tuple[Seque
 
 
 def _groups(chunks: Sequence[SequenceChunk]) -> list[list[int]]:
-    """Chunks that run the same layers, want logits alike and are of about the same length, the longest first."""
+    """Groups of chunks that run the same layers, want the same logits and have about the same length; longest first."""
     kinds = [(_layers_of([chunk]) or (), chunk.wanted == len(chunk.tokens), -len(chunk.tokens)) for chunk in chunks]
     groups = list[list[int]]()
     for number in sorted(range(len(chunks)), key=kinds.__getitem__):
@@ -80,11 +80,11 @@ def _groups(chunks: Sequence[SequenceChunk]) -> list[list[int]]:
 
 
 def fit_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Fit | None:
-    """The form of a forward, or None where it has none.
+    """The form of a forward, or None if it has none.
 
-    The chunks are chains of about the same length that run whole layers, the same for all, and want logits of all of
-    their tokens or of the last at most. What came before is stored in slots as it was computed, or nothing did.
-    Whatever else a forward is, right or wrong, is left to the flat one.
+    The chunks must be chains of about the same length that run the same whole layers, and want logits of all tokens or
+    at most of the last one. Earlier tokens must be stored in slots, unchanged. Any other forward, even a wrong one, is
+    left to the path without graphs.
     """
     counts = [len(chunk.tokens) for chunk in chunks]
     queries = _queries(counts)
@@ -100,7 +100,7 @@ def fit_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Fit | None:
 
 
 def _queries(counts: Sequence[int]) -> int | None:
-    """Tokens per row of the form that holds so many of each; None where it would be too large or too empty."""
+    """Tokens per row of the form for chunks of these lengths; None if it would be too large or too empty."""
     place = bisect_left(QUERIES, max(counts))
     most = min(MOST_TOKENS, max(len(counts), int(_WASTE * sum(counts))))
     return QUERIES[place] if place < len(QUERIES) and len(counts) * QUERIES[place] <= most else None
@@ -112,14 +112,14 @@ def _is_chain(chunk: SequenceChunk) -> bool:
 
 
 def _layers_of(chunks: Sequence[SequenceChunk]) -> tuple[int, ...] | None:
-    """The layers that all tokens run; None where they differ, or run a sublayer alone, or none."""
+    """The layers that all tokens run; None if tokens differ, run a single sublayer, or run nothing."""
     sets = {(f.plan.layers(step), f.plan.depth(step)) for f in chunks for step in (f.steps[0], f.steps[-1])}
     layers, depth = next(iter(sets))
     return layers if len(sets) == 1 and depth == len(layers) and layers else None
 
 
 def _are_plain(layers: Sequence[int], chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
-    """Whether these layers hold what precedes the tokens, by positions."""
+    """Whether these layers hold all positions before the tokens, in slots."""
     places = [(chunk.row, cache.positions[chunk.row], chunk.fed) for chunk in chunks]
     for layer in layers:
         store = cache.layers[layer]
@@ -132,7 +132,7 @@ def _are_plain(layers: Sequence[int], chunks: Sequence[SequenceChunk], cache: KV
 
 
 def lacking_room(layers: Sequence[int], chunks: Sequence[SequenceChunk], cache: KVCache) -> list[int]:
-    """Which of the layers must be given storage, or more of it, before the tokens can be written."""
+    """The layers that need storage, or more of it, before the tokens can be written."""
     places = [(chunk.row, cache.positions[chunk.row] + chunk.fed + len(chunk.tokens)) for chunk in chunks]
     lacking = list[int]()
     for layer in layers:

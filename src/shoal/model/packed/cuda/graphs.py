@@ -1,7 +1,7 @@
-"""Captured forwards: a CUDA graph for each layer, and one for each end, that any depth plan strings together.
+"""Captured forwards: a CUDA graph per layer, for the embedding and for the head, which any depth plan combines.
 
-A forward of few tokens is a matter of launching small kernels, and a graph launches a layer's at once. Layers are
-captured when a plan first runs them, plans that come again often as a whole. The first run is the one that warms up.
+The cost of a forward of few tokens is launching small kernels; a graph launches those of a layer at once. Layers are
+captured when a plan first runs them, and frequent plans as a whole. The first run of a piece is its warm-up.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from shoal.model.packed.weights import Weights
 from shoal.model.stack import SequenceChunk
 
 LIMIT = 48
-"""Most forms kept; the one that was used longest ago is given up for a new one."""
+"""Most forms kept; a new one replaces the least recently used."""
 OFTEN = 16
 """Runs of the same layers after which they are captured as a whole."""
 REACH = 4096
-"""Positions that the rotary table holds from the beginning."""
+"""Positions that the rotary table has from the beginning."""
 WHOLES = 8
-"""Most such captures per form."""
-
+"""Most plans captured as a whole, per form."""
 FIRST = 3
-"""Pieces of such a capture that are launched apart: the GPU has them to do while it is told of the others."""
+"""Pieces of a whole capture that are launched first, so that the GPU is busy while the others are launched."""
 
 log = logging.getLogger(__name__)
 
 
 class CapturedForward:
-    """A step whose pieces are captured as they are first run.
+    """A step whose pieces are captured when they first run.
 
     Args:
-        step: what runs.
+        step: the step.
         capture: whether pieces are captured; otherwise they run eagerly.
-        pool: memory that the graphs share.
+        pool: memory pool that the graphs share.
     """
 
     def __init__(self, step: StaticForward, capture: bool, pool: Any) -> None:
@@ -55,7 +54,7 @@ class CapturedForward:
         self._runs: Counter[tuple[int, ...]] = Counter()
 
     def run(self, layers: tuple[int, ...]) -> None:
-        """The whole forward."""
+        """Run the forward through these layers."""
         whole = self._wholes.get(layers)
         if whole is not None:
             for graph in whole:
@@ -92,7 +91,7 @@ def _all(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 
 def _captured(run: Callable[[], object], pool: Any) -> Any:
-    """Record what has run before, and so is compiled; `torch.cuda.graph` would collect garbage first, every time."""
+    """Capture what has run once and so is compiled. `torch.cuda.graph` would collect garbage every time."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -106,7 +105,7 @@ def _captured(run: Callable[[], object], pool: Any) -> Any:
 
 
 def _wanted(logits: Tensor, chunks: Sequence[SequenceChunk], form: ForwardForm) -> Tensor:
-    """Of a form's logits those that the chunks want."""
+    """The logits of a form that the chunks want."""
     width = form.queries if form.every else 1
     numbers = [width * index + n for index, chunk in enumerate(chunks) for n in range(chunk.wanted)]
     if len(numbers) == len(logits):
@@ -115,13 +114,11 @@ def _wanted(logits: Tensor, chunks: Sequence[SequenceChunk], form: ForwardForm) 
 
 
 class GraphRunner:
-    """Runs forwards that have a form, see `fit_of`, through captured pieces.
+    """Runs forwards that have a form (see `fit_of`) through captured pieces.
 
     Args:
-        shape: of the decoder.
-        weights: its packed weights.
-        rotary: its rotary table.
-        dtype: of matrices and KV.
+        shape, weights, rotary: sizes, packed weights and rotary tables of the decoder.
+        dtype: dtype of matrices and KV.
         capture: whether pieces are captured; otherwise they run eagerly.
     """
 
@@ -137,11 +134,11 @@ class GraphRunner:
 
     @property
     def forms(self) -> tuple[ForwardForm, ...]:
-        """The forms held, the one last used at the end."""
+        """The forms kept, the most recently used last."""
         return tuple(self._forms)
 
     def forward(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor | None:
-        """Logits as of `Stack.forward`, or None where the forward has no form, nor has it in groups of its rows."""
+        """Logits as `Stack.forward` gives them; None if the forward has no form, even split into groups of rows."""
         fits = fits_of(chunks, cache)
         if fits is None:
             return None
@@ -155,7 +152,7 @@ class GraphRunner:
         return torch.cat([logits[number] for number in range(len(chunks))])
 
     def _run(self, chunks: Sequence[SequenceChunk], cache: KVCache, fit: Fit) -> Tensor:
-        """The logits that are wanted of chunks that have a form, which the next forward of this form overwrites."""
+        """The wanted logits of chunks that have a form; the next forward of this form overwrites them."""
         rows, counts = [chunk.row for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         for layer in lacking_room(fit.layers, chunks, cache):
             sizes = self._shape.kv_heads, self._shape.head_dim, self._shape.head_dim
@@ -172,12 +169,12 @@ class GraphRunner:
         return block.scaled_logits(_wanted(pieces.step.logits, chunks, fit.form), self._shape)
 
     def _reach(self, positions: int) -> None:
-        """Let the rotary table hold so many positions; graphs know where it lies, so they go once it has grown."""
+        """Let the rotary table hold that many positions; graphs contain its address, so they go if it grows."""
         self._rotary.reach(positions)
         if self._rotary.cos is not self._table:
             self._table = self._rotary.cos
             self._forms.clear()
-            self._pool = None  # torch takes no pool again that nothing was left in
+            self._pool = None  # torch does not reuse a pool that became empty
 
     def _made(self, form: ForwardForm) -> CapturedForward:
         while len(self._forms) >= LIMIT:

@@ -1,4 +1,4 @@
-"""torch's product with a matrix in 4 bits on NVIDIA GPUs, made for few tokens. What it returns is checked at load."""
+"""torch's product with a 4-bit matrix on NVIDIA GPUs, for few tokens; its results are checked at load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def int4_product(levels: Tensor, scales: Tensor) -> Product | None:
-    """The kernel for a matrix, or None where torch has none that reproduces it; the reason is logged.
+    """The kernel for a matrix; None, with the reason logged, if torch has none that reproduces it.
 
     Args:
         levels: int8 [rows, groups, 32], -8..7.
@@ -40,16 +40,16 @@ def _packed(levels: Tensor, scales: Tensor) -> Product:
 
 
 def nibbles(levels: Tensor) -> Tensor:
-    """Levels -8..7 as uint8 [rows, columns / 2]: 8 is added; even columns in the high half, as the GPU packer wants."""
+    """Levels -8..7, plus 8, as uint8 [rows, columns / 2]; even columns are the high halves, as the GPU packer wants."""
     raised = (levels.flatten(1) + 8).view(torch.uint8)
     return raised[:, ::2] << 4 | raised[:, 1::2]
 
 
 def inner_tiles(columns: int) -> int:
-    """The packer's innermost tiles along the columns: as many as divide them.
+    """The packer's innermost tiles along the columns: the largest number that divides them.
 
     Raises:
-        RuntimeError: no choice does.
+        RuntimeError: none does.
     """
     for tiles in _INNER_TILES:
         if columns % (tiles * _TILE) == 0:
@@ -58,7 +58,7 @@ def inner_tiles(columns: int) -> int:
 
 
 def _agrees(product: Product, levels: Tensor, scales: Tensor) -> bool:
-    """Whether the kernel multiplies by what was packed: wrong packing would give fluent nonsense."""
+    """Whether the kernel multiplies by the packed matrix; wrong packing would give fluent nonsense."""
     matrix = (levels.float() * scales[..., None].float()).flatten(1)
     draw = torch.Generator(levels.device).manual_seed(0)
     x = torch.randn(2, matrix.shape[1], generator=draw, device=levels.device).bfloat16()

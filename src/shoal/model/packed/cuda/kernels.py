@@ -1,8 +1,8 @@
-"""Triton kernels of one decoding step: norms, rotation into the KV, attention over it, products.
+"""Triton kernels of a decoding step: norms, rotation and KV writes, attention, matrix products.
 
-What a step reads of the KV is told by addresses, positions and first columns that lie in tensors. So nothing that
-changes from step to step is an argument, and a captured graph serves every cache, row and length. The order in which a
-token's numbers are added up depends neither on its neighbours nor on how many there are.
+Addresses, positions and first columns of the KV are read from tensors. So nothing that changes from step to step is an
+argument, and a captured graph serves every cache, row and length. The order in which a token's numbers are added does
+not depend on the other tokens, nor on their number.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
-"""Columns that attention takes at a time."""
+"""Columns that attention processes at a time."""
 
 ADDRESSES = 4
-"""Numbers per layer in a table of KV: addresses of keys and values, elements from slot to slot and head to head."""
+"""Numbers per layer in the KV table: addresses of keys and of values, strides of slots and of heads in elements."""
 
 
 @triton.jit
 def norm(x, weight, out, hidden, eps, BLOCK: tl.constexpr):
-    """RMSNorm of row `program_id(0)` of x [T, hidden] float32, into the type of `out`."""
+    """RMSNorm of row `program_id(0)` of x [T, hidden] float32, in the type of `out`."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -34,10 +34,10 @@ def rotate(
     qkv, q, cos, sin, positions, rows, counts, table, starts, heads, kv_heads, queries,
     SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Turn the positions into q and k; write q [T, heads, SIZE], and k and v to their columns of the KV.
+    """Rotate q and k; write q [T, heads, SIZE], and k and v to their columns of the KV.
 
-    One program per token and head of qkv [T, heads + 2 kv_heads, SIZE]; cos and sin are [positions, HALF]. Of a row's
-    tokens the first `counts` are real; what fills up the others is not stored.
+    One program per token and head of qkv [T, heads + 2 kv_heads, SIZE]; cos and sin are [positions, HALF]. The first
+    `counts` tokens of a row are real; padding is not stored.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     element = qkv.dtype.element_ty
@@ -71,11 +71,11 @@ def attend(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ABREAST: tl.constexpr, M: tl.constexpr,
     COLUMNS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What chunks `program_id(2)`, + num_programs(2), ... of a row's columns add to its queries' outputs.
+    """Partial attention over chunks `program_id(2)`, + num_programs(2), ... of a row's columns.
 
-    One program per row, KV head with `ABREAST` of the queries, and share. It leaves sums of values [T, heads, shares,
-    SIZE], weighed by exp(score - peak), and the peak and the sum of the weights [T, heads, shares, 2]; shares without a
-    chunk leave a peak of -inf.
+    One program per row, KV head with `ABREAST` of the queries, and share of the columns. It writes sums of values
+    [T, heads, shares, SIZE] weighted by exp(score - peak), and the peak and the sum of the weights [T, heads, shares,
+    2]; a share without a chunk writes a peak of -inf.
     """
     chunk, share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     blocks = tl.cdiv(queries, ABREAST)
@@ -129,13 +129,13 @@ def attend(
 
 @triton.jit
 def combine(mixed, peaks, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr):
-    """Outputs [T * heads, SIZE] from what the shares of `attend` left."""
+    """Outputs [T * heads, SIZE] from the partial results of `attend`."""
     slot = tl.program_id(0)
     at, share = tl.arange(0, BLOCK), tl.arange(0, SHARES)
     peak = tl.load(peaks + (slot * SHARES + share) * 2)
     total = tl.load(peaks + (slot * SHARES + share) * 2 + 1)
     top = tl.max(peak, 0)
-    factor = tl.exp(peak - tl.where(top == float("-inf"), 0.0, top))  # a token that fills up has seen nothing
+    factor = tl.exp(peak - tl.where(top == float("-inf"), 0.0, top))  # a padding token has seen nothing
     there = (factor > 0)[:, None] & (at < SIZE)[None, :]
     sums = tl.load(mixed + (slot * SHARES + share)[:, None] * SIZE + at[None, :], mask=there, other=0.0)
     weight = tl.sum(total * factor, 0)
@@ -148,7 +148,7 @@ def _add_product(
     sums, x, weight, m, n, k, tokens, rows, columns,
     N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`sums` [M, N] and the product over columns k .. k + K."""
+    """`sums` [M, N] plus the product over columns k .. k + K."""
     element = x.dtype.element_ty
     real = (m < tokens)[:, None]
     column = k + tl.arange(0, K)
@@ -165,7 +165,7 @@ def product(
     SCALED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Out [tokens, rows] of x [tokens, columns]; ADD adds to what is there; GATE makes act(gate) * up of two halves."""
+    """Out [tokens, rows] from x [tokens, columns]; ADD adds to `out`; GATE computes act(gate) * up of two halves."""
     n = tl.program_id(0) * N + tl.arange(0, N)
     m = tl.arange(0, M)
     sums = tl.zeros([M, N], tl.float32)

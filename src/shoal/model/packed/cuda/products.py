@@ -1,6 +1,6 @@
-"""Products of few tokens with a matrix in 16 or 8 bits: every weight is read once, and widened in registers.
+"""Products of few tokens with a 16- or 8-bit matrix: each weight is read once, and widened in registers.
 
-The tokens are padded to a tile of the tensor cores. So what a token gets does not depend on how many come with it.
+Tokens are padded to a tile of the tensor cores, so a token's result does not depend on how many others there are.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shoal.model.packed.cuda import kernels
 
 Activation = Literal["", "silu", "gelu_tanh"]
 MOST = {torch.int8: 64, torch.bfloat16: 32, torch.float16: 32}
-"""Most tokens, by the type of the weights; with more, a product is a matter of arithmetic, and torch's own better."""
+"""Most tokens, by dtype of the weights; with more, a product is bound by arithmetic, and torch's own is better."""
 
 _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = 2
-"""Bytes of a token's number."""
+"""Bytes of a number of a token."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights as they lie on the GPU.
+    """Weights on the GPU.
 
     Attributes:
         weight: [rows, columns] in the dtype of the tokens, or int8.
-        scales: [rows] of int8, otherwise None.
+        scales: [rows] for int8, otherwise None.
     """
 
     weight: Tensor
@@ -38,11 +38,11 @@ class Matrix:
 
 
 def matrix_of(linear: Any, tokens: int) -> Matrix | None:
-    """What the kernel takes of a packed matrix; None where torch multiplies: many tokens, in wider types, or in 4 bits.
+    """A packed matrix as the kernel takes it; None if torch multiplies: many tokens, wider dtypes, or 4 bits.
 
     Args:
         linear: a `shoal.model.packed.linear.Linear`.
-        tokens: how many it is to be multiplied with.
+        tokens: number of tokens.
     """
     matrix = _held(linear)
     return matrix if matrix is not None and tokens <= MOST[matrix.weight.dtype] else None
@@ -59,7 +59,7 @@ def _held(linear: Any) -> Matrix | None:
 
 
 def multiplied(x: Tensor, linear: Any) -> Tensor | None:
-    """The product of x [T, columns] with a packed matrix, or None where it is torch's to make."""
+    """The product of x [T, columns] with a packed matrix; None if torch should make it."""
     matrix = matrix_of(linear, len(x))
     if matrix is None:
         return None
@@ -68,7 +68,7 @@ def multiplied(x: Tensor, linear: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is cut: rows and columns at a time, warps, and loads under way."""
+    """How a product is tiled: rows and columns at a time, warps, and pipeline stages."""
 
     rows: int
     columns: int
@@ -77,9 +77,9 @@ class Tile:
 
 
 def tile_for(matrix: Matrix, gated: bool, tokens: int) -> Tile:
-    """The cut for a matrix, by a sweep over shapes of 1 to 70 billion weights on an H200.
+    """The tile for a matrix, from a sweep over shapes of models of 1 to 70 billion weights on an H200.
 
-    It changes with the tokens where shared memory would not do, and never the order in which columns are added.
+    It depends on the number of tokens where shared memory would not suffice; the order of sums never does.
     """
     rows, columns = matrix.weight.shape
     if tokens > 16:
@@ -94,36 +94,34 @@ def tile_for(matrix: Matrix, gated: bool, tokens: int) -> Tile:
 
 
 def fitted(tile: Tile, matrix: Matrix, gated: bool, tokens: int, shared: int) -> Tile:
-    """The tile with as many loads under way as `shared` bytes of shared memory hold: one fewer than its stages."""
+    """The tile with as many stages as `shared` bytes of shared memory allow: they hold one load fewer than stages."""
     load = tile.columns * ((1 + gated) * tile.rows * matrix.weight.itemsize + tokens * _WIDE)
     return replace(tile, stages=max(1, min(tile.stages, 1 + shared // load)))
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block may have: 227 KiB on an H100, 99 on GeForce cards."""
+    """Shared memory of a block in bytes: 227 KiB on an H100, 99 KiB on GeForce cards."""
     if device.type != "cuda":
         return 227 * 1024
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024))
 
 
 def product(
-    x: Tensor,
-    matrix: Matrix,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    add: bool = False,
-    factor: float = 1.0,
-    gate: Activation = "",
-    tile: Tile | None = None,
+    x: Tensor, matrix: Matrix, out: Tensor, *, bias: Tensor | None = None, add: bool = False, factor: float = 1.0,
+    gate: Activation = "", tile: Tile | None = None,
 ) -> Tensor:
-    """Write the product of x [T, columns] with a matrix to `out` [T, rows], few as in `matrix_of`.
+    """Write the product of x [T, columns] with a matrix to `out` [T, rows], and return `out`.
 
     Args:
+        x: few tokens, as in `matrix_of`.
+        matrix: the matrix.
+        out: where to write.
         bias: [rows] or None.
-        add: to what `out` holds instead of in its place, once multiplied by `factor`.
-        gate: the activation of the first half of the rows, which multiplies the second; out is [T, rows / 2] then.
+        add: whether to add the product, times `factor`, to what `out` holds.
+        factor: factor of the product.
+        gate: activation of the first half of the rows, which multiplies the second half; `out` is [T, rows / 2] then.
+        tile: None for `tile_for`.
     """
     outputs, width = matrix.weight.shape
     rows = outputs // 2 if gate else outputs

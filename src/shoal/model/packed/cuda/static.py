@@ -1,7 +1,7 @@
 """A forward in pieces of fixed shapes and addresses, as CUDA graphs need them: the embedding, each layer, the head.
 
-What changes from one to the next lies in tensors that are written before the pieces run: tokens, positions, and where
-the KV of each layer is. So the pieces of one form serve every cache, every length and every depth plan.
+What changes from forward to forward is written to tensors before the pieces run: tokens, positions, and the addresses
+of each layer's KV. So the pieces of one form serve every cache, length and depth plan.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shoal.model.packed.weights import Layer, Weights
 from shoal.model.stack import SequenceChunk
 
 SHARES = (8, 64)
-"""Fewest and most programs that share a row's columns, of one KV head."""
+"""Fewest and most programs that share the columns of a row and KV head."""
 
 _FEW, _ABREAST = 64, (16, 64)
-"""Queries per row from which on it is a prompt that is read; queries times heads that stand abreast of fewer, and of so
-many. Fewer may be drafts, which must add up as one query does."""
+"""Queries per row from which on it is a prompt, and queries times heads per program below that number and from it on.
+Fewer queries may be drafts, which must add up as a single query does."""
 
 
 class _Bound(NamedTuple):
-    """Whose KV the table tells of, and what of it may change."""
+    """The cache and rows whose KV the table describes, and what of it may change."""
 
     cache: ref[KVCache]
     rows: tuple[int, ...]
@@ -43,12 +43,12 @@ class _Bound(NamedTuple):
 
 
 class StaticForward:
-    """The pieces of a form; `load` writes what they read.
+    """The pieces of a form; `load` writes their inputs.
 
     Attributes:
-        form: see there.
+        form: the form.
         x: the residual stream [T, hidden], float32.
-        logits: [T or rows, V] in the type of the model, once `leave` has run.
+        logits: [T or rows, V] in the dtype of the model, after `leave` has run.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StaticForward:
         self.logits = narrow(tokens if form.every else form.rows, shape.vocab)
 
     def load(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
-        """Write the inputs of a forward whose KV has room, and whose positions the rotary table reaches."""
+        """Write the inputs of a forward; the KV must have room, and the rotary table the positions."""
         queries, ids, positions = self.form.queries, list[int](), list[int]()
         for chunk in chunks:
             filling = [0] * (queries - len(chunk.tokens))
@@ -93,7 +93,7 @@ class StaticForward:
         self._bind(rows, cache)
 
     def _bind(self, rows: Sequence[int], cache: KVCache) -> None:
-        """Write where the KV lies, unless it is where it was."""
+        """Write the addresses of the KV, unless they are unchanged."""
         state = list[int]()
         for layer in cache.layers:
             state.append(layer.version)
@@ -116,7 +116,7 @@ class StaticForward:
         self.x.mul_(self._shape.embedding_scale)
 
     def layer(self, index: int) -> None:
-        """Add to the stream what a layer does, and store its K and V of the tokens."""
+        """Add a layer's output to the stream, and store K and V of the tokens."""
         layer, shape = self._weights.layers[index], self._shape
         self._norm(layer.attention_norm)
         self._apply(layer.qkv, self._normed, layer.qkv_bias, self._qkv)
@@ -135,7 +135,7 @@ class StaticForward:
         self._apply(self._weights.head, normed, None, self.logits)
 
     def _norm(self, weight: Tensor | None) -> None:
-        """The stream, normed, in the type of the model."""
+        """Write the normed stream, in the dtype of the model."""
         hidden = self._shape.hidden
         if weight is None:
             self._normed.copy_(self.x)
@@ -163,7 +163,7 @@ class StaticForward:
             product(x, matrix, out, bias=bias)
 
     def _gate(self, layer: Layer, out: Tensor) -> None:
-        """The gated inputs of the MLP's second matrix."""
+        """Write the gated inputs of the MLP's second matrix."""
         matrix = matrix_of(layer.gate_up, self.form.tokens)
         if matrix is not None:
             gate: Activation = "silu" if self._shape.activation == "silu" else "gelu_tanh"
@@ -184,7 +184,7 @@ class StaticForward:
         self.x.add_(out, alpha=self._shape.residual_scale)
 
     def _attend(self, index: int) -> None:
-        """Store K and V of the tokens and write attention's outputs."""
+        """Store K and V of the tokens, and write attention's outputs."""
         shape, form, group = self._shape, self.form, self._group
         turn, window = shape.rotary[index], shape.windows[index]
         table, starts = self._kv[index], self._kv[index, kernels.ADDRESSES :]
@@ -202,7 +202,7 @@ class StaticForward:
             SIZE=shape.head_dim, BLOCK=size, GROUP=group, ABREAST=abreast, M=tile, COLUMNS=kernels.CHUNK,
             CAPPED=shape.attention_cap is not None, WINDOWED=window is not None,
             PRECISION="ieee" if self._dtype == torch.float32 else "tf32", num_warps=4,
-            num_stages=3 if size * self._dtype.itemsize <= 256 else 1,  # of keys and values: what 99 KiB hold
+            num_stages=3 if size * self._dtype.itemsize <= 256 else 1,  # what 99 KiB of shared memory hold
         )  # fmt: skip
         kernels.combine[(form.tokens * shape.heads,)](
             self._sums, self._peaks, self._mixed, SIZE=shape.head_dim, BLOCK=size, SHARES=self._shares, num_warps=4

@@ -1,22 +1,22 @@
 """Decoding kernels in C for Llama-shaped models: x86-64 with AMX, AVX-512 (BF16, VBMI2, VNNI) or AVX2, ARM with NEON.
 
-They come compiled in a wheel, or the system's compiler makes them on first use. They are called through ctypes, never
-required: where they cannot run, `available()` is false and `why_not()` says why. A token's result does not depend, bit
-for bit, on how many other tokens a forward holds, so a verified block gives what decoding one by one gives.
+They come compiled in a wheel, or the system's compiler builds them on first use. They are called through ctypes and
+optional: if they cannot run, `available()` is false and `why_not()` says why. A token's result is bit-identical however
+many tokens a forward has, so verifying a draft gives what decoding one by one gives.
 """
 
-from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnColumns, chain_ancestors
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
-from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels
-from shoal.model.packed.native.experts import NativeExperts
+from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels, NativeExperts
 from shoal.model.packed.native.library import available, vector_set, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
 from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS
 from shoal.model.packed.native.weights import (
     OWN,
+    Arena,
     Kind,
+    Memory,
     PackedWeight,
     kind_of_type,
     matmul,
@@ -27,37 +27,8 @@ from shoal.model.packed.native.weights import (
 )
 
 __all__ = [
-    "ATTENTION",
-    "Arena",
-    "ChainWish",
-    "ColumnChoice",
-    "ColumnLabels",
-    "KVBinding",
-    "Kind",
-    "LANES",
-    "MAX_NODES",
-    "MAX_TOKENS",
-    "MLP",
-    "Memory",
-    "NativeBatch",
-    "NativeChain",
-    "NativeExperts",
-    "NativeLayer",
-    "NativeModel",
-    "NativeSpec",
-    "OWN",
-    "OwnColumns",
-    "PackedWeight",
-    "Path",
-    "available",
-    "chain_ancestors",
-    "kind_of_type",
-    "layout_version",
-    "matmul",
-    "pack",
-    "pack_blocks",
-    "packed_bytes",
-    "share_inputs",
-    "vector_set",
-    "why_not",
+    "ATTENTION", "Arena", "ChainWish", "ColumnChoice", "ColumnLabels", "KVBinding", "Kind", "LANES", "MAX_NODES",
+    "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeExperts", "NativeLayer", "NativeModel",
+    "NativeSpec", "OWN", "OwnColumns", "PackedWeight", "Path", "available", "chain_ancestors", "kind_of_type",
+    "layout_version", "matmul", "pack", "pack_blocks", "packed_bytes", "share_inputs", "vector_set", "why_not",
 ]

@@ -1,6 +1,6 @@
-"""Compiling the C sources of this folder: into wheels, or once per machine into the user's cache folder.
+"""Compiles the C sources of this folder: for wheels, or once per machine into the user's cache folder.
 
-A build hook loads this file alone, so it imports nothing but the standard library before it is asked for more.
+A build hook loads this file alone, so its top level imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _VECTORS = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     "avx512": _AVX512,
     "avx2": ("-march=x86-64-v3",),
-    # Scheduled before registers are given out, sums spill. What is fused must not differ with the number of tokens.
+    # Scheduling before register allocation spills sums. Fused operations must not depend on the number of tokens.
     "neon": ("-march=armv8.2-a+dotprod", "-fno-schedule-insns", "-ffp-contract=off"),
 }
 _MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
-"""Vectors that the processors of a family may have, the widest first."""
+"""Vector sets of a processor family, the widest first."""
 _AVX512_FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "avx512_vbmi2"}
 _NEEDED = {
     "amx": {*_AVX512_FEATURES, "amx_tile", "amx_int8", "amx_bf16"},
@@ -36,16 +36,14 @@ _NEEDED = {
     "avx2": set[str](),
     "neon": {"asimd", "asimddp"},
 }
-"""Features without which a set is not chosen, by the kernel's names; the library asks the processor again."""
+"""Features that a vector set needs, by the names of the Linux kernel; the library asks the processor again."""
 _UNITS = {"tiles_four.c": True, "tiles_five.c": True, "tiles_six.c": True, "tiles_byte.c": True, "tiles_float.c": True,
           "tiles_amx.c": True, "pack.c": True, "forward.c": True, "cpu.c": False, "check.c": False}
-"""Sources, and whether they are compiled for vectors; the others run on any processor of the family."""
+"""C files, and whether they are compiled for a vector set; the others run on any processor of the family."""
 _TIMEOUT = 300
 PREBUILT = "prebuilt"
 """The folder beside this file in which wheels have libraries."""
 _RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$")
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -54,12 +52,12 @@ class BuildError(Exception):
 
 
 def build(vectors: str) -> Path:
-    """The library compiled for a set of vectors; it is made if the cache does not hold it.
+    """The library for a vector set; it is compiled if it is not cached.
 
-    Where the cache cannot be written it is made for this process alone, which takes the compiler's time at each start.
+    If the cache cannot be written, it is compiled for this process alone, at every start.
 
     Raises:
-        BuildError: no compiler, or it failed.
+        BuildError: there is no compiler, or it failed.
     """
     compiler, runtime = _compiler(), openmp_runtime()
     kept = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"
@@ -71,12 +69,12 @@ def build(vectors: str) -> Path:
 
 
 def build_ahead(folder: Path) -> list[Path]:
-    """Compile a library for each set of vectors, for any processor that has them.
+    """Compile a library for each vector set of this processor family.
 
-    They are linked to no OpenMP library: who loads them has torch's in the process already.
+    They are linked to no OpenMP library, since a process that loads them has torch's already.
 
     Raises:
-        BuildError: no compiler, another processor family, or the compiler failed.
+        BuildError: there is no compiler, it failed, or there are no kernels for this family.
     """
     compiler = _compiler()
     targets = {vectors: folder / f"libshoal-{vectors}.so" for vectors in _family()}
@@ -86,13 +84,13 @@ def build_ahead(folder: Path) -> list[Path]:
 
 
 def prebuilt(vectors: str) -> Path | None:
-    """The library for a set of vectors that came in a wheel, if one did."""
+    """The library for a vector set that came in a wheel, or None."""
     path = _HERE / PREBUILT / f"libshoal-{vectors}.so"
     return path if path.is_file() else None
 
 
 def _family() -> tuple[str, ...]:
-    """Sets of vectors that are written for this kind of machine."""
+    """Vector sets of the kernels for this kind of machine."""
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in _MACHINES:
         raise BuildError(f"the kernels are for Linux on {' and '.join(_MACHINES)}, not {system} on {machine}")
@@ -107,12 +105,12 @@ def _compiler() -> str:
 
 
 def vector_sets() -> list[str]:
-    """The vectors that the kernels are written for and this processor has, the best first.
+    """The vector sets that this processor has, the best first; SHOAL_NATIVE in the environment chooses one.
 
-    They are "amx" (AVX-512 and the tile units), "avx512", "avx2" and "neon"; SHOAL_NATIVE in the environment chooses.
+    They are "amx" (AVX-512 and the tile units), "avx512", "avx2" and "neon".
 
     Raises:
-        BuildError: it names something else, the processor has none of them, or there are no kernels for its family.
+        BuildError: the variable names something else, the processor has none, or there are no kernels for its family.
     """
     family, features, chosen = _family(), _features(), os.environ.get("SHOAL_NATIVE")
     if chosen and chosen not in family:
@@ -124,7 +122,7 @@ def vector_sets() -> list[str]:
 
 
 def _features() -> set[str]:
-    """What the processor has, by the kernel's names; nothing where it does not say."""
+    """Features of the processor, by the names of the Linux kernel; empty if it does not say."""
     return next((set(line.split()) for line in _cpuinfo() if line.startswith(("flags", "Features"))), set())
 
 
@@ -136,14 +134,14 @@ def _cpuinfo() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: `native` in the user's cache folder."""
+    """Where libraries are cached: `native` in the user's cache folder."""
     from shoal import user_cache
 
     return user_cache.cache_folder() / "native"
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, made; where it cannot be written one of this process's own, which goes when the process ends."""
+    """The folder, created; if it cannot be written, a temporary one that is removed when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder):
@@ -157,10 +155,9 @@ def _writable(folder: Path) -> Path:
 
 
 def openmp_runtime() -> str | None:
-    """The OpenMP library that torch runs on, by its path in this process.
+    """The path of the OpenMP library that torch uses in this process.
 
-    Linked by path, ours resolves to the same one: two runtimes would be two pools of threads that spin against
-    each other.
+    Our library is linked to the same one by path, since two runtimes would have two pools of spinning threads.
     """
     import torch
 
@@ -174,7 +171,7 @@ def openmp_runtime() -> str | None:
 
 
 def layout_version() -> str:
-    """Changes whenever matrices may be laid out otherwise than before."""
+    """A hash that changes whenever the layout of matrices may have changed."""
     parts = [(_HERE / name).read_bytes() for name in ("shoal.h", "layout.h", "lookup.h", "blocks.h", "pack.c")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
@@ -191,13 +188,13 @@ def _fingerprint(compiler: str, runtime: str | None, vectors: str) -> str:
 
 
 def _processor() -> str:
-    """The processor's name: the code is tuned for it, and a cache folder may be shared between machines."""
+    """The processor's name; code is tuned for it, and machines may share a cache folder."""
     telling = ("model name", "model\t", "cpu family", "CPU implementer", "CPU part")
     return "".join(dict.fromkeys(line for line in _cpuinfo() if line.startswith(telling))) or platform.processor()
 
 
 def _compile(compiler: str, vectors: str, tune: str, linking: list[str], target: Path) -> None:
-    """Into a folder of its own, then renamed: a reader sees all of the library or none of it."""
+    """Compile in a temporary folder, then rename, so that readers never see a partial library."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as name:
@@ -219,7 +216,7 @@ def _object(compiler: str, unit: str, vectors: str, tune: str, folder: Path) -> 
 
 
 def _more_flags() -> list[str]:
-    """Of the compiler, from SHOAL_NATIVE_FLAGS: for sanitizers and the like."""
+    """More compiler flags, from SHOAL_NATIVE_FLAGS, for sanitizers and the like."""
     return os.environ.get("SHOAL_NATIVE_FLAGS", "").split()
 
 

@@ -1,4 +1,4 @@
-"""What a model guesses with when it goes on by itself: vectors in place of embeddings."""
+"""Draft chains: a model that continues its own guesses in one call, fed with vectors in place of embeddings."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from shoal.model.packed.native.structs import ChainStruct
 from shoal.model.packed.native.weights import PackedWeight
 
 Path = tuple[list[int], list[float]]
-"""Guesses one after the other, and the log-likelihood of the path up to each."""
+"""Successive guesses, and the log-likelihood of the path up to each."""
 _COLDEST = 1e-30
-"""A lower temperature draws the same, but overflows."""
+"""A lower temperature would draw the same, but overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainWish:
-    """What is wanted after a token.
+    """The guesses that are wanted after a token.
 
     Attributes:
         length: most guesses, at least 1.
-        temperature: of draws; 0 takes the likeliest token, the first of equals.
-        uniforms: numbers in [0, 1), one per guess: each falls to a token in the order of tokens.
+        temperature: temperature of draws; 0 takes the argmax, the first of equals.
+        uniforms: numbers in [0, 1), one per guess; each selects a token by the cumulative distribution.
     """
 
     length: int
@@ -33,22 +33,22 @@ class ChainWish:
     uniforms: Sequence[float] = ()
 
     def padded(self, length: int) -> list[float]:
-        """So many numbers; ValueError where draws lack some."""
+        """`uniforms` padded to `length`; ValueError if draws lack numbers."""
         if self.temperature > 0 and len(self.uniforms) != self.length:
             raise ValueError(f"{len(self.uniforms)} numbers are given for {self.length} draws")
         return [*self.uniforms, *[0.0] * (length - len(self.uniforms))]
 
 
 class NativeChain:
-    """A token's vector is `of_state` times the state before it, and the token's own share.
+    """Makes the input vector of a token: `of_state` times the state before it, plus the token's own share.
 
-    A state is normalised as the output matrix reads it, and then by its size alone.
+    A state is normalised as the input of the output matrix, and then by its size alone.
 
     Args:
         of_state: [hidden, hidden].
-        shares: float32 [vocab, hidden], of the tokens that can be guessed.
-        norm: float32 [hidden], of the RMS norm of states that another model gives.
-        eps: of that norm.
+        shares: float32 [vocab, hidden], the shares of the tokens that can be guessed.
+        norm: float32 [hidden], weight of the RMSNorm of states that another model gives.
+        eps: epsilon of that norm.
 
     Raises:
         ValueError: sizes or types do not fit together.
@@ -67,7 +67,7 @@ class NativeChain:
     def ask(
         self, states: Sequence[Tensor], known: Sequence[Tensor], wishes: Sequence[ChainWish], least: float
     ) -> ChainAsked:
-        """What one call takes; see `NativeModel.guess`."""
+        """The arguments of one call; see `NativeModel.guess`."""
         most, size = max(wish.length for wish in wishes), len(wishes)
         words = array("i", [wish.length for wish in wishes])
         colder = array("f", [1 / max(wish.temperature, _COLDEST) if wish.temperature > 0 else 0.0 for wish in wishes])
@@ -87,7 +87,7 @@ class NativeChain:
         return ChainAsked(struct, found, logs, most)
 
     def _lines(self, name: str, tensors: Sequence[Tensor]) -> list[int]:
-        """The addresses of the rows of some tensors [n, hidden], one after the other."""
+        """The addresses of the rows of several tensors [n, hidden]."""
         lines: list[int] = []
         for tensor in tensors:
             check_plain(name, tensor, (len(tensor), self.hidden))
@@ -97,17 +97,17 @@ class NativeChain:
 
 
 class ChainAsked:
-    """One call's guesses.
+    """One call, and its guesses once it has run.
 
     Attributes:
-        struct: what the library takes.
+        struct: the call in the library's form.
     """
 
     def __init__(self, struct: ChainStruct, found: array[int], logs: array[float], most: int) -> None:
         self.struct, self._found, self._logs, self._most = struct, found, logs, most
 
     def paths(self) -> list[Path]:
-        """What was guessed, chain by chain."""
+        """The guesses, chain by chain."""
         most, found = self._most, self._found
         counts = found[len(self._logs) :]
         ends = [(first * most, first * most + count) for first, count in enumerate(counts)]
@@ -115,7 +115,7 @@ class ChainAsked:
 
 
 def check_plain(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """ValueError for what the library would read amiss."""
+    """Raise ValueError for a tensor that the library would misread."""
     if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.is_cuda:
         found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         raise ValueError(f"{name} is {found}; a contiguous torch.float32 {list(shape)} on the CPU is needed")

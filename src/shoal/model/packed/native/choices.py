@@ -1,26 +1,28 @@
-"""What the tokens of a forward read where the library chooses it: see choose.h."""
+"""What tokens of a forward choose: columns of the KV (choose.h), groups of MLP neurons (run_groups() in layer.h)."""
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.structs import ROOM_BESIDE, BatchStruct, ChoiceStruct
+from shoal.model.packed.native.structs import LANES, ROOM_BESIDE, BatchStruct, ChoiceStruct, Weight
+from shoal.model.packed.native.weights import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnLabels:
-    """Some dimensions of the keys of one row; the library fills in those of columns that are not known.
+    """Some dimensions of the keys of one row; the library fills in those of new columns.
 
     Attributes:
         dims: int32 [running layers, kv_heads, width].
-        buffers: per running layer [kv_heads, groups of 16 columns, width, 16] in the type of keys, all of one size;
+        buffers: per running layer [kv_heads, groups of 16 columns, width, 16] in the dtype of keys, all of one size;
             None for a layer that does not choose by labels.
-        known: per running layer, the columns whose labels are there.
+        known: per running layer, the number of columns whose labels are filled in.
     """
 
     dims: Tensor
@@ -33,12 +35,12 @@ class ColumnChoice:
     """How one token chooses columns.
 
     Attributes:
-        count: how many, per KV head or query head.
-        roles: per running layer 0 (reads all), 1 (reads all and chooses) or 2 (reads what was chosen last, or chooses
-            where that is nothing that fits); 0 in layers with a window.
-        columns: the most that a layer has of the token's row when the forward is done.
-        labels: by which some layers choose, with role 3; None where there is none.
-        apart: whether each query head has columns of its own; else those share some that share a KV head.
+        count: number of columns to choose, per KV head or query head.
+        roles: per running layer 0 (reads all), 1 (reads all and chooses), 2 (reads the last choice, or chooses if that
+            does not fit) or 3 (chooses by labels); 0 in layers with a window.
+        columns: most columns that a layer has of the token's row after the forward.
+        labels: labels for role 3; None if no layer has it.
+        apart: whether each query head has columns of its own; otherwise heads that share a KV head share columns.
     """
 
     count: int
@@ -49,20 +51,18 @@ class ColumnChoice:
 
 
 class ChoicesAtWork:
-    """Memory for what the tokens of one batch choose; it must live as long as the forward.
+    """Memory for the choices of one batch; it must live as long as the forward.
 
     Args:
-        choices: per token, None for one that reads all.
-        struct: the batch, which is told of them.
-        heads, kv_heads: of the model.
+        choices: one per token; None for a token that reads all.
+        struct: the batch, which gets a pointer to the choices.
+        heads, kv_heads: numbers of heads of the model.
 
     Raises:
-        ValueError: a number of tokens, layers or columns is not the batch's.
+        ValueError: the number of tokens, layers or columns does not fit the batch.
     """
 
-    def __init__(
-        self, choices: Sequence[ColumnChoice | None], struct: BatchStruct, heads: int, kv_heads: int
-    ) -> None:
+    def __init__(self, choices: Sequence[ColumnChoice | None], struct: BatchStruct, heads: int, kv_heads: int) -> None:
         if len(choices) != struct.tokens:
             raise ValueError(f"{len(choices)} tokens choose columns; there are {struct.tokens}, some of them with None")
         self._choices = choices
@@ -98,3 +98,47 @@ def _label(labels: ColumnLabels, to: ChoiceStruct, layers: int) -> tuple[object,
     to.width, to.label_room, to.dims = dims.shape[2], max(rooms, default=0), dims.data_ptr()
     to.labels, to.known = ctypes.addressof(buffers), ctypes.addressof(known)
     return dims, buffers, known, labels
+
+
+class NativeExperts:
+    """The MLP groups of all layers, in the library's form.
+
+    Args:
+        layers: for each layer equally many groups: gate and up [2 * neurons, hidden], packed with `paired=True` and all
+            of one kind, and down [hidden, neurons]. Neurons are multiples of 16.
+        hidden: width of the model.
+        ffn: neurons of its widest layer.
+
+    Attributes:
+        count: number of groups per layer, at most 32.
+
+    Raises:
+        ValueError: a matrix has another shape.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[tuple[PackedWeight, PackedWeight]]], hidden: int, ffn: int) -> None:
+        self._layers, self.count = layers, len(layers[0])
+        for number, layer in enumerate(layers):
+            sizes = [down.cols for _, down in layer]
+            shapes = all((pair.rows, pair.cols, pair.paired) == (2 * down.cols, hidden, True) and down.rows == hidden
+                         and not down.paired for pair, down in layer)
+            fits = sum(sizes) <= ffn and not any(size % LANES for size in sizes) and len(layer) == self.count <= 32
+            if not shapes or not fits or len({pair.kind for pair, _ in layer}) > 1:
+                raise ValueError(f"layer {number} has groups of {sizes} neurons; in every layer there must be as many, "
+                                 f"at most 32, of multiples of {LANES} and {ffn} together, of models of {hidden}, and "
+                                 "of one type of numbers")
+        every = [one.struct() for layer in layers for group in layer for one in group]
+        self._structs = (Weight * len(every))(*every)
+
+    def put_into(self, struct: BatchStruct, masks: Sequence[Sequence[int]]) -> None:
+        """Set the groups that the tokens of a batch run.
+
+        Args:
+            struct: the batch; it keeps the arguments alive.
+            masks: for each running layer and token, the groups that it runs, bit g for group g; 0 for the whole MLP.
+        """
+        if len(masks) != struct.active_count or any(len(line) != struct.tokens for line in masks):
+            raise ValueError(f"masks must be [{struct.active_count} running layers][{struct.tokens} tokens]")
+        words = array("I", [mask for line in masks for mask in line])
+        struct.experts, struct.groups = ctypes.addressof(self._structs), words.buffer_info()[0]
+        struct.expert_count, struct.memory = self.count, (struct.memory, words, self)

@@ -1,4 +1,4 @@
-"""The loaded library, if this machine can have one."""
+"""The loaded library of kernels, if this machine can have one."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _SIGNATURES = {
 
 @functools.cache
 def _open() -> tuple[ctypes.CDLL | None, str]:
-    """The library and "", or None and the reason. Found out once; the reason is logged then.
+    """The library and "", or None and the reason, which is logged once.
 
-    Vectors that an old compiler does not know, or that the system keeps from us, leave those that are narrower.
+    If an old compiler or the system lacks a vector set, a narrower one is tried.
     """
     reasons = []
     try:
@@ -70,7 +70,7 @@ def _open_for(vectors: str) -> tuple[ctypes.CDLL | None, str]:
 
 
 def _prebuilt(vectors: str) -> ctypes.CDLL | None:
-    """The library of the wheel, with the OpenMP library that torch runs on; None where either is not to be had."""
+    """The library of the wheel, with the OpenMP library that torch uses; None if either is missing."""
     path, runtime = prebuilt(vectors), openmp_runtime()
     if path is None or runtime is None:
         return None
@@ -83,7 +83,7 @@ def _prebuilt(vectors: str) -> ctypes.CDLL | None:
 
 
 def load() -> ctypes.CDLL | None:
-    """The library, built on the first call, or None where it cannot be had. Never raises."""
+    """The library, built on the first call; None if it cannot be had. Never raises."""
     return _open()[0]
 
 
@@ -93,11 +93,7 @@ def available() -> bool:
 
 
 def vector_set() -> str:
-    """The vectors that the kernels run on, see `vector_sets`.
-
-    Raises:
-        RuntimeError: they cannot run here.
-    """
+    """The vector set that the kernels use (see `vector_sets`); RuntimeError if they cannot run here."""
     vectors: bytes = require().shoal_vectors()
     return vectors.decode()
 
@@ -108,11 +104,7 @@ def why_not() -> str:
 
 
 def require() -> ctypes.CDLL:
-    """The library.
-
-    Raises:
-        RuntimeError: it cannot be had; ask `available()` first.
-    """
+    """The library; RuntimeError if it cannot be had (see `available`)."""
     library = load()
     if library is None:
         raise RuntimeError(f"the native kernels cannot run here: {why_not()}; use the torch path instead")

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path, check_plain
-from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice
-from shoal.model.packed.native.experts import NativeExperts
+from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice, NativeExperts
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import (
     ACTIVATIONS,

@@ -1,4 +1,4 @@
-"""How many threads a forward gets: as many as the machine has processors for."""
+"""The number of threads of a forward: as many as the machine has free processors for."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from shoal.model.packed.native.structs import MAX_THREADS
 
 WINDOW = 0.02
-"""Seconds of forwards after which the number is judged: a thread that other work holds up now and then is no reason."""
+"""Seconds of forwards after which the number is reviewed, so that short disturbances do not count."""
 LOST = 0.4
-"""Processors that threads may lose to other work before there are fewer of them."""
+"""Processors that threads may lose to other work before their number is reduced."""
 FREE = 0.4
 """Processors that must have been idle before all threads are tried again."""
 REST = (0.1, 3.2)
-"""Seconds from trial to trial, at first and at most: every one that fails doubles them."""
+"""Seconds between such trials, at first and at most; each failed trial doubles them."""
 
 
 def idle_seconds() -> float | None:
-    """Processor seconds that this machine was idle since it started; None where it does not say."""
+    """Idle processor seconds of this machine since it started; None if it does not say."""
     try:
         words = Path("/proc/stat").read_text().split(maxsplit=5)
         return int(words[4]) / os.sysconf("SC_CLK_TCK")
@@ -31,18 +31,18 @@ def idle_seconds() -> float | None:
 
 
 class ThreadCount:
-    """Follows what the machine gives.
+    """Adapts the number of threads to the load of the machine.
 
-    The threads of a forward wait for each other at every layer, so one that waits for a processor holds up all: beside
-    other work fewer are faster. What they lost is known from their processor time; whether more would find room, from
-    what was idle.
+    The threads of a forward wait for each other at every layer, so one that waits for a processor delays all of them.
+    With other work on the machine, fewer threads are faster. Their processor time shows what they lost; the idle time
+    of the machine shows whether more would find room.
 
     Args:
-        clock: seconds, from any start.
-        idle: processor seconds that were idle, from any start, or None.
+        clock: returns seconds, from any start.
+        idle: returns idle processor seconds, from any start, or None.
 
     Attributes:
-        fixed: that many whatever happens, for measuring; None to follow.
+        fixed: a fixed number of threads, for measurements; None to adapt.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class ThreadCount:
         self._wall = self._had = 0.0
         self._rest = REST[0]
         self._fewer_since: tuple[float, float | None] | None = None
-        """When the number was found too high or no room was found for more, and what was idle until then."""
+        """When threads were last reduced or no room was found for more, and the idle seconds at that time."""
 
     def choose(self, most: int | None = None) -> int:
-        """Threads for the next forward, 1 to `most`: what torch uses if that is None."""
+        """Threads for the next forward, 1 to `most`; None stands for torch's number of threads."""
         most = min(torch.get_num_threads() if most is None else most, MAX_THREADS)
         if self.fixed is not None:
             return min(self.fixed, MAX_THREADS)
@@ -69,7 +69,7 @@ class ThreadCount:
         return self._count
 
     def _has_room(self, since: float, idle_then: float | None) -> bool:
-        """Whether it is time for a trial and there were idle processors all the while."""
+        """Whether a trial is due and enough processors were idle since the last one."""
         rested = self._clock() - since
         if rested < self._rest:
             return False
@@ -80,7 +80,7 @@ class ThreadCount:
         return idle - idle_then >= FREE * rested
 
     def note(self, processors: float, seconds: float) -> None:
-        """Tell how many processors the threads of a forward had, and how long it took."""
+        """Record how many processors the threads of a forward had, and its seconds."""
         self._wall += seconds
         self._had += processors * seconds
         if self._wall < WINDOW:
@@ -101,4 +101,4 @@ class ThreadCount:
 
 
 MACHINE = ThreadCount()
-"""Of this process: all models share its processors."""
+"""The thread count of this process; all its models share the processors."""

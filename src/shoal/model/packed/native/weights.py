@@ -1,4 +1,8 @@
-"""Matrices in the layout of the kernels: 16 rows interleaved, so that one register holds 16 rows (see layout.h)."""
+"""Matrices in the layout of the kernels, in huge pages.
+
+16 rows are interleaved, so that one register holds 16 rows (see layout.h). Weights stream about a third faster out of
+huge pages than out of pages of 4 KiB.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,75 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.model.gguf.blocks import Blocks, plain
 from shoal.model.gguf.header import GgmlType
-from shoal.model.packed.native.arena import Arena, Memory
 from shoal.model.packed.native.library import require
 from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, PANEL_ROWS, Weight
 from shoal.model.packed.native.threads import MACHINE
 
+_HUGE = 1 << 21
+_LINE = 64
 Kind = Literal[
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
     "upper", "rough",
 ]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LINE = 64
 _GROUP_BYTES, _UPPER_BYTES = 512, 320
-"""Of 32 inputs of 16 rows: 8 bits of each, 5 bits of each."""
+"""Bytes of 32 inputs of 16 rows, with 8 and with 5 bits each."""
 _INFINITE = 0x7C00
-"""As bits of a half: above lies what is no number."""
+"""The bits of a float16 infinity; larger values are NaN."""
 _FLOATS, _MOST_COLUMNS = ("fp32", "bf16", "fp16"), 16_384
-"""What can be bounded by rounding it, and how many inputs may add up to a product; see acts.h."""
+"""Kinds whose products can be bounded by rounding the weights, and the most inputs for which that holds; see acts.h."""
 _PIECE = 8 << 20
 """Bytes of a file's blocks that are packed at a time."""
 OWN: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
-"""Kinds that plain matrices are packed as; the others keep the numbers of a file."""
+"""Kinds that plain matrices are packed as; the other kinds keep the numbers of a file."""
+
+
+class Memory(Protocol):
+    """Allocates memory for packed matrices."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes], aligned to a cache line, uninitialised."""
+
+
+class Arena(Memory):
+    """Hands out pieces of large slabs; a slab is freed with the last tensor on it.
+
+    Args:
+        slab: bytes of a slab; at most that much stays unused. Larger requests get memory of their own, and with 0 every
+            request does.
+    """
+
+    def __init__(self, slab: int = 64 << 20) -> None:
+        self._slab = slab
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    @override
+    def take(self, nbytes: int) -> Tensor:
+        padded = -(-nbytes // _LINE) * _LINE
+        if padded > self._rest.numel():
+            if padded >= self._slab:
+                return _huge(padded)[:nbytes]
+            self._rest = _huge(self._slab)
+        piece, self._rest = self._rest[:nbytes], self._rest[padded:]
+        return piece
+
+
+def _huge(nbytes: int) -> Tensor:
+    """Memory that begins on a huge page, if it is large enough for one."""
+    if nbytes < _HUGE:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    memory = torch.empty(nbytes + _HUGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % _HUGE :][:nbytes]
+    require().shoal_advise(memory.data_ptr(), nbytes)
+    return memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +87,11 @@ class PackedWeight:
 
     Attributes:
         kind: `fp32`, `bf16`, `fp16`, `int8` (symmetric, one scale per 64 inputs of a row), `int4` (symmetric, one per
-            32), or the type of GGML whose numbers it holds.
+            32), or the GGML type whose numbers it holds.
+        rows, cols: its shape; rows count both halves of a pair.
         data: uint8 [bytes].
         scales: uint8 [bytes] of scales and minima, or None.
-        paired: whether it holds two halves (gate, up) whose row blocks alternate; rows count both.
+        paired: whether it has two halves (gate, up) whose row blocks alternate.
     """
 
     kind: Kind
@@ -62,10 +108,10 @@ class PackedWeight:
 
     @cached_property
     def upper(self) -> PackedWeight | None:
-        """Five bits of each number, by which products are bounded from above; made on first use.
+        """Five bits of each number, which bound products from above; made on first use.
 
-        Of Q8_0 the upper ones, beside the same scales; of floats those of the 8 bits that they are rounded to. None of
-        other kinds, nor where a scale is negative or no number.
+        For Q8_0 they are the upper bits, with the same scales; for floats, the upper bits of a rounding to 8 bits. None
+        for other kinds, and if a scale is negative or NaN.
         """
         if not self.upper_bytes:
             return None
@@ -76,7 +122,7 @@ class PackedWeight:
 
     @property
     def upper_bytes(self) -> int:
-        """Bytes that making `upper` takes; 0 once it is there."""
+        """Bytes that making `upper` takes; 0 if it exists or never will."""
         if self.paired or "upper" in self.__dict__ or self.cols > _MOST_COLUMNS:
             return 0
         if self.kind == "q8_0":
@@ -97,21 +143,21 @@ class PackedWeight:
         return upper
 
     def struct(self) -> Weight:
-        """What the library takes; valid as long as this object lives."""
+        """The matrix in the library's form; valid as long as this object lives."""
         struct, _, _ = _laid_out(self.kind, self.rows, self.cols, self.paired)
         struct.data = self.data.data_ptr()
         struct.scales = None if self.scales is None else self.scales.data_ptr()
         return struct
 
     def part(self, rows: slice) -> PackedWeight:
-        """Some of the rows of a matrix that is not paired, in the same memory; they begin and end at a whole panel."""
+        """Some rows of an unpaired matrix, in the same memory; they begin and end at panels."""
         ends = [_laid_out(self.kind, end, self.cols, False)[1:] for end in (rows.start, rows.stop)]
         data, scales = (slice(first, last) for first, last in zip(*ends, strict=True))
         some = None if self.scales is None else self.scales[scales]
         return PackedWeight(self.kind, rows.stop - rows.start, self.cols, self.data[data], some)
 
     def unpack(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
-        """The plain matrix [rows, cols], dequantised, in `dtype` (float32 or bfloat16); into `out` if it is given."""
+        """The dequantised matrix [rows, cols] in `dtype` (float32 or bfloat16), written to `out` if that is given."""
         if out is None:
             out = torch.empty(self.rows, self.cols, dtype=dtype)
         elif out.shape != (self.rows, self.cols) or not out.is_contiguous() or out.device.type != "cpu":
@@ -120,11 +166,7 @@ class PackedWeight:
         return out
 
     def lookup(self, rows: Tensor) -> Tensor:
-        """Rows of the matrix, dequantised: int64 [n] to float32 [n, cols].
-
-        Raises:
-            ValueError: a row that the matrix does not have.
-        """
+        """Dequantised rows: int64 [n] to float32 [n, cols]; ValueError for a row that the matrix does not have."""
         rows = rows.contiguous()
         if rows.dtype != torch.int64 or (rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows):
             raise ValueError(f"rows must be int64 numbers in 0..{self.rows - 1}")
@@ -138,13 +180,13 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Memory | None 
     """Pack a matrix [rows, cols]; integer kinds round to nearest, int4 after a search for the scale.
 
     Args:
-        weight: float matrix on the CPU. Types other than float32 and bfloat16 pass through float32.
+        weight: float matrix on the CPU; dtypes that the kernels do not know pass through float32.
         kind: how the weights are stored.
-        paired: the rows are two halves, gate then up, that a gated MLP multiplies with each other.
-        arena: where the memory comes from; one arena for a whole model makes decoding fastest.
+        paired: whether the rows are two halves, gate then up, of a gated MLP.
+        arena: where memory comes from; decoding is fastest with one arena for a whole model.
 
     Raises:
-        ValueError: not a float matrix on the CPU, an unknown kind, or an odd number of paired rows.
+        ValueError: `weight` is no float matrix on the CPU, the kind is unknown, or the number of paired rows is odd.
         RuntimeError: the kernels cannot run here.
     """
     _check_weight(weight, kind, paired)
@@ -157,14 +199,14 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Memory | None 
 def pack_blocks(
     blocks: Blocks, paired: bool = False, arena: Memory | None = None, done: Callable[[], None] | None = None
 ) -> PackedWeight:
-    """Pack a matrix of a GGUF file; its numbers stay what they are, its bits per weight too.
+    """Pack a matrix of a GGUF file, with the same numbers and bits per weight.
 
-    The K types take 1/8 bit more per weight than in the file, since their small scales and minima are stored as bytes.
+    K types take 1/8 bit more per weight than in the file, since their 6-bit scales and minima are stored as bytes.
 
     Args:
         blocks: the matrix.
         paired, arena: as for `pack`.
-        done: called after every piece of rows: those so far are not read again, so their memory may be given back.
+        done: called after every piece of rows; rows so far are not read again, so their pages may be released.
 
     Raises:
         ValueError: an odd number of paired rows.
@@ -184,7 +226,7 @@ def pack_blocks(
 
 
 def _weave(packed: PackedWeight, blocks: Blocks) -> None:
-    """Fill a matrix."""
+    """Fill a packed matrix from blocks."""
     data = blocks.data.contiguous()
     if blocks.type.is_float:
         _convert("shoal_pack", packed.struct(), plain(data, blocks.type))
@@ -198,25 +240,25 @@ _KINDS: dict[str, Kind] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 def kind_of_type(type_: GgmlType) -> Kind:
-    """The kind that blocks of a type are packed as."""
+    """The kind in which blocks of a GGML type are packed."""
     return _KINDS[type_.name] if type_.is_float else cast(Kind, type_.name.lower())
 
 
 def packed_bytes(kind: Kind, rows: int, cols: int) -> int:
-    """Bytes of a packed matrix, each of its two parts rounded up to a cache line."""
+    """Bytes of a packed matrix, with data and scales each rounded up to a cache line."""
     _, data, scales = _laid_out(kind, rows, cols, False)
     return data + scales + 2 * _LINE
 
 
 def share_inputs(first: Kind, second: Kind) -> bool:
-    """Whether matrices of both kinds take activations alike: exact, bfloat16, or int8 by scales of 64, 32 or 256."""
+    """Whether both kinds take activations in the same form: exact, bfloat16, or int8 with scales per 64, 32 or 256."""
     forms: dict[str, str] = {"fp32": "float", "fp16": "float", "bf16": "bf16", "int8": "int8"}
     forms |= dict.fromkeys(("q4_k", "q5_k", "q6_k"), "super-blocks")
     return forms.get(first, "groups of 32") == forms.get(second, "groups of 32")
 
 
 def _room(kind: Kind, rows: int, cols: int, paired: bool, arena: Memory | None) -> PackedWeight:
-    """A matrix that is yet to be filled."""
+    """A packed matrix that is not filled yet."""
     arena = arena or Arena(0)
     _, data_bytes, scale_bytes = _laid_out(kind, rows, cols, paired)
     data = arena.take(data_bytes)
@@ -224,7 +266,7 @@ def _room(kind: Kind, rows: int, cols: int, paired: bool, arena: Memory | None) 
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
-    """`x @ weight.T` by the kernel that decoding uses: activations are rounded or quantised as it does.
+    """`x @ weight.T` by the kernel that decoding uses, which may round or quantise activations.
 
     Args:
         x: [tokens, cols], at most 256 tokens; float32 or bfloat16.
@@ -247,7 +289,7 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _laid_out(kind: Kind, rows: int, cols: int, paired: bool) -> tuple[Weight, int, int]:
-    """The structure without addresses, and the bytes of data and of scales."""
+    """The struct without addresses, and the bytes of data and of scales."""
     struct = Weight(kind=KINDS.index(kind), rows=rows, cols=cols, paired=paired)
     data, scales = ctypes.c_int64(), ctypes.c_int64()
     require().shoal_lay_out(ctypes.byref(struct), ctypes.byref(data), ctypes.byref(scales))
