@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from shoal.model.packed.native import build, library
-from shoal.model.packed.native.structs import BatchStruct, ChainStruct, LayerStruct, Model
+from shoal.model.packed.native.library import BatchStruct, ChainStruct, LayerStruct, Model
 
 COMMAND = "SHOAL_TEST_EMULATOR"
 """The environment variable that names the program: the words of a command, one a line."""

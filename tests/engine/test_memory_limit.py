@@ -28,7 +28,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.methods import make
 from shoal.methods.base import Method
-from shoal.model.packed.native.structs import ROOM_BESIDE
+from shoal.model.packed.native.library import ROOM_BESIDE
 
 PROCESS = 50 << 20
 DEFAULTS = [kind() for kind in dict.fromkeys(map(type, MATRIX)) if kind.name in ("eagle", "swift", "rapid", "deer")]

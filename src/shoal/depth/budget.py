@@ -1,7 +1,7 @@
 """Budgets: how many layers the token of each step runs.
 
 A budget maps a step index to a number of layers; it does not say which layers these are. A layer count is an int (that
-many layers) or a float in (0, 1] (a share of L): `1` is one layer, `1.0` all of them.
+many layers) or a float in (0, 1] (a share of the model's L layers): `1` is one layer, `1.0` all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Budget(Protocol):
 
         Args:
             step: index of the generated token.
-            num_layers: L.
             horizon: tokens over which the budget is laid out.
         """
 
@@ -55,9 +54,8 @@ class PowerLaw(Budget):
         if not 0 < self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha!r}; it must be in (0, 1], where 1 keeps every layer")
         if self.start < 0 or (isinstance(self.start, float) and not self.start <= 1):
-            raise ValueError(
-                f"start is {self.start!r}; it must be a float in [0, 1] (share of the horizon) or an int >= 0 (tokens)"
-            )
+            raise ValueError(f"start is {self.start!r}; it must be a float in [0, 1] (share of the horizon) or an int "
+                             ">= 0 (tokens)")
         if self.rounding not in get_args(Rounding):
             raise ValueError(f"rounding is {self.rounding!r}; it must be one of {', '.join(get_args(Rounding))}")
 
@@ -136,11 +134,8 @@ def counts(budget: Budget, num_layers: int, core: int, horizon: int, steps: int)
     """The layer counts of steps 0..steps-1, clamped to [core, L]; entry 0 is L.
 
     Args:
-        budget: maps a step to a number of layers.
-        num_layers: L.
         core: number of layers that always run.
         horizon: tokens over which the budget is laid out.
-        steps: length of the table.
     """
     for name, value in (("horizon", horizon), ("steps", steps)):
         if value < 1:
@@ -189,9 +184,7 @@ def solve_alpha(
     falls as alpha grows.
 
     Args:
-        num_layers: L.
         mean: wanted mean of k(i) over tokens 0..horizon-1, in layers.
-        horizon: number of tokens.
         start, rounding: as in `PowerLaw`.
         core: number of layers that always run.
 
@@ -204,10 +197,9 @@ def solve_alpha(
 
     lowest = mean_at(_LOWEST_ALPHA)
     if not lowest <= mean <= num_layers:
-        raise ValueError(
-            f"a mean depth of {mean:g} layers over {horizon} tokens is out of reach: with start={start!r} and "
-            f"{core} core layers it lies in {lowest:g}..{num_layers}. Change mean, start, core or horizon"
-        )
+        raise ValueError(f"a mean depth of {mean:g} layers over {horizon} tokens is out of reach: with "
+                         f"start={start!r} and {core} core layers it lies in {lowest:g}..{num_layers}. Change mean, "
+                         "start, core or horizon")
     low, high = _LOWEST_ALPHA, _HIGHEST_DECAY
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -229,9 +221,7 @@ def lay_out(budget: Budget, removal: Sequence[int], num_layers: int, horizon: in
     """The plan of one request; layers outside `removal` are core.
 
     Args:
-        budget: number of layers of each step.
         removal: flex layers in the order in which they are dropped.
-        num_layers: L.
         horizon: tokens over which the budget is laid out.
         max_new_tokens: most tokens of the request; the plan covers them even beyond the horizon.
     """
@@ -243,10 +233,8 @@ def lay_out(budget: Budget, removal: Sequence[int], num_layers: int, horizon: in
 def head_layers(head_parameters: float, layer_parameters: float) -> float:
     """e, the cost of the LM head in decoder layers: its parameters (or bytes) over those of one layer."""
     if layer_parameters <= 0 or head_parameters < 0:
-        raise ValueError(
-            f"a head of {head_parameters} and a layer of {layer_parameters} parameters; "
-            f"the layer must have some, and the head cannot have less than none"
-        )
+        raise ValueError(f"a head of {head_parameters} and a layer of {layer_parameters} parameters; the layer must "
+                         "have some, and the head cannot have less than none")
     return head_parameters / layer_parameters
 
 
@@ -257,7 +245,6 @@ def ideal_speedup(num_layers: int, mean_layers: float, head_layers: float = 0.0)
     promise. The figure that D3's paper reports follows from it (arXiv 2503.08524, BBH).
 
     Args:
-        num_layers: L.
         mean_layers: decoder layers per generated token, as measured, token 0 at L.
         head_layers: e, as `head_layers()` gives it.
     """

@@ -32,10 +32,8 @@ class Core(NamedTuple):
     def flex(self, num_layers: int) -> range:
         """The layers between head and tail; ValueError if the core does not fit into the stack."""
         if self.head < 0 or self.tail < 0 or self.size > num_layers:
-            raise ValueError(
-                f"a core of {self.head} head and {self.tail} tail layers does not fit {num_layers} layers; "
-                f"both must be >= 0 and their sum at most {num_layers}"
-            )
+            raise ValueError(f"a core of {self.head} head and {self.tail} tail layers does not fit {num_layers} "
+                             f"layers; both must be >= 0 and their sum at most {num_layers}")
         return range(self.head, num_layers - self.tail)
 
 
@@ -50,7 +48,6 @@ def core_for(
     """The core that goes with an order: split evenly, except that `high_first` (early exit) has no tail.
 
     Args:
-        num_layers: L.
         size: number of core layers; None for max(4, L/8).
         order, recommended: as in `removal_order`.
     """
@@ -62,27 +59,12 @@ def core_for(
     return Core(total - tail, tail)
 
 
-def center_out(flex: range, num_layers: int) -> tuple[int, ...]:
+def _center_out(flex: range, num_layers: int) -> tuple[int, ...]:
     """Nearest to the middle of the stack first."""
     return tuple(sorted(flex, key=lambda layer: (abs(2 * layer - (num_layers - 1)), -layer)))
 
 
-def late_middle(flex: range, num_layers: int) -> tuple[int, ...]:
-    """The layer just before the tail core first, then downward."""
-    return tuple(reversed(flex))
-
-
-def low_first(flex: range, num_layers: int) -> tuple[int, ...]:
-    """The lowest flex layer first, as in SkipDecode."""
-    return tuple(flex)
-
-
-def high_first(flex: range, num_layers: int) -> tuple[int, ...]:
-    """The highest flex layer first: an early exit when the core has no tail."""
-    return tuple(reversed(flex))
-
-
-def spread(flex: range, num_layers: int) -> tuple[int, ...]:
+def _spread(flex: range, num_layers: int) -> tuple[int, ...]:
     """Evenly spaced at every count: the reverse of an order that keeps filling the middle of the widest gap."""
     kept = [flex.start - 1, flex.stop]
     filled: list[int] = []
@@ -99,8 +81,6 @@ def ascending(scores: Sequence[float], flex: range, num_layers: int) -> tuple[in
 
     Args:
         scores: cost of dropping each of the L layers.
-        flex: the layers that may go.
-        num_layers: L.
     """
     if len(scores) != num_layers or any(math.isnan(score) for score in scores):
         raise ValueError(f"layer scores must be {num_layers} numbers, one per layer; got {list(scores)}")
@@ -108,8 +88,11 @@ def ascending(scores: Sequence[float], flex: range, num_layers: int) -> tuple[in
 
 
 _BY_PLACE: Mapping[str, Callable[[range, int], tuple[int, ...]]] = {
-    "center_out": center_out, "late_middle": late_middle, "low_first": low_first, "high_first": high_first,
-    "spread": spread,
+    "center_out": _center_out,
+    "late_middle": lambda flex, _: tuple(reversed(flex)),  # from the layer before the tail core downward
+    "low_first": lambda flex, _: tuple(flex),  # as in SkipDecode
+    "high_first": lambda flex, _: tuple(reversed(flex)),  # an early exit, as its core has no tail
+    "spread": _spread,
 }
 _BY_SCORE = ("influence", "leave_one_out")
 ORDERS = ("auto", *_BY_PLACE, *_BY_SCORE)
@@ -124,7 +107,6 @@ def removal_order(
 
     Args:
         order: one of `ORDERS`, or the permutation itself. "auto" is the model's recommended order, or `center_out`.
-        num_layers: L.
         head, tail: core layers at the head and at the tail of the stack.
         scores: cost of dropping each layer, by kind (`influence`, `leave_one_out`).
         recommended: the order of the model's calibration card. A list of layers may have been found with another core:
@@ -145,7 +127,7 @@ def removal_order(
 def _recommended(order: Order, flex: range, num_layers: int, scores: Mapping[str, Sequence[float]]) -> tuple[int, ...]:
     if isinstance(order, str):
         return _named(order, flex, num_layers, scores)
-    rest = [layer for layer in center_out(flex, num_layers) if layer not in order]
+    rest = [layer for layer in _center_out(flex, num_layers) if layer not in order]
     return _explicit([*(layer for layer in order if layer in flex), *rest], flex)
 
 
@@ -155,20 +137,16 @@ def _named(name: str, flex: range, num_layers: int, scores: Mapping[str, Sequenc
     if name not in _BY_SCORE:
         raise unknown("removal order", name, ORDERS)
     if name not in scores:
-        raise Unsupported(
-            f"removal order {name!r}",
-            f"the model has no {name} scores",
-            f"Measure them with shoal.quick_card(engine), or take an order that needs none, such as {FALLBACK!r}",
-        )
+        raise Unsupported(f"removal order {name!r}", f"the model has no {name} scores",
+                          "Measure them with shoal.quick_card(engine), or take an order that needs none, such as "
+                          f"{FALLBACK!r}")
     return ascending(scores[name], flex, num_layers)
 
 
 def _explicit(layers: Sequence[int], flex: range) -> tuple[int, ...]:
     if sorted(layers) != list(flex):
         span = f"{flex.start}..{flex.stop - 1}" if flex else "none"
-        raise ValueError(
-            f"removal order {list(layers)} must name each flex layer ({span}) once; "
-            f"missing {sorted(set(flex) - set(layers))}, not flex {sorted(set(layers) - set(flex))}. "
-            f"Complete it, or change core"
-        )
+        raise ValueError(f"removal order {list(layers)} must name each flex layer ({span}) once; missing "
+                         f"{sorted(set(flex) - set(layers))}, not flex {sorted(set(layers) - set(flex))}. Complete "
+                         "it, or change core")
     return tuple(layers)

@@ -35,10 +35,8 @@ class DepthPlan:
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp) or not self.attention:
-            raise ValueError(
-                f"a plan needs one drop step per attention and per MLP of at least one layer, "
-                f"got {len(self.attention)} and {len(self.mlp)}"
-            )
+            raise ValueError("a plan needs one drop step per attention and per MLP of at least one layer, got "
+                             f"{len(self.attention)} and {len(self.mlp)}")
         earliest = min(self.attention + self.mlp)
         if earliest < 1:
             raise ValueError(f"a drop step is {earliest}; it must be at least 1, since token 0 comes from the prefill")
@@ -60,7 +58,6 @@ class DepthPlan:
         Args:
             counts: number of layers k(i) for steps 0..len-1, non-increasing. Later steps keep the last count.
             removal: flex layers in the order in which they are dropped.
-            num_layers: L.
         """
         for step, (before, after) in enumerate(zip(counts, counts[1:], strict=False), start=1):
             if after > before:
@@ -68,9 +65,8 @@ class DepthPlan:
                                   "the added layers would miss the KV of the tokens that skipped them",
                                   "Use a non-increasing budget")
         if counts and num_layers - min(counts) > len(removal):
-            raise ValueError(
-                f"the budget asks for {min(counts)} layers, but only {len(removal)} of {num_layers} may be dropped"
-            )
+            raise ValueError(f"the budget asks for {min(counts)} layers, but only {len(removal)} of {num_layers} may "
+                             "be dropped")
         drop = [NEVER] * num_layers
         for step, count in enumerate(counts):
             for layer in removal[: num_layers - count]:

@@ -25,22 +25,18 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
         Unsupported: a layer is neither full nor sliding-window attention.
     """
     if "local" in (getattr(config, "attention_layers", None) or ()):
-        raise Unsupported(
-            f"local attention of {config.model_type}",
-            "its layers apply the window themselves, by column of the KV, which is wrong for rows of different lengths",
-            "Use model.generate for this architecture",
-        )
+        raise Unsupported(f"local attention of {config.model_type}",
+                          "its layers apply the window themselves, by column of the KV, which is wrong for rows of "
+                          "different lengths", "Use model.generate for this architecture")
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is None:
         return (window,) * layers_of(config)
     unknown = set(types) - _KNOWN
     if unknown:
-        raise Unsupported(
-            f"layers of type {', '.join(sorted(unknown))}",
-            "Shoal runs full and sliding-window attention; recurrent and chunked layers keep another kind of state",
-            "Use a model whose layers are all of those two types",
-        )
+        raise Unsupported(f"layers of type {', '.join(sorted(unknown))}",
+                          "Shoal runs full and sliding-window attention; recurrent and chunked layers keep another "
+                          "kind of state", "Use a model whose layers are all of those two types")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -44,7 +44,6 @@ class ExpertMLPs:
     """The MLPs of all layers, in groups.
 
     Args:
-        activation: activation of the gate.
         down_biases: [hidden] for each layer, or None.
 
     Attributes:
@@ -71,8 +70,6 @@ class ExpertMLPs:
         """Outputs of the chosen groups for normed inputs [T, hidden], in float32 or wider.
 
         Args:
-            layer: number of the layer.
-            x: the inputs.
             masks: for each input the groups that it runs, bit g for group g.
         """
         bias, wide = self._down_biases[layer], torch.promote_types(x.dtype, torch.float32)

@@ -208,7 +208,6 @@ class HFStack(Stack):
         """The keyword arguments of a layer's call.
 
         Args:
-            layer: number of the layer.
             hidden, places: the input [R, m, D] and its positions [R, m].
             cache, seen: passed as the layer's cache and mask.
             tables: rotary tables that layers share.

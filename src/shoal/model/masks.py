@@ -98,7 +98,6 @@ class Asker:
 
     Args:
         cache: the rows' KV, with room for the chunks' tokens in each layer concerned.
-        device: device of the model.
     """
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:

@@ -103,7 +103,6 @@ def check_quantised(config: Any, types: Mapping[str, str]) -> None:
     """Refuse plain weights under a config that calls them quantised, which transformers may ignore in silence.
 
     Args:
-        config: config of the model.
         types: types of the tensors by name, as safetensors calls them.
 
     Raises:
@@ -145,9 +144,7 @@ def loaded(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> An
     """The model with these weights, on the CPU, in eval mode.
 
     Args:
-        config: config of the model.
         tensors: tensors by the names of its modules or of its checkpoints.
-        dtype: dtype of the weights.
 
     Raises:
         Unsupported: a tensor is missing, left over, or has another shape than the config says.

@@ -44,8 +44,6 @@ def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, floa
     difference shows how much the model rounds.
 
     Args:
-        stack: the model as a stack.
-        model: the transformers model.
         tolerances: largest relative difference by dtype; more is allowed if the model differs as much from itself.
 
     Returns:

@@ -127,9 +127,7 @@ class PrepackedCall:
     """One forward in progress: the hidden states [1, T, D] of all chunks, one after the other.
 
     Args:
-        stack: the model.
         chunks: chunks of ascending rows.
-        cache: their KV.
         hidden: states [chunks, widest, D] to start from; None for the embeddings.
     """
 

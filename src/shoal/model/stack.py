@@ -318,10 +318,8 @@ def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError
     held, needed, what = store.lengths[row], cache.positions[row], "positions"
     if held == needed:
         held, needed, what = store.scratch[row], chunk.fed, "uncommitted nodes"
-    return RuntimeError(
-        f"layer {layer} holds the KV of {held} {what} of row {row}, but {needed} precede the tokens it is to run: "
-        "the depth plan is not nested"
-    )
+    return RuntimeError(f"layer {layer} holds the KV of {held} {what} of row {row}, but {needed} precede the tokens "
+                        "it is to run: the depth plan is not nested")
 
 
 def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:

@@ -32,7 +32,6 @@ class Transform(Protocol):
 
         Args:
             config: a transformers config; it is not written to.
-            source: the weights by name.
 
         Raises:
             Unsupported: the model cannot be changed that way.
@@ -156,12 +155,7 @@ class NarrowMLPs(Transform):
 
 
 class NarrowSource(Source):
-    """A source whose MLPs keep some of their neurons; everything else is unchanged.
-
-    Args:
-        source: the checkpoint.
-        kept: for each layer the neurons that stay.
-    """
+    """A source whose MLPs keep some of their neurons; everything else is unchanged."""
 
     def __init__(self, source: Source, kept: Sequence[Sequence[int]]) -> None:
         self._source = source

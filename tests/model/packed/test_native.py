@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.packed import native
-from shoal.model.packed.native import build, library, structs
+from shoal.model.packed.native import build, library
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
@@ -195,8 +195,8 @@ def test_wrong_operands() -> None:
 def test_structures_have_the_size_that_the_library_expects() -> None:
     sizes = (ctypes.c_int64 * 7)()
     library.require().shoal_sizes(sizes)
-    mirrors = (structs.Weight, structs.LayerStruct, structs.Model, structs.BatchStruct, structs.Own,
-               structs.ChainStruct, structs.ChoiceStruct)
+    mirrors = (library.Weight, library.LayerStruct, library.Model, library.BatchStruct, library.Own,
+               library.ChainStruct, library.ChoiceStruct)
     assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
 
 

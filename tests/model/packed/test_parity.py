@@ -32,8 +32,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
-from shoal.model.packed.rotary import RotaryTable
-from shoal.model.packed.shape import shape_of
+from shoal.model.packed.shape import RotaryTable, shape_of
 from shoal.model.parity import chunked_logits
 from shoal.model.stack import SequenceChunk
 

@@ -17,7 +17,7 @@ from shoal.engine.memory.kv_peak import KVPeak, peak_of
 from shoal.engine.memory.shorter import guesses
 from shoal.engine.memory.sizes import shown
 from shoal.heap import give_back, resident
-from shoal.model.packed.native.structs import ROOM_BESIDE
+from shoal.model.packed.native.library import ROOM_BESIDE
 from shoal.model.packed.native_calls import LIMIT
 from shoal.model.packed.native_stack import NativeStack
 from shoal.model.packed.stack import PackedStack

@@ -134,10 +134,8 @@ class Blocks:
         size = self.type.row_bytes(self.columns)
         if self.data.dtype != torch.uint8 or self.data.dim() != 2 or self.data.shape[1] != size:
             found = f"{self.data.dtype} {list(self.data.shape)}"
-            raise ValueError(
-                f"blocks of {self.type.name} with {self.columns} columns given as {found}; "
-                f"it must be torch.uint8 [rows, {size}]"
-            )
+            raise ValueError(f"blocks of {self.type.name} with {self.columns} columns given as {found}; it must be "
+                             f"torch.uint8 [rows, {size}]")
 
     @property
     def rows(self) -> int:

@@ -242,10 +242,8 @@ def _rows(file: GgufFile) -> int:
 
 def _check_vocabulary(file: GgufFile, words: Vocabulary | None, rows: int) -> None:
     if words is not None and len(words) != rows:
-        raise ValueError(
-            f"the GGUF file {file.path.name!r} has {len(words)} tokens and an embedding of {rows} rows; "
-            "both must be the same. Convert the model again"
-        )
+        raise ValueError(f"the GGUF file {file.path.name!r} has {len(words)} tokens and an embedding of {rows} rows; "
+                         "both must be the same. Convert the model again")
 
 
 def _special(words: Vocabulary | None) -> Fields:

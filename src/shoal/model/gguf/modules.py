@@ -52,7 +52,6 @@ def check_said(header: Header, sizes: Mapping[str, int]) -> None:
     """Refuse metadata of a wrong type, and numbers that do not fit the tensors.
 
     Args:
-        header: header of the file.
         sizes: number of values of each tensor.
 
     Raises:
@@ -77,9 +76,7 @@ def check_taken(model: Any, sizes: Mapping[str, int], name: str) -> None:
     """Refuse a file of which transformers has not read every tensor.
 
     Args:
-        model: the model that transformers loaded.
         sizes: number of values of each tensor in the file.
-        name: name of the file, for the error.
 
     Raises:
         Unsupported: values are left over; names the tensors if transformers says which.

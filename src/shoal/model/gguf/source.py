@@ -63,10 +63,6 @@ def _norms(family: Family) -> dict[str, str]:
 class GgufSource(Source):
     """A source that reads a GGUF file, one tensor at a time.
 
-    Args:
-        file: an open file.
-        config: its transformers config, from `config_of`.
-
     Raises:
         Unsupported: Shoal does not know the architecture.
     """

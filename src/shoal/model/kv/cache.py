@@ -45,7 +45,6 @@ class KVCache:
 
     Args:
         windows: sliding window of each layer, or None.
-        rows: number of rows.
         reserve: positions per layer for which memory is allocated at once; it grows on demand.
     """
 
@@ -70,7 +69,6 @@ class KVCache:
         """Set the form in which an empty row is stored.
 
         Args:
-            row: number of the row.
             store: the forms by layer; None for the slot.
             reserve: columns per layer for which room outside the slot is allocated at once.
         """

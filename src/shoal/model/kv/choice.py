@@ -106,7 +106,6 @@ def largest(scores: Tensor, count: int, seen: Tensor) -> Tensor:
 
     Args:
         scores: [kv_heads or heads, nodes, columns]; -inf for columns that a node does not see.
-        count: number of columns to choose.
         seen: bool [nodes, columns].
 
     Returns:
@@ -129,10 +128,8 @@ class TopColumns:
     run, chooses anew. A query that sees at most `count` columns reads all of them.
 
     Args:
-        count: number of columns to choose.
         roles: per layer `ALL`, `CHOOSES`, `CHOSEN` or `LABELED`.
         cache, row: the cache that holds the row, and its number there.
-        ranking: how columns are ranked.
         labels: the row's labels, if a layer chooses by them.
     """
 
@@ -251,8 +248,6 @@ def best_columns(scores: Tensor, count: int, size: int, sinks: int, window: int)
 
     Args:
         scores: [size], or [kv_heads, size] if the heads differ; the window's may be left out. Ties go to the earlier.
-        count: number of columns to keep.
-        size, sinks, window: numbers of columns, as above.
 
     Returns:
         int64 [count] or [kv_heads, count], ascending.

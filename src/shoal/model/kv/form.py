@@ -146,9 +146,7 @@ def move(tensors: Sequence[Tensor], columns: Tensor, to: int) -> None:
     """Copy columns of a row's tensors [heads, capacity, ...] to those from `to` on.
 
     Args:
-        tensors: the row's tensors.
         columns: int64 [n], or [heads, n] if the heads differ.
-        to: the first column to write.
     """
     count = columns.shape[-1]
     moved = [_picked(tensor, columns) for tensor in tensors]  # read all before any is written

@@ -332,7 +332,6 @@ class KVLayer:
         """Replace all committed columns of the row by others.
 
         Args:
-            row: as in `keep_columns`.
             keys, values: [heads, n, head_dim], at most as many columns as are stored; may be views of what `read` gave.
             bias: [heads, n], added to the scores of every query, stored in float32; None for nothing.
 
@@ -364,10 +363,8 @@ class KVLayer:
         if self.window is not None:
             raise ValueError(f"a layer with a sliding window of {self.window} positions keeps what that says; leave it")
         if self.scratch[row] or count > self.stored(row):
-            raise ValueError(
-                f"{count} columns for row {row}, which has {self.stored(row)} committed ones and {self.scratch[row]} "
-                "that are not; rewrite after a commit, and never to more columns"
-            )
+            raise ValueError(f"{count} columns for row {row}, which has {self.stored(row)} committed ones and "
+                             f"{self.scratch[row]} that are not; rewrite after a commit, and never to more columns")
 
     def _note_reach(self, row: int) -> None:
         """Record how far the slot was used; to be called before the row drops columns."""
@@ -385,8 +382,6 @@ class KVLayer:
         """Set the form in which an empty row is stored; None for the slot.
 
         Args:
-            row: number of the row.
-            form: the form.
             reserve: columns for which room outside the slot is allocated at once.
         """
         if self.lengths[row] or self.scratch[row]:

@@ -47,9 +47,7 @@ class KVRoom:
     """The KV that rows of one model need.
 
     Args:
-        stack: the model.
         most: most bytes of storage.
-        rows: most rows that run at a time.
     """
 
     def __init__(self, stack: Stack, most: int, rows: int) -> None:

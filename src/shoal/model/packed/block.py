@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
 from shoal.model.packed.linear import Linear
-from shoal.model.packed.rotary import rotate
-from shoal.model.packed.shape import Shape
+from shoal.model.packed.shape import Shape, rotate
 from shoal.model.packed.weights import Layer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -31,9 +30,6 @@ def attention(
     """What the attention sublayer adds to the residual stream `x` [T, hidden].
 
     Args:
-        x: the residual stream.
-        layer, shape: the layer's weights and the decoder's sizes.
-        dtype: dtype of the inputs of matrices.
         tables: cos and sin [T, rotary_dim / 2] of the tokens; None for a layer without rotary embedding.
         attend: writes k and v to the cache and attends.
     """
@@ -55,9 +51,6 @@ def mlp(
     """What the MLP adds to the residual stream `x` [T, hidden].
 
     Args:
-        x: the residual stream.
-        layer, shape: the layer's weights and the decoder's sizes.
-        dtype: dtype of the inputs of matrices.
         inside: replaces the matrices between the norms; None for `gated`.
     """
     normed = _norm(x, layer.mlp_norm, shape.eps).to(dtype)
@@ -110,7 +103,6 @@ def gathered_attention(
     Args:
         q: [heads, n, head_dim].
         keys, values: [kv_heads, c, head_dim].
-        shape: sizes of the decoder.
         columns: int64 [kv_heads or heads, n, k], padded with -1; each query has at least one.
         bias: float32 [kv_heads, c], added to the scores, or None.
     """

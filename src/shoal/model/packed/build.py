@@ -21,8 +21,7 @@ from shoal.model.packed import native
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
 from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels
 from shoal.model.packed.repacked import Repacked
-from shoal.model.packed.rotary import RotaryTable
-from shoal.model.packed.shape import REMEDY, shape_of
+from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import FewerLayers, HalvesPaired, ModelSource, Source
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import DTYPES, Pack, Packer, Role, check_names
@@ -148,10 +147,7 @@ def build(
     """Pack a decoder.
 
     Args:
-        config: the transformers config.
         source: weights by name; those of a GGUF file keep their types unless `quant` is given.
-        dtype: dtype of the computation and the KV.
-        device: device of the weights.
         quant: how matrices are quantised; None keeps them in `dtype`.
         kernels: whether to use the native kernels if they can run.
 

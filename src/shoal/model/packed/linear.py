@@ -243,7 +243,6 @@ class Blocked(Linear):
     """A matrix whose blocks stay in the GGUF file and are dequantised, some rows at a time, at every use.
 
     Args:
-        blocks: the matrix.
         dtype: dtype of what `lookup` returns.
     """
 

@@ -28,8 +28,7 @@ from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Linear, Quant, parts_of, quant_for
 from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
-from shoal.model.packed.rotary import RotaryTable
-from shoal.model.packed.shape import Shape
+from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.stack import (

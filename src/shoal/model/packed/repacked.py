@@ -37,7 +37,6 @@ class Repacked:
     """The repacked matrices of one file: cached ones, or new ones that `finish` caches.
 
     Args:
-        path: the file that they are made from.
         expected: most bytes that new ones take.
     """
 

@@ -19,8 +19,7 @@ from shoal.model.masks import Asker, mask, row_mask
 from shoal.model.packed import block, cuda
 from shoal.model.packed.cuda.form import MOST_TOKENS
 from shoal.model.packed.linear import Dense, Linear, Quantised
-from shoal.model.packed.rotary import RotaryTable
-from shoal.model.packed.shape import Shape
+from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Layer, Role, Weights
 from shoal.model.stack import (
     HiddenStateHook,
@@ -44,15 +43,7 @@ _PIECE = 256
 
 
 class PackedStack(Stack):
-    """A packed decoder in plain torch; `NativeStack` takes over where its kernels can.
-
-    Args:
-        shape: sizes of the decoder.
-        weights: its packed weights.
-        rotary: its rotary tables.
-        dtype: dtype of matrices and KV.
-        device: device of weights and KV.
-    """
+    """A packed decoder in plain torch; `NativeStack` takes over where its kernels can."""
 
     can_split = shows_queries = True
     adds_masks = False

@@ -54,8 +54,6 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
 
     Args:
         config: config of the model, or of a larger one whose text part it is.
-        shape: the shape of that config.
-        source: the weights.
 
     Raises:
         Unsupported: names the tensors.
@@ -80,8 +78,6 @@ def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
     """All tensors of a model, each with its alternative names.
 
     Args:
-        text: the config.
-        shape: its shape.
         root: prefix of the decoder's names.
         tied: whether the head may be the embedding.
     """
@@ -201,11 +197,7 @@ class Packer:
     """Reads a source with Llama's names and packs it.
 
     Args:
-        source: the tensors.
-        shape: sizes that they must have.
         dtype: dtype of the computation, from which quantisation starts.
-        device: device of the packed weights.
-        pack: packs a matrix for its role.
         pack_file: packs matrices of a file by name, in the types of the file; None to use `pack`.
     """
 

@@ -19,8 +19,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.packed import block
 from shoal.model.packed.cuda.form import Fit, ForwardForm, fits_of, lacking_room
 from shoal.model.packed.cuda.static import StaticForward
-from shoal.model.packed.rotary import RotaryTable
-from shoal.model.packed.shape import Shape
+from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Weights
 from shoal.model.stack import SequenceChunk
 
@@ -42,7 +41,6 @@ class CapturedForward:
     """A step whose pieces are captured when they first run.
 
     Args:
-        step: the step.
         capture: whether pieces are captured; otherwise they run eagerly.
         pool: memory pool that the graphs share.
     """
@@ -66,7 +64,7 @@ class CapturedForward:
         if self._capture and self._runs[layers] >= OFTEN and len(self._wholes) < WHOLES:
             runs = [run for _, run in self._parts(layers)]
             halves = [half for half in (runs[:FIRST], runs[FIRST:]) if half]
-            self._wholes[layers] = [_captured(_all(half), self._pool) for half in halves]
+            self._wholes[layers] = [_captured(partial(_run_all, half), self._pool) for half in halves]
 
     def _parts(self, layers: Sequence[int]) -> list[tuple[object, Callable[[], None]]]:
         inner = [(layer, partial(self.step.layer, layer)) for layer in layers]
@@ -82,12 +80,9 @@ class CapturedForward:
             self._pieces[name] = _captured(run, self._pool)
 
 
-def _all(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    def run() -> None:
-        for one in runs:
-            one()
-
-    return run
+def _run_all(runs: Sequence[Callable[[], None]]) -> None:
+    for run in runs:
+        run()
 
 
 def _captured(run: Callable[[], object], pool: Any) -> Any:
@@ -117,7 +112,6 @@ class GraphRunner:
     """Runs forwards that have a form (see `fit_of`) through captured pieces.
 
     Args:
-        shape, weights, rotary: sizes, packed weights and rotary tables of the decoder.
         dtype: dtype of matrices and KV.
         capture: whether pieces are captured; otherwise they run eagerly.
     """

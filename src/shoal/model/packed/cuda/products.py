@@ -115,11 +115,8 @@ def product(
 
     Args:
         x: few tokens, as in `matrix_of`.
-        matrix: the matrix.
-        out: where to write.
         bias: [rows] or None.
         add: whether to add the product, times `factor`, to what `out` holds.
-        factor: factor of the product.
         gate: activation of the first half of the rows, which multiplies the second half; `out` is [T, rows / 2] then.
         tile: None for `tile_for`.
     """

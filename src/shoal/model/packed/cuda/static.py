@@ -21,8 +21,7 @@ from shoal.model.packed.cuda import kernels
 from shoal.model.packed.cuda.form import ForwardForm
 from shoal.model.packed.cuda.products import Activation, matrix_of, product
 from shoal.model.packed.linear import Linear
-from shoal.model.packed.rotary import RotaryTable
-from shoal.model.packed.shape import Shape
+from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Layer, Weights
 from shoal.model.stack import SequenceChunk
 

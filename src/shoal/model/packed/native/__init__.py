@@ -9,9 +9,8 @@ from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBat
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels, NativeExperts
-from shoal.model.packed.native.library import available, vector_set, why_not
+from shoal.model.packed.native.library import LANES, MAX_NODES, MAX_TOKENS, available, vector_set, why_not
 from shoal.model.packed.native.model import NativeLayer, NativeModel, NativeSpec
-from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS
 from shoal.model.packed.native.weights import (
     OWN,
     Arena,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.kv.blocks import BLOCK
-from shoal.model.packed.native.structs import LANES, MAX_NODES, MAX_TOKENS, BatchStruct, Own
+from shoal.model.packed.native.library import LANES, MAX_NODES, MAX_TOKENS, BatchStruct, Own
 
 _STORED = {torch.int8: 2, torch.uint8: 3}
 """STORED_INT8 and STORED_INT4 of kv_blocks.h, by what their numbers are held in."""

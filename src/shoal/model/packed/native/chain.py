@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.structs import ChainStruct
+from shoal.model.packed.native.library import ChainStruct
 from shoal.model.packed.native.weights import PackedWeight
 
 Path = tuple[list[int], list[float]]

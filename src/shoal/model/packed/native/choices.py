@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.structs import LANES, ROOM_BESIDE, BatchStruct, ChoiceStruct, Weight
+from shoal.model.packed.native.library import LANES, ROOM_BESIDE, BatchStruct, ChoiceStruct, Weight
 from shoal.model.packed.native.weights import PackedWeight
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path, check_plain
 from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice, NativeExperts
-from shoal.model.packed.native.library import require
-from shoal.model.packed.native.structs import (
+from shoal.model.packed.native.library import (
     ACTIVATIONS,
     LANES,
     MAX_HEAD_DIM,
@@ -29,6 +28,7 @@ from shoal.model.packed.native.structs import (
     LayerStruct,
     Model,
     Weight,
+    require,
 )
 from shoal.model.packed.native.threads import MACHINE
 from shoal.model.packed.native.weights import PackedWeight, share_inputs

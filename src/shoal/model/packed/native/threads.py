@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.model.packed.native.structs import MAX_THREADS
+from shoal.model.packed.native.library import MAX_THREADS
 
 WINDOW = 0.02
 """Seconds of forwards after which the number is reviewed, so that short disturbances do not count."""

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from shoal.model.gguf.blocks import Blocks, plain
 from shoal.model.gguf.header import GgmlType
-from shoal.model.packed.native.library import require
-from shoal.model.packed.native.structs import KINDS, MAX_TOKENS, PANEL_ROWS, Weight
+from shoal.model.packed.native.library import KINDS, MAX_TOKENS, PANEL_ROWS, Weight, require
 from shoal.model.packed.native.threads import MACHINE
 
 _HUGE = 1 << 21
@@ -204,7 +203,6 @@ def pack_blocks(
     K types take 1/8 bit more per weight than in the file, since their 6-bit scales and minima are stored as bytes.
 
     Args:
-        blocks: the matrix.
         paired, arena: as for `pack`.
         done: called after every piece of rows; rows so far are not read again, so their pages may be released.
 
