@@ -1,5 +1,5 @@
-/* The types of GGML as they lie in a file: groups of 32 inputs of a row, and the record that they belong to. Formats as in
-   ggml-common.h of llama.cpp (MIT); integers become unsigned, as the kernels take them. */
+/* GGML's types as stored in a file: groups of 32 inputs of a row, and the record that they belong to. Formats as in
+   ggml-common.h of llama.cpp (MIT); integers become unsigned, as the kernels need them. */
 #ifndef SHOAL_BLOCKS_H
 #define SHOAL_BLOCKS_H
 
@@ -58,7 +58,7 @@ INLINE void read_super_block(int kind, const uint8_t *block, int g, uint8_t q[GR
     for (int k = 0; kind == KIND_Q5_K && k < GROUP; k++) q[k] |= (fifth[k] >> g & 1) << 4;
 }
 
-/* The other way of levels_of(). */
+/* The inverse of levels_of(). */
 INLINE void words_from(int kind, const uint8_t q[GROUP], uint8_t *bytes) {
     const int bits = bits_of(kind);
     memset(bytes, 0, 4 * group_words(kind));
@@ -71,7 +71,7 @@ INLINE void words_from(int kind, const uint8_t q[GROUP], uint8_t *bytes) {
     for (int k = 0; bits == 6 && k < GROUP; k++) bytes[16 + k / 16 * 4 + k % 4] |= (uint8_t)(q[k] >> 4 << k % 16 / 4 * 2);
 }
 
-/* A row of blocks as the words and records of one lane. `kind` is known to the compiler. */
+/* Convert a row of blocks to the words and records of one lane. `kind` is a compile-time constant. */
 INLINE void convert_blocks_as(const int kind, int depth, const uint8_t *row, uint8_t *words, Record *records) {
     const int inputs = record_inputs(kind);
     uint8_t q[GROUP];

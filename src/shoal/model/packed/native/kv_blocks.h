@@ -1,6 +1,6 @@
-/* Keys and values in 8 or 4 bits: every 32 numbers of a line are whole multiples of a scale of their own, a half. What a line
-   holds is its number times its scale. Where pairs of whole numbers are multiplied the scale comes to their sums, else each product is
-   rounded to bf16 where bf16 is multiplied, just as a line that is stored in bf16. */
+/* Keys and values in 8 or 4 bits: every 32 numbers of a line are integer multiples of a float16 scale. Where pairs of integers are
+   multiplied, the scale is applied to their sums. Otherwise numbers are scaled first, and rounded to bf16 if bf16 is multiplied, like
+   a line that is stored in bf16. */
 #ifndef SHOAL_KV_BLOCKS_H
 #define SHOAL_KV_BLOCKS_H
 
@@ -13,13 +13,13 @@ enum { STORED_FP32, STORED_BF16, STORED_INT8, STORED_INT4 };
 INLINE int blocks_of(int dim) { return (dim + KV_BLOCK - 1) / KV_BLOCK; }
 INLINE int has_blocks(const int form) { return form == STORED_INT8 || form == STORED_INT4; }
 
-/* Of a number; a line in 4 bits is whole blocks of 16 bytes. */
+/* Bytes of a number; a 4-bit line is whole blocks of 16 bytes. */
 INLINE int form_bytes(int form) { return form == STORED_FP32 ? 4 : form == STORED_BF16 ? 2 : 1; }
 INLINE int64_t column_bytes(int dim, int form) {
     return form == STORED_INT4 ? blocks_of(dim) * (KV_BLOCK / 2) : (int64_t)dim * form_bytes(form);
 }
 
-/* 16 numbers of block `block`, the lower or the upper ones, before their scale; zero beyond the line's end. */
+/* The lower or upper 16 numbers of a block, before their scale; zero after the end of the line. */
 INLINE Vf load_eighths(const char *line, int block, int upper, int dim) {
     const int first = block * KV_BLOCK + 16 * upper, rest = min_int(16, dim - first);
     char copy[16] = {0};
@@ -30,7 +30,7 @@ INLINE Vf load_eighths(const char *line, int block, int upper, int dim) {
     return vf_from(vi_load_signed(line + first));
 }
 
-/* Byte j of a block has number j in its low half and number j + 16 in its high half, both with 8 added. */
+/* The low half of byte j of a block is number j, the high half number j + 16, both plus 8. */
 INLINE Vf load_nibbles(const char *line, int block, int upper) {
     const Vi bytes = vi_load_signed(line + block * (KV_BLOCK / 2));
     return vf_from(vi_sub(vi_and(upper ? vi_shift_right(bytes, 4) : bytes, vi_all(15)), vi_all(8)));
@@ -41,7 +41,7 @@ INLINE Vf load_part(const char *line, const uint16_t *scales, int block, int upp
     return vf_mul(scale, form == STORED_INT8 ? load_eighths(line, block, upper, dim) : load_nibbles(line, block, upper));
 }
 
-/* 32 numbers of a block in halves, before their scale; zero beyond the line's end. */
+/* 32 numbers of a block as 16-bit integers, before their scale; zero after the end of the line. */
 INLINE Vi load_block(const char *line, int block, int dim, const int form) {
     if (form == STORED_INT4) return vi_widen_nibbles(line + block * (KV_BLOCK / 2));
     char copy[KV_BLOCK] = {0};
@@ -79,7 +79,7 @@ static void store_eighths(char *to, uint16_t *scale, const float *x, int count) 
     for (int j = 0; j < count; j++) to[j] = (char)steps_of(x[j], step, -127, 127);
 }
 
-/* It becomes -8, the first one of several. */
+/* The number of largest magnitude, the first of equals, becomes -8. */
 static void store_nibbles(char *to, uint16_t *scale, const float *x, int count) {
     float top = 0, most = -1;
     for (int j = 0; j < count; j++)

@@ -1,10 +1,10 @@
-/* Columns scored by labels: a few dimensions of each key, kept side by side for 16 columns, so that little is read. */
+/* Scores of columns by labels: a few dimensions of each key, interleaved for 16 columns, so that little memory is read. */
 #ifndef SHOAL_LABEL_H
 #define SHOAL_LABEL_H
 
 #include "task.h"
 
-#define LABELS_AHEAD 4096 /* bytes by which labels are fetched, before they are waited for */
+#define LABELS_AHEAD 4096 /* prefetch distance of labels in bytes */
 
 /* Whether a token of the layer chooses by labels. */
 INLINE int labels_in(const Run *r, int entry, const Chosen *c) {
@@ -13,14 +13,14 @@ INLINE int labels_in(const Run *r, int entry, const Chosen *c) {
     return 0;
 }
 
-/* Whether a token of the layer reads what it chose in an earlier one. */
+/* Whether a token of the layer reads its choice of an earlier layer. */
 INLINE int chosen_in(const Run *r, int entry, const Chosen *c) {
     for (int i = 0; r->b->choices && i < c->count; i++)
         if (role_of(r, entry, c->token[i]) == READS_CHOSEN) return 1;
     return 0;
 }
 
-/* A number of a stored key. */
+/* One number of a stored key. */
 INLINE float key_number(const Source *s, int64_t column, int dim) {
     const char *keys = s->keys;
     int64_t at = column * s->dim + dim;
@@ -37,7 +37,7 @@ INLINE float key_number(const Source *s, int64_t column, int dim) {
     return block_number(keys + column * column_bytes(s->dim, form), s->key_scales + column * blocks_of(s->dim), dim, form);
 }
 
-/* The labels of one KV head in a layer: of columns by place, see ShoalChoice. */
+/* The labels of one KV head in a layer, by place of the columns, see ShoalChoice. */
 typedef struct {
     char *labels;
     const int32_t *dims;
@@ -54,7 +54,7 @@ static Labels labels_of(const Run *r, const Task *task, const ShoalChoice *c) {
 
 INLINE char *group_at(const Labels *l, int place) { return l->labels + (int64_t)(place / 16) * l->width * 16 * l->bytes; }
 
-/* Halves lie in pairs, those of one column side by side; what is left over lies by itself. */
+/* 16-bit numbers are stored in pairs of one column; an odd last one by itself. */
 INLINE char *label_at(const Labels *l, int place, int number) {
     char *group = group_at(l, place);
     if (l->bytes == 4 || (number ^ 1) >= l->width) return group + number * 16 * l->bytes + place % 16 * l->bytes;
@@ -79,12 +79,12 @@ INLINE Vi label_words(const Labels *l, const char *group, int j, const int halve
     return vi_shift_right(vi_bits(load_bf16((const uint16_t *)(group + 64 * j), 0xffff)), 16);
 }
 
-/* Products of 16 columns and a few query heads, whose numbers `q` points to. */
+/* Products of 16 columns with a few query heads, whose numbers `q` points to. */
 INLINE void score_group(const Labels *l, const char *const *q, const char *group, Vf *sums, const int halves) {
     const int words = words_of_label(l);
-    Vf sum[QUERIES]; /* in registers, where `sums`, of which a caller takes one by its number, would lie in memory */
+    Vf sum[QUERIES]; /* in registers; `sums`, which a caller indexes, would be in memory */
     UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = vf_zero();
-    for (int j = 0; j < words; j++) { /* a few heads at a time, so that no sum waits for itself */
+    for (int j = 0; j < words; j++) { /* a few heads at a time, to hide the latency of sums */
         const Vi label = label_words(l, group, j, halves);
         fetch(group + 64 * j + LABELS_AHEAD);
         UNROLL for (int h = 0; h < QUERIES; h++) sum[h] = multiply_add(sum[h], label, spread(q[h] + 4 * j), halves ? BY_BF16 : BY_FLOATS);
@@ -92,7 +92,7 @@ INLINE void score_group(const Labels *l, const char *const *q, const char *group
     UNROLL for (int h = 0; h < QUERIES; h++) sums[h] = sum[h];
 }
 
-/* Scores of 16 columns from their products, those of first..last-1 alone: the others are another task's. */
+/* Scores of 16 columns from their products, for first..last-1 alone: the others belong to another task. */
 INLINE void put_scores(const ShoalModel *m, Vf products, int first, int last, float *to) {
     const Vf scores = soft_cap(vf_mul(products, vf_all(m->attention_scale)), m->attention_cap);
     if (last - first == 16) {
@@ -104,7 +104,7 @@ INLINE void put_scores(const ShoalModel *m, Vf products, int first, int last, fl
     memcpy(to + first, some + first, sizeof(float) * max_int(0, last - first));
 }
 
-/* Scores of a token's columns low..high-1 into those of its query heads, `room` apart; `q` [heads][words]. */
+/* Write the scores of a token's columns low..high-1 to those of its query heads, `room` apart; `q` is [heads][words]. */
 static void score_columns(const ShoalModel *m, const Labels *l, const char *q, int low, int high, float *scores, int64_t room) {
     const int heads = m->heads / m->kv_heads, words = words_of_label(l);
     for (int place = (low + l->shift) / 16 * 16; place < high + l->shift; place += 16)
@@ -120,7 +120,7 @@ static void score_columns(const ShoalModel *m, const Labels *l, const char *q, i
         }
 }
 
-/* A task's share of a layer that chooses by labels: the columns it owns are labelled and scored. */
+/* A task's share of a layer that chooses by labels: label and score the columns that it owns. */
 static void score_labels(Worker *w, const Task *task) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -138,7 +138,7 @@ static void score_labels(Worker *w, const Task *task) {
         }
         float line[MAX_HEAD_DIM] ALIGNED, some[MAX_HEAD_DIM + 1];
         const int words = words_of_label(&labels), halves = labels.bytes == 2;
-        some[c->width] = 0; /* of a half that is left over */
+        some[c->width] = 0; /* for an odd last number */
         for (int h = 0; h < group; h++) {
             ready_head(m, task->layer, r->qkv + i * r->qkv_line, task->head * group + h, m->heads, task->layer->q_norm, r->b->position[t], line);
             for (int j = 0; j < c->width; j++) some[j] = line[labels.dims[j]];

@@ -1,26 +1,25 @@
-/* Where the parts of a packed matrix lie.
+/* The layout of a packed matrix.
 
-   16 rows make a row block, interleaved so that one register holds 16 rows; a word is what one lane takes at a time:
-   one fp32 or fp16, two bf16, four integers. A line is one word of each of the 16 rows. Lines are in the order in which
-   they are read: panels of PANEL row blocks; in a panel, tiles of `tile` words of the inputs; in a tile, one row block
-   after the other. So the memory is one stream, while the activations of a tile stay in the first-level cache for all
-   blocks of a panel.
+   16 rows make a row block, interleaved so that one register holds 16 rows. A word is what one lane takes at a time: one
+   fp32 or fp16, two bf16, four integers. A line is one word of each of the 16 rows. Lines are stored in reading order:
+   panels of PANEL row blocks; in a panel, tiles of `tile` words of the inputs; in a tile, one row block after the other.
+   So memory is read as one stream, while the activations of a tile stay in the L1 cache for all blocks of a panel.
 
    Integers are unsigned. 8 bits (zero point 128): a line is a word. 4 bits: a group of 32 inputs is 8 words in 4 lines;
-   low nibbles of line j are word j, high ones word j + 4. 5 and 6 bits: one or two more lines follow those four, with the
-   upper bits: bit j of byte k is of input k of word j; bits 2i and 2i + 1 of byte k of the first line are of word i, of
-   the second of word i + 4.
+   the low nibbles of line j are word j, the high ones word j + 4. 5 and 6 bits: one or two more lines with the upper bits
+   follow those four. With 5 bits, bit j of byte k belongs to input k of word j. With 6 bits, bits 2i and 2i + 1 of byte k
+   belong to word i in the first line, and to word i + 4 in the second.
 
-   Scales are in the same order, in records for 16 rows: [record][16] fp16 for a group; then [16] fp16 minima where the
-   kind has them. A record of a super-block is [16] fp16 scales, [16] fp16 minima, then for each group [16] bytes of scale
-   and [16] bytes of minimum; of Q6_K [16] fp16 scales and [16] signed bytes for each half of a group. */
+   Scales are in the same order, in records for 16 rows: [record][16] fp16 per group, then [16] fp16 minima if the kind has
+   them. A record of a super-block is [16] fp16 scales, [16] fp16 minima, then for each group [16] bytes of scales and [16]
+   bytes of minima; for Q6_K it is [16] fp16 scales and [16] signed bytes for each half of a group. */
 #ifndef SHOAL_LAYOUT_H
 #define SHOAL_LAYOUT_H
 
 #include "simd.h"
 
 #define PANEL 4        /* row blocks that share a tile of activations */
-#define TILE_WORDS 160 /* at most: 10 KiB of weights of 8 bits, and 2.5 KiB of activations for each 4 tokens; short tiles cost a start each */
+#define TILE_WORDS 160 /* at most: 10 KiB of 8-bit weights, and 2.5 KiB of activations per 4 tokens; every tile has a start-up cost */
 
 INLINE int is_integer(int kind) { return kind >= KIND_INT8; }
 INLINE int is_super(int kind) { return kind >= KIND_Q4_K; }
@@ -35,7 +34,7 @@ INLINE int values_per_word(int kind) { return kind == KIND_BF16 ? 2 : is_integer
 INLINE int line_bytes(int kind) { return kind == KIND_FP16 ? 32 : is_integer(kind) ? 8 * bits_of(kind) : 64; }
 INLINE int words_of(const ShoalWeight *w) { return w->depth / values_per_word(w->kind); }
 
-/* Inputs that a record of scales is for, and its bytes. */
+/* Number of inputs of a record of scales, and its bytes. */
 INLINE int record_inputs(int kind) { return kind == KIND_INT8 ? GROUP_INT8 : is_super(kind) ? GROUP_K : GROUP; }
 INLINE int record_bytes(int kind) { return kind == KIND_Q6_K ? 288 : is_super(kind) ? 320 : has_minima(kind) ? 64 : 32; }
 
@@ -45,7 +44,7 @@ typedef struct {
     int first, words;
 } Part;
 
-/* Tiles of even length, whole groups each, or whole super-blocks. */
+/* Tiles of equal length, each of whole groups or whole super-blocks. */
 INLINE int tile_words(int kind, int words) {
     const int tiles = (words + TILE_WORDS - 1) / TILE_WORDS;
     return (int)round_up((words + tiles - 1) / tiles, is_super(kind) ? GROUP_K / 4 : LANES);

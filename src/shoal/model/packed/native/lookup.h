@@ -1,4 +1,4 @@
-/* Numbers out of a packed matrix: single rows of it are the input embedding. */
+/* Reads single rows of a packed matrix, as for the input embedding. */
 #ifndef SHOAL_LOOKUP_H
 #define SHOAL_LOOKUP_H
 
@@ -6,10 +6,10 @@
 
 INLINE float half_to_float(uint16_t value) { return _cvtsh_ss(value); }
 
-/* What one lane has of a record of scales, see layout.h. */
+/* One lane's part of a record of scales, see layout.h. */
 typedef struct {
     uint16_t scale, minimum;
-    uint8_t small[16]; /* scale and minimum of each group in turn; in Q6_K the signed scales of half groups */
+    uint8_t small[16]; /* scale and minimum of each group in turn; for Q6_K the signed scales of half groups */
 } Record;
 
 INLINE int smalls_at(int kind) { return kind == KIND_Q6_K ? 32 : 64; }
@@ -27,7 +27,7 @@ INLINE void put_record(int kind, char *to, int lane, const Record *r) {
     for (int i = 0; is_super(kind) && i < 16; i++) to[smalls_at(kind) + i * LANES + lane] = (char)r->small[i];
 }
 
-/* The words of a group of 32 inputs that one lane has, in order of their lines, and the integers in them. */
+/* One lane's words of a group of 32 inputs, in the order of lines, and their integers. */
 INLINE int group_words(int kind) { return bits_of(kind); }
 
 INLINE void levels_of(int kind, const uint8_t *bytes, uint8_t q[GROUP]) {
@@ -73,14 +73,14 @@ INLINE float lookup_float(const ShoalWeight *w, const Part *p, int lane, int wor
     return bf16_to_float(((const uint16_t *)lines)[(word * LANES + lane) * 2 + (k & 1)]);
 }
 
-/* The block and lane where a row of the matrix lies. */
+/* The block and lane of a row of the matrix. */
 INLINE void locate(const ShoalWeight *w, int row, int64_t *block, int *lane) {
     const int half = w->paired ? w->rows / 2 : w->rows, side = row >= half, within = row - side * half;
     *block = w->paired ? within / LANES * 2 + side : within / LANES;
     *lane = within % LANES;
 }
 
-/* Columns first..last-1 of a row, in fp32, to the same places of `out`. */
+/* Write columns first..last-1 of a row, in fp32, to the same places of `out`. */
 INLINE void lookup(const ShoalWeight *w, int row, int first, int last, float *out) {
     const int size = values_per_word(w->kind), tile = w->tile * size;
     int64_t block;

@@ -1,4 +1,4 @@
-/* The state of one forward: where its buffers lie, which tokens a layer runs, and how attention is cut into tasks. */
+/* The state of one forward: its buffers, the tokens that a layer runs, and the tasks of attention. */
 #ifndef SHOAL_RUN_H
 #define SHOAL_RUN_H
 
@@ -12,11 +12,11 @@ typedef struct {
     const ShoalBatch *b;
     float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
     int64_t x_line, qkv_line, hidden_line;
-    char *together; /* activations that all threads make and read */
+    char *together; /* activations that all threads prepare and read */
     char *private;  /* memory of the threads, `private_bytes` each */
     int64_t private_bytes, acts_bytes;
     float *logits;
-    float lowest[MAX_THREADS][TILE_TOKENS]; /* what each thread knows the largest logit to be at least, see likeliest.h */
+    float lowest[MAX_THREADS][TILE_TOKENS]; /* each thread's lower bound of the largest logit, see likeliest.h */
     Team team;
 } Run;
 
@@ -26,25 +26,25 @@ typedef struct {
     int token[MAX_TOKENS];
 } Chosen;
 
-#define TOGETHER 16 /* tokens from which on threads share in what each does for itself otherwise: less than a barrier costs */
+#define TOGETHER 16 /* from this many tokens on threads share the preparation of activations; below, a barrier would cost more */
 
 /* Consecutive chosen tokens first..last-1 of one row, and the splits of its columns. */
 typedef struct {
     int first, last, row, start, stored, columns, first_split, splits, state; /* state: index of its first State */
-    int branches; /* whether a node of it has nodes beside its path before it, so that its place is not that of its column */
+    int branches; /* whether some node is preceded by nodes off its path, so that its place differs from its column */
 } Segment;
 
 /* One thread's view. */
 typedef struct {
     Run *run;
     int id, threads;
-    Acts acts, shared; /* its own activations, and those that all threads make together */
-    const Acts *ready; /* those of the matrix at hand */
+    Acts acts, shared; /* its own activations, and those that all threads prepare together */
+    const Acts *ready; /* those of the current matrix */
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *sums;   /* of a panel, see multiply() */
     float *line;   /* [hidden rounded up to whole vectors] */
-    int asked;     /* whose are in it: first token of a segment * KV heads + KV head; -1: nobody's */
-    int stored;    /* whether the keys and values of the layer at hand are in the cache already */
+    int asked;     /* whose queries these are: first token of a segment * KV heads + KV head; -1: nobody's */
+    int stored;    /* whether the keys and values of the current layer are already in the cache */
     Chunk chunk;
 } Worker;
 
@@ -58,7 +58,7 @@ INLINE Chosen choose(const ShoalBatch *b, int entry, int part) {
 #define WHOLE (-1)
 #define ANY (-2)
 
-/* Those that run a group of the neurons of the layer's MLP, any group, or the whole. */
+/* The tokens that run a group of the MLP's neurons, any group, or the whole MLP. */
 INLINE Chosen choose_group(const ShoalBatch *b, int entry, int group) {
     const Chosen all = choose(b, entry, RUN_MLP);
     if (!b->groups) return group == WHOLE ? all : (Chosen){0};
@@ -74,10 +74,10 @@ INLINE int start_of(const ShoalBatch *b, int entry, int token) {
     return b->start ? b->start[(int64_t)entry * b->tokens + token] : 0;
 }
 
-/* Whether nodes before token t are beside its path. */
+/* Whether some nodes before token t are not on its path. */
 INLINE int branches(const ShoalBatch *b, int t) { return b->ancestors[t] && b->ancestors[t] != (2ull << b->node[t]) - 1; }
 
-/* Where token t stands in the text that it ends, counted as columns are: a tree's node follows the nodes of its path alone. */
+/* The place of token t in the text that it ends, counted like columns: a node of a tree follows only the nodes of its path. */
 INLINE int place_of(const ShoalBatch *b, int t, int stored) {
     return stored + (b->ancestors[t] ? __builtin_popcountll(b->ancestors[t]) - 1 : b->node[t]);
 }
@@ -89,7 +89,7 @@ INLINE uint64_t path_from(const ShoalBatch *b, int t, int first) {
     return path;
 }
 
-/* The column of a place in that text; of one behind its end, a column behind all. */
+/* The column of a place in that text; for a place after its end, a column after all others. */
 INLINE int column_of(const ShoalBatch *b, int t, int stored, int place) {
     if (place < stored || !branches(b, t)) return place;
     const uint64_t path = path_from(b, t, place - stored);
@@ -101,7 +101,7 @@ INLINE int first_column(const ShoalLayer *layer, int position, int start) {
     return layer->window ? max_int(0, position - layer->window + 1 - start) : 0;
 }
 
-/* Cut the chosen tokens into rows, and long ones into pieces, of which tasks are made; returns how many there are. */
+/* Cut the chosen tokens into segments by row, and long rows into pieces, from which tasks are made; returns their number. */
 static int segments_of(const Run *r, const ShoalLayer *layer, int entry, const Chosen *c, Segment *out) {
     const ShoalBatch *b = r->b;
     int count = 0, state = 0;

@@ -1,27 +1,27 @@
-/* What crosses the border to Python: the structures are mirrored in structs.py, field by field. */
+/* The interface to Python: library.py mirrors the structures, field by field. */
 #ifndef SHOAL_H
 #define SHOAL_H
 
 #include <stdint.h>
 
-/* Floats, our own int8 and int4, and the types of GGML, whose numbers are kept as they are. KIND_UPPER: the upper 5 bits of those of
-   Q8_0, and products that are bounds from above of its own, in eighths (likeliest.h); KIND_ROUGH: the same of floats, rounded to 8 bits. */
+/* Floats, our own int8 and int4, and GGML's types with their numbers unchanged. KIND_UPPER: the upper 5 bits of Q8_0, whose products
+   are upper bounds of the exact ones, in eighths (likeliest.h); KIND_ROUGH: the same for floats rounded to 8 bits. */
 enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_ROUGH, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
 enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
-#define MAX_TOKENS 256 /* of one forward */
-#define MAX_NODES 64   /* of a tree: a token's ancestors are the bits of one word */
+#define MAX_TOKENS 256 /* most tokens of a forward */
+#define MAX_NODES 64   /* most nodes of a tree: a token's ancestors are the bits of one word */
 #define MAX_THREADS 64
 #define GROUP 32      /* consecutive inputs that share a scale, in most kinds */
 #define GROUP_INT8 64
-#define ROOM_BESIDE 256 /* scores that there is room for before and behind those of a token's columns, together */
-#define GROUP_K 256   /* inputs of a super-block of the K kinds: it has a scale (and minimum) for 8 (Q6_K: 16) pairs of small ones */
+#define ROOM_BESIDE 256 /* spare scores before and after those of a token's columns, together */
+#define GROUP_K 256   /* inputs of a super-block of the K kinds: one scale (and minimum) for 8 (Q6_K: 16) small ones */
 
 /* A matrix [rows, cols], packed as layout.h says. Depth is cols rounded up to whole groups; the padding is zero.
-   A paired matrix holds two halves (gate and up): even row blocks are of the first, odd ones of the second. */
+   A paired matrix holds two halves (gate and up): even row blocks belong to the first, odd ones to the second. */
 typedef struct {
     const void *data;
     const void *scales;
@@ -30,13 +30,13 @@ typedef struct {
 } ShoalWeight;
 
 typedef struct {
-    ShoalWeight qkv[3];     /* one above the other; of equal kinds they are one matrix. Those that are not there have no rows */
-    ShoalWeight gate_up[2]; /* one paired matrix, or gate and up apart */
+    ShoalWeight qkv[3];     /* one above the other; if their kinds are equal they are one matrix. Absent ones have no rows */
+    ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately */
     ShoalWeight o, down;
     const float *input_norm, *post_norm, *q_norm, *k_norm;
-    const float *attention_out_norm, *mlp_out_norm; /* [hidden], of what a sublayer adds to the states; or NULL */
+    const float *attention_out_norm, *mlp_out_norm; /* [hidden], norms of what a sublayer adds to the states; or NULL */
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
-    const float *cos, *sin; /* [positions][rotary_dim / 2], NULL in a layer without rotary embedding */
+    const float *cos, *sin; /* [positions][rotary_dim / 2]; NULL in a layer without rotary embedding */
     int32_t window;         /* 0: none */
     int32_t positions;      /* rows of the tables */
     int32_t wide_norms;     /* whether q_norm and k_norm go over all heads together */
@@ -56,90 +56,90 @@ typedef struct {
     ShoalWeight table;     /* [vocab, hidden]; may be the head */
 } ShoalModel;
 
-/* What a row has in a layer beside its slot. */
+/* What a row stores in a layer outside its slot. */
 typedef struct {
-    void *keys, *values;                 /* [kv_heads, capacity] of lines in the form of kv_blocks.h, in the place of the slot; or NULL */
-    uint16_t *key_scales, *value_scales; /* [kv_heads, capacity, blocks], of their blocks */
+    void *keys, *values;                 /* [kv_heads, capacity] lines in the form of kv_blocks.h, instead of the slot; or NULL */
+    uint16_t *key_scales, *value_scales; /* [kv_heads, capacity, blocks] */
     const float *bias;                /* [kv_heads, bias_capacity], added to the scores of the columns; or NULL */
-    const uint16_t *key_bits, *value_bits;     /* of the first columns: [kv_heads, settled_capacity, words of 16 dimensions]; or NULL */
-    const void *key_numbers, *value_numbers;   /* [kv_heads, settled_capacity, numbers]: those whose bit is set, the others are 0 */
+    const uint16_t *key_bits, *value_bits;     /* for the first columns: [kv_heads, settled_capacity, words of 16 dimensions]; or NULL */
+    const void *key_numbers, *value_numbers;   /* [kv_heads, settled_capacity, numbers]: those whose bit is set; the others are 0 */
     int32_t capacity, bias_capacity;
-    int32_t settled, settled_capacity, numbers; /* how many columns that is true of; the slot has the others at their places */
-    int32_t forms[2]; /* of keys and of values: STORED_INT8 or STORED_INT4; values are in no more bits than keys */
+    int32_t settled, settled_capacity, numbers; /* settled: number of those columns; the slot has the others at their places */
+    int32_t forms[2]; /* of keys and of values: STORED_INT8 or STORED_INT4; values have no more bits than keys */
 } ShoalOwn;
 
-/* What a token does in a layer: it reads all that it sees; it also chooses some of it; it reads what it chose last; it chooses by
-   labels and reads that. */
+/* What a token does in a layer: it reads all columns that it sees; it also chooses some of them; it reads its last choice; it chooses
+   by labels and reads that. */
 enum { READS_ALL, CHOOSES, READS_CHOSEN, READS_LABELED };
 
-/* What a token reads where the kernels choose it: the columns with the largest scores, its own among them, for each query head or for
-   those together that share a KV head. Of these a column counts by the likeliest that it is in the law of any: sizes of scores differ
-   from head to head. */
+/* How the kernels choose the columns that a token reads: those with the largest scores, its own included, for each query head or for
+   all heads that share a KV head together. In the latter case a column counts by the largest probability that any of the heads gives
+   it, since the size of scores differs from head to head. */
 typedef struct {
-    const uint8_t *roles; /* [active_count]; READS_CHOSEN turns into CHOOSES where nothing was chosen that fits */
+    const uint8_t *roles; /* [active_count]; READS_CHOSEN becomes CHOOSES if there is no choice that fits */
     float *scores;        /* [heads][room] */
-    int32_t *columns;     /* [kv_heads or heads][count], ascending, -1s first: what was chosen last, by places in the token's own text */
+    int32_t *columns;     /* [kv_heads or heads][count], ascending, -1s first: the last choice, as places in the token's own text */
     int32_t count, room;  /* count 0: the token reads all in every layer */
-    int32_t stored;       /* committed columns of the layer in which that was; -1: nothing was chosen yet */
-    int32_t width;        /* numbers of a label: some dimensions of a key, by which it is scored; 0: no layer has labels */
+    int32_t stored;       /* committed columns of the layer that chose; -1: nothing was chosen yet */
+    int32_t width;        /* numbers of a label, which are some dimensions of a key; 0: no layer has labels */
     const int32_t *dims;  /* [active_count][kv_heads][width] */
-    void *const *labels;  /* [active_count] of [kv_heads][label_room / 16][width][16], as keys are stored, or in bf16 for bytes: these in
-                             pairs, [width / 2][16][2], and one that is left over [16]. Column c has place c + (positions not stored any
-                             more) % 16; tokens of one row share them */
-    const int32_t *known; /* [active_count]: columns whose labels are there; those of the others are filled in */
+    void *const *labels;  /* [active_count] of [kv_heads][label_room / 16][width][16], in the type of stored keys, or bf16 for bytes. bf16 is
+                             stored in pairs, [width / 2][16][2], followed by an odd last one [16]. Column c has place c + (positions no
+                             longer stored) % 16; tokens of one row share them */
+    const int32_t *known; /* [active_count]: number of columns whose labels are known; the others are filled in */
     int32_t label_room;
     int32_t apart;        /* whether each query head has columns of its own */
 } ShoalChoice;
 
-/* Tokens of one row follow one another and are consecutive nodes of its tree; nodes before them are in their columns
-   already. Rows ascend. */
+/* Tokens of one row are consecutive, and consecutive nodes of its tree; earlier nodes are already in their columns.
+   Rows ascend. */
 typedef struct {
     int32_t tokens, wanted_count, active_count, rows;
     const int32_t *ids, *position, *row, *node, *base;
-    const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0. 0: all nodes up to itself are, as
-                                  in a piece of a prompt, which may have more nodes than a tree */
+    const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0. 0: all nodes up to itself, as in
+                                  a piece of a prompt, which may have more nodes than a tree */
     const int32_t *wanted;     /* tokens whose logits are asked for */
-    int32_t *likeliest;        /* not NULL: nobody asks for logits other than the largest of each token, and others may be minus infinity; the
-                                  row blocks of the head that bounds let through are counted here */
+    int32_t *likeliest;        /* not NULL: only the largest logits of each token are needed, others may be minus infinity; this counts the
+                                  row blocks of the head that the bounds let through */
     const int32_t *layers;     /* [active_count], ascending */
     const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */
-    const int32_t *start;      /* [active_count][tokens] positions that are not stored any more, or NULL: none */
+    const int32_t *start;      /* [active_count][tokens] positions that are no longer stored, or NULL: none */
     void *const *keys;         /* [num_layers] of [rows, kv_heads, capacity, head_dim] */
     void *const *values;
-    const int32_t *capacity;   /* [num_layers], 0 where there is no storage */
-    const ShoalOwn *own;       /* [num_layers][rows], or NULL: no row has anything beside its slot */
+    const int32_t *capacity;   /* [num_layers], 0 for no storage */
+    const ShoalOwn *own;       /* [num_layers][rows], or NULL: no row stores anything outside its slot */
     float *queries;            /* [tokens][heads][head_dim], filled in for `select` */
-    void (*select)(int32_t);   /* called for each running layer (its number in `layers`) once its queries and keys are there;
-                                  fills in what follows. NULL: all columns are read */
-    const int32_t *const *columns; /* [tokens] of [kv_heads or heads][counts[token]]: ascending, -1 for none: what a token reads */
-    const int32_t *counts;         /* [tokens], 0: all that it sees */
-    const uint8_t *apart;          /* [tokens], whether each query head of it has columns of its own */
-    ShoalChoice *choices;          /* [tokens], or NULL; not beside `select` */
-    float *taps;               /* [tap_count][tokens][hidden]: the states that enter the last layers, and those behind them; or NULL */
-    const float *vectors;      /* [tokens][hidden]: what enters the first layer in place of the ids' embeddings; or NULL */
-    const ShoalWeight *experts; /* [num_layers][expert_count][2]: the MLPs in groups of neurons, each a paired matrix and its down */
+    void (*select)(int32_t);   /* called for each running layer (with its number in `layers`) once its queries and keys are
+                                  there; fills in what follows. NULL: all columns are read */
+    const int32_t *const *columns; /* [tokens] of [kv_heads or heads][counts[token]]: the columns that a token reads, ascending, -1 for none */
+    const int32_t *counts;         /* [tokens]; 0: all that it sees */
+    const uint8_t *apart;          /* [tokens]; whether each of its query heads has columns of its own */
+    ShoalChoice *choices;          /* [tokens], or NULL; not together with `select` */
+    float *taps;               /* [tap_count][tokens][hidden]: the states that enter the last layers, and those after them; or NULL */
+    const float *vectors;      /* [tokens][hidden]: inputs of the first layer in place of embeddings; or NULL */
+    const ShoalWeight *experts; /* [num_layers][expert_count][2]: groups of the MLPs' neurons, each a paired matrix and its down */
     const uint32_t *groups;     /* [active_count][tokens], bit g: the token runs group g; 0: the whole MLP. NULL: all do */
     int32_t expert_count, tap_count; /* of taps: 1..active_count + 1 */
 } ShoalBatch;
 
-/* Guesses that a model adds to the wanted tokens of a batch, one after the other: the likeliest or drawn ones. Its vectors take the
-   place of embeddings: of_state times the state before a token, and the token's share. States before the batch's tokens are
-   another model's; they are normalised as that one does, guesses' as this one does, and both once more by their size alone. */
+/* Guesses that a model appends to the wanted tokens of a batch, one after the other, by argmax or drawn. Vectors take the place of
+   embeddings: of_state times the state before a token, plus the token's share. States before the batch's tokens come from another
+   model and are normalised with its norm, those of guesses with this model's, and both once more by their size alone. */
 typedef struct {
     ShoalWeight of_state;     /* [hidden, hidden] */
     const float *ones;        /* [hidden] */
     const float *shares;      /* [vocab][hidden] */
-    const float *norm;        /* [hidden], the other model's last norm, with its epsilon */
-    const float *const *states; /* [tokens] of [hidden]: before the tokens of the batch */
+    const float *norm;        /* [hidden], the other model's final norm; eps is its epsilon */
+    const float *const *states; /* [tokens] of [hidden]: the states before the tokens of the batch */
     const float *const *known;  /* [tokens] of [hidden]: their shares */
     const int32_t *lengths;   /* [wanted_count]: most guesses of each chain */
-    const float *colder;      /* [wanted_count]: what logits are multiplied with before a draw, 1 / temperature; 0: the likeliest are guessed */
+    const float *colder;      /* [wanted_count]: 1 / temperature, the factor of logits before a draw; 0: argmax */
     const double *uniforms;   /* [wanted_count][length] in [0, 1), for the draws */
-    int32_t *guesses, *counts; /* [wanted_count][length]; how many there are in each, 0 before */
-    float *logs;              /* [wanted_count][length]: logarithms of the likelihood of the path up to each */
+    int32_t *guesses, *counts; /* [wanted_count][length]; the number of guesses in each, initially 0 */
+    float *logs;              /* [wanted_count][length]: log-likelihood of the path up to each guess */
     int32_t length;
     float eps;
-    float least;              /* a path less likely than e^least is not gone on with */
+    float least;              /* paths less likely than e^least are not continued */
 } ShoalChain;
 
 #endif

@@ -1,4 +1,4 @@
-/* A task of attention: some columns of one KV head, for the tokens of one row. Where those columns lie, and what is put there. */
+/* A task of attention: some columns of one KV head, for the tokens of one row; where they are stored, and writes to them. */
 #ifndef SHOAL_TASK_H
 #define SHOAL_TASK_H
 
@@ -8,7 +8,7 @@ typedef struct {
     const Segment *segment;
     const ShoalLayer *layer;
     const Chosen *chosen;
-    int entry, number, head, split; /* of the batch's layers, of all layers, of the KV heads, of the segment's splits */
+    int entry, number, head, split; /* indices of the batch's layer, the layer, the KV head and the split of the segment */
     int low, high;           /* columns low..high-1 */
 } Task;
 
@@ -18,14 +18,14 @@ INLINE const ShoalOwn *own_of(const ShoalBatch *b, int number, int row) {
     return b->own ? b->own + (int64_t)number * b->rows + row : NULL;
 }
 
-/* The index of column 0 of the task's head, in lines of the slot or of what the row has of its own. */
+/* The index of column 0 of the task's head, in lines of the slot or of the row's own storage. */
 INLINE int64_t first_line(const Run *r, const Task *task, const ShoalOwn *own) {
     const int kv_heads = r->m->kv_heads;
     if (own && own->keys) return (int64_t)task->head * own->capacity;
     return ((int64_t)task->segment->row * kv_heads + task->head) * r->b->capacity[task->number];
 }
 
-/* Every column belongs to one split, so the task that reads a new key is the one that writes it. */
+/* Each column belongs to one split, so the task that reads a new key also writes it. */
 static void store_new(const Worker *w, const Task *task) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;

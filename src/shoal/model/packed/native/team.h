@@ -1,4 +1,4 @@
-/* The threads of one forward: the barrier between its phases, and how the work of a phase is handed out. */
+/* The threads of a forward: the barrier between phases, and the distribution of work within a phase. */
 #ifndef SHOAL_TEAM_H
 #define SHOAL_TEAM_H
 
@@ -7,15 +7,15 @@
 
 #include "simd.h"
 
-/* Rounds of waiting before a thread gives its processor away: phases last microseconds, a busy machine milliseconds. */
+/* Rounds of spinning before a thread yields its processor: phases last microseconds, a busy machine milliseconds. */
 #define SPINS 20000
 #define PIECE 16 /* pieces of work that a thread takes at a time, at most */
 
-/* What is handed out between two barriers: up to three matrices, then tasks of attention. */
+/* Queues of work between two barriers: up to three matrices, then tasks of attention. */
 enum { QUEUE_TASKS = 3, QUEUES };
 
-/* How much of a thread's share is taken, in the phase at hand and in the next one: from the front by the thread itself in
-   the low half of a word, from the back by others in the high half. */
+/* How much of a thread's share is taken, in this phase and in the next one: the low half of a word counts what the thread
+   itself took from the front, the high half what others took from the back. */
 typedef struct {
     _Atomic uint64_t taken[2][QUEUES];
 } ALIGNED Share;
@@ -27,10 +27,10 @@ typedef struct {
     Share shares[MAX_THREADS];
 } Team;
 
-/* Nobody passes before everybody came. A barrier of our own: libgomp's goes through more cache lines. */
+/* A barrier of our own, since libgomp's touches more cache lines. */
 INLINE void meet(Team *team, int id) {
     const int turn = atomic_load_explicit(&team->turn, memory_order_relaxed);
-    for (int i = 0; i < QUEUES; i++) /* of the phase before this one, which all have left */
+    for (int i = 0; i < QUEUES; i++) /* of the phase before, which all threads have left */
         atomic_store_explicit(&team->shares[id].taken[(turn + 1) & 1][i], 0, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->threads - 1) {
         atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
@@ -43,13 +43,13 @@ INLINE void meet(Team *team, int id) {
     }
 }
 
-/* The share of `count` equal pieces of work that falls to thread `id` of `threads`. */
+/* The share of thread `id` of `threads` in `count` equal pieces of work. */
 INLINE int share(int count, int id, int threads) { return (int)((int64_t)count * id / threads); }
 
-/* The next pieces of `total` that nobody has taken: the first one, and in `count` how many; -1 where none is left. A thread
-   goes through its own share, which is one stretch of memory, and takes more at a time while there is much; then it helps
-   the others from their ends, so that one that the machine holds up holds up little. Pieces that end at a multiple of
-   `panel` are read best. */
+/* The next pieces of `total` that nobody has taken: returns the first, and their number in `count`; -1 if none is left. A
+   thread first takes its own share, which is contiguous in memory, several pieces at a time while many are left. Then it
+   helps the others from their ends, so that a delayed thread delays little. Pieces that end at a multiple of `panel` are
+   read fastest. */
 INLINE int take(Team *team, int id, int queue, int total, int panel, int *count) {
     const int set = atomic_load_explicit(&team->turn, memory_order_relaxed) & 1, threads = team->threads;
     for (int k = 0; k < threads; k++) {
