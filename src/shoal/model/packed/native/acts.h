@@ -1,7 +1,7 @@
-/* Activations as a matrix kernel wants them: normalised, rounded or quantised, and woven. A word is what one lane of a
-   kernel takes at a time: one fp32, two bf16 or four s8. Tokens go in tiles of TILE_TOKENS; in a tile, word 0 of all its tokens
-   comes first, then word 1, and so on: one stream through the cache, where a line for each token would be eight.
-   Every thread prepares its own copy: that costs less than a barrier and keeps it in the thread's own cache. */
+/* Activations as a matrix kernel needs them: normalised, rounded or quantised, and interleaved. A word is what one lane of a
+   kernel takes at a time: one fp32, two bf16 or four s8. Tokens are in tiles of TILE_TOKENS; in a tile, word 0 of all its tokens
+   comes first, then word 1, and so on: one stream through the cache instead of eight. Every thread prepares its own copy, which
+   costs less than a barrier and stays in the thread's own cache. */
 #ifndef SHOAL_ACTS_H
 #define SHOAL_ACTS_H
 
@@ -9,38 +9,38 @@
 
 typedef struct {
     int32_t *words;  /* [tiles][depth in words][width of the tile] */
-    float *scales;   /* [tiles][groups][width of the tile], as all below; of super-blocks one for each of those */
-    float *totals;   /* scale times the sum of the group's s8 values; of FORM_S8_BOUND and FORM_S8_ROUGH times bound_group() */
-    int32_t *starts; /* minus 128 times that sum, what a zero point of 128 adds to a product; of super-blocks the sums of two groups, a
-                        half of 16 bits each */
+    float *scales;   /* [tiles][groups][width of the tile], as all below; for super-blocks one per super-block */
+    float *totals;   /* scale times the sum of the group's s8 values; for FORM_S8_BOUND and FORM_S8_ROUGH times bound_group() */
+    int32_t *starts; /* minus 128 times that sum, which cancels a zero point of 128; for super-blocks the sums of two groups, 16 bits
+                        each */
     int32_t *eights; /* minus 8 times that sum */
     int32_t *halves; /* [..][2]: minus 32 times the sum of the first and of the last 16 values of a group of a super-block */
-    /* What rounding left of super-blocks in which a value stands out: another 8 bits, see stands_out() */
-    int32_t *finer;       /* [tokens][depth in words], of the form's own depth; not woven */
-    float *finer_scales;  /* [tiles][super-blocks][width], 0: there is nothing */
-    int32_t *finer_sums;  /* [tiles][groups][width]: of the first and of the last 16 values of a group, a half of 16 bits each */
+    /* The rounding error of super-blocks with an outlier, in another 8 bits, see stands_out() */
+    int32_t *finer;       /* [tokens][depth in words], of the form's own depth; not interleaved */
+    float *finer_scales;  /* [tiles][super-blocks][width], 0: none */
+    int32_t *finer_sums;  /* [tiles][groups][width]: of the first and of the last 16 values of a group, 16 bits each */
     float *line;     /* one token in fp32, zero up to the padded depth */
-    int32_t *plain;  /* [TILE_TOKENS] lines of words: a tile before it is woven */
-    int64_t depth;   /* values that a line has room for */
-    int groups;      /* that a token has room for */
+    int32_t *plain;  /* [TILE_TOKENS] lines of words: a tile before it is interleaved */
+    int64_t depth;   /* most values of a line */
+    int groups;      /* most super-blocks of a token */
 } Acts;
 
-/* Of what lies at `ahead`, what step `at` of a kernel fetches that reads `bytes` in each: all, or one of `parts`; 0: nothing. */
+/* Prefetch what step `at` of a kernel, which reads `bytes` per step, needs of `ahead`: all of it, or one of `parts`; 0: nothing. */
 INLINE void fetch_part(const char *ahead, int64_t at, const int bytes, const int parts) {
     if (!parts) return;
     UNROLL for (int i = 0; i < bytes / parts; i += 64) fetch(ahead + at * (bytes / parts) + i);
 }
 
-/* The form in which a kind takes activations: kinds of one form can share them. */
+/* The form in which a kind takes activations; kinds of one form can share them. */
 enum { FORM_FP32, FORM_BF16, FORM_S8_LONG, FORM_S8, FORM_S8_BOUND, FORM_S8_ROUGH, FORM_S8_SUPER };
 INLINE int form_of(int kind) {
     if (kind == KIND_BF16 || !is_integer(kind)) return kind == KIND_BF16 ? FORM_BF16 : FORM_FP32;
     return kind == KIND_INT8 ? FORM_S8_LONG : kind == KIND_UPPER ? FORM_S8_BOUND : kind == KIND_ROUGH ? FORM_S8_ROUGH : is_super(kind) ? FORM_S8_SUPER : FORM_S8;
 }
 
-/* Whether so many tokens are multiplied in the tile units (matmul_amx.h): floats always, so that a token's result does not depend
-   on the others; integers, where it does not anyhow, if they fill three quarters of the squares. They are not woven: of 16 tokens
-   in turn, the first 64 bytes of each, then the second ones, and so on; scales and the like are [groups][16]. */
+/* Whether that many tokens are multiplied with AMX (matmul_amx.h): floats always, so that a token's result does not depend on the
+   others; integers, which are exact anyway, if tokens fill three quarters of the squares. The layout then is, for 16 tokens at a
+   time, the first 64 bytes of each, then the next 64, and so on; scales and the like are [groups][16]. */
 INLINE int in_squares(int form, int tokens) {
 #ifdef SHOAL_AMX
     return form == FORM_BF16 || (form >= FORM_S8_LONG && 4 * tokens >= 3 * (int)round_up(tokens, 16));
@@ -49,26 +49,26 @@ INLINE int in_squares(int form, int tokens) {
 #endif
 }
 
-/* The words of the 16 tokens from `first` on, a multiple of 16, from word `word` on, of `words` in all. */
+/* The words of the 16 tokens from `first` on (a multiple of 16), from word `word` on, of `words` in all. */
 INLINE char *square_at(const Acts *a, int64_t words, int first, int64_t word) {
     return (char *)(a->words + first * round_up(words, LANES)) + word / LANES * (16 * 64) + word % LANES * 4;
 }
 
-/* Put the words of one token there. */
+/* Store the words of one token there. */
 INLINE void spread_line(const Acts *a, int words, int token) {
     char *to = square_at(a, words, token / 16 * 16, 0) + token % 16 * 64;
     for (int k = 0; k < words; k += LANES, to += 16 * 64) vi_store(to, vi_load(a->plain + k));
 }
 
-/* Tokens that a tile has room for: kernels know this number, and weaving goes by powers of two. */
+/* Width of a tile in tokens: kernels are compiled for it, and interleaving needs powers of two. */
 INLINE int width_of(int tokens) { return tokens == 1 ? 1 : tokens == 2 ? 2 : tokens <= 4 ? 4 : 8; }
 
-/* Tokens that there is room for. */
+/* Number of tokens, padded. */
 INLINE int64_t acts_room(int tokens) { return round_up(tokens, in_squares(FORM_S8, tokens) ? 16 : TILE_TOKENS); }
 
 INLINE int64_t acts_groups(int depth) { return round_up(depth / GROUP, LANES); }
 
-/* Bytes of the activations of `tokens` tokens of `depth` values at most, whatever the kind. */
+/* Most bytes of the activations of `tokens` tokens of `depth` values, whatever the kind. */
 INLINE int64_t acts_bytes(int tokens, int depth) {
     return 4 * round_up(depth, LANES) * (acts_room(tokens) + TILE_TOKENS + 1) + 24 * acts_room(tokens) * acts_groups(depth);
 }
@@ -83,7 +83,7 @@ INLINE Acts acts_at(char *memory, int tokens, int depth) {
     a.starts = (int32_t *)(a.totals + acts_room(tokens) * a.groups);
     a.eights = a.starts + acts_room(tokens) * a.groups;
     a.halves = a.eights + acts_room(tokens) * a.groups;
-    a.finer = a.words + acts_room(tokens) * a.depth / 2, a.finer_scales = a.totals, a.finer_sums = a.eights; /* free in that form */
+    a.finer = a.words + acts_room(tokens) * a.depth / 2, a.finer_scales = a.totals, a.finer_sums = a.eights; /* unused in that form */
     return a;
 }
 
@@ -103,7 +103,7 @@ INLINE Vf peaks(const float *x, const int size) {
     return peak;
 }
 
-/* Round `size` values that share a scale, which is returned; whole: the numbers that they become. */
+/* Round `size` values that share a scale to `whole`; returns the scale. */
 INLINE float quantise(const float *x, const int size, float largest, int8_t *to, Vi *whole) {
     const Vf inverse = vf_all(largest > 0 ? 127.0f / largest : 0.0f);
     UNROLL for (int k = 0; k < size; k += LANES) {
@@ -113,10 +113,10 @@ INLINE float quantise(const float *x, const int size, float largest, int8_t *to,
     return largest / 127.0f;
 }
 
-/* The most that the lower 3 bits of weights, 0 to 7, bring, in eighths: 3.5 times the sum of the activations, and as much times that of
-   their sizes, of which a 64th more is above all that rounding does to a product of up to 3,000 groups. Where both were rounded: half
-   a step times the sizes, which are up to 3/4 larger (bfloat16's own rounding included) each; and for weights of up to 127 half a step and
-   a 512th of the sizes; an eighth of the sizes for a product of up to 16,384 inputs. */
+/* The most that the lower 3 bits of weights, 0 to 7, can add, in eighths: 3.5 times the sum of the activations plus 3.5 times the sum
+   of their magnitudes; another 64th of these exceeds all rounding in a product of up to 3,000 groups. If weights and activations are
+   both rounded: half a step times the magnitudes, each up to 3/4 larger (bfloat16's own rounding included); for weights of up to 127,
+   half a step and a 512th of the magnitudes; and an eighth of the magnitudes for a product of up to 16,384 inputs. */
 INLINE float bound_group(const Vi *whole, int count, int32_t total, int rough) {
     Vi each = vi_zero();
     for (int i = 0; i < count; i++) each = vi_add(each, vi_max(whole[i], vi_sub(vi_zero(), whole[i])));
@@ -125,7 +125,7 @@ INLINE float bound_group(const Vi *whole, int count, int32_t total, int rough) {
     return (3.5f * ((float)total + sizes) + (rough ? rounded : 3.5f / 64 * sizes)) / 8;
 }
 
-/* `at`: where its scale lies. */
+/* `at`: the index of its scale. */
 INLINE void quantise_group(const Acts *a, const float *x, const int size, const int form, int64_t at, int8_t *to) {
     Vi whole[GROUP_INT8 / LANES], all = vi_zero();
     a->scales[at] = quantise(x, size, vf_top(peaks(x, size)), to, whole);
@@ -135,7 +135,7 @@ INLINE void quantise_group(const Acts *a, const float *x, const int size, const 
     a->starts[at] = -128 * total, a->eights[at] = -8 * total;
 }
 
-/* The sums of the values 0 to 15 of a super-block, 16 to 31, and so on; exact as floats too. */
+/* The sums of values 0 to 15 of a super-block, 16 to 31, and so on; exact as floats too. */
 INLINE void sum_parts(const Vi *whole, int32_t *sums) {
     Vf parts[GROUP_K / LANES];
     UNROLL for (int i = 0; i < GROUP_K / LANES; i++) parts[i] = vf_from(whole[i]);
@@ -144,14 +144,14 @@ INLINE void sum_parts(const Vi *whole, int32_t *sums) {
 
 INLINE int32_t two_halves(int32_t low, int32_t high) { return (int32_t)((uint32_t)high << 16 | (low & 0xffff)); }
 
-/* Whether a value of a super-block stands out, so that the scale it asks for is too coarse for the others: the largest of every 16th
-   value, itself left out, have squares that come to less than a sixteenth of its own. Rounded values: their sums are exact. */
+/* Whether a super-block has an outlier, whose scale is too coarse for the other values: take the largest of every 16th value; the
+   squares of all but the overall largest sum to less than a sixteenth of its square. Computed on rounded values, whose sums are exact. */
 INLINE int stands_out(Vf peak, float largest) {
     const Vf rounded = vf_from(vi_round(vf_mul(peak, vf_all(127.0f / largest))));
     return largest > 0 && 16 * vf_sum(vf_mul(rounded, rounded)) < 17 * 127 * 127;
 }
 
-/* Round what rounding has left of super-block `s` of a line, by a scale 254 times as fine. */
+/* Round the rounding error of super-block `s` of a line, by a scale 254 times as fine. */
 INLINE void refine_super(const Acts *a, const float *x, const Vi *whole, float largest, int64_t first, int s, int width, int8_t *to) {
     const Vf inverse = vf_all(127.0f / largest), finer = vf_all(254.0f);
     Vi rest[GROUP_K / LANES];
@@ -167,7 +167,7 @@ INLINE void refine_super(const Acts *a, const float *x, const Vi *whole, float l
         a->finer_sums[first + (s * (GROUP_K / GROUP) + g) * width] = two_halves(sums[2 * g], sums[2 * g + 1]);
 }
 
-/* `first`: where the scale of the line's first super-block lies, `s`: the super-block. */
+/* `first`: index of the scale of the line's first super-block; `s`: the super-block. */
 INLINE void quantise_super(const Acts *a, const float *x, int64_t first, int s, int width, int8_t *to, int8_t *finer) {
     const Vf peak = peaks(x, GROUP_K);
     const float largest = vf_top(peak);
@@ -197,7 +197,7 @@ INLINE void quantise_line(const Acts *a, int form, int depth, int token, int64_t
     }
 }
 
-/* Round a->line to the words of a token, of which the first scale lies at `first`. */
+/* Round a->line to the words of a token; `first` is the index of its first scale. */
 INLINE void convert_line(const Acts *a, int form, int depth, int token, int64_t first, int width, int32_t *to) {
     if (form >= FORM_S8_LONG) quantise_line(a, form, depth, token, first, width, (int8_t *)to);
     else if (form == FORM_FP32) memcpy(to, a->line, sizeof(float) * depth);
@@ -210,15 +210,15 @@ INLINE void weave_tile(const Acts *a, int words, int tokens, const int width, in
         UNROLL for (int t = 0; t < width; t++)
             v[t] = t < tokens ? vi_load(a->plain + t * a->depth + k) : vi_zero();
         weave(v, width);
-        const int left = (words - k) * width; /* what follows may be another thread's tile */
+        const int left = (words - k) * width; /* what follows may belong to another thread's tile */
         UNROLL for (int t = 0; t < width; t++)
             if (left >= width * LANES) vi_store(to + k * width + t * LANES, v[t]);
             else vi_store_words(to + k * width + t * LANES, head_mask(left - t * LANES), v[t]);
     }
 }
 
-/* RMS-normalise x [cols] by `norm`, or take it as it is if that is NULL, and put it down as token `token` of `tokens`.
-   Tokens come in order; the last one of a tile weaves it. */
+/* RMS-normalise x [cols] by `norm`, unless that is NULL, and store it as token `token` of `tokens`. Tokens come in order; the
+   last one of a tile interleaves it. */
 static void prepare(const Acts *a, const ShoalWeight *w, const float *x, const float *norm, float eps, int token, int tokens) {
     const int words = w->depth / values_per_word(w->kind);
     Vf scale = vf_all(norm ? inverse_rms(x, w->cols, eps) : 1.0f);

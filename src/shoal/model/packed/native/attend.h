@@ -1,16 +1,16 @@
-/* The attention phase: tasks of (row, KV head, split of the columns), and the merge of their results. */
+/* The attention phase: tasks (row, KV head, split of the columns), and the merge of their results. */
 #ifndef SHOAL_ATTEND_H
 #define SHOAL_ATTEND_H
 
 #include "label.h"
 
-/* What is multiplied. A model that computes in float32 multiplies floats. */
+/* The multiplied form; a model that computes in float32 multiplies floats. */
 INLINE int products_of(const ShoalModel *m, const Source *s) {
     if (m->kv_dtype != DTYPE_BF16) return BY_FLOATS;
     return has_blocks(s->forms[0]) ? BY_BLOCKS : BF16_PRODUCTS ? BY_BF16 : BY_FLOATS;
 }
 
-/* Of a query: a line of them, and the step of whole numbers. */
+/* Bytes of a query: its line, and the step of integers. */
 INLINE int64_t query_bytes(const ShoalModel *m, int by) {
     return by == BY_FLOATS ? 4 * round_up(m->head_dim, 32) : 2 * round_up(m->head_dim, 32) + (by == BY_HALVES ? 64 : 0);
 }
@@ -47,7 +47,7 @@ static void reset_states(const Run *r, const Task *task, int i) {
         reset(state_at(r, task->segment, task->split, i, head), r->m->head_dim);
 }
 
-/* What token number i sees of a chunk whose first place is column `base`; of one that selects nothing. */
+/* The places that token number i, which selects nothing, sees of a chunk whose first place is column `base`. */
 INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     const Segment *s = task->segment;
     const int t = task->chosen->token[i];
@@ -57,14 +57,14 @@ INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     return (Seen){.low = max_int(low - base, 0), .high = high - base};
 }
 
-/* Say what comes after a chunk. Many queries leave the memory at rest for long: what the processor fetches by itself is enough. */
+/* Announce what follows a chunk. With many queries memory is idle for long, so hardware prefetching suffices. */
 static void look_ahead(Worker *w, const Source *source, int queries, const int32_t *columns, int first, int count) {
     for (int side = 0; side < 2; side++)
         w->chunk.ahead[side] = ahead_of(source, side, columns, first, queries <= 4 * QUERIES ? count : 0);
 }
 
-/* Queries first..last-1 look at the chunk whose first place is column `base`, counted from token 0 on by those query heads that belong
-   to the task's KV head; `seen` by token, the first one's first. */
+/* Attention of queries first..last-1 over the chunk whose first place is column `base`. Queries are counted from token 0 on, over the
+   query heads of the task's KV head; `seen` has one entry per token, from the first one on. */
 static void attend_chunk(Worker *w, const Task *task, int by, int first, int last, const Seen *seen, int base) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -86,7 +86,7 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
     }
 }
 
-/* Lay out places `from`..high-1 of the chunk that begins at `base`, as they are in the text that token number i ends. */
+/* Lay out places `from`..high-1 of the chunk that begins at `base`, for the text that token number i ends. */
 static void lay_places(Worker *w, const Task *task, const Source *source, int by, int i, int base, int from, int high) {
     const int t = task->chosen->token[i], stored = task->segment->stored, count = (int)round_up(high, LAID);
     int32_t columns[CHUNK];
@@ -99,7 +99,8 @@ static void lay_places(Worker *w, const Task *task, const Source *source, int by
     lay_columns(&w->chunk, source, columns, from, count, by);
 }
 
-/* Of the tokens in `left`, bits of numbers from the segment's first on, those on token number i's path look at the chunk. They are done. */
+/* Run the chunk for those tokens of `left` (bits, from the segment's first token on) that are on the path of token number i, and clear
+   them. */
 static void attend_path(Worker *w, const Task *task, int by, int i, uint32_t *left, const Seen *seen, int base) {
     const Segment *s = task->segment;
     const ShoalBatch *b = w->run->b;
@@ -116,7 +117,7 @@ static void attend_path(Worker *w, const Task *task, int by, int i, uint32_t *le
     }
 }
 
-/* A chunk with nodes of a tree, leaf after leaf: only what stands behind the committed columns is laid out anew. */
+/* A chunk with nodes of a tree, leaf by leaf: only what follows the committed columns is laid out again. */
 static void attend_paths(Worker *w, const Task *task, const Source *source, int by, const Seen *seen, int base) {
     const Segment *s = task->segment;
     uint32_t left = 0;
@@ -150,8 +151,8 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
     }
 }
 
-/* What was selected for queries first..last-1 of token number i, among the task's columns or as many of the list from `from` on, brought
-   together chunk by chunk. A list that was made here has places of the text that the token ends, one of `select` columns. */
+/* Gather, chunk by chunk, the columns selected for queries first..last-1 of token number i: those among the task's columns, or a part
+   of the list from `from` on. A list made by the kernels has places of the text that the token ends, one of `select` has columns. */
 static void attend_list(Worker *w, const Task *task, const Source *source, int i, int first, int last, const int32_t *from, int count,
                         int listed) {
     const ShoalBatch *b = w->run->b;
@@ -181,7 +182,7 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int i
     }
 }
 
-/* What was selected for token number i, list by list. */
+/* Gather what was selected for token number i, list by list. */
 static void attend_selected(Worker *w, const Task *task, const Source *source, int i) {
     const int t = task->chosen->token[i], group = w->run->m->heads / w->run->m->kv_heads;
     const Reads reads = reads_of(w->run, task->entry, t);
@@ -197,7 +198,7 @@ static void attend_task(Worker *w, const Task *task) {
     const Segment *s = task->segment;
     const Source source = source_of(w->run, task);
     if (!w->stored) store_new(w, task);
-    int here[MAX_TOKENS], all = 0; /* whether the task has anything for a token; whether for one that has nothing listed */
+    int here[MAX_TOKENS], all = 0; /* whether the task has columns for any token, and for one without a list */
     const int asked = s->first * w->run->m->kv_heads + task->head;
     for (int i = s->first; i < s->last; i++) {
         const int parts = listed_parts(w->run, task->entry, task->chosen->token[i]);
@@ -212,7 +213,7 @@ static void attend_task(Worker *w, const Task *task) {
     rest_squares(&w->chunk);
 }
 
-/* Keys and values of all tokens of a layer into the cache, this thread's share. */
+/* Store keys and values of all tokens of a layer, this thread's share. */
 static void store_layer(const Worker *w, int entry, const Chosen *c, const Segment *segments, int count) {
     const ShoalModel *m = w->run->m;
     const int number = w->run->b->layers[entry];
@@ -223,7 +224,7 @@ static void store_layer(const Worker *w, int entry, const Chosen *c, const Segme
     }
 }
 
-/* Queries to where they can be looked at; then the caller, with the keys in the cache, says which columns are read. */
+/* Copy the queries for the caller, which then, with the keys in the cache, selects the columns to read. */
 static void ask_for_columns(const Worker *w, int entry, const Chosen *c) {
     Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -235,11 +236,11 @@ static void ask_for_columns(const Worker *w, int entry, const Chosen *c) {
         memcpy(r->b->queries + ((int64_t)t * m->heads + head) * m->head_dim, line, 4ll * m->head_dim);
     }
     meet(&r->team, w->id);
-    if (w->id == 0) r->b->select(entry); /* the calling thread, as Python needs it */
+    if (w->id == 0) r->b->select(entry); /* on the calling thread, which Python requires */
     meet(&r->team, w->id);
 }
 
-/* The tasks of a layer, as many as this thread comes to. */
+/* The tasks of a layer that this thread takes. */
 static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segments, int count, void (*run)(Worker *, const Task *)) {
     const Run *r = w->run;
     const int number = r->b->layers[entry], kv_heads = r->m->kv_heads;
@@ -259,7 +260,7 @@ static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segm
     }
 }
 
-/* Splits of rows that gather: as many as their lists take, not as their columns would. */
+/* Number of splits of rows that gather: by their lists, not by their columns. */
 static void leave_out_idle(const Run *r, int entry, const Chosen *c, Segment *segments, int count) {
     for (Segment *s = segments; s < segments + count; s++) {
         int most = 0;
@@ -271,7 +272,7 @@ static void leave_out_idle(const Run *r, int entry, const Chosen *c, Segment *se
     }
 }
 
-/* The attention's output of some heads, this thread's share: the splits' sums brought to their common peak. */
+/* Attention outputs of some heads, this thread's share: the sums of the splits relative to their common peak. */
 static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segment *s) {
     const Run *r = w->run;
     const int dim = r->m->head_dim, heads = r->m->heads;

@@ -1,17 +1,17 @@
 /* Attention of the query heads of one KV head over a chunk of its columns. The chunk is first laid out for products,
-   whatever the form in which it is stored: 16 columns of keys side by side, so that nothing is summed across a vector.
-   Softmax runs online: every (token, head) carries its peak, its denominator and its weighted sum of values from chunk
-   to chunk. The order of sums depends on the columns' places alone, and a column that is hidden adds zero: what a query
-   gets does not depend on which others there are. A column's place is its position in the text that the query ends, so the nodes of a
-   tree are laid out path by path, and a node gets what it gets where its path is a straight text. */
+   whatever its storage form: 16 columns of keys are interleaved, so that nothing is summed across a vector. Softmax runs
+   online: every (token, head) carries its peak, its denominator and its weighted sum of values from chunk to chunk. The
+   order of sums depends on the places of columns alone, and a hidden column adds zero, so a query's result does not depend
+   on other queries. A column's place is its position in the text that the query ends. Nodes of a tree are therefore laid
+   out path by path, and a node gets the same result as in a straight text. */
 #ifndef SHOAL_ATTENTION_H
 #define SHOAL_ATTENTION_H
 
 #include "kv_blocks.h"
 
-#define CHUNK 64    /* columns at a time: laid out they stay in the nearest caches for all queries */
-#define SPLIT 512   /* positions that one task covers; fixed, so that the order of sums depends on the token alone */
-#define QUERIES 4   /* that share the loads of keys and values */
+#define CHUNK 64    /* columns at a time: laid out, they stay in the L1 and L2 caches for all queries */
+#define SPLIT 512   /* positions per task; fixed, so that the order of sums depends on the token alone */
+#define QUERIES 4   /* queries that share loads of keys and values */
 #ifdef SQUARE_QUERIES
 #define MOST_QUERIES SQUARE_QUERIES
 #define LAID 32     /* columns are laid out up to a multiple of this */
@@ -19,20 +19,20 @@
 #define MOST_QUERIES QUERIES
 #define LAID LANES
 #endif
-#define SUMMED 64   /* words of a line of keys that are summed one after the other */
-#define WIDEST (MIXED < 2 ? 2 : MIXED) /* vectors of values of which one call takes care */
+#define SUMMED 64   /* words of a line of keys that are summed sequentially */
+#define WIDEST (MIXED < 2 ? 2 : MIXED) /* vectors of values per call */
 #define MAX_HEAD_DIM 256
-#define SMALLEST 1e-30f /* the smallest magnitude that is told from zero where numbers become whole: its inverse is finite */
+#define SMALLEST 1e-30f /* magnitudes below this round to zero when numbers become integers: its inverse is finite */
 #define MAX_BLOCKS (MAX_HEAD_DIM / KV_BLOCK)
-#define BY_BLOCKS (HALF_PRODUCTS ? BY_HALVES : BF16_PRODUCTS ? BY_BF16 : BY_FLOATS) /* what is multiplied of stored whole numbers */
-#define NEAR 2048   /* bytes by which what is laid out is fetched ahead, beside the fetches of a few queries */
-#define STEP (128 * SCORED) /* bytes of what comes next that a few products fetch */
+#define BY_BLOCKS (HALF_PRODUCTS ? BY_HALVES : BF16_PRODUCTS ? BY_BF16 : BY_FLOATS) /* multiplied form of stored integers */
+#define NEAR 2048   /* prefetch distance of laying out, in bytes, in addition to the prefetches of a few queries */
+#define STEP (128 * SCORED) /* bytes of the next chunk that a few products prefetch */
 
-/* What is multiplied: floats, pairs of bf16, or pairs of whole numbers of 16 bits, where keys and values are stored as such. */
+/* The multiplied form: floats, pairs of bf16, or pairs of 16-bit integers if keys and values are stored as integers. */
 enum { BY_FLOATS, BY_BF16, BY_HALVES };
 
-/* What a (token, head) knows after some columns: their largest score, the sums of weights, which are to be added up, and
-   the weighted sum of values, `dim` floats. */
+/* The state of a (token, head) after some columns: the largest score, partial sums of weights, and the weighted sum of
+   values, `dim` floats. */
 typedef struct {
     float totals[LANES];
     float peak, unused[15];
@@ -53,45 +53,45 @@ typedef struct {
     const char *numbers;
 } Bitmaps;
 
-/* The columns of one KV head, `dim` numbers each, as they are stored; the scales of their blocks where these have some; by
-   column what is added to scores, or NULL. */
+/* The stored columns of one KV head, `dim` numbers each; the scales of their blocks, if any; per column the bias of scores,
+   or NULL. */
 typedef struct {
     const char *keys, *values;
     const uint16_t *key_scales, *value_scales;
     const float *bias;
     int forms[2], dim; /* forms of keys and of values */
     float scale, cap; /* of scores */
-    Bitmaps older[2];    /* keys and values of the first `settled` columns, `numbers` of each line */
+    Bitmaps older[2];    /* keys and values of the first `settled` columns, with `numbers` per line */
     int settled, numbers;
 } Source;
 
-/* What comes next, fetched a little at a time while a chunk is laid out and looked at, which leaves the memory at rest: where too much
-   is under way, all else waits. Bytes that follow, or the lines of listed columns, which are nothing that processors fetch by
-   themselves. */
+/* What comes next, prefetched a little at a time while a chunk is laid out and multiplied, since memory is idle then; too many
+   prefetches in flight would delay everything else. It is the bytes that follow, or the lines of listed columns, which hardware does
+   not prefetch. */
 typedef struct {
     const char *at;
     const int32_t *columns; /* or NULL */
-    int64_t line, left;     /* bytes of a column, and of all that are left */
+    int64_t line, left;     /* bytes of a column, and of all remaining columns */
     const uint16_t *scales; /* of listed columns, or NULL */
     int blocks;
 } Ahead;
 
-/* A chunk of them. A word is a float or, where pairs are multiplied, two numbers: of one key, or of two columns' values.
-   Keys: [CHUNK / 16][words of a line][16 columns]. Values: [CHUNK][dim], or [CHUNK / 2][dim / 32][2][16] pairs, of even
-   dimensions and of odd ones. */
+/* A chunk laid out for products. A word is a float or, if pairs are multiplied, two numbers: of one key, or of the values
+   of two columns. Keys: [CHUNK / 16][words of a line][16 columns]. Values: [CHUNK][dim], or [CHUNK / 2][dim / 32][2][16]
+   pairs, of even and of odd dimensions. */
 typedef struct {
     char *keys, *values;
-    float *scales[2];                /* of whole numbers, of keys and of values: [blocks][CHUNK] */
-    float *bias;                     /* [CHUNK], beside scores */
+    float *scales[2];                /* scales of integer keys and values: [blocks][CHUNK] */
+    float *bias;                     /* [CHUNK], added to scores */
     int biased;                      /* whether there is any */
-    float *notes[MOST_QUERIES];      /* where the scores of a few queries are noted by column; or NULL */
+    float *notes[MOST_QUERIES];      /* where the scores of a few queries are stored by column; or NULL */
     Ahead ahead[2];                  /* keys and values that come next */
     int dim;                         /* numbers of a line */
-    int shaped;                      /* rows of the tile units' squares, 0 where they rest */
+    int shaped;                      /* rows of the AMX tiles, 0 if they are not used */
     float scale, cap;                /* of scores */
 } Chunk;
 
-/* What a token sees of a chunk: places low..high-1. */
+/* The places of a chunk that a token sees: low..high-1. */
 typedef struct {
     int low, high;
 } Seen;
@@ -127,13 +127,13 @@ static void unpack_line(const Source *s, const Bitmaps *of, int64_t column, char
     }
 }
 
-/* Where the numbers of a column lie, and the scales of their blocks if they have some. */
+/* The numbers of a column, and the scales of their blocks, if any. */
 typedef struct {
     const char *numbers;
     const uint16_t *scales;
 } Line;
 
-/* 16 words of a line from word 16 * part on, zero beyond its end; what lies `near` bytes behind is fetched. */
+/* 16 words of a line from word 16 * part on, zero-padded; prefetches what is `near` bytes ahead. */
 INLINE Vi load_words(Line line, int part, int dim, int near, const int form, const int by) {
     const int width = by == BY_FLOATS ? 16 : 32;
     if (has_blocks(form)) {
@@ -149,15 +149,15 @@ INLINE Vi load_words(Line line, int part, int dim, int near, const int form, con
     return by == BY_FLOATS ? vi_load_words(head_mask(rest), at) : vi_load_halves((1u << rest) - 1, at);
 }
 
-/* 16 columns' lines, `step` bytes and `blocks` scales apart: the first and those that follow it, or, where columns are listed, theirs,
-   counted from the first. */
+/* The lines of 16 columns, `step` bytes and `blocks` scales apart: consecutive ones from the first on, or listed ones, counted from
+   the first. */
 typedef struct {
     Line first;
     int64_t step, blocks;
     const int32_t *columns; /* or NULL */
 } Strided;
 
-static const char NOTHING[4 * MAX_HEAD_DIM] ALIGNED; /* a column that is none */
+static const char NOTHING[4 * MAX_HEAD_DIM] ALIGNED; /* no column */
 
 INLINE Line line_after(const Strided *s, Line last, int i) {
     if (s->columns && s->columns[i] < 0) return (Line){NOTHING, (const uint16_t *)NOTHING};
@@ -168,7 +168,7 @@ INLINE Line line_after(const Strided *s, Line last, int i) {
 
 INLINE int in_a_row(const int32_t *columns) { return columns[0] >= 0 && columns[15] == columns[0] + 15; }
 
-/* They are read where they are stored, but for bitmaps: with those among them they are brought together in `room`. */
+/* Columns are read where they are stored, unless some are bitmaps: then all are decoded to `room`. */
 static Strided find_lines(const Source *s, int values, const int32_t *columns, char *room) {
     const int64_t line = column_bytes(s->dim, s->forms[values]), step = round_up(line, 64), blocks = blocks_of(s->dim);
     const Line stored = {values ? s->values : s->keys, values ? s->value_scales : s->key_scales};
@@ -185,7 +185,7 @@ static Strided find_lines(const Source *s, int values, const int32_t *columns, c
     return (Strided){{room, NULL}, step, 0, NULL};
 }
 
-/* So many bytes of it, or as many whole columns as they begin. */
+/* Prefetch that many bytes, or the whole columns that they reach. */
 INLINE void fetch_more(Ahead *a, int64_t bytes) {
     if (bytes > a->left) bytes = a->left;
     a->left -= bytes;
@@ -198,10 +198,10 @@ INLINE void fetch_more(Ahead *a, int64_t bytes) {
         for (int64_t i = 0; i < a->line; i += 64) fetch_far(a->at + *a->columns * a->line + i);
         if (a->scales) fetch_far(a->scales + (int64_t)*a->columns * a->blocks);
     }
-    a->left += bytes; /* below 0 by what the last column went beyond */
+    a->left += bytes; /* negative by the excess of the last column */
 }
 
-/* Else compilers hold the addresses of all 16 lines, for which there are too few registers. */
+/* Otherwise compilers keep the addresses of all 16 lines, for which there are too few registers. */
 #define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
 
 INLINE void lay_keys(Strided from, Ahead *ahead, int dim, char *to, const int form, const int by) {
@@ -238,8 +238,8 @@ INLINE void lay_values(Strided from, Ahead *ahead, int dim, char *to, const int 
     }
 }
 
-/* The keys (side 0) or values of `count` columns, of listed ones or of those from column `first` on; where the first one is a bitmap,
-   the numbers of all. */
+/* The keys (side 0) or values of `count` columns, listed or from column `first` on; if the first one is a bitmap, decoded numbers of
+   all. */
 INLINE Ahead ahead_of(const Source *s, int side, const int32_t *columns, int first, int count) {
     const int packed = count && (columns ? columns[0] : first) < s->settled;
     const int64_t line = packed ? (int64_t)s->numbers * form_bytes(s->forms[side]) : column_bytes(s->dim, s->forms[side]);
@@ -248,7 +248,7 @@ INLINE Ahead ahead_of(const Source *s, int side, const int32_t *columns, int fir
     return (Ahead){columns ? at : at + first * line, columns, line, count * line, scales, blocks_of(s->dim)};
 }
 
-/* Scales of 16 columns, by block; two blocks at a time, as their halves fill a word. */
+/* Scales of 16 columns, by block; two blocks at a time, since two float16 fill a word. */
 INLINE void lay_scales(Strided from, int blocks, float *to) {
     for (int b = 0; b < blocks; b += 2) {
         uint16_t some[16][2] ALIGNED;
@@ -280,7 +280,7 @@ INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int fro
     }
 }
 
-/* The usual dimensions known to the compiler: then no line has an end to look out for. */
+/* The usual dimensions as compile-time constants, so that no line needs a check of its end. */
 #define LAY_LINES(form, values_form, by)                                                                               \
     do {                                                                                                               \
         if (s->dim == 64) lay_lines(c, s, columns, from, count, 64, form, values_form, by);                            \
@@ -303,7 +303,7 @@ LAY_BLOCKS(lay_int8, STORED_INT8, STORED_INT8)
 LAY_BLOCKS(lay_int4, STORED_INT4, STORED_INT4)
 LAY_BLOCKS(lay_int8_int4, STORED_INT8, STORED_INT4)
 
-/* What is kept of 16 columns; of one that is none, anything. */
+/* The numbers of 16 columns; anything for no column. */
 INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
     float some[16] ALIGNED;
     if (in_a_row(columns)) return vf_loadu(numbers + columns[0]);
@@ -311,8 +311,8 @@ INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
     return vf_load(some);
 }
 
-/* Lay out columns that are listed up to a multiple of LAID; -1: none. The others ascend. Those before `from`, a multiple of it too, lie
-   there already. */
+/* Lay out listed columns, ascending, padded with -1 to a multiple of LAID. Those before `from`, also a multiple, are already laid
+   out. */
 static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int from, int count, int by) {
     c->scale = s->scale, c->cap = s->cap, c->biased = s->bias != NULL;
     for (int i = from; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
@@ -322,7 +322,7 @@ static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int f
     else (s->forms[1] == STORED_INT8 ? lay_int8 : lay_int8_int4)(c, s, columns, from, count, by);
 }
 
-/* Whole numbers are summed as such, in the bits of `sum`. */
+/* Integers are summed as integers, in the bits of `sum`. */
 INLINE Vf multiply_add(Vf sum, Vi a, Vi b, const int by) {
     return by == BY_HALVES ? dot_halves_in(sum, a, b)
            : by == BY_BF16 ? dot_bf16(sum, a, b) : vf_fma(vf_bits(a), vf_bits(b), sum);
@@ -334,15 +334,15 @@ INLINE Vi spread(const char *word) {
     return vi_all(x);
 }
 
-/* The whole numbers of a query are multiples of a step, which follows them. */
+/* The integers of a query are multiples of a step, which is stored after them. */
 INLINE float step_of_query(const char *q, int dim) {
     float step;
     memcpy(&step, q + 2 * round_up(dim, 32), 4);
     return step;
 }
 
-/* Scores of groups first..last-1 of 16 columns; others that share a register's place with them come out as anything. A long
-   line is summed by parts, which rounds less; whole numbers by blocks, each of which has a scale. */
+/* Scores of groups first..last-1 of 16 columns; the scores of other groups are undefined. A long line is summed in parts,
+   which rounds less; integers are summed by blocks, each of which has a scale. */
 INLINE void score(Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
                   const int by) {
     const int words = words_of_line(c->dim, by), summed = by == BY_HALVES ? KV_BLOCK / 2 : SUMMED;
@@ -380,7 +380,7 @@ INLINE void score(Chunk *c, const char *const *q, float scores[][CHUNK], int fir
     }
 }
 
-/* Hide what the token does not see of places first..last-1. */
+/* Mask those of places first..last-1 that the token does not see. */
 INLINE void hide(const Seen *seen, float *scores, int first, int last) {
     for (int i = first; i < min_int(seen->low, last); i++) scores[i] = -INFINITY;
     for (int i = max_int(seen->high, first); i < last; i++) scores[i] = -INFINITY;
@@ -390,8 +390,8 @@ INLINE void add_sum(State *s, int at, float shrink, Vf sum) {
     vf_store(s->sum + at, vf_fma(vf_load(s->sum + at), vf_all(shrink), sum));
 }
 
-/* Sums of values by weights over rows first..last-1, columns or pairs of them: `count` vectors of their lines from number `at` on, into
-   `sum` from place `to` on. */
+/* Weighted sums of values over rows first..last-1, which are columns or pairs of columns: `count` vectors of their lines from number
+   `at` on, into `sum` from place `to` on. */
 INLINE void sum_values(Chunk *c, const char *const *weights, int first, int last, int at, Vf sum[][WIDEST], const int to,
                        const int count, const int queries, const int by) {
     const int64_t line = 64ll * vectors_of_line(c->dim, by), apart = by == BY_HALVES ? 2 * CHUNK : 0;
@@ -409,8 +409,8 @@ INLINE void sum_values(Chunk *c, const char *const *weights, int first, int last
     UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < count; k++) sum[h][to + k] = here[h][k];
 }
 
-/* Add values, `width` vectors of their lines from number `at` on, which go in pairs where columns do. Whole numbers have weights for each
-   block, in multiples of `steps`. */
+/* Add weighted values, `width` vectors of their lines from number `at` on; in pairs if columns are. Integers have weights per block, in
+   multiples of `steps`. */
 INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const float *shrink, const float (*steps)[MAX_BLOCKS], int first,
                 int last, int at, const int width, const int queries, const int by) {
     const int together = width < MIXED ? width : MIXED;
@@ -431,7 +431,7 @@ INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const flo
         }
 }
 
-/* What one query sees of its scores in columns first..last-1. */
+/* Finish the scores of one query in columns first..last-1: soft cap, a copy for the choice of columns, bias, mask. */
 INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, int first, int last) {
     for (int i = first; c->cap > 0 && i < last; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
     if (c->notes[h]) memcpy(c->notes[h] + first, mine + first, sizeof(float) * (last - first));
@@ -440,8 +440,8 @@ INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, i
     hide(seen, mine, first, last);
 }
 
-/* From scores in columns first..last-1 to weights relative to the new peaks, as floats or as bf16, and to by how much older
-   sums shrink. Queries go side by side, since each waits for itself at every step. */
+/* From scores in columns first..last-1 to weights relative to the new peaks, as floats or bf16, and the factors of older
+   sums. Queries are interleaved to hide latency. */
 INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16_t halves[][CHUNK], float *shrink, int first, int last,
                   const int queries, const int by) {
     Vf peak[QUERIES], total[QUERIES];
@@ -452,7 +452,7 @@ INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16
         const float most = vf_top(peak[h]), old = s[h]->peak, top = most > old ? most : old;
         shrink[h] = __builtin_expect(old == top, 1) ? 1.0f : expf(old - top);
         s[h]->peak = top;
-        peak[h] = vf_all(top == -INFINITY ? 0 : top); /* nothing visible yet: all weights come out as zero */
+        peak[h] = vf_all(top == -INFINITY ? 0 : top); /* nothing visible yet: all weights become zero */
         total[h] = vf_mul(vf_load(s[h]->totals), vf_all(shrink[h]));
     }
     for (int i = first; i < last; i += LANES)
@@ -465,7 +465,7 @@ INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16
     UNROLL for (int h = 0; h < queries; h++) vf_store(s[h]->totals, total[h]);
 }
 
-/* Weights times the scales of values, block by block in whole multiples of a step: the largest of a chunk becomes 32767. */
+/* Weights times the scales of values, per block as integer multiples of a step: the largest of a chunk becomes 32767. */
 INLINE void weigh_blocks(const Chunk *c, const float *weights, uint16_t (*to)[CHUNK], float *steps, int first, int last) {
     for (int b = 0; b < blocks_of(c->dim); b++) {
         const float *scales = c->scales[1] + b * CHUNK;
@@ -479,7 +479,7 @@ INLINE void weigh_blocks(const Chunk *c, const float *weights, uint16_t (*to)[CH
     }
 }
 
-/* A few queries look at a chunk. */
+/* Attention of a few queries over a chunk. */
 INLINE void attend_queries(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, const int queries,
                            const int by) {
     float scores[QUERIES][CHUNK] ALIGNED, shrink[QUERIES], steps[QUERIES][MAX_BLOCKS];

@@ -1,12 +1,12 @@
-/* Attention of up to 16 queries in the tile units. What is laid out are squares already: of keys, 16 words of 16 columns; of
-   values, 16 pairs of columns and 16 dimensions. Columns go by 32 from the chunk's first on, so that a query's sums do not
-   depend on what others see; what it does not see has weight zero. Included by attention.h. */
+/* Attention of up to 16 queries with AMX. The laid out columns already are AMX tiles: of keys, 16 words of 16 columns; of values,
+   16 pairs of columns and 16 dimensions. Columns are processed by 32 from the chunk's first on, so that a query's sums do not
+   depend on what others see; hidden columns have weight zero. Included by attention.h. */
 #ifndef SHOAL_ATTENTION_AMX_H
 #define SHOAL_ATTENTION_AMX_H
 
 #include "squares.h"
 
-/* Scores of columns first..last-1. Several groups of columns at a time, since a product waits long for the one before it in a sum. */
+/* Scores of columns first..last-1; several groups of columns at a time, to hide the latency of dependent products. */
 INLINE void score_some(Chunk *c, const char *q, float scores[][CHUNK], int at, const int groups) {
     const int words = (int)round_up(words_of_line(c->dim, 1), 16);
     const char *keys = c->keys + (int64_t)at * 4 * words;
@@ -61,7 +61,7 @@ INLINE void mix_squares(State *const *s, Chunk *c, const uint16_t *weights, cons
     for (; at < vectors; at += 2) mix_some(s, c, weights, shrink, first, last, queries, at, 2);
 }
 
-/* The queries lie one behind the other. */
+/* The queries are consecutive in memory. */
 static void attend_bf16(Chunk *c, const char *const *q, State *const *s, const Seen *const *seen, int queries) {
     float scores[SQUARE_QUERIES][CHUNK] ALIGNED, shrink[SQUARE_QUERIES];
     uint16_t weights[SQUARE_QUERIES][CHUNK] ALIGNED;
@@ -80,7 +80,7 @@ static void attend_bf16(Chunk *c, const char *const *q, State *const *s, const S
     mix_squares(s, c, weights[0], shrink, first, last, queries);
 }
 
-/* After the last chunk: shaping takes longer than a few products. */
+/* After the last chunk, since configuring tiles takes longer than a few products. */
 static void rest_squares(Chunk *c) {
     if (c->shaped) release_squares();
     c->shaped = 0;

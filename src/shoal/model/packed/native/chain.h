@@ -1,26 +1,26 @@
-/* Tokens that a model goes on with by itself, one forward each, within one call. A vector stands in for the embedding: what
-   the state before a token adds to it, and what the token does. */
+/* Draft tokens with which a model continues by itself within one call, one forward each. The input of a token is a vector
+   in place of the embedding: a product with the state before it, plus the token's own share. */
 #ifndef SHOAL_CHAIN_H
 #define SHOAL_CHAIN_H
 
 #include "layer.h"
 
-/* One thread's part of a row of logits: the largest, where it stands, and the sum of e^(logit - largest). */
+/* One thread's part of a row of logits: the largest, its index, and the sum of e^(logit - largest). */
 typedef struct {
     float top, sum;
     int token;
 } Best;
 
-/* What the chains have come to. `next` is the batch of those that go on, one token each. */
+/* The state of the chains. `next` is the batch of those that continue, one token each. */
 typedef struct {
     ShoalBatch next;
     int32_t position[MAX_TOKENS], row[MAX_TOKENS], node[MAX_TOKENS], base[MAX_TOKENS], wanted[MAX_TOKENS];
     uint64_t ancestors[MAX_TOKENS];
-    int chain[MAX_TOKENS], line[MAX_TOKENS]; /* of each token: its chain, and the line of the states before it */
+    int chain[MAX_TOKENS], line[MAX_TOKENS]; /* per token: its chain, and the line of the state before it */
     Best best[MAX_TOKENS][MAX_THREADS];
 } Chains;
 
-/* A state, normalised by `norm` and by its size, to be multiplied. */
+/* A state, normalised by `norm` and then by its size, as input of a product. */
 static void prepare_state(const Worker *w, const ShoalChain *c, const float *x, const float *norm, float eps, int token, int tokens) {
     const ShoalModel *m = w->run->m;
     const Vf scale = vf_all(inverse_rms(x, m->hidden, eps));
@@ -31,7 +31,7 @@ static void prepare_state(const Worker *w, const ShoalChain *c, const float *x, 
     prepare(&w->acts, &c->of_state, w->line, c->ones, m->eps, token, tokens);
 }
 
-/* This thread's columns of a token's vector: its own share, and what the state before it adds. */
+/* This thread's columns of a token's vector: its own share plus the product with the state before it. */
 static void take_vector(const Worker *w, int token, const float *own) {
     const Run *r = w->run;
     const int blocks = (int)r->x_line / LANES;
@@ -49,7 +49,7 @@ static void multiply_states(Worker *w, const ShoalChain *c, int tokens) {
     meet(&w->run->team, w->id);
 }
 
-/* The vectors of the tokens that are known. */
+/* The vectors of known tokens. */
 static void begin_chains(Worker *w, const ShoalChain *c) {
     const int tokens = w->run->b->tokens;
     for (int t = 0; t < tokens; t++) prepare_state(w, c, c->states[t], c->norm, c->eps, t, tokens);
@@ -58,7 +58,7 @@ static void begin_chains(Worker *w, const ShoalChain *c) {
     meet(&w->run->team, w->id);
 }
 
-/* The vectors of the tokens that were guessed last. */
+/* The vectors of the latest guesses. */
 static void go_on(Worker *w, const ShoalChain *c, const Chains *all) {
     const Run *r = w->run;
     const int tokens = all->next.tokens;
@@ -71,7 +71,7 @@ static void go_on(Worker *w, const ShoalChain *c, const Chains *all) {
     meet(&r->team, w->id);
 }
 
-/* The range of the logits that a thread looks through. */
+/* The range of logits that a thread scans. */
 INLINE int first_of(const ShoalModel *m, int id, int threads) {
     return min_int(share((m->vocab + LANES - 1) / LANES, id, threads) * LANES, m->vocab);
 }
@@ -94,7 +94,7 @@ static Best best_of(const float *logits, int first, int last, float colder) {
     return b;
 }
 
-/* The token that a number in [0, 1) falls to, in the order of tokens, where `total` is the sum of all weights. */
+/* The token that a number in [0, 1) selects by the cumulative weights, whose sum is `total`. */
 static int drawn(const Worker *w, const Best *parts, const float *logits, double uniform, float top, float total, float colder) {
     const int threads = w->threads;
     double left = uniform * total;
@@ -112,10 +112,10 @@ static int drawn(const Worker *w, const Best *parts, const float *logits, double
             left -= some;
         }
     }
-    return -1; /* rounding has left nothing */
+    return -1; /* after rounding nothing is left */
 }
 
-/* A guess from row `line` of the logits, the first of equals, and the logarithm of its likelihood. */
+/* A guess from row `line` of the logits, the first of equals, and its log-likelihood. */
 static int guessed(const Worker *w, const ShoalChain *c, const Best *parts, int line, int chain, int done, float *log) {
     const float *logits = w->run->logits + (int64_t)line * w->run->m->vocab, colder = c->colder[chain] > 0 ? c->colder[chain] : 1;
     const Best *best = parts;
@@ -132,7 +132,7 @@ static int guessed(const Worker *w, const ShoalChain *c, const Best *parts, int 
     return token;
 }
 
-/* Add a guess to every chain, and lay out the batch of those that go on. One thread does. */
+/* Append a guess to every chain, and prepare the batch of those that continue; run by one thread. */
 static void lengthen(const Worker *w, const ShoalChain *c, Chains *all) {
     Run *r = w->run;
     const ShoalBatch *b = r->b;
@@ -156,7 +156,7 @@ static void lengthen(const Worker *w, const ShoalChain *c, Chains *all) {
     r->b = &all->next;
 }
 
-/* Guess from the logits at hand; returns how many chains go on. */
+/* Guess from the current logits; returns how many chains continue. */
 static int guess(const Worker *w, const ShoalChain *c, Chains *all) {
     Run *r = w->run;
     const int first = first_of(r->m, w->id, w->threads), last = first_of(r->m, w->id + 1, w->threads);

@@ -1,4 +1,4 @@
-/* Every index of a batch against what it indexes, so that a wrong call is refused before it touches memory. */
+/* Checks every index of a batch, so that a wrong call is refused before it touches memory. */
 #include <stdio.h>
 
 #include "shoal.h"

@@ -1,12 +1,12 @@
-/* Which columns a token reads, chosen here: attention notes the scores of a layer that chooses, and once it is done the largest of
-   them are listed for the layers after it. */
+/* Choice of the columns that a token reads: attention stores the scores of a choosing layer, and afterwards the columns with the
+   largest scores are listed for later layers. */
 #ifndef SHOAL_CHOOSE_H
 #define SHOAL_CHOOSE_H
 
 #include "run.h"
 
-/* Columns by name, [kv_heads][count], or [heads][count] where query heads have columns of their own; count 0: all that a token sees.
-   What is chosen here is named by its place in the text that the token ends: a node of a tree chooses what it would there. */
+/* A list of columns, [kv_heads][count], or [heads][count] if query heads have columns of their own; count 0: all that a token sees.
+   Columns chosen here are given by their place in the text that the token ends, so a node of a tree chooses as in a straight text. */
 typedef struct {
     const int32_t *columns;
     int count, apart;
@@ -14,7 +14,7 @@ typedef struct {
 
 INLINE int stored_of(const Run *r, int entry, int t) { return r->b->base[t] - start_of(r->b, entry, t); }
 
-/* What token t does in a layer of the batch, of those who leave the choice to us. */
+/* The role of token t in a layer of the batch, if the kernels choose for it. */
 INLINE int role_of(const Run *r, int entry, int t) {
     const ShoalChoice *c = r->b->choices ? r->b->choices + t : NULL;
     if (!c || !c->count || c->roles[entry] == READS_ALL) return READS_ALL;
@@ -30,44 +30,44 @@ INLINE Reads reads_of(const Run *r, int entry, int t) {
     return (Reads){b->choices[t].columns, b->choices[t].count, b->choices[t].apart};
 }
 
-/* Whether what token t reads was chosen here: tasks then share in the list of it, not in the columns. */
+/* Whether the kernels chose what token t reads: then tasks divide its list, not the columns. */
 INLINE int gathers(const Run *r, int entry, int t) { return !r->b->select && reads_of(r, entry, t).count > 0; }
 
-/* Of how many tasks each KV head of such a token is made: fewer than its columns would take; 0 for any other token. */
+/* Number of tasks per KV head of such a token, fewer than its columns would take; 0 for any other token. */
 INLINE int listed_parts(const Run *r, int entry, int t) {
     return gathers(r, entry, t) ? (reads_of(r, entry, t).count + SPLIT - 1) / SPLIT : 0;
 }
 
-/* The scores of a query head that a token has noted. */
+/* The stored scores of a query head of a token. */
 INLINE float *noted(const ShoalChoice *c, int head) { return c->scores + (int64_t)head * c->room + CHUNK; }
 
-/* Where the scores of token t and a query head are noted, from column `base` on; NULL where it does not choose. A chunk may begin
-   before column 0 and go on behind the last one. */
+/* Where the scores of token t and a query head are stored, from column `base` on; NULL if it does not choose. A chunk may begin
+   before column 0 and end after the last one. */
 INLINE float *notes_of(const Run *r, int entry, int t, int head, int base) {
     if (role_of(r, entry, t) != CHOOSES) return NULL;
     return noted(r->b->choices + t, head) + base;
 }
 
-/* A number that orders floats, given by their bits, as they are ordered; above 0 for all of them. */
+/* The rank of a float, given by its bits: an integer above 0 in the same order. */
 INLINE uint32_t rank_of(uint32_t bits) { return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u); }
-#define LOWEST_RANK 0x007fffffu /* of minus infinity */
+#define LOWEST_RANK 0x007fffffu /* rank of minus infinity */
 
 typedef uint32_t __attribute__((may_alias)) Bits; /* of floats in memory */
 
-/* How many ranks are at least that; a loop that vectors go through at the speed of the nearest caches. */
+/* Number of ranks that are at least `rank`; vectorised, at the speed of the L1 cache. */
 static int count_from(const Bits *ranks, int count, uint32_t least) {
     int found = 0;
     for (int i = 0; i < count; i++) found += ranks[i] >= least;
     return found;
 }
 
-/* Ranks between which a search goes on: at least k are not below `low`, fewer than k not below `high`. */
+/* The bracket of a search: at least k ranks are >= `low`, fewer than k are >= `high`. */
 typedef struct {
     uint32_t low, high;
-    int above_low, above_high; /* how many are not below them */
+    int above_low, above_high; /* number of ranks that are >= each */
 } Bracket;
 
-/* Narrow a bracket by what a rank in it shows; whether just k are not below it. */
+/* Narrow a bracket with a rank inside it; returns whether exactly k are >= that rank. */
 static int look_at(const Bits *ranks, int count, int k, uint32_t rank, Bracket *in) {
     if (rank <= in->low || rank >= in->high) return 0;
     const int found = count_from(ranks, count, rank);
@@ -76,8 +76,8 @@ static int look_at(const Bits *ranks, int count, int k, uint32_t rank, Bracket *
     return found == k;
 }
 
-/* The largest rank that `k` ranks or more are not below, or a smaller one that just k are not below. Where the count is
-   expected to reach k if ranks were evenly spread, and every third time in the middle, which ends every search. */
+/* The largest rank such that at least `k` ranks are >= it, or a smaller one with exactly k. Interpolates, as if ranks were
+   evenly spread, and bisects every third time, so that every search ends. */
 static uint32_t narrow(const Bits *ranks, int count, int k, Bracket in) {
     for (int step = 1; in.high - in.low > 1; step++) {
         const double share = step % 3 ? (in.above_low - k + 0.5) / (in.above_low - in.above_high) : 0.5;
@@ -87,10 +87,10 @@ static uint32_t narrow(const Bits *ranks, int count, int k, Bracket in) {
     return in.low;
 }
 
-#define JOINED 8 /* laws at a time */
-#define SAMPLES 1024 /* of many ranks, by which the search for one begins */
+#define JOINED 8 /* distributions at a time */
+#define SAMPLES 1024 /* samples of many ranks, with which a search begins */
 
-/* As `narrow`, of all ranks. What a like share of some samples is not below is near, so ranks around it are looked at first. */
+/* Such a rank among all ranks. The rank that the same share of samples reaches is near, so ranks around it are tried first. */
 static uint32_t find_rank(const Bits *ranks, int count, int k) {
     Bracket in = {0, UINT32_MAX, count, 0};
     const int step = count / SAMPLES;
@@ -109,8 +109,7 @@ static uint32_t find_rank(const Bits *ranks, int count, int k) {
     return narrow(ranks, count, k, in);
 }
 
-/* What scores come to in the law over them: the logarithm of the sum of their exponentials; `count` up to whole vectors. Stretch by
-   stretch, so that they are read once. */
+/* Log-sum-exp of scores; `count` is rounded up to whole vectors. Works block by block, so that scores are read once. */
 static float log_sum(const float *scores, int count) {
     float most = -INFINITY;
     Vf total = vf_zero();
@@ -125,8 +124,8 @@ static float log_sum(const float *scores, int count) {
     return most + logf(vf_sum(total));
 }
 
-/* Bring the scores of a query head to the places of the text that token t ends, and hide what stands behind it up to whole vectors.
-   Attention notes them by place, labels are scored by column. */
+/* Move the scores of a query head to the places of the text that token t ends, and mask what follows up to whole vectors. Attention
+   stores scores by place, labels by column. */
 static void ready_noted(const Run *r, int t, int head, int stored, int role) {
     float *scores = noted(r->b->choices + t, head);
     const int own = place_of(r->b, t, stored);
@@ -134,7 +133,7 @@ static void ready_noted(const Run *r, int t, int head, int stored, int role) {
     for (int i = own + 1; i % LANES; i++) scores[i] = -INFINITY;
 }
 
-/* Of `group` query heads from `head` on each column's largest share in a law, up to a factor, in the place of the first one's scores. */
+/* Replace the scores of query head `head` by each column's largest probability, up to a factor, over `group` heads from it on. */
 static void join_laws(const ShoalChoice *c, int head, int group, int count) {
     float *joint = noted(c, head), more[JOINED];
     const float first = log_sum(joint, count);
@@ -150,18 +149,18 @@ static void join_laws(const ShoalChoice *c, int head, int group, int count) {
     }
 }
 
-/* List the columns with the largest scores of a query head, ascending, behind -1s where there are too few; of equals the newest. */
+/* List the columns with the largest scores of a query head, ascending, -1s first if there are too few; of equals the newest. */
 static void list_largest(const ShoalChoice *c, int head, int own, int32_t *first) {
-    Bits *ranks = (Bits *)noted(c, head); /* in the place of the scores */
+    Bits *ranks = (Bits *)noted(c, head); /* in the memory of the scores */
     for (int i = 0; i < own; i++) {
         const uint32_t rank = rank_of(ranks[i]);
-        ranks[i] = rank <= LOWEST_RANK ? 0 : rank < UINT32_MAX ? rank : UINT32_MAX - 1; /* nothing is as near as the token's own column */
+        ranks[i] = rank <= LOWEST_RANK ? 0 : rank < UINT32_MAX ? rank : UINT32_MAX - 1; /* the token's own column is always chosen */
     }
     ranks[own] = UINT32_MAX;
     const uint32_t least = find_rank(ranks, own + 1, c->count);
     int equals = c->count - (least < UINT32_MAX ? count_from(ranks, own + 1, least + 1) : 0);
     int32_t *to = first + c->count;
-    for (int last = own; last >= 0; last -= LANES) { /* most stretches of columns have none */
+    for (int last = own; last >= 0; last -= LANES) { /* most blocks of columns have none */
         const int begin = max_int(0, last - LANES + 1);
         if (!count_from(ranks + begin, last + 1 - begin, least)) continue;
         for (int i = last; i >= begin; i--)
@@ -170,7 +169,7 @@ static void list_largest(const ShoalChoice *c, int head, int own, int32_t *first
     while (to > first) *--to = -1;
 }
 
-/* What token t reads of a KV head: one list, or one for each of its query heads. */
+/* List what token t reads of a KV head: one list, or one for each of its query heads. */
 static void list_columns(const Run *r, int t, int kv_head, int stored, int role) {
     const ShoalChoice *c = r->b->choices + t;
     const int group = r->m->heads / r->m->kv_heads, head = kv_head * group, own = place_of(r->b, t, stored);
@@ -180,7 +179,7 @@ static void list_columns(const Run *r, int t, int kv_head, int stored, int role)
     for (int i = 0; i < lists; i++) list_largest(c, head + i, own, c->columns + (int64_t)(list + i) * c->count);
 }
 
-/* This thread's share of what those tokens of a layer choose that have this role in it. */
+/* This thread's share of the choices of the tokens that have this role in a layer. */
 static void choose_columns(const Worker *w, int entry, const Chosen *c, int role) {
     const Run *r = w->run;
     const int kv_heads = r->m->kv_heads;

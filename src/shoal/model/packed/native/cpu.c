@@ -1,4 +1,4 @@
-/* What this machine can do. Compiled for any processor of the family, so that asking is safe everywhere. */
+/* Features of this machine. Compiled for any processor of the family, so that it is safe to call everywhere. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 
-/* Linux keeps these registers for processes that have asked for them, of which every thread may then use them. */
+/* Linux saves the AMX registers only for processes that have asked for it; then every thread may use them. */
 enum { REQUEST_STATE = 0x1023, TILE_DATA = 18 };
 
 static int has_tile_units(void) {
@@ -19,7 +19,7 @@ static int has_tile_units(void) {
 }
 #endif
 
-/* What the other files were compiled for. */
+/* The vector set that the other files were compiled for. */
 const char *shoal_vectors(void) {
 #if defined SHOAL_NEON
     return "neon";
@@ -58,7 +58,7 @@ const char *shoal_missing_feature(void) {
     return 0;
 }
 
-/* Ask for huge pages in the memory from `start` on, before it is first touched: streams then cross fewer page ends. */
+/* Ask for huge pages for memory from `start` on, before it is first touched: streams then cross fewer page boundaries. */
 void shoal_advise(void *start, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);

@@ -1,4 +1,4 @@
-/* A whole forward in one parallel region: a handful of tokens through some layers of a Llama-shaped decoder. */
+/* A forward in one parallel region: a few tokens through some layers of a Llama-shaped decoder. */
 #include <omp.h>
 #include <time.h>
 
@@ -26,11 +26,11 @@ static void embed(const Worker *w) {
     }
 }
 
-/* This thread's columns of all states, as they are before layer number `entry` of the batch. */
+/* Copy this thread's columns of all states before layer number `entry` of the batch. */
 static void copy_states(const Worker *w, int entry) {
     const Run *r = w->run;
     const int hidden = r->m->hidden, first = share(hidden, w->id, w->threads), last = share(hidden, w->id + 1, w->threads);
-    entry -= r->b->active_count + 1 - r->b->tap_count; /* earlier ones are not asked for */
+    entry -= r->b->active_count + 1 - r->b->tap_count; /* earlier layers are not wanted */
     if (!r->b->taps || entry < 0) return;
     float *to = r->b->taps + (int64_t)entry * r->b->tokens * hidden;
     for (int t = 0; t < r->b->tokens; t++, to += hidden) memcpy(to + first, r->x + t * r->x_line + first, 4ll * (last - first));
@@ -53,7 +53,7 @@ static int deepest(const ShoalModel *m) {
     return max_int(max_int(m->hidden, m->ffn), m->heads * m->head_dim) + GROUP_K;
 }
 
-/* Of a thread's activations; those of the groups of an MLP lie one behind the other, each filled up to at most GROUP_K values more. */
+/* Bytes of a thread's activations; those of the groups of an MLP follow one another, each padded by at most GROUP_K values. */
 static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) {
     const int64_t groups = b->groups ? b->expert_count : 0;
     return round_up(acts_bytes(b->tokens, deepest(m)), 64) + groups * round_up(acts_bytes(b->tokens, GROUP_K), 64);
@@ -80,14 +80,14 @@ static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     return own_acts(m, b) + queries + round_up(4ll * SUMS, 64) + 4 * round_up(m->hidden, LANES) + chunk_bytes(m->head_dim);
 }
 
-/* At most how many (token, head, split) states a layer needs. */
+/* The most (token, head, split) states that a layer needs. */
 static int64_t most_states(const ShoalModel *m, const ShoalBatch *b) {
     int64_t splits = 0;
     for (int t = 0; t < b->tokens; t++) splits += (b->base[t] + MAX_TOKENS) / SPLIT + 2;
     return splits * m->heads;
 }
 
-/* Lay the buffers out from `memory` on; returns the bytes they take. */
+/* Lay out the buffers from `memory` on; returns their bytes. */
 static int64_t lay_out(Run *r, char *memory, int threads) {
     const ShoalModel *m = r->m;
     const int64_t tokens = r->b->tokens;
@@ -144,7 +144,7 @@ static void run_chains(Worker *w, const ShoalChain *c, Chains *all) {
     }
 }
 
-/* Returns how many processors the threads had: their number, or less where the machine was busy. */
+/* Returns how many processors the threads had: their number, or less if the machine was busy. */
 static double run_team(Run *r, char *scratch, int threads, const ShoalChain *c) {
     lay_out(r, scratch, threads);
     const double start = seconds(CLOCK_MONOTONIC);
@@ -174,8 +174,8 @@ double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, ch
     return run_team(&r, scratch, threads, NULL);
 }
 
-/* The same with vectors in place of the batch's ids, and with guesses after its wanted tokens: as many forwards as the longest
-   chain has guesses. The logits are those of the last one. */
+/* The same with vectors in place of the batch's ids, and with guesses after its wanted tokens: one forward per guess of the
+   longest chain. The logits are those of the last forward. */
 double shoal_guess(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, float *logits, char *scratch, int threads) {
     Run r = {.m = m, .b = b, .logits = logits};
     return run_team(&r, scratch, threads, c);
@@ -203,7 +203,7 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
     }
 }
 
-/* Sizes of the structures, for the test that their mirrors in Python agree. */
+/* Sizes of the structures, for the test that compares them with their mirrors in Python. */
 void shoal_sizes(int64_t sizes[7]) {
     sizes[6] = sizeof(ShoalChoice);
     sizes[4] = sizeof(ShoalOwn), sizes[5] = sizeof(ShoalChain);

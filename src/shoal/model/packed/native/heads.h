@@ -1,10 +1,10 @@
-/* Queries and keys before attention: norm and rotary embedding; keys and values into the cache. */
+/* Queries and keys before attention: norms and rotary embedding; keys and values to the cache. */
 #ifndef SHOAL_HEADS_H
 #define SHOAL_HEADS_H
 
 #include "acts.h"
 
-/* Rotate the first 2 * half dimensions: dimension j turns together with j + half. */
+/* Rotate the first 2 * half dimensions; dimension j is paired with j + half. */
 INLINE void rotate(float *x, const float *cos, const float *sin, int half) {
     for (int j = 0; j < half; j += LANES) {
         Mask mask = head_mask(half - j);
@@ -15,8 +15,8 @@ INLINE void rotate(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-/* The query or key of one of a token's `heads`, which lie at `all`, ready for products: `to` has room for the dimension
-   rounded up to 32, zero beyond it. */
+/* Prepare the query or key of one of a token's `heads`, stored at `all`, for products. `to` has room for the dimension
+   rounded up to 32, zero-padded. */
 static void ready_head(const ShoalModel *m, const ShoalLayer *layer, const float *all, int head, int heads, const float *norm,
                        int position, float *to) {
     const int dim = m->head_dim, half = m->rotary_dim / 2;

@@ -1,14 +1,14 @@
-/* The two halves of a decoder layer, as one thread of the team runs them. */
+/* The two sublayers of a decoder layer, as one thread of the team runs them. */
 #ifndef SHOAL_LAYER_H
 #define SHOAL_LAYER_H
 
 #include "attend.h"
 
-/* What becomes of the sums of a few row blocks of a panel, see multiply(). Row blocks count from the first of what the
-   matrix is a part of. */
+/* Consumes the sums of a few row blocks of a panel, see multiply(). Row blocks are counted from the first one of the stack
+   that the matrix is a part of. */
 typedef void Finish(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to);
 
-/* Lines of x, `step` apart: those of `tokens`, or the first ones. */
+/* Prepare lines of x, `step` apart, as activations: those of `tokens`, or the first ones. */
 typedef struct {
     const float *x, *norm;
     int64_t step;
@@ -21,13 +21,13 @@ static void prepare_some(const Worker *w, const ShoalWeight *weight, const Lines
         prepare(w->ready, weight, l->x + (l->tokens ? l->tokens[i] : i) * l->step, l->norm, w->run->m->eps, i, l->count);
 }
 
-/* All lines, ready to be multiplied with a matrix. */
+/* All lines as activations of a matrix. */
 static void prepare_all(Worker *w, const ShoalWeight *weight, Lines lines) {
     w->ready = &w->acts;
     prepare_some(w, weight, &lines, 0, lines.count);
 }
 
-/* The same, at the beginning of a phase: of many lines each thread does some. */
+/* The same, at the beginning of a phase: threads divide many lines among them. */
 static void prepare_together(Worker *w, const ShoalWeight *weight, Lines lines) {
     Team *team = &w->run->team;
     if (lines.count < TOGETHER || w->threads == 1) {
@@ -40,8 +40,8 @@ static void prepare_together(Worker *w, const ShoalWeight *weight, Lines lines) 
     meet(team, w->id);
 }
 
-/* Row blocks of a matrix, as many as this thread comes to; the first of them stands `offset` row blocks below what the
-   matrix is a part of. Paired blocks stay together. */
+/* The row blocks of a matrix that this thread takes; the matrix begins `offset` row blocks into its stack. Paired blocks
+   stay together. */
 static void multiply_part(const Worker *w, int queue, const ShoalWeight *weight, int offset, const Chosen *c,
                           const float *bias, Finish *finish, void *to) {
     const int unit = weight->paired ? 2 : 1;
@@ -68,7 +68,7 @@ static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chos
         }
 }
 
-/* Row block b of the `count` at hand, for chosen token i, with its bias. */
+/* Row block b of the current `count`, for chosen token i, with its bias. */
 INLINE Vf result(const Worker *w, const Chosen *c, const float *bias, int first_row, int rows, int b, int i) {
     Vf sum = sum_at(w->sums, c->count, b, i);
     if (!bias || first_row >= rows) return sum;
@@ -98,7 +98,7 @@ static void finish_residual(const Worker *w, const Chosen *c, const float *bias,
         }
 }
 
-/* What a sublayer adds, kept where the queries were until its norm is taken. */
+/* Store what a sublayer adds in the memory of the queries, until it is normalised. */
 static void finish_aside(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
     (void)to;
@@ -109,7 +109,7 @@ static void finish_aside(const Worker *w, const Chosen *c, const float *bias, in
         }
 }
 
-/* The same, added to what is there. */
+/* The same, added to what is stored there. */
 static void finish_added(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
     (void)to;
@@ -137,7 +137,7 @@ static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
     }
 }
 
-/* Neurons of an MLP, or of a group of them, and where the first of them stands in a line. */
+/* Neurons of an MLP or of a group, and the place of the first one in a line. */
 typedef struct {
     int ffn;
     int64_t first;
@@ -168,7 +168,7 @@ static void finish_logits(const Worker *w, const Chosen *c, const float *bias, i
         }
 }
 
-/* A sublayer's last matrix: its result goes into the states, by way of a norm if there is one. */
+/* A sublayer's last matrix; its result is added to the states, normalised if there is a norm. */
 static void multiply_into_states(const Worker *w, const ShoalWeight *weight, const Chosen *c, const float *bias, const float *norm) {
     multiply_all(w, weight, c, bias, norm ? finish_aside : finish_residual, NULL);
     meet(&w->run->team, w->id);
@@ -177,7 +177,7 @@ static void multiply_into_states(const Worker *w, const ShoalWeight *weight, con
     meet(&w->run->team, w->id);
 }
 
-/* Whether nodes of a tree may lie among the columns of another task than the one that reads them at their places. */
+/* Whether nodes of a tree may be stored in columns of another task than the one that reads them at their places. */
 static int spreads(const Segment *segments, int count) {
     for (const Segment *s = segments; s < segments + count; s++)
         if (s->branches && (s->start + s->stored) / SPLIT != (s->start + s->columns - 1) / SPLIT) return 1;
@@ -195,13 +195,13 @@ static void run_attention(Worker *w, int entry) {
     for (const ShoalWeight *part = layer->qkv; part < layer->qkv + 3 && part->rows; offset += part->blocks, part++) {
         const Lines lines = {.x = r->x, .norm = layer->input_norm, .step = r->x_line, .tokens = c.token, .count = c.count};
         if (part == layer->qkv) prepare_together(w, part, lines);
-        else if (form_of(part->kind) != form_of(part[-1].kind)) prepare_all(w, part, lines); /* others may be at the first one */
+        else if (form_of(part->kind) != form_of(part[-1].kind)) prepare_all(w, part, lines); /* others may still be at the first one */
         multiply_part(w, (int)(part - layer->qkv), part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
     }
     meet(&r->team, w->id);
     const int labels = labels_in(r, entry, &c);
     w->stored = r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
-    if (w->stored) { /* tasks may read what others would store */
+    if (w->stored) { /* a task may read what another one would store */
         store_layer(w, entry, &c, segments, count);
         if (r->b->select) ask_for_columns(w, entry, &c);
         else meet(&r->team, w->id);
@@ -219,13 +219,13 @@ static void run_attention(Worker *w, int entry) {
     for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, entry, &c, s);
     if (r->b->choices) choose_columns(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
-    if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* until the next layer nobody asks what was chosen */
+    if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
     const int64_t line = (int64_t)r->m->heads * r->m->head_dim;
     prepare_together(w, &layer->o, (Lines){.x = r->attended, .step = line, .count = c.count});
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
 
-/* Gate and up of the groups in `mask`, matrix i of `experts` being that of group i / 2, for tokens that all run them. */
+/* Gate and up of the groups in `mask`, for tokens that all run them; matrix i of `experts` belongs to group i / 2. */
 static void gate_together(Worker *w, const ShoalWeight *experts, uint32_t mask, const Chosen *c) {
     Team *team = &w->run->team;
     const int groups = w->run->b->expert_count;
@@ -249,7 +249,7 @@ static void gate_together(Worker *w, const ShoalWeight *experts, uint32_t mask, 
     meet(team, w->id);
 }
 
-/* The same for down: a thread adds all groups' parts of the rows that it takes, group by group. */
+/* The same for down: a thread adds the parts of all groups for the rows that it takes, group by group. */
 static void down_together(Worker *w, const ShoalWeight *experts, uint32_t mask, const Chosen *c, Finish *finish) {
     const Run *r = w->run;
     char *memory = (char *)w->acts.words;
@@ -273,8 +273,7 @@ static void down_together(Worker *w, const ShoalWeight *experts, uint32_t mask, 
     meet(&w->run->team, w->id);
 }
 
-/* Groups that some tokens run and others do not: one after the other, first what all of them multiply down, since that goes into the
-   states. */
+/* Groups that only some tokens run: one after the other, all gate and up products before the down products, which change the states. */
 static void run_in_turn(Worker *w, int entry, const ShoalWeight *experts, Finish *finish) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
@@ -301,7 +300,7 @@ static void run_in_turn(Worker *w, int entry, const ShoalWeight *experts, Finish
     }
 }
 
-/* The groups that all of these tokens run, 0 where they do not run the same. */
+/* The groups that all of these tokens run; 0 if they differ. */
 static uint32_t common_groups(const ShoalBatch *b, int entry, const Chosen *c) {
     const uint32_t *masks = b->groups + (int64_t)entry * b->tokens;
     for (int i = 1; i < c->count; i++)
@@ -309,7 +308,7 @@ static uint32_t common_groups(const ShoalBatch *b, int entry, const Chosen *c) {
     return masks[c->token[0]];
 }
 
-/* Groups of the MLP for the tokens that run some. No group has a bias. */
+/* Groups of the MLP, for the tokens that run some. Groups have no biases. */
 static void run_groups(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];

@@ -1,6 +1,7 @@
-/* The largest logit of each token, without reading all of the head. Of every weight's 8 bits, or of what it is rounded to, the upper 5
-   say what the rest may add at most, so that a product with them bounds the logits from above. A row block is read to its end only where a bound reaches the
-   largest logit known; the others hold nothing that is as large. Exact: what is read gives the bits that it gives in any forward. */
+/* The largest logit of each token, without reading the whole head. The upper 5 of the 8 bits of each weight (or of its rounding to 8
+   bits) bound what the rest can add, so a product with them bounds the logits from above. A row block is read in full only if a bound
+   reaches the largest logit known so far; other blocks hold nothing as large. It is exact: logits that are computed have the same bits
+   as in any forward. */
 #ifndef SHOAL_LIKELIEST_H
 #define SHOAL_LIKELIEST_H
 
@@ -8,10 +9,10 @@
 
 INLINE float *logits_at(const Run *r, int token, int block) { return r->logits + (int64_t)token * r->m->vocab + block * LANES; }
 
-/* How many rows of a block there are. */
+/* Number of real rows of a block. */
 INLINE int rows_in(const Run *r, int block) { return min_int(LANES, r->m->vocab - block * LANES); }
 
-/* In the place of the logits, bounds before logit_scale. */
+/* Bounds before logit_scale, stored in place of the logits. */
 static void finish_bounds(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     (void)bias, (void)to;
     for (int i = 0; i < c->count; i++)
@@ -28,14 +29,14 @@ INLINE float bound_of(const Run *r, int token, int first, int last) {
     return vf_top(top);
 }
 
-/* Whether one of those may hold a token's largest logit; what is no number may be anything. */
+/* Whether one of these blocks may hold a token's largest logit; NaN may be anything. */
 INLINE int reaches(const Run *r, const Chosen *c, int first, int last, const float *lowest) {
     int found = 0;
     for (int i = 0; i < c->count; i++) found |= !(bound_of(r, i, first, last) < lowest[i]);
     return found;
 }
 
-/* The sums of a row block with all tokens, in w->sums, and what they teach about each token's largest. */
+/* Compute the sums of a row block with all tokens, in w->sums, and update the lower bounds of each token's largest logit. */
 static void read_block(const Worker *w, const Chosen *c, int block, float *lowest) {
     multiply(&w->run->m->head, w->ready, c->count, block, 1, w->sums);
     for (int i = 0; i < c->count; i++) {
@@ -47,7 +48,7 @@ static void read_block(const Worker *w, const Chosen *c, int block, float *lowes
 
 INLINE int panel_end(const Run *r, int panel) { return min_int((panel + 1) * PANEL, r->m->head.blocks); }
 
-/* What the panel of largest bound among first..last-1 holds is as good a first guess as any. */
+/* The panel with the largest bound among first..last-1 is a good first guess. */
 static void guess_lowest(const Worker *w, const Chosen *c, int first, int last, float *lowest) {
     for (int i = 0; i < c->count; i++) {
         int best = first;
@@ -89,7 +90,7 @@ static void run_likeliest(Worker *w, const Chosen *c) {
     float lowest[TILE_TOKENS];
     prepare_all(w, upper, lines);
     multiply_all(w, upper, c, NULL, finish_bounds, NULL);
-    if (upper->kind == KIND_ROUGH) prepare_all(w, &r->m->head, lines); /* else both take the same */
+    if (upper->kind == KIND_ROUGH) prepare_all(w, &r->m->head, lines); /* otherwise both take the same */
     for (int i = 0; i < TILE_TOKENS; i++) r->lowest[w->id][i] = -INFINITY;
     meet(&r->team, w->id);
     guess_lowest(w, c, first, last, r->lowest[w->id]);

@@ -1,4 +1,4 @@
-/* Which kernel runs on how many tokens, and in which order tiles and row blocks follow. */
+/* Which kernel runs for how many tokens, and the order of tiles and row blocks. */
 #ifndef SHOAL_MATMUL_H
 #define SHOAL_MATMUL_H
 
@@ -6,13 +6,13 @@
 
 #define SUMS (PANEL * MAX_TOKENS * 2 * LANES) /* floats of the sums of a panel */
 
-/* By kind. Q4_0 is int4: they differ only in who chose the numbers. */
+/* Kernels by kind. Q4_0 is int4; they differ only in how the numbers were chosen. */
 static Tile *const *const TILE_TABLE[] = {tiles_fp32, tiles_bf16, tiles_fp16, tiles_int8, tiles_int4, tiles_q8_0, tiles_int4,
                                           tiles_q4_1, tiles_q5_0, tiles_q5_1, tiles_upper, tiles_upper,
                                           tiles_q4_k, tiles_q5_k, tiles_q6_k};
 
-/* All tokens with one tile of one row block. One pass over it fetches the tile behind it, the first two of several one half
-   each. */
+/* All tokens with one tile of one row block. A single pass prefetches the next tile; of several passes, the first two prefetch
+   one half each. */
 INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, int tokens, float *sums) {
     const int bytes = p->words * line_bytes(w->kind);
     const char *ahead = lines_at(w, p) + bytes;
@@ -26,8 +26,8 @@ INLINE void multiply_tile(const ShoalWeight *w, const Part *p, const Acts *a, in
     }
 }
 
-/* All tokens with one tile of some row blocks in the tile units: super-block by super-block, so that the first-level cache holds the
-   activations of many tokens until all row blocks are through. */
+/* All tokens with one tile of some row blocks by AMX: super-block by super-block, so that the activations of many tokens stay in the L1
+   cache for all row blocks. */
 INLINE void square_tile(const ShoalWeight *w, const Acts *a, int tokens, int block, int count, int first, float *sums) {
     const int size = part_of(w, block, first).words, step = is_super(w->kind) ? GROUP_K / 4 : size;
     for (int from = 0; from < size; from += step)

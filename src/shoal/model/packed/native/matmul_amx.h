@@ -1,6 +1,6 @@
-/* Products of a row block with tokens, 16 at a time, in the tile units: squares of weights are lines as layout.h has them, a
-   square of results is a row of 16 lanes for each token. Within a group the integers are exact, and groups are added as
-   matmul_int.h adds them, so a token's result is bit for bit that of the other kernels. */
+/* Products of a row block with tokens by AMX, 16 at a time: squares of weights are lines of layout.h, a square of results has a
+   row of 16 lanes per token. Within a group the integers are exact, and groups are added as in matmul_int.h, so a token's result
+   is bit-identical to that of the other kernels. */
 #ifndef SHOAL_MATMUL_AMX_H
 #define SHOAL_MATMUL_AMX_H
 
@@ -8,7 +8,7 @@
 #include "squares.h"
 #include "tiles.h"
 
-/* Inputs that one product of squares takes: of integers those that share a scale on both sides, of super-blocks a quarter of them. */
+/* Inputs per product of squares: for integers those that share a scale on both sides, for super-blocks a quarter of one. */
 INLINE int square_inputs(int kind) { return kind == KIND_INT8 || is_super(kind) ? GROUP_INT8 : GROUP; }
 
 /* A tile of integers, unpacked: signed bytes, and scales and minima in fp32. */
@@ -63,8 +63,8 @@ INLINE Vf add_group(Vf sum, const int32_t *part, const float scale[2][LANES], fl
 /* A pass of 16 tokens over an opened tile. */
 typedef struct {
     const Open *open;
-    const char *acts;             /* of its first input: chunks of 16 lines */
-    const float *scales, *totals; /* of its first group: [groups][16] */
+    const char *acts;             /* from its first input on: chunks of 16 lines */
+    const float *scales, *totals; /* from its first group on: [groups][16] */
 } Pass;
 
 typedef int32_t Results[SQUARE_ROWS * LANES];
@@ -78,8 +78,8 @@ typedef int32_t Results[SQUARE_ROWS * LANES];
         SQUARE_BYTES(slot, acts, weights);                                                                             \
     }
 
-/* Products number `first` and following, of `size` inputs each, of which four are whole chunks. All are under way before the first
-   result is stored. */
+/* Products from number `first` on, of `size` inputs each, of which four are whole chunks. All are started before the first result is
+   stored. */
 INLINE void make_results(const Pass *p, int64_t first, const int count, const int size, Results *results) {
     const int8_t *lines = p->open->lines + first * size * LANES;
     const char *from = p->acts + first * size / 64 * SQUARE_SIZE + first * size % 64;
@@ -94,7 +94,7 @@ INLINE void make_results(const Pass *p, int64_t first, const int count, const in
 }
 #undef SLOT
 
-/* Groups from `g` on that `count` products are for: make them and add them to the sums. */
+/* Compute `count` products for the groups from `g` on, and add them to the sums. */
 INLINE void add_groups(const Pass *p, int64_t g, const int count, const int inputs, const int minima, Results *results, Vf *sum) {
     make_results(p, g, count, inputs, results);
     UNROLL for (int i = 0; i < count; i++) {
@@ -104,7 +104,7 @@ INLINE void add_groups(const Pass *p, int64_t g, const int count, const int inpu
     }
 }
 
-/* The `count` tokens of a pass, with sums in registers. Of what lies at `ahead`, if anything, `bytes` for each group are fetched. */
+/* The `count` tokens of a pass, with sums in registers. `bytes` per group are prefetched from `ahead`, if it is not NULL. */
 INLINE void run_pass(const Pass *p, int64_t groups, int count, float *sums, const char *ahead, const int bytes, const int inputs,
                      const int minima) {
     Results results[SQUARES_SUM] ALIGNED;
@@ -120,7 +120,7 @@ INLINE void run_pass(const Pass *p, int64_t groups, int count, float *sums, cons
         if (t < count) vf_store(sums + 2 * t * LANES, sum[t]);
 }
 
-/* All tokens; the first pass fetches what lies ahead. */
+/* All tokens; the first pass prefetches what follows. */
 INLINE void multiply_open(const Open *open, const Part *part, const Acts *a, int64_t words, int tokens, float *sums, const char *ahead,
                           const int bytes, const int inputs, const int minima) {
     for (int first = 0; first < tokens; first += SQUARE_ROWS) {

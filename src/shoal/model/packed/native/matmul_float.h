@@ -1,11 +1,11 @@
-/* Products of fp32, bf16 and fp16 row blocks with a few tokens. Every sum is made of two chains, over the even and the odd
-   words in order, whatever the number of tokens: a token's result does not depend on which others are in the batch. */
+/* Products of fp32, bf16 and fp16 row blocks with a few tokens. Every sum has two chains, over the even and the odd words in
+   order, whatever the number of tokens, so a token's result does not depend on the other tokens of the batch. */
 #ifndef SHOAL_MATMUL_FLOAT_H
 #define SHOAL_MATMUL_FLOAT_H
 
 #include "acts.h"
 
-/* The line of word k: 16 words of 32 bits, or 16 of fp16, which are widened. */
+/* The line of word k: 16 words of 32 bits, or 16 fp16, which are widened. */
 INLINE Vi line_of(const char *lines, int64_t k, const int kind) {
     return kind == KIND_FP16 ? vi_bits(load_half(lines + k * 32)) : vi_load(lines + k * 64);
 }
@@ -16,11 +16,11 @@ INLINE Vf add_word(Vf sum, Vi row, int32_t word, const int kind) {
                              : vf_fma(vf_bits(row), vf_bits(x), sum);
 }
 
-/* Add the products of one tile to sums [T][2][16] and fetch what tiles.h says; T, `parts` and `kind` are known to the compiler. */
+/* Add the products of one tile to sums [T][2][16] and prefetch what tiles.h says; T, `parts` and `kind` are compile-time constants. */
 INLINE void tile_float(const char *lines, const int32_t *x, int words, float *sums, const char *ahead, const int parts,
                        const int T, const int kind) {
     const int W = width_of(T);
-    if (T > TILE_TOKENS / 2 && TILE_TOKENS < 8) { /* one chain after the other, as both do not fit the registers */
+    if (T > TILE_TOKENS / 2 && TILE_TOKENS < 8) { /* one chain after the other, since both do not fit the registers */
         UNROLL for (int side = 0; side < 2; side++) {
             Vf sum[8];
             UNROLL for (int t = 0; t < T; t++) sum[t] = vf_load(sums + (2 * t + side) * LANES);

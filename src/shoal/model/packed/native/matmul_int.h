@@ -1,14 +1,14 @@
-/* Products of integer row blocks with a few tokens, in integers within a group, or a super-block: weights are unsigned, activations signed,
-   as vpdpbusd and vpmaddubsw want. The zero point of 8 bits starts the sum, unless the instruction set has the product
-   take it off; those of fewer bits are minima like any other: a group's minimum times the sum of its activations. Groups
-   are added in order, so that a token's result does not depend on which others are in the batch. */
+/* Products of integer row blocks with a few tokens, in integers within a group or super-block: weights are unsigned, activations
+   signed, as vpdpbusd and vpmaddubsw need them. The correction for the zero point of 8 bits starts the sum, unless the instruction
+   itself subtracts it; zero points of fewer bits are minima like any other: a group's minimum times the sum of its activations.
+   Groups are added in order, so that a token's result does not depend on the other tokens of the batch. */
 #ifndef SHOAL_MATMUL_INT_H
 #define SHOAL_MATMUL_INT_H
 
 #include "acts.h"
 
-/* What an integer kernel reads of the activations beside their words, from the first group of a tile on: of [group][width of the
-   tile] tokens. */
+/* What an integer kernel reads of the activations in addition to their words, from the first group of a tile on: [group][width of the
+   tile]. */
 typedef struct {
     const float *scales, *totals;
     const int32_t *starts, *eights;
@@ -25,8 +25,8 @@ INLINE void add_scaled(const Groups *x, int64_t g, Vf scale, const Vi *part, Vf 
         sum[t] = vf_fma(vf_from(part[t]), vf_mul(scale, vf_all(x->scales[g * width_of(T) + t])), sum[t]);
 }
 
-/* Add the products of one tile of 8-bit rows with groups of `size` inputs to sums [T][2][16], of which the kernels of this
-   file use the first half (the second is for what is finer of super-blocks), and fetch what tiles.h says. */
+/* Add the products of one tile of 8-bit rows with groups of `size` inputs to sums [T][2][16], of which the kernels of this file
+   use the first half (the second is for the rounding errors of super-blocks), and prefetch what tiles.h says. */
 INLINE void tile_bytes(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums,
                        const char *ahead, const int parts, const int T, const int size) {
     const int WORDS = size / 4, W = width_of(T), count = p->words / WORDS;
@@ -47,7 +47,7 @@ INLINE void tile_bytes(const ShoalWeight *w, const Part *p, const Acts *a, int f
     UNROLL for (int t = 0; t < T; t++) vf_store(sums + 2 * t * LANES, sum[t]);
 }
 
-/* Words j and j + 4 of a group of 4, 5 or 6 bits, its lines at `lines`. */
+/* Words j and j + 4 of a group in 4, 5 or 6 bits, whose lines are at `lines`. */
 INLINE void two_words(const char *lines, const int bits, const int j, Vi *low, Vi *high) {
     const Vi both = vi_load(lines + j * 64);
     *low = vi_low_nibbles(both), *high = vi_high_nibbles(both);
@@ -62,8 +62,8 @@ INLINE void two_words(const char *lines, const int bits, const int j, Vi *low, V
     }
 }
 
-/* part += the products of a group of 4, 5 or 6 bits; `last`: of its inputs 16 to 31 where they are apart. They are summed in 16 bits
-   where that is faster: 8, 4 or 2 words of them fit. */
+/* part += the products of a group in 4, 5 or 6 bits; `last` gets those of inputs 16 to 31 if they are separate. Sums are in 16 bits
+   where that is faster: 8, 4 or 2 words fit. */
 INLINE void dot_group(const char *lines, const int32_t *x, const int bits, const int apart, Vi *part, Vi *last, const int T) {
     enum { HALF = GROUP / 8 };
     const int W = width_of(T), step = NARROW_WORDS(bits);
@@ -112,23 +112,23 @@ INLINE void tile_nibbles(const ShoalWeight *w, const Part *p, const Acts *a, int
     UNROLL for (int t = 0; t < T; t++) vf_store(sums + 2 * t * LANES, sum[t]);
 }
 
-/* The scales of group `g` of a super-block, whole numbers; of Q6_K one for each half of it. */
+/* The integer scales of group `g` of a super-block; in Q6_K one for each half of it. */
 INLINE void small_scales(const char *record, int g, const int kind, Vi scale[2]) {
     if (kind == KIND_Q6_K) scale[0] = vi_load_signed(record + 32 + g * 32), scale[1] = vi_load_signed(record + 48 + g * 32);
     else scale[0] = vi_load_bytes(record + 64 + g * 32);
 }
 
-/* The minima of groups 2i and 2i + 1, a half of each word for either. */
+/* The minima of groups 2i and 2i + 1, 16 bits of each word for either. */
 INLINE Vi small_minima(const char *record, int i) {
     return vi_or(vi_load_bytes(record + 80 + i * 64), vi_shift_up(vi_load_bytes(record + 112 + i * 64), 16));
 }
 
-/* What multiplies whole numbers: the super-block's scale, and minus that of its minima. */
+/* The factors of integer sums: the super-block's scale, and minus the scale of its minima. */
 INLINE Vf super_scale(const char *record) { return load_half(record); }
 INLINE Vf super_minimum(const char *record) { return vf_sub(vf_zero(), load_half(record + 32)); }
 
-/* A super-block's products with T tokens, whole numbers, when those of the halves of its groups start with `halves`. A group's products
-   times its scale, and all groups together, fit 32 bits: 16 * 128 * 16 * 32 * 127 at most. */
+/* The integer products of a super-block with T tokens; those of the halves of groups start with `halves`. A group's products times its
+   scale, and all groups together, fit 32 bits: at most 16 * 128 * 16 * 32 * 127. */
 INLINE void dot_super(const char *lines, const char *record, const int32_t *x, const int32_t *halves, const char *ahead, int64_t group,
                       const int parts, Vi *whole, const int T, const int kind) {
     enum { WORDS = GROUP / 4, GROUPS = GROUP_K / GROUP };
@@ -150,7 +150,7 @@ INLINE void dot_super(const char *lines, const char *record, const int32_t *x, c
     }
 }
 
-/* The same of its minima, with the sums of two groups of activations in a word each. */
+/* The same for its minima, with the sums of two groups of activations per word. */
 INLINE void dot_minima(const char *record, const int32_t *pairs, Vi *whole, const int T) {
     UNROLL for (int t = 0; t < T; t++) whole[t] = vi_zero();
     for (int i = 0; i < GROUP_K / GROUP / 2; i++) {
@@ -159,7 +159,7 @@ INLINE void dot_minima(const char *record, const int32_t *pairs, Vi *whole, cons
     }
 }
 
-/* The sums that a finer super-block of activations comes with, as halves and as pairs; `step`: from group to group. */
+/* The sums of a rounding error's super-block, as halves and as pairs; `step`: from group to group. */
 INLINE void finer_starts(const int32_t *sums, int64_t step, int32_t *halves, int32_t *pairs) {
     int32_t groups[GROUP_K / GROUP];
     for (int g = 0; g < GROUP_K / GROUP; g++, sums += step) {
@@ -169,8 +169,8 @@ INLINE void finer_starts(const int32_t *sums, int64_t step, int32_t *halves, int
     for (int i = 0; i < GROUP_K / GROUP / 2; i++) pairs[i] = two_halves(groups[2 * i], groups[2 * i + 1]);
 }
 
-/* Add the products of one super-block of 16 rows with what is finer of a token's activations to the second half of its sums.
-   Rare, hence a call: the loop around it stays small. */
+/* Add the products of one super-block of 16 rows with the rounding errors of a token's activations to the second half of its
+   sums. It is rare, so it is not inlined, which keeps the loop around it small. */
 __attribute__((noinline)) static void add_finer(const char *lines, const char *record, const int32_t *x, const int32_t *finer_sums, int64_t step, float by,
                                                 float *sums, const int kind) {
     int32_t halves[2 * GROUP_K / GROUP], pairs[GROUP_K / GROUP / 2];
@@ -185,10 +185,10 @@ __attribute__((noinline)) static void add_finer(const char *lines, const char *r
     vf_store(sums + LANES, sum);
 }
 
-/* Where a tile's activations and weights lie by super-blocks. */
+/* The activations and weights of a tile by super-blocks. */
 typedef struct {
     const char *lines, *record;
-    int64_t bytes, at, before; /* bytes of lines; place of the first group of the first token; super-blocks before the tile */
+    int64_t bytes, at, before; /* bytes of lines; index of the first group of the first token; super-blocks before the tile */
     int count;
 } Supers;
 
@@ -211,7 +211,7 @@ INLINE void add_finer_parts(const ShoalWeight *w, const Part *p, const Acts *a, 
         }
 }
 
-/* The same for super-blocks: their activations share a scale too, so all is whole numbers up to the last step. */
+/* The same for super-blocks, whose activations share a scale too, so that all but the last step is in integers. */
 INLINE void tile_super(const ShoalWeight *w, const Part *p, const Acts *a, int first, const int32_t *x, float *sums, const char *ahead,
                        const int parts, const int T, const int kind) {
     enum { WORDS = GROUP_K / 4, GROUPS = GROUP_K / GROUP };

@@ -1,10 +1,10 @@
-/* Between plain matrices [rows, cols], or rows of blocks as files hold them, and packed ones. Offline work, but whole
-   models pass through it. */
+/* Conversions between packed matrices and plain ones [rows, cols] or rows of blocks of a file. They run when a model is loaded,
+   for all of its weights. */
 #include <omp.h>
 
 #include "blocks.h"
 
-/* Fill in what follows from kind, rows, cols and paired. */
+/* Fill in the fields that follow from kind, rows, cols and paired. */
 void shoal_lay_out(ShoalWeight *w, int64_t *data_bytes, int64_t *scale_bytes) {
     const int whole = is_integer(w->kind), half = w->rows / 2;
     const int step = whole ? record_inputs(w->kind) : LANES * values_per_word(w->kind);
@@ -15,7 +15,7 @@ void shoal_lay_out(ShoalWeight *w, int64_t *data_bytes, int64_t *scale_bytes) {
     *scale_bytes = whole ? (int64_t)w->blocks * (w->depth / step) * record_bytes(w->kind) : 0;
 }
 
-/* The upper 5 bits of a matrix of Q8_0, in the order of KIND_UPPER: [groups of 16 rows][320], of its data [groups][512]. */
+/* The upper 5 bits of a Q8_0 matrix in the layout of KIND_UPPER: [groups of 16 rows][320], from its data [groups][512]. */
 void shoal_take_upper(const uint8_t *data, int64_t groups, uint8_t *to, int threads) {
     enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
 #pragma omp parallel for num_threads(threads)
@@ -65,8 +65,8 @@ static float peak_of(const float *x, int size) {
     return vf_top(peak);
 }
 
-/* x / scale, rounded into low..high, shifted to be unsigned. The scale was rounded to fp16 before, so that this makes no
-   error of its own; where fp16 makes it zero, so are the weights. */
+/* x / scale, rounded into low..high and shifted to unsigned. The scale has already been rounded to fp16, so that this adds no
+   error; if fp16 makes it zero, the weights are zero too. */
 static void round_group(const float *x, int size, uint16_t scale, int low, int high, uint8_t *out) {
     const float rounded = half_to_float(scale);
     const Vf inverse = vf_all(rounded != 0 ? 1.0f / rounded : 0.0f);
@@ -77,8 +77,8 @@ static void round_group(const float *x, int size, uint16_t scale, int low, int h
     }
 }
 
-/* The scale whose nearest grid -8..7 explains most of x: after least squares, <x,q>/<q,q>, what is left of |x|^2 is
-   less by <x,q>^2 / <q,q>. The grid is lopsided, so both signs are tried for where -8 falls. */
+/* The scale whose nearest grid -8..7 explains most of x: the least-squares scale <x,q>/<q,q> reduces |x|^2 by
+   <x,q>^2 / <q,q>. The grid is asymmetric, so both signs are tried for the number that becomes -8. */
 static float best_scale_int4(const float *x) {
     const Vf a = vf_load(x), b = vf_load(x + LANES);
     const Vf low = vf_all(-8), high = vf_all(7);
@@ -108,7 +108,7 @@ static void pack_int4(const float *x, Record *record, uint8_t *out) {
     words_from(KIND_INT4, q, out);
 }
 
-/* Upper bits of floats rounded to 8, by a scale that no value is beyond; infinite where something is no number. */
+/* Upper bits of floats rounded to 8 bits, by a scale that covers all values; infinite if one is NaN. */
 static void pack_rough(const float *x, Record *record, uint8_t *out) {
     uint8_t q[GROUP];
     const float scale = peak_of(x, GROUP) / 127.0f;
@@ -121,7 +121,7 @@ static void pack_rough(const float *x, Record *record, uint8_t *out) {
     words_from(KIND_ROUGH, q, out);
 }
 
-/* One lane's words of a row, before they are woven: the bytes that lie 16 lanes apart in the packed matrix. */
+/* One lane's words of a row, before they are interleaved. */
 static void convert_row(const ShoalWeight *w, const float *line, uint8_t *words, Record *records) {
     if (w->kind == KIND_FP32) memcpy(words, line, sizeof(float) * w->depth);
     else if (w->kind == KIND_BF16)
@@ -136,7 +136,7 @@ static void convert_row(const ShoalWeight *w, const float *line, uint8_t *words,
         for (int k = 0; k < w->depth; k += GROUP) pack_int4(line + k, records + k / GROUP, words + k / 2);
 }
 
-/* 16 rows of words, `from_step` words apart, become columns `to_step` apart: lanes' words to lines or back. */
+/* Transpose: 16 rows of words, `from_step` words apart, become columns `to_step` apart: lanes' words to lines or back. */
 static void transpose(const int32_t *from, int64_t from_step, int32_t *to, int64_t to_step, int rows, int columns) {
     for (int first = 0; first < rows; first += LANES)
         for (int k = 0; k < columns; k += LANES) {
@@ -150,7 +150,7 @@ static void transpose(const int32_t *from, int64_t from_step, int32_t *to, int64
         }
 }
 
-/* fp16 lines are of 16 halves. */
+/* The same for fp16, whose lines are 16 halves. */
 static void transpose_halves(const uint16_t *from, int64_t from_step, uint16_t *to, int64_t to_step, int rows, int columns) {
     for (int i = 0; i < rows; i++)
         for (int k = 0; k < columns; k++) to[k * to_step + i] = from[i * from_step + k];
@@ -178,7 +178,7 @@ static Bench bench_of(const ShoalWeight *w, char *scratch) {
     return b;
 }
 
-/* Words and records between a bench and a block of the matrix, part by part. */
+/* Move words and records between a bench and a block of the matrix, part by part. */
 static void weave_block(const ShoalWeight *w, int64_t block, const Bench *b) {
     for (int first = 0; first < words_of(w); first += w->tile) {
         const Part p = part_of(w, block, first);
@@ -225,7 +225,7 @@ void shoal_pack(const ShoalWeight *w, const void *from, int dtype, char *scratch
     }
 }
 
-/* From rows of blocks of the same type, as a file holds them. */
+/* From rows of blocks of the same type, as stored in a file. */
 void shoal_pack_blocks(const ShoalWeight *w, const uint8_t *from, char *scratch, int threads) {
     const int64_t row_bytes = (int64_t)w->depth / record_inputs(w->kind) * block_bytes(w->kind);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -256,7 +256,7 @@ static void restore_row(const ShoalWeight *w, const uint8_t *words, const Record
     }
 }
 
-/* From a packed matrix of floats, with as many bytes of scratch memory as both need together. */
+/* From a packed matrix of floats; the scratch memory has the bytes that both need together. */
 void shoal_roughen(const ShoalWeight *w, const ShoalWeight *from, char *scratch, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < w->blocks; block++) {

@@ -1,4 +1,4 @@
-/* Vector arithmetic that the instruction set leaves to us. */
+/* Vector functions that instruction sets do not have. */
 #ifndef SHOAL_SIMD_H
 #define SHOAL_SIMD_H
 
@@ -19,10 +19,10 @@
 #include "vector_avx2.h"
 #endif
 
-/* Ask for the cache line at an address that is read soon. */
+/* Prefetch the cache line at an address. */
 INLINE void fetch(const void *from) { __builtin_prefetch(from, 0, 3); }
 INLINE void fetch_to_write(const void *to) { __builtin_prefetch(to, 1, 2); }
-INLINE void fetch_far(const void *from) { __builtin_prefetch(from, 0, 2); } /* into the second-level cache */
+INLINE void fetch_far(const void *from) { __builtin_prefetch(from, 0, 2); } /* into the L2 cache */
 
 INLINE int min_int(int a, int b) { return a < b ? a : b; }
 INLINE int max_int(int a, int b) { return a > b ? a : b; }
@@ -62,7 +62,7 @@ INLINE Vf gelu_tanh_ps(Vf x) {
 }
 
 /* tanh to a few ulp, also near 0: Lambert's continued fraction of tanh(x / 4), whose convergent of degrees 7 and 6 is that
-   close up to 2.5, then tanh(2y) = 2 tanh(y) / (1 + tanh(y)^2) twice, which cancels nothing. From 10 on it is 1. */
+   accurate up to 2.5, then twice tanh(2y) = 2 tanh(y) / (1 + tanh(y)^2), which has no cancellation. From 10 on it is 1. */
 INLINE Vf tanh_ps(Vf x) {
     x = vf_min(vf_all(10.0f), vf_max(vf_all(-10.0f), x)); /* NaN passes */
     x = vf_mul(x, vf_all(0.25f));
@@ -74,7 +74,7 @@ INLINE Vf tanh_ps(Vf x) {
     return t;
 }
 
-/* cap * tanh(x / cap); x itself where there is no cap. */
+/* cap * tanh(x / cap); x itself without a cap. */
 INLINE Vf soft_cap(Vf x, float cap) { return cap > 0 ? vf_mul(tanh_ps(vf_div(x, vf_all(cap))), vf_all(cap)) : x; }
 
 INLINE float bf16_to_float(uint16_t value) {
@@ -85,7 +85,7 @@ INLINE float bf16_to_float(uint16_t value) {
 }
 
 #ifndef SPREADS
-/* Consecutive words, or halves, in the lanes whose bits are set, and zero in the others; halves of bf16 also widened. */
+/* Consecutive words, or halves, in the lanes whose bits are set, and zero in the others; bf16 halves are also widened. */
 INLINE Vi vi_spread_words(Mask mask, const void *from) {
     uint32_t out[16] ALIGNED = {0};
     for (uint32_t bits = mask; bits; bits &= bits - 1, from = (const char *)from + 4) memcpy(out + __builtin_ctz(bits), from, 4);
@@ -138,7 +138,7 @@ INLINE void transpose_words(Vi *v) { weave(v, 16); }
 #endif
 
 #ifndef BLENDS
-/* Of every word of x its low, or high, half, and above it the same half of y. */
+/* For every word, the low or high half of x, and above it the same half of y. */
 INLINE Vi low_halves(Vi x, Vi y) { return vi_or(vi_and(x, vi_all(0xffff)), vi_shift_up(y, 16)); }
 INLINE Vi high_halves(Vi x, Vi y) { return vi_or(vi_shift_right(x, 16), vi_and(y, vi_all((int32_t)0xffff0000))); }
 #endif

@@ -1,17 +1,17 @@
-/* The tile units of AMX. A register of theirs ("square") holds up to 16 rows of 64 bytes; a product of two of them is added to a
-   third: row by row of the one with column by column of the other. */
+/* AMX. A tile register ("square" here, since "tile" means another thing) holds up to 16 rows of 64 bytes; the matrix product of
+   two of them is added to a third. */
 #ifndef SHOAL_SQUARES_H
 #define SHOAL_SQUARES_H
 
 #include "simd.h"
 
-/* Four of results, so that some are made while others are read, and two of each kind that they are made of: lines of
-   `rows` tokens or queries, and lines of words. */
+/* Four results, so that some are computed while others are read, and two of each operand: lines of `rows` tokens or queries,
+   and lines of words. */
 enum { SQUARES_SUM = 4, FIRST_ACTS = SQUARES_SUM, FIRST_WEIGHTS = SQUARES_SUM + 2, SQUARES = SQUARES_SUM + 4 };
 #define SQUARE_ROWS 16
 #define SQUARE_SIZE (SQUARE_ROWS * 64)
 
-/* The assembler's words: what the compiler offers does not say that memory is read. */
+/* Inline assembly, since the compiler's intrinsics do not say that memory is read. */
 #define SQUARE_LOAD(square, from, step)                                                                                \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"((const void *)(from)), "r"((int64_t)(step)), "i"(square) : "memory")
 #define SQUARE_STORE(square, to, step)                                                                                 \
@@ -24,14 +24,14 @@ enum { SQUARES_SUM = 4, FIRST_ACTS = SQUARES_SUM, FIRST_WEIGHTS = SQUARES_SUM + 
 #define SQUARE_BF16(sum, acts, weights)                                                                                \
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(acts), "i"(weights))
 
-/* How many rows and bytes the squares have, as the instruction wants to read it. */
+/* Rows and bytes of the squares, in the format of the instruction. */
 typedef struct {
     uint8_t palette, start, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } Squares;
 
-/* For products of as many bytes of each line. Fewer rows than 16 are faster. */
+/* Configure products of `bytes` bytes of each line. Fewer rows than 16 are faster. */
 INLINE void shape_squares(int rows, int bytes) {
     Squares s ALIGNED = {.palette = 1};
     for (int i = 0; i < SQUARES; i++) {
@@ -43,7 +43,7 @@ INLINE void shape_squares(int rows, int bytes) {
 
 INLINE void release_squares(void) { __asm__ volatile("tilerelease"); }
 
-/* How they were shaped when this thread came. Some libraries do that once and for all, such as ggml: they find them so again. */
+/* The configuration before this thread came. Some libraries, such as ggml, configure only once, so it is restored. */
 INLINE Squares found_squares(void) {
     Squares s ALIGNED = {0};
 #ifdef SHOAL_AMX

@@ -1,6 +1,6 @@
-/* Products of super-blocks with tokens in the tile units. A weight times its group's small scale is a whole number of 14 bits: it is
-   opened as two bytes, the upper one signed, so that a whole super-block is summed in the units, and leaves them twice instead of
-   once for each small scale. Whole numbers are exact: the results are bit for bit those of tile_super(). */
+/* Products of super-blocks with tokens by AMX. A weight times the small scale of its group is a 14-bit integer. It is unpacked to two
+   bytes, the upper one signed, so that AMX sums a whole super-block, and results are read twice instead of once per small scale.
+   Integers are exact, so results are bit-identical to those of tile_super(). */
 #ifndef SHOAL_SUPER_AMX_H
 #define SHOAL_SUPER_AMX_H
 
@@ -8,7 +8,7 @@
 
 enum { SUPER_WORDS = GROUP_K / 4, SUPER_GROUPS = GROUP_K / GROUP, SUPER_SQUARES = SUPER_WORDS / LANES };
 
-/* A super-block of each row, opened. */
+/* A super-block of each row, unpacked. */
 typedef struct {
     uint8_t low[SUPER_WORDS * 64];
     int8_t high[SUPER_WORDS * 64];
@@ -16,7 +16,7 @@ typedef struct {
     float scale[LANES], minimum[LANES];
 } OpenSuper;
 
-/* Four weights of each row, less `zero`, times their small scale, which both halves of each word of `scale` hold. */
+/* Four weights of each row, minus `zero`, times their small scale, which is in both halves of each word of `scale`. */
 INLINE void open_word(Vi weights, int zero, Vi scale, uint8_t *low, int8_t *high) {
     const Vi byte = vi_all(0x00ff00ff), less = vi_all(zero | zero << 16);
     const Vi even = _mm512_mullo_epi16(_mm512_sub_epi16(vi_and(weights, byte), less), scale);
@@ -27,7 +27,7 @@ INLINE void open_word(Vi weights, int zero, Vi scale, uint8_t *low, int8_t *high
 
 INLINE Vi twice(Vi scale) { return vi_or(vi_and(scale, vi_all(0xffff)), vi_shift_up(scale, 16)); }
 
-/* Open it, and fetch what lies `ahead`. */
+/* Unpack it, and prefetch what is `ahead`. */
 INLINE void open_super(const ShoalWeight *w, const Part *p, OpenSuper *open, const char *ahead, const int kind) {
     enum { WORDS = GROUP / 4, HALF = WORDS / 2 };
     const char *lines = lines_at(w, p), *record = scales_at(w, p);
@@ -51,7 +51,7 @@ INLINE void open_super(const ShoalWeight *w, const Part *p, OpenSuper *open, con
     for (int i = 0; i < SUPER_GROUPS / 2; i++) vi_store(open->minima[i], small_minima(record, i));
 }
 
-/* Its sums, low bytes and high bytes apart, for 16 tokens or twice as many; `step`: from a token's chunk to that of 16 tokens on. */
+/* Its sums, separately for low and high bytes, for 16 or 32 tokens; `step`: from a token's chunk to that of the token 16 further. */
 INLINE void sum_super(const OpenSuper *open, const char *acts, int64_t step, const int passes, Results *results) {
     SQUARE_ZERO(0);
     SQUARE_ZERO(1);
@@ -74,7 +74,7 @@ INLINE void sum_super(const OpenSuper *open, const char *acts, int64_t step, con
     if (passes == 2) SQUARE_STORE(3, results[3], 64);
 }
 
-/* What it adds to the sum of a token, whose results are row `t`; `pairs`: of its activations, see dot_minima(). */
+/* What it adds to the sum of a token, whose results are row `t`; `pairs`: pairs of its activations' sums, see dot_minima(). */
 INLINE void add_super(const OpenSuper *open, const Results *results, int t, float by, const int32_t *pairs, Vf scale, Vf minimum,
                       float *sums, const int minima) {
     const Vi whole = vi_add(vi_load(results[0] + t * LANES), vi_shift_up(vi_load(results[1] + t * LANES), 8));
@@ -88,7 +88,7 @@ INLINE void add_super(const OpenSuper *open, const Results *results, int t, floa
     vf_store(sums, sum);
 }
 
-/* What is finer of a super-block of activations, of up to 16 tokens that have something. */
+/* The rounding errors of a super-block of activations, for up to 16 tokens that have any. */
 typedef struct {
     int8_t squares[SUPER_SQUARES][SQUARE_SIZE];
     int32_t pairs[SUPER_GROUPS / 2][SQUARE_ROWS];
@@ -96,7 +96,7 @@ typedef struct {
     int token[SQUARE_ROWS], count;
 } Finer;
 
-/* `sums`: where those of the token's groups begin, see acts.h. */
+/* `sums`: index of the sums of the token's first group, see acts.h. */
 INLINE void take_finer(Finer *f, const int32_t *words, const int32_t *sums, float by, int token) {
     int32_t halves[2 * SUPER_GROUPS], pairs[SUPER_GROUPS / 2];
     UNROLL for (int k = 0; k < SUPER_SQUARES; k++) vi_store(f->squares[k] + f->count * 64, vi_load(words + k * LANES));
@@ -114,7 +114,7 @@ static void multiply_finer(const OpenSuper *open, Finer *f, float *sums, const i
     f->count = 0;
 }
 
-/* The products of an opened super-block with what is finer, see add_finer(). */
+/* The products of an unpacked super-block with rounding errors, see add_finer(). */
 INLINE void add_all_finer(const OpenSuper *open, const Acts *a, int64_t words, int64_t super, int tokens, float *sums, const int minima) {
     Finer finer ALIGNED;
     finer.count = 0;

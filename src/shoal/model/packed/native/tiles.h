@@ -1,12 +1,12 @@
-/* The kernels of all kinds, for 1 to TILE_TOKENS tokens each. They are compiled in files of their own, side by side. */
+/* The kernels of all kinds, for 1 to TILE_TOKENS tokens each. They are compiled in separate files, in parallel. */
 #ifndef SHOAL_TILES_H
 #define SHOAL_TILES_H
 
 #include "acts.h"
 
-/* Add the products of a tile of one row block with a few tokens to sums [tokens][2][16], and fetch as much from `ahead` as
-   the tile has, or one of `parts`: memory would rest while products are computed, and what the processor fetches by itself
-   stops at every page of 4 KiB. 0 parts fetch nothing; fewer tokens than TILE_TOKENS always fetch all. */
+/* Add the products of a tile of one row block with a few tokens to sums [tokens][2][16], and prefetch as much from `ahead` as
+   the tile has, or one of `parts`: otherwise memory would be idle during the products, and hardware prefetching stops at every
+   page of 4 KiB. 0 parts prefetch nothing; fewer tokens than TILE_TOKENS always prefetch all. */
 typedef void Tile(const ShoalWeight *, const Part *, const Acts *, int first, const int32_t *x, float *sums,
                   const char *ahead, int parts);
 
@@ -15,7 +15,7 @@ DECLARE(fp32) DECLARE(bf16) DECLARE(fp16) DECLARE(int8) DECLARE(int4) DECLARE(q8
 DECLARE(q4_1) DECLARE(q5_0) DECLARE(q5_1) DECLARE(upper) DECLARE(q4_k) DECLARE(q5_k) DECLARE(q6_k)
 #undef DECLARE
 
-/* The same for all tokens of a batch, in the tile units of AMX, and what a thread calls before and after some of them. */
+/* The same for all tokens of a batch by AMX, and what a thread calls before and after several of them. */
 void begin_squares(const ShoalWeight *, int tokens) __attribute__((visibility("hidden")));
 void multiply_squares(const ShoalWeight *, const Part *, const Acts *, int tokens, float *sums, const char *ahead)
     __attribute__((visibility("hidden")));

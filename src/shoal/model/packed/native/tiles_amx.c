@@ -1,4 +1,4 @@
-/* Kernels of the tile units; nothing where there are none. */
+/* Kernels for AMX; empty without it. */
 #include "matmul_int.h"
 #include "tiles.h"
 #ifdef SHOAL_AMX

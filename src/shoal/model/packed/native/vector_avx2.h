@@ -1,14 +1,14 @@
-/* The same 16 lanes as pairs of AVX2 registers, with FMA and F16C. bf16 products are two multiply-adds on widened
-   values, integer products go through 16 bits; neither can overflow. */
+/* 16 lanes as pairs of AVX2 registers, with FMA and F16C. bf16 products are two multiply-adds on widened values; integer
+   products go through 16 bits and cannot overflow. */
 #ifndef SHOAL_VECTOR_AVX2_H
 #define SHOAL_VECTOR_AVX2_H
 
 #include <immintrin.h>
 
-#define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 16 registers */
-#define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words of which products are summed in 16 bits, twice as many: see dot_narrow() */
-#define BF16_PRODUCTS 0 /* attention widens bf16: it is multiplied often */
-#define HALF_PRODUCTS 1 /* whether it multiplies pairs of whole numbers, where they are stored */
+#define TILE_TOKENS 4 /* tokens per pass over a row block: their sums fill half of the 16 registers */
+#define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words whose products are summed in 16 bits, and twice as many: see dot_narrow() */
+#define BF16_PRODUCTS 0 /* attention widens bf16, since it is multiplied often */
+#define HALF_PRODUCTS 1 /* whether attention multiplies pairs of stored integers */
 #define SCORED 1 /* groups of 16 columns of which a few queries are scored at once */
 #define MIXED 1  /* vectors of values that are added up at once for a few queries */
 
@@ -18,20 +18,20 @@ typedef struct {
 typedef struct {
     __m256i a, b;
 } Vi;
-typedef uint16_t Mask; /* bit i: lane i takes part */
+typedef uint16_t Mask; /* bit i: lane i is active */
 
 #define PAIR(type, x, y) ((type){.a = (x), .b = (y)})
 #define EACH2(type, f, x) PAIR(type, f((x).a), f((x).b))
 #define EACH3(type, f, x, y) PAIR(type, f((x).a, (y).a), f((x).b, (y).b))
 #define EACH4(type, f, x, y, z) PAIR(type, f((x).a, (y).a, (z).a), f((x).b, (y).b, (z).b))
 
-/* All bits of the lanes that take part; `half` 1 are lanes 8 to 15. */
+/* All bits of the active lanes; `half` 1 is lanes 8 to 15. */
 INLINE __m256i lanes_of(Mask mask, const int half) {
     const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(mask >> 8 * half), bits), bits);
 }
 
-INLINE void relax(void) { _mm_pause(); } /* a thread that waits */
+INLINE void relax(void) { _mm_pause(); } /* hint for a spinning thread */
 
 INLINE Vf vf_zero(void) { return PAIR(Vf, _mm256_setzero_ps(), _mm256_setzero_ps()); }
 INLINE Vf vf_all(float x) { return PAIR(Vf, _mm256_set1_ps(x), _mm256_set1_ps(x)); }
@@ -93,7 +93,7 @@ INLINE Vf vf_round(Vf x) {
                 _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-/* x 2^n for whole n from -250 to 250: two steps, as the exponent of one would not reach denormals. */
+/* x 2^n for integers n from -250 to 250, in two steps, since the exponent of one would not reach denormals. */
 INLINE Vf vf_scale(Vf x, Vf n) {
     const Vi whole = vi_round(n), bias = vi_all(127);
     const Vi half = PAIR(Vi, _mm256_srai_epi32(whole.a, 1), _mm256_srai_epi32(whole.b, 1)), rest = vi_sub(whole, half);
@@ -153,7 +153,7 @@ INLINE void vi_store_words(void *to, Mask mask, Vi v) {
     int *at = (int *)to;
     _mm256_maskstore_epi32(at, lanes_of(mask, 0), v.a), _mm256_maskstore_epi32(at + 8, lanes_of(mask, 1), v.b);
 }
-/* 16 words of 32 bits in order as halves, saturated as signed ones. */
+/* 16 words of 32 bits, in order, as signed saturated halves. */
 INLINE __m256i halves_of(Vi v) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(v.a, v.b), 0xd8); }
 INLINE void vi_store_halves(void *to, Vi v) { _mm256_store_si256((__m256i *)to, halves_of(v)); }
 INLINE void vi_store_s8(void *to, Vi v) {
@@ -165,8 +165,8 @@ INLINE void vi_store_u8(void *to, Vi v) {
     _mm_storeu_si128((__m128i *)to, _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 
-/* What is in a register before the compiler goes on. Left alone, gcc makes all products of a loop before it adds them up,
-   for which there are not enough registers, and reads a row again for every token. */
+/* Forces a value into a register. Otherwise gcc computes all products of a loop before it adds them, for which there are too
+   few registers, and reads a row again for every token. */
 INLINE __m256i held(__m256i x) {
     __asm__("" : "+x"(x));
     return x;
@@ -179,8 +179,8 @@ INLINE Vi vi_high_nibbles(Vi x) {
     return vi_low_nibbles(PAIR(Vi, _mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)));
 }
 
-/* Per lane: the sum plus two products of bf16. The compiler moves what is done to a row alone out of the loop over
-   tokens, here and below. */
+/* Per lane: the sum plus two products of bf16. Here and below the compiler hoists operations on the row alone out of the
+   loop over tokens. */
 INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) {
     const Vi high = vi_all((int32_t)0xffff0000);
     sum = vf_fma(vf_bits(vi_shift_up(row, 16)), vf_bits(vi_shift_up(x, 16)), sum);
@@ -192,8 +192,8 @@ INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return vi_add(sum, EACH3(Vi, _mm256_m
 
 INLINE Vf dot_halves_in(Vf sum, Vi x, Vi y) { return vf_bits(dot_halves(vi_bits(sum), x, y)); }
 
-/* Per lane: the sum plus four products of a byte of `row` less 128 with a signed one of `x`. Signs go over to `x`, for the
-   instruction multiplies unsigned by signed; 2 * 128 * 127 fits 16 bits. */
+/* Per lane: the sum plus four products of a byte of `row`, minus 128, with a signed one of `x`. Signs are moved to `x`, since
+   the instruction multiplies unsigned by signed; 2 * 128 * 127 fits 16 bits. */
 INLINE __m256i dot_bytes_of(__m256i sum, __m256i row, __m256i x) {
     const __m256i centred = _mm256_xor_si256(row, _mm256_set1_epi8(-128));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(x, centred));
@@ -202,8 +202,8 @@ INLINE __m256i dot_bytes_of(__m256i sum, __m256i row, __m256i x) {
 INLINE Vi dot_bytes(Vi sum, Vi row, Vi x) { return EACH4(Vi, dot_bytes_of, sum, row, x); }
 INLINE Vi start_bytes(int32_t zero_share) { return (void)zero_share, vi_zero(); }
 
-/* Products of unsigned bytes of `row` with signed ones of `x`, summed in halves of 16 bits, and what becomes of a few of
-   them: per lane the sum of all. 8 words of 4 bits, 4 of 5 bits or 2 of 6 bits cannot overflow. */
+/* Products of unsigned bytes of `row` with signed ones of `x`, summed in 16 bits, and the widening of several such sums to
+   one per lane. 8 words of 4 bits, 4 of 5 bits or 2 of 6 bits cannot overflow. */
 INLINE Vi start_narrow(Vi sum) { return (void)sum, vi_zero(); }
 INLINE __m256i dot_narrow_of(__m256i sum, __m256i row, __m256i x) {
     return held(_mm256_add_epi16(sum, _mm256_maddubs_epi16(row, x)));
@@ -216,13 +216,13 @@ INLINE Vi widen(Vi sum, Vi narrow) { return EACH3(Vi, widen_of, sum, narrow); }
 
 INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     uint16_t copy[16] = {0};
-    if (mask != 0xffff) from = memcpy(copy, from, 2 * __builtin_popcount(mask)); /* else no copy: loads would wait for its stores */
+    if (mask != 0xffff) from = memcpy(copy, from, 2 * __builtin_popcount(mask)); /* otherwise no copy: loads would wait for its stores */
     const __m128i *at = (const __m128i *)from;
     const Vi words = PAIR(Vi, _mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1)));
     return vf_bits(vi_shift_up(words, 16));
 }
 
-/* Round to nearest even, as torch does. A NaN becomes a quiet one: the carry could make it infinite. */
+/* Round to nearest even, as torch does. NaN becomes a quiet NaN, since the carry could make it infinite. */
 INLINE __m256i round_bf16(__m256 value) {
     const __m256i bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -250,7 +250,7 @@ INLINE Vf load_half(const void *from) {
     return PAIR(Vf, _mm256_cvtph_ps(_mm_load_si128(at)), _mm256_cvtph_ps(_mm_load_si128(at + 1)));
 }
 
-/* Words of x and y in turn: of their first eight, of their last eight. */
+/* Interleave words of x and y: of their first eight, of their last eight. */
 INLINE Vi zip_half(__m256i x, __m256i y) {
     const __m256i low = _mm256_unpacklo_epi32(x, y), high = _mm256_unpackhi_epi32(x, y);
     return PAIR(Vi, _mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));

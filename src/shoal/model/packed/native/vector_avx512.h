@@ -1,15 +1,15 @@
-/* Vectors of 16 lanes on AVX-512 with BF16, VBMI2 and VNNI: every operation is an instruction or two. */
+/* 16 lanes on AVX-512 with BF16, VBMI2 and VNNI: every operation is one or two instructions. */
 #ifndef SHOAL_VECTOR_AVX512_H
 #define SHOAL_VECTOR_AVX512_H
 
 #include <immintrin.h>
 
-#define TILE_TOKENS 8 /* tokens of one pass over a row block: with a second sum each they fill half of the 32 registers */
-#define NARROW_WORDS(bits) 4 /* there is no narrow sum: products of bytes go into 32 bits at once */
+#define TILE_TOKENS 8 /* tokens per pass over a row block: with a second sum each, they fill half of the 32 registers */
+#define NARROW_WORDS(bits) 4 /* no narrow sums: products of bytes are added in 32 bits */
 #define BF16_PRODUCTS 1 /* whether attention multiplies pairs of bf16 */
 #ifdef SHOAL_AMX
-#define SQUARE_QUERIES 16 /* that attention looks at in the tile units together */
-#define HALF_PRODUCTS 0   /* whether it multiplies pairs of whole numbers, where they are stored: the tile units have none of 16 bits */
+#define SQUARE_QUERIES 16 /* queries that attention processes together with AMX */
+#define HALF_PRODUCTS 0   /* whether attention multiplies pairs of stored integers: AMX has no 16-bit integers */
 #else
 #define HALF_PRODUCTS 1
 #endif
@@ -18,9 +18,9 @@
 
 typedef __m512 Vf;      /* 16 floats */
 typedef __m512i Vi;     /* 16 words of 32 bits, 32 halves of 16 or 64 bytes */
-typedef __mmask16 Mask; /* bit i: lane i takes part */
+typedef __mmask16 Mask; /* bit i: lane i is active */
 
-INLINE void relax(void) { _mm_pause(); } /* a thread that waits */
+INLINE void relax(void) { _mm_pause(); } /* hint for a spinning thread */
 
 INLINE Vf vf_zero(void) { return _mm512_setzero_ps(); }
 INLINE Vf vf_all(float x) { return _mm512_set1_ps(x); }
@@ -54,7 +54,7 @@ INLINE Vi vi_load_words(Mask mask, const void *from) { return _mm512_maskz_loadu
 INLINE Vi vi_load_halves(uint32_t mask, const void *from) { return _mm512_maskz_loadu_epi16(mask, from); }
 INLINE Vi vi_load_bytes(const void *from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); }
 INLINE Vi vi_load_signed(const void *from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
-/* 32 halves: of signed bytes; of the low half-bytes of 16, then of their high ones, 8 less. */
+/* 32 halves: from signed bytes; from the low nibbles of 16 bytes, then the high ones, minus 8. */
 INLINE Vi vi_widen_signed(const void *from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from)); }
 INLINE Vi vi_widen_nibbles(const void *from) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)from), upper = _mm_srli_epi16(bytes, 4);
@@ -91,7 +91,7 @@ INLINE Vf dot_bf16(Vf sum, Vi row, Vi x) { return _mm512_dpbf16_ps(sum, (__m512b
 /* Per lane: the sum plus two products of signed halves. */
 INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return _mm512_dpwssd_epi32(sum, x, y); }
 
-/* The same in the bits of floats. Of a cast sum, compilers make copies. */
+/* The same in the bits of floats, since compilers copy a sum that is cast. */
 INLINE Vf dot_halves_in(Vf sum, Vi x, Vi y) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y));
     return sum;
@@ -121,7 +121,7 @@ INLINE Vi join_bf16(Vf low, Vf high) { return (Vi)_mm512_cvtne2ps_pbh(high, low)
 INLINE Vf vf_from_halves(Vi v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); } /* of floats in 16 bits, in the low halves of words */
 INLINE Vf load_half(const void *from) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)from)); }
 
-/* See simd.h. What no lane takes is not read. */
+/* See simd.h. Memory of inactive lanes is not read. */
 #define SPREADS
 INLINE uint32_t first_ones(uint32_t mask) { return (uint32_t)((1ull << __builtin_popcount(mask)) - 1); }
 INLINE Vi vi_spread_words(Mask mask, const void *from) {
@@ -135,7 +135,7 @@ INLINE Vi vi_spread_halves(uint32_t mask, const void *from) {
     return _mm512_maskz_expand_epi16(mask, vi_load_halves(first_ones(mask), from));
 }
 
-/* Words of x and y in turn: of their first eight, of their last eight. */
+/* Interleave words of x and y: of their first eight, of their last eight. */
 INLINE Vi zip_low(Vi x, Vi y) {
     return _mm512_permutex2var_epi32(x, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), y);
 }
@@ -143,7 +143,7 @@ INLINE Vi zip_high(Vi x, Vi y) {
     return _mm512_permutex2var_epi32(x, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), y);
 }
 
-/* Within each quarter of four words: its first two, or last two, of x and y in turn; the same of pairs of words. */
+/* Within each quarter of four words: interleave the first two, or last two, of x and y; the same for pairs of words. */
 #define UNPACKS
 INLINE Vi unpack_low(Vi x, Vi y) { return _mm512_unpacklo_epi32(x, y); }
 INLINE Vi unpack_high(Vi x, Vi y) { return _mm512_unpackhi_epi32(x, y); }

@@ -1,16 +1,16 @@
-/* The same 16 lanes as four NEON registers of ARMv8.2 with its products of bytes. What is summed is summed in the order of
-   vector_avx2.h. Of masks only those of the first few lanes occur. */
+/* 16 lanes as four NEON registers of ARMv8.2 with dot products of bytes. Sums have the order of vector_avx2.h. The only masks
+   are those of the first few lanes. */
 #ifndef SHOAL_VECTOR_NEON_H
 #define SHOAL_VECTOR_NEON_H
 
 #include <arm_neon.h>
 
-#define TILE_TOKENS 4 /* tokens of one pass over a row block: their sums fill half of the 32 registers */
-#define BF16_PRODUCTS 0 /* attention widens bf16: it is multiplied often */
-#define HALF_PRODUCTS 1 /* whether it multiplies pairs of whole numbers, where they are stored */
+#define TILE_TOKENS 4 /* tokens per pass over a row block: their sums fill half of the 32 registers */
+#define BF16_PRODUCTS 0 /* attention widens bf16, since it is multiplied often */
+#define HALF_PRODUCTS 1 /* whether attention multiplies pairs of stored integers */
 #define SCORED 1 /* groups of 16 columns of which a few queries are scored at once */
 #define MIXED 1  /* vectors of values that are added up at once for a few queries */
-#define NARROW_WORDS(bits) 4 /* there is no narrow sum: products of bytes go into 32 bits at once */
+#define NARROW_WORDS(bits) 4 /* no narrow sums: products of bytes are added in 32 bits */
 
 typedef struct {
     float32x4_t a, b, c, d;
@@ -18,7 +18,7 @@ typedef struct {
 typedef struct {
     uint32x4_t a, b, c, d;
 } Vi;
-typedef uint16_t Mask; /* bit i: lane i takes part */
+typedef uint16_t Mask; /* bit i: lane i is active */
 
 #define FOUR(type, w, x, y, z) ((type){.a = (w), .b = (x), .c = (y), .d = (z)})
 #define ALL4(type, x) FOUR(type, x, x, x, x)
@@ -29,7 +29,7 @@ typedef uint16_t Mask; /* bit i: lane i takes part */
 
 INLINE void relax(void) { __asm__ __volatile__("isb"); } /* `yield` does nothing on most processors */
 
-/* By the names of x86, as lookup.h and pack.c have them: what they hold names the layout of matrices kept on disk. */
+/* With the names of x86, which lookup.h and pack.c use: a hash of those files identifies the layout of matrices on disk. */
 #define _MM_FROUND_TO_NEAREST_INT 0
 INLINE float _cvtsh_ss(uint16_t bits) {
     __fp16 half;
@@ -107,11 +107,11 @@ INLINE uint32x4_t round_of(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_
 INLINE Vi vi_round(Vf x) { return EACH2(Vi, round_of, x); }
 INLINE int32_t vi_sum(Vi x) { return (int32_t)vaddvq_u32(vaddq_u32(vaddq_u32(x.a, x.b), vaddq_u32(x.c, x.d))); }
 
-/* Operators of the compiler: the instructions that shift by a constant have no form for 0 to the right. */
+/* The compiler's operators, since the instructions that shift right by a constant do not take 0. */
 INLINE Vi vi_shift_up(Vi x, const int bits) { return FOUR(Vi, x.a << bits, x.b << bits, x.c << bits, x.d << bits); }
 INLINE Vi vi_shift_right(Vi x, const int bits) { return FOUR(Vi, x.a >> bits, x.b >> bits, x.c >> bits, x.d >> bits); }
 
-/* 16 halves as words, and words in order as halves: saturated as signed ones. */
+/* 16 halves as words, and words, in order, as signed saturated halves. */
 INLINE Vi words_of_halves(uint16x8_t x, uint16x8_t y) {
     return FOUR(Vi, vmovl_u16(vget_low_u16(x)), vmovl_high_u16(x), vmovl_u16(vget_low_u16(y)), vmovl_high_u16(y));
 }
@@ -150,7 +150,7 @@ INLINE void vi_store_u8(void *to, Vi v) {
     vst1q_u8((uint8_t *)to, vqmovun_high_s16(vqmovun_s16(halves_of(v.a, v.b)), halves_of(v.c, v.d)));
 }
 
-/* x 2^n for whole n from -250 to 250: two steps, as the exponent of one would not reach denormals. */
+/* x 2^n for integers n from -250 to 250, in two steps, since the exponent of one would not reach denormals. */
 INLINE uint32x4_t halve_of(uint32x4_t x) { return vreinterpretq_u32_s32(vreinterpretq_s32_u32(x) >> 1); }
 INLINE Vf vf_scale(Vf x, Vf n) {
     const Vi whole = vi_round(n), bias = vi_all(127), half = EACH2(Vi, halve_of, whole), rest = vi_sub(whole, half);
@@ -164,7 +164,7 @@ INLINE float vf_sum(Vf x) {
 }
 INLINE float vf_top(Vf x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a, x.b), vmaxq_f32(x.c, x.d))); }
 
-/* What is in a register before the compiler goes on, see vector_avx2.h. */
+/* Forces a value into a register, see vector_avx2.h. */
 INLINE uint32x4_t held(uint32x4_t x) {
     __asm__("" : "+w"(x));
     return x;
@@ -192,8 +192,8 @@ INLINE Vi dot_halves(Vi sum, Vi x, Vi y) { return vi_add(sum, EACH3(Vi, halves_d
 
 INLINE Vf dot_halves_in(Vf sum, Vi x, Vi y) { return vf_bits(dot_halves(vi_bits(sum), x, y)); }
 
-/* Per lane: the sum plus four products of signed bytes. Those of 4 to 6 bits are below 64, so without a sign they are the
-   same; those of 8 bits are less 128 with the upper bit turned over. */
+/* Per lane: the sum plus four products of signed bytes. Bytes of 4 to 6 bits are below 64, so their sign does not matter;
+   flipping the top bit of 8-bit ones subtracts 128. */
 INLINE uint32x4_t dot_of(uint32x4_t sum, uint32x4_t row, uint32x4_t x) {
     return held(vreinterpretq_u32_s32(vdotq_s32(vreinterpretq_s32_u32(sum), vreinterpretq_s8_u32(row), vreinterpretq_s8_u32(x))));
 }
@@ -212,7 +212,7 @@ INLINE Vf load_bf16(const uint16_t *from, Mask mask) {
     return vf_bits(vi_shift_up(words_of_halves(vld1q_u16(from), vld1q_u16(from + 8)), 16));
 }
 
-/* Round to nearest even, as torch does. A NaN becomes a quiet one: the carry could make it infinite. */
+/* Round to nearest even, as torch does. NaN becomes a quiet NaN, since the carry could make it infinite. */
 INLINE uint32x4_t round_bf16(float32x4_t value) {
     const uint32x4_t bits = vreinterpretq_u32_f32(value), odd = bits >> 16 & vdupq_n_u32(1);
     const uint32x4_t rounded = bits + (odd + vdupq_n_u32(0x7fff)), quiet = bits | vdupq_n_u32(0x400000);
@@ -239,7 +239,7 @@ INLINE Vf load_half(const void *from) {
     return FOUR(Vf, half_of(vld1_u16(at)), half_of(vld1_u16(at + 4)), half_of(vld1_u16(at + 8)), half_of(vld1_u16(at + 12)));
 }
 
-/* Words of x and y in turn: of their first eight, of their last eight. */
+/* Interleave words of x and y: of their first eight, of their last eight. */
 INLINE Vi zip_low(Vi x, Vi y) { return FOUR(Vi, vzip1q_u32(x.a, y.a), vzip2q_u32(x.a, y.a), vzip1q_u32(x.b, y.b), vzip2q_u32(x.b, y.b)); }
 INLINE Vi zip_high(Vi x, Vi y) { return FOUR(Vi, vzip1q_u32(x.c, y.c), vzip2q_u32(x.c, y.c), vzip1q_u32(x.d, y.d), vzip2q_u32(x.d, y.d)); }
 
