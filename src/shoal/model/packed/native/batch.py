@@ -1,4 +1,4 @@
-"""The tokens of a forward and the cache they go into, as the library takes them."""
+"""The tokens of a forward and their KV cache, in the library's form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.model.kv.blocks import BLOCK
 from shoal.model.packed.native.library import LANES, MAX_NODES, MAX_TOKENS, BatchStruct, Own
 
 _STORED = {torch.int8: 2, torch.uint8: 3}
-"""STORED_INT8 and STORED_INT4 of kv_blocks.h, by what their numbers are held in."""
+"""STORED_INT8 and STORED_INT4 of kv_blocks.h, by the dtype of the stored numbers."""
 
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
@@ -22,22 +22,22 @@ ATTENTION, MLP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """Up to 256 tokens, row after row (ascending), each row's tokens being consecutive nodes of its tree.
+    """Up to 256 tokens in ascending order of rows; the tokens of a row are consecutive nodes of its tree.
 
-    Nodes before a row's first token are in the cache already, in the columns of nodes.
+    Nodes before a row's first token are already in the cache, in the columns of nodes.
 
     Attributes:
-        ids, positions: of each token.
+        ids, positions: id and position of each token.
         rows: cache row of each token.
         nodes: index of each token within its row's tree, below 64, or below 256 without ancestors.
-        bases: committed positions of each token's row; node j's keys go to column `base - start + j`.
-        ancestors: per token, bit j says that node j of the same row is visible to it: itself and its path to node 0.
-            0: it sees all nodes up to itself.
-        wanted: indices of the tokens whose logits are asked for.
-        layers: the layers that run, ascending; None means all.
-        active: per running layer one byte for each token, `ATTENTION | MLP` or less; a token passes unchanged through
-            what it does not run and stores nothing there. None: all tokens run both sublayers.
-        starts: per running layer, for each token, the positions of its row that are not stored any more; None: none.
+        bases: committed positions of each token's row; the keys of node j go to column `base - start + j`.
+        ancestors: per token, bit j is set if it sees node j of the same row: itself and its path to node 0. With 0 it
+            sees all nodes up to itself.
+        wanted: indices of the tokens whose logits are wanted.
+        layers: the layers that run, ascending; None for all.
+        active: per running layer and token one byte, `ATTENTION | MLP` or less. A token skips the other sublayers and
+            stores nothing there. None if all tokens run both.
+        starts: per running layer and token, the positions of its row that are no longer stored; None for none.
     """
 
     ids: Sequence[int]
@@ -53,7 +53,7 @@ class NativeBatch:
 
     @classmethod
     def chain(cls, ids: Sequence[int], base: int, wanted: Sequence[int] | None = None) -> NativeBatch:
-        """Consecutive tokens of row 0 after `base` positions; logits of the last one unless `wanted` says otherwise."""
+        """Consecutive tokens of row 0 after `base` positions; by default logits of the last one are wanted."""
         count = len(ids)
         nodes = range(count)
         positions, ancestors = range(base, base + count), chain_ancestors(nodes)
@@ -102,17 +102,17 @@ class NativeBatch:
 
 
 def chain_ancestors(nodes: range) -> list[int]:
-    """What nodes of a chain see; see `NativeBatch.ancestors`."""
+    """The `ancestors` of nodes of a chain."""
     return [0] * len(nodes) if nodes.stop > MAX_NODES else [(2 << node) - 1 for node in nodes]
 
 
 class KVBinding:
-    """The layers' KV tensors, checked, kept alive, and their addresses. Make a new one whenever a tensor is replaced.
+    """The checked KV tensors of all layers, kept alive, and their addresses; make a new one when a tensor is replaced.
 
     Attributes:
-        rows: rows of every tensor.
-        addresses: of the arrays of keys, of values and of capacities.
-        own_address: of the table of what rows have beside their slots; None where no row has anything.
+        rows: number of rows of every tensor.
+        addresses: addresses of the arrays of keys, of values and of capacities.
+        own_address: address of the table of what rows store outside their slots; None if there is nothing.
     """
 
     def __init__(
@@ -145,24 +145,24 @@ class KVBinding:
         self.own_address = None if self._own is None else ctypes.addressof(self._own)
 
     def unowned(self) -> KVBinding:
-        """The same, which keeps no tensor alive: for a caller that does as long as it uses this."""
+        """Stop keeping tensors alive, for a caller that does so itself while it uses the binding."""
         self._tensors, self._own_tensors = ((), ()), None
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class OwnColumns:
-    """What a row has in a layer beside its slot.
+    """What a row stores in a layer outside its slot.
 
     Attributes:
-        keys, values: in the place of the slot, int8 [kv_heads, capacity, head_dim], or uint8 [kv_heads, capacity,
-            blocks, 16] that hold two numbers each, keys in no fewer bits than values; and scales of blocks of 32,
-            float16 [kv_heads, capacity, blocks]. None for the slot.
-        bias: float32 [kv_heads, columns], added to the scores; None for nothing.
-        older: in the place of the slot's first columns, bits of keys and of values, uint8 [kv_heads, capacity, 2 for
-            each 16 dimensions], and the numbers of each whose bits are set, [kv_heads, capacity, numbers] in the
-            slot's dtype: keys' bits and numbers, values' bits and numbers; None for the slot.
-        settled: how many columns those are.
+        keys, values: instead of the slot, int8 [kv_heads, capacity, head_dim], or uint8 [kv_heads, capacity, blocks,
+            16] with two numbers per byte, and the scales of blocks of 32, float16 [kv_heads, capacity, blocks]. Keys
+            have at least as many bits as values. None for the slot.
+        bias: float32 [kv_heads, columns], added to scores; None for nothing.
+        older: instead of the slot's first columns, bits and numbers of keys, then of values: uint8 [kv_heads, capacity,
+            2 bytes per 16 dimensions], and [kv_heads, capacity, numbers] in the slot's dtype, the numbers whose bits
+            are set. None for the slot.
+        settled: number of those columns.
     """
 
     keys: Sequence[Tensor] | None = None
@@ -172,7 +172,7 @@ class OwnColumns:
     settled: int = 0
 
     def struct(self, shape: tuple[int, int], dtype: torch.dtype) -> Own:
-        """In the library's form, for a cache in `dtype`; ValueError for tensors of other types or sizes."""
+        """The library's form, for a cache in `dtype`; ValueError for tensors of wrong dtypes or sizes."""
         struct = Own()
         if self.keys is not None and self.values is not None:
             capacity, blocks = self.keys[0].shape[1], -(-shape[1] // BLOCK)
@@ -210,7 +210,7 @@ class OwnColumns:
 
 
 def _checked(pair: tuple[Tensor | None, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> int:
-    """The rows of a layer's tensors, 0 if it has none."""
+    """Number of rows of a layer's tensors; 0 if it has none."""
     key, value = pair
     if key is None and value is None:
         return 0

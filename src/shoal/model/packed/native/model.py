@@ -1,4 +1,4 @@
-"""A Llama-shaped decoder in the library's hands: parts go in once, then a forward is one call."""
+"""A Llama-shaped decoder that the library runs: its parts are passed once, then a forward is one call."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
 _MOST_READ = 0.1
 _MOST_READ_OF_FLOATS = 0.4
-"""Shares of the head that bounds may let through: more is not worth reading them before (measured). They are five
-eighths of a head of 8 bits, and a third or less of one of floats."""
+"""Most of the head that bounds may let through and still pay (measured). Reading the bounds costs five eighths of an 8-bit
+head, and at most a third of a head of floats."""
 _MOST_WHOLE = 32
-"""Most forwards that read the whole head before bounds are tried again: one after they let too much through, two when
-they do so again at once, then four, and so on."""
+"""Most forwards that read the whole head before bounds are tried again: one after bounds let too much through, then
+two, four and so on if they do so again at once."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class NativeSpec:
     Attributes:
         ffn: inputs of the MLP's second matrix, in the widest layer.
         head_dim: even, at most 256.
-        rotary_dim: leading dimensions of a head that turn; dimension j together with j + rotary_dim / 2.
-        attention_scale: what scores are multiplied with, usually head_dim ** -0.5.
-        residual_scale, embedding_scale, logit_scale: factors of each sublayer's output, the embedding, the logits.
+        rotary_dim: number of leading dimensions of a head that are rotated; j is paired with j + rotary_dim / 2.
+        attention_scale: factor of scores, usually head_dim ** -0.5.
+        residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, the embedding and logits.
         attention_cap, logit_cap: c of the soft cap c * tanh(x / c) of scores and logits; 0 for none.
-        kv_dtype: of the cache, float32 or bfloat16; queries and weights of values are rounded to it too where the
+        kv_dtype: dtype of the cache, float32 or bfloat16; queries and weights of values are rounded to it too if the
             processor multiplies it.
     """
 
@@ -92,7 +92,7 @@ class NativeSpec:
 
 
 Stacked = PackedWeight | Sequence[PackedWeight]
-"""One matrix, or several with their rows one above the other."""
+"""One matrix, or several, one above the other."""
 
 
 def parts_of(stacked: Stacked) -> tuple[PackedWeight, ...]:
@@ -102,19 +102,19 @@ def parts_of(stacked: Stacked) -> tuple[PackedWeight, ...]:
 
 @dataclass(frozen=True, eq=False)
 class NativeLayer:
-    """One decoder layer: matrices, then vectors in float32, None where the layer has no such part.
+    """One decoder layer: matrices, then float32 vectors; None for parts that the layer lacks.
 
     Attributes:
         qkv: [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values; up to three matrices, one above the
-            other, all but the last of a multiple of 16 rows.
-        gate_up: [2 * ffn, hidden], packed with `paired=True`; or gate and up apart, of kinds that take activations in
-            the same form.
-        input_norm, post_norm: [hidden], of the RMS norms before attention and before the MLP.
-        q_norm, k_norm: [head_dim], of RMS norms over each head, or [heads * head_dim] and [kv_heads * head_dim], over
-            all heads together.
-        cos, sin: [positions, rotary_dim / 2], or None in a layer without rotary embedding.
-        window: positions that a query sees, its own included, or None.
-        attention_out_norm, mlp_out_norm: [hidden], of RMS norms of what each sublayer adds to the residual stream.
+            other, all but the last with a multiple of 16 rows.
+        gate_up: [2 * ffn, hidden], packed with `paired=True`; or gate and up separately, of kinds that take activations
+            in the same form.
+        input_norm, post_norm: [hidden], RMSNorms before attention and before the MLP.
+        q_norm, k_norm: [head_dim], RMSNorms over each head, or [heads * head_dim] and [kv_heads * head_dim] over all
+            heads together.
+        cos, sin: [positions, rotary_dim / 2]; None in a layer without rotary embedding.
+        window: positions that a query sees, including its own, or None.
+        attention_out_norm, mlp_out_norm: [hidden], RMSNorms of what the sublayers add to the residual stream.
     """
 
     qkv: Stacked
@@ -140,7 +140,7 @@ Choose = Callable[[int, Tensor], Sequence["Tensor | None"]]
 
 
 class _Asked:
-    """Calls `choose` from within a forward, and keeps what it returns alive until it is read."""
+    """Calls `choose` during a forward, and keeps its result alive until it is read."""
 
     def __init__(self, choose: Choose, batch: NativeBatch, struct: BatchStruct, spec: NativeSpec) -> None:
         self.error: BaseException | None = None
@@ -155,7 +155,7 @@ class _Asked:
         struct.apart = ctypes.addressof(self._apart)
 
     def _select(self, entry: int) -> None:
-        """Fill in what the tokens read; after an error, which nothing can raise through the library, all of it."""
+        """Fill in the columns that tokens read; all after an error, which cannot be raised through the library."""
         ctypes.memset(self._counts, 0, ctypes.sizeof(self._counts))
         if self.error is not None:
             return
@@ -171,7 +171,7 @@ class _Asked:
             self.error = error
 
     def _checked(self, entry: int, chosen: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same, contiguous; ValueError for what the library would read amiss."""
+        """The chosen columns, contiguous; ValueError for what the library would misread."""
         if len(chosen) != len(self._counts):
             raise ValueError(f"columns of {len(chosen)} tokens were chosen; there are {len(self._counts)}, each with "
                              "its columns or None")
@@ -200,11 +200,11 @@ class NativeModel:
     """A decoder that the library runs.
 
     Args:
-        head: [vocab, hidden]; it is the input embedding too where `embedding` is None.
+        head: [vocab, hidden]; it is also the input embedding if `embedding` is None.
         embedding: [vocab, hidden], packed, or a plain matrix in float32 or bfloat16.
 
     Attributes:
-        head_read: bytes of the head that forwards have read so far, those of bounds counted.
+        head_read: bytes of the head that forwards have read so far, including bounds.
 
     Raises:
         ValueError: a part has the wrong shape or dtype.
@@ -236,12 +236,12 @@ class NativeModel:
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],
         own: Sequence[Sequence[OwnColumns]] | None = None,
     ) -> KVBinding:
-        """Check the layers' KV tensors once, for as many forwards as they stay where they are.
+        """Check the KV tensors once, for all forwards until one of them is replaced.
 
         Args:
-            keys: per layer [rows, kv_heads, capacity, head_dim], contiguous, in the spec's kv_dtype; None for a layer
-                that stores nothing. Values likewise.
-            own: per layer and row what it has beside its slot; None where no row has anything.
+            keys, values: per layer [rows, kv_heads, capacity, head_dim], contiguous, in the spec's kv_dtype; None for a
+                layer that stores nothing.
+            own: per layer and row what it stores outside its slot; None if there is nothing.
         """
         shape = (self.spec.kv_heads, self.spec.head_dim)
         return KVBinding(keys, values, self.num_layers, shape, self.spec.kv_dtype, own)
@@ -252,31 +252,31 @@ class NativeModel:
         vectors: Tensor | None = None, likeliest: bool = False,
         experts: tuple[NativeExperts, Sequence[Sequence[int]]] | None = None,
     ) -> Tensor:
-        """Run a batch; the keys and values of its tokens go into their columns of the cache.
+        """Run a batch, and write the keys and values of its tokens to their columns of the cache.
 
         Args:
             batch: the tokens.
             kv: the cache.
-            threads: how many; None for as many as torch uses, or fewer beside other work.
+            threads: number of threads; None for as many as torch uses, or fewer if the machine is busy.
             taps: float32 [n, tokens, hidden], filled with the states that enter each of the last n - 1 running layers,
                 and those after them; n is 1 to running layers + 1.
-            choose: called for each running layer with its number in `batch.layers` and the queries, float32
-                [tokens, heads, head_dim], in memory that the next layer fills anew; their keys are in the cache then.
-                Returns for each token the columns that it reads, int32 [kv_heads or heads, any number], ascending,
-                -1s first, or None for all that it sees. It must not run a forward of this model. What it raises is
-                raised here.
-            choices: in the place of `choose`: how each token lets the library choose, None for all that it sees.
-            vectors: float32 [tokens, hidden]: what enters the first layer; None for the embeddings of the batch's ids.
-            likeliest: whether nobody asks for logits other than the largest of each token, all of them where several
-                are equal; others may be -inf, so that not all of the head is read.
-            experts: MLPs in groups, and which of them each token runs: see `NativeExperts.put_into`. None where all
-                tokens run the whole MLPs.
+            choose: called for each running layer, once its keys are in the cache, with its number in `batch.layers` and
+                the queries, float32 [tokens, heads, head_dim], in memory that the next layer overwrites. Returns for
+                each token the columns that it reads, int32 [kv_heads or heads, any number], ascending, -1s first, or
+                None for all that it sees. It must not run a forward of this model. What it raises is raised here.
+            choices: instead of `choose`, how the library chooses for each token; None for all that it sees.
+            vectors: float32 [tokens, hidden], inputs of the first layer; None for the embeddings of the batch's ids.
+            likeliest: whether only the largest logit of each token, with its equals, is needed. Others may be -inf, so
+                that part of the head is not read.
+            experts: MLPs in groups, and the groups that each token runs, as `NativeExperts.put_into` takes them; None
+                if all tokens run the whole MLPs.
 
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
 
         Raises:
-            ValueError: an index of the batch is out of range; nothing was touched then. Or what `choose` returned is.
+            ValueError: an index of the batch, or what `choose` returned, is out of range. In the first case nothing was
+                changed.
             RuntimeError: `choose` ran a forward of this model.
         """
         if self._asking == threading.get_ident():
@@ -313,27 +313,27 @@ class NativeModel:
         self, batch: NativeBatch, kv: KVBinding, chain: NativeChain, states: Sequence[Tensor], known: Sequence[Tensor],
         wishes: Sequence[ChainWish], least: float, threads: int | None = None,
     ) -> list[Path]:
-        """Feed vectors in place of a batch's ids, and let the model go on after its wanted tokens, in one call.
+        """Run vectors in place of a batch's ids, and let the model continue after its wanted tokens, in one call.
 
-        Keys and values of all tokens that were fed go into their columns of the cache, those of guesses behind the
-        batch's: room for them must be there.
+        Keys and values of all these tokens are written to the cache, those of guesses after the batch's; there must be
+        room for them.
 
         Args:
-            batch: its tokens, of which the ids do not count; the wanted ones are the last of their rows, which store
-                every layer that runs in their slots.
+            batch: the tokens, whose ids are ignored. The wanted ones are the last of their rows, which store every
+                running layer in their slots.
             kv: the cache.
-            chain: what vectors are made of.
+            chain: makes the vectors.
             states: another model's last states before the tokens, in pieces float32 [n, hidden].
-            known: the tokens' shares, likewise.
-            wishes: what is wanted after each wanted token.
-            least: a path whose log-likelihood is below it is not gone on with.
+            known: the tokens' shares, in pieces likewise.
+            wishes: the guesses wanted after each wanted token.
+            least: paths with a lower log-likelihood are not continued.
             threads: as for `forward`.
 
         Returns:
             The guesses after each wanted token.
 
         Raises:
-            ValueError: what is given does not fit together; nothing was touched then.
+            ValueError: the arguments do not fit together; nothing was changed.
         """
         if (chain.hidden, chain.vocab) != (self.spec.hidden, self.spec.vocab):
             raise ValueError(f"the chain is of [{chain.vocab}, {chain.hidden}]; the model is of [{self.spec.vocab}, "
@@ -348,7 +348,7 @@ class NativeModel:
         return asked.paths()
 
     def scratch_bytes(self, tokens: int, columns: int, threads: int | None = None) -> int:
-        """Bytes that buffers grow by in a forward of that many tokens, each of which sees that many columns."""
+        """Bytes by which buffers grow in a forward of that many tokens, each of which sees that many columns."""
         bases = (ctypes.c_int32 * tokens)(*[columns] * tokens)
         struct = BatchStruct(tokens=tokens, base=ctypes.addressof(bases))
         count = torch.get_num_threads() if threads is None else threads
@@ -356,14 +356,14 @@ class NativeModel:
         return max(0, int(needed) - self._scratch.numel() * 2 // 3)  # of a half more than was needed nothing is written
 
     def _head_bytes(self, let_through: int) -> int:
-        """What is read of the head where bounds let so many rows through; none: there were no bounds."""
-        if not let_through:  # and `upper` is not asked for, which would make it
+        """Bytes of the head that are read if bounds let that many rows through; 0 rows: there were no bounds."""
+        if not let_through:  # without touching `upper`, which would make it
             return self._head.nbytes
         assert self._head.upper is not None
         return self._head.upper.nbytes + self._head.nbytes * let_through // self.spec.vocab
 
     def _note_read(self, tokens: int, much: bool) -> None:
-        """What became of bounds for so many tokens."""
+        """Note whether bounds let too much through for that many tokens."""
         self._failed[tokens] = min(_MOST_WHOLE, 2 * self._failed.get(tokens, 0) or 1) if much else 0
         self._whole[tokens] = self._failed[tokens]
 
@@ -372,7 +372,7 @@ class NativeModel:
         return _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
 
     def _bounds_pay(self, tokens: int) -> bool:
-        """Whether bounds are to be tried for so many tokens, if any: of late they did not let too much through."""
+        """Whether to try bounds for that many tokens: recently they did not let too much through."""
         if not tokens:
             return False
         if left := self._whole.get(tokens):
@@ -381,7 +381,7 @@ class NativeModel:
 
     @cached_property
     def _knows_upper(self) -> bool:
-        """Whether the library has bounds of the logits: no cap may make equal what the head does not."""
+        """Whether the library can bound the logits; a soft cap could make different logits equal."""
         if self._model.head_bias or self.spec.logit_cap or self.spec.logit_scale <= 0 or self._head.upper is None:
             return False
         self._model.upper = self._head.upper.struct()
@@ -399,7 +399,7 @@ class NativeModel:
     def _run(
         self, struct: BatchStruct, threads: int | None, asked: _Asked | None, chain: ChainStruct | None = None
     ) -> Tensor:
-        """The call itself, with the shared scratch memory; logits [wanted, vocab]."""
+        """Make the call, with the shared scratch memory; returns logits [wanted, vocab]."""
         count = MACHINE.choose() if threads is None else min(threads, MAX_THREADS)
         batch = ctypes.byref(self._model), ctypes.byref(struct)
         one = batch if chain is None else (*batch, ctypes.byref(chain))
@@ -415,7 +415,7 @@ class NativeModel:
                 had = call(*one, logits.data_ptr(), self._scratch.data_ptr(), count)
             finally:
                 self._asking = None
-            if threads is None and asked is None:  # beside `choose` threads wait: no sign of other work
+            if threads is None and asked is None:  # during `choose` threads wait, which is no sign of other work
                 MACHINE.note(had, time.perf_counter() - start)
         return logits
 
@@ -471,7 +471,7 @@ class NativeModel:
         return struct
 
     def _stack(self, parts: Sequence[PackedWeight], rows: int) -> Array[Weight]:
-        """The structures of up to three matrices that make up q, k and v."""
+        """The structs of up to three matrices that make up q, k and v."""
         hidden, sizes = self.spec.hidden, [part.rows for part in parts]
         if not 1 <= len(parts) <= 3 or sum(sizes) != rows or any(size % LANES for size in sizes[:-1]):
             raise ValueError(
@@ -482,7 +482,7 @@ class NativeModel:
         return (Weight * 3)(*structs)
 
     def _gate_up(self, parts: Sequence[PackedWeight], ffn: int) -> Array[Weight]:
-        """The structures of a paired matrix, or of two."""
+        """The structs of one paired matrix, or of two."""
         hidden = self.spec.hidden
         if len(parts) == 1:
             return (Weight * 2)(self._matrix("gate_up", parts[0], 2 * ffn, hidden, paired=True))
@@ -501,7 +501,7 @@ class NativeModel:
         return None if vector is None else self._tensor(name, vector, (length,))
 
     def _tensor(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        """The address of a tensor that is kept alive with the model."""
+        """The address of a tensor, which is kept alive with the model."""
         if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
             found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{name} is {found}; a contiguous {dtype} {list(shape)} on the CPU is needed")
