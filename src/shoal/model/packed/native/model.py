@@ -37,8 +37,8 @@ _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
 _MOST_READ = 0.1
 _MOST_READ_OF_FLOATS = 0.4
-"""Largest shares of the head that bounds may let through and still pay (measured). Reading the bounds costs five eighths
-of an 8-bit head, and at most a third of a head of floats."""
+"""Largest shares of the head that bounds may let through and still pay (measured). Reading the bounds costs five
+eighths of an 8-bit head, and at most a third of a head of floats."""
 _MOST_WHOLE = 32
 """Most forwards that read the whole head before bounds are tried again: one after bounds let too much through, then
 two, four and so on if they do so again at once."""
