@@ -42,11 +42,7 @@ class Skips:
         return frozenset([*(("attention", layer) for layer in self.attention), *(("mlp", layer) for layer in self.mlp)])
 
     def plan(self, num_layers: int) -> DepthPlan:
-        """The plan that skips them from step 1 on.
-
-        Raises:
-            ValueError: the model lacks one of the layers.
-        """
+        """The plan that skips them from step 1 on; ValueError if the model lacks one of the layers."""
         wrong = [layer for layer in (*self.attention, *self.mlp) if not 0 <= layer < num_layers]
         if wrong:
             raise ValueError(f"sublayers of layers {wrong} are to be skipped; the model has layers 0..{num_layers - 1}")

@@ -55,11 +55,7 @@ def context_of(config: Any) -> int | None:
 
 
 def widths_of(config: Any) -> tuple[int, ...]:
-    """Number of neurons of each layer's MLP.
-
-    Raises:
-        ValueError: the config's list does not have one valid width per layer.
-    """
+    """Number of neurons of each layer's MLP; ValueError if the config's list has no valid width for each layer."""
     text = config.get_text_config()
     widest, count = int(text.intermediate_size), int(text.num_hidden_layers)
     widths = getattr(text, WIDTHS, None)

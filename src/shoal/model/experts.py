@@ -146,12 +146,14 @@ def check_groups(neurons: Sequence[Tensor], widths: Sequence[int]) -> None:
     Raises:
         Unsupported: the groups are not those of the model's layers, or do not fit the kernels' blocks.
     """
-    why = next((f"layer {layer}, of {width} neurons, is divided into {list(groups.shape)} others" for layer, (
-        groups, width) in enumerate(zip(neurons, widths, strict=False))
-        if groups.flatten().sort().values.tolist() != list(range(width))), None)
+    why = ""
     if len(neurons) != len(widths):
         why = f"they are of {len(neurons)} layers, and the model has {len(widths)}"
-    elif why is None and any(groups.shape[1] % UNIT or len(groups) > MOST_GROUPS for groups in neurons):
+    elif any(groups.shape[1] % UNIT or len(groups) > MOST_GROUPS for groups in neurons):
         why = f"there may be {MOST_GROUPS} of them, each of a multiple of {UNIT} neurons"
-    if why is not None:
+    for layer, (groups, width) in enumerate(zip(neurons, widths, strict=False)):
+        if len(neurons) == len(widths) and groups.flatten().sort().values.tolist() != list(range(width)):
+            why = f"layer {layer}, of {width} neurons, is divided into {list(groups.shape)} others"
+            break
+    if why:
         raise Unsupported("groups of neurons that do not fit the model", why, "Train them anew: shoal train read_me")

@@ -104,8 +104,8 @@ class HFStack(Stack):
             except (RuntimeError, TypeError, ValueError):  # the sublayer does not return what `_Nothing` does
                 return False
 
-    @torch.no_grad()
     @override
+    @torch.no_grad()
     def forward(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,

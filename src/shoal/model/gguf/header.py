@@ -63,11 +63,7 @@ class GgmlType(IntEnum):
         return self.values == 1
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row.
-
-        Raises:
-            ValueError: `columns` is not a multiple of the block.
-        """
+        """Bytes of a row; ValueError if `columns` is not a multiple of the block."""
         if columns < 1 or columns % self.values:
             raise ValueError(f"{self.name} with {columns} columns; it must be a positive multiple of {self.values}")
         return columns // self.values * self.nbytes

@@ -154,11 +154,7 @@ class Vocabulary:
 
 
 def vocabulary_of(header: Header) -> Vocabulary | None:
-    """The vocabulary, or None if the file has none.
-
-    Raises:
-        ValueError: an entry has the wrong type or size.
-    """
+    """The vocabulary, or None if the file has none; ValueError if an entry has the wrong type or size."""
     entries = header.metadata
     tokens, kind = entries.get(_KEY + "tokens"), entries.get(_KEY + "model")
     if tokens is None or kind in (None, "none", "no_vocab"):

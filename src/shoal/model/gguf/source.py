@@ -61,11 +61,7 @@ def _norms(family: Family) -> dict[str, str]:
 
 
 class GgufSource(Source):
-    """A source that reads a GGUF file, one tensor at a time.
-
-    Raises:
-        Unsupported: Shoal does not know the architecture.
-    """
+    """A source that reads a GGUF file, one tensor at a time; Unsupported if Shoal does not know the architecture."""
 
     def __init__(self, file: GgufFile, config: Any) -> None:
         self._file, self._config = file, config

@@ -85,8 +85,8 @@ class PackedStack(Stack):
             twin.use_graphs(capture=twin.graphs.capture)
         return twin
 
-    @torch.no_grad()
     @override
+    @torch.no_grad()
     def forward(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
@@ -110,8 +110,8 @@ class PackedStack(Stack):
         mark_shallow(chunks, cache)
         return self._logits(run.wanted())
 
-    @torch.no_grad()
     @override
+    @torch.no_grad()
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         stream = self.weights.final_norm.dtype
         return self.weights.embedding.lookup(ids).to(stream) * self.shape.embedding_scale
@@ -138,8 +138,8 @@ class PackedStack(Stack):
         part = Dense(self.head_rows(ids))
         return torch.no_grad()(lambda hidden: block.scaled_logits(part(self.normed(hidden)), self.shape))
 
-    @torch.no_grad()
     @override
+    @torch.no_grad()
     def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
         """Copy the MLPs into groups, as `Stack` says; quantised matrices are quantised again, with other columns."""
         check_groups(neurons, self.shape.ffns)

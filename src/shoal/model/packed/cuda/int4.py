@@ -46,11 +46,7 @@ def nibbles(levels: Tensor) -> Tensor:
 
 
 def inner_tiles(columns: int) -> int:
-    """The packer's innermost tiles along the columns: the largest number that divides them.
-
-    Raises:
-        RuntimeError: none does.
-    """
+    """The packer's innermost tiles along the columns: the most that divide them; RuntimeError if none do."""
     for tiles in _INNER_TILES:
         if columns % (tiles * _TILE) == 0:
             return tiles

@@ -347,12 +347,12 @@ class NativeModel:
         self._run(struct, threads, None, asked.struct)
         return asked.paths()
 
-    def scratch_bytes(self, tokens: int, columns: int, threads: int | None = None) -> int:
+    def scratch_bytes(self, tokens: int, columns: int) -> int:
         """Bytes by which buffers grow in a forward of that many tokens, each of which sees that many columns."""
         bases = (ctypes.c_int32 * tokens)(*[columns] * tokens)
         struct = BatchStruct(tokens=tokens, base=ctypes.addressof(bases))
-        count = torch.get_num_threads() if threads is None else threads
-        needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), count)
+        threads = torch.get_num_threads()
+        needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), threads)
         return max(0, int(needed) - self._scratch.numel() * 2 // 3)  # of a half more than was needed nothing is written
 
     def _head_bytes(self, let_through: int) -> int:
