@@ -22,7 +22,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import mask, reads_apart
 from shoal.model.packed.linear import Dense
-from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows, twin_of
+from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows, shallow_copy
 from shoal.model.probe import find_layers, take_apart, through
 from shoal.model.stack import (
     HiddenStateHook,
@@ -80,7 +80,7 @@ class HFStack(Stack):
         scales = (getattr(module, "scaling", None) for layer in layers for module in layer.modules())
         self.score_scale = next((one for one in scales if isinstance(one, float)), self.kv_sizes[0][1] ** -0.5)
         self.score_cap: float | None = getattr(config, "attn_logit_softcapping", None)
-        self._twins: dict[tuple[int, Part, bool], nn.Module] = {}
+        self._copies: dict[tuple[int, Part, bool], nn.Module] = {}
 
     @property
     @override
@@ -182,17 +182,17 @@ class HFStack(Stack):
     def mixing(self, module: nn.Module, layer: int, opened: Sequence[Opened | None]) -> nn.Module:
         """A copy of a layer, or of its half, in which some tokens, in the order of the input, run groups of the MLP."""
         name = next(name for name in _MLP if name in module._modules)
-        return twin_of(module, {name: _Mixed(module._modules[name], layer, opened)})
+        return shallow_copy(module, {name: _Mixed(module._modules[name], layer, opened)})
 
     def module(self, layer: int, part: Part, *, prepacked: bool = False) -> nn.Module:
         """The layer, or a copy that shares its weights: without the other sublayer, or for prepacked rows."""
         if part == "layer" and not prepacked:
             return self.parts.layers[layer]
         key = (layer, part, prepacked)
-        if key not in self._twins:
+        if key not in self._copies:
             own = self.module(layer, part) if prepacked else self._half(layer, part)
-            self._twins[key] = by_rows(own) if prepacked else own
-        return self._twins[key]
+            self._copies[key] = by_rows(own) if prepacked else own
+        return self._copies[key]
 
     def _half(self, layer: int, part: Part) -> nn.Module:
         """The layer without its other sublayer."""
@@ -366,7 +366,7 @@ def _without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
     name = next((n for n in names if n in layer._modules), None)
     if name is None:
         return None
-    return twin_of(layer, {name: _Nothing(pair=names is _ATTENTION)})
+    return shallow_copy(layer, {name: _Nothing(pair=names is _ATTENTION)})
 
 
 class _Nothing(nn.Module):

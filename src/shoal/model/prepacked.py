@@ -33,18 +33,18 @@ _NAME, _OWN_NAME = "shoal_rows", "shoal_own_attention"
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 
 
-def twin_of(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+def shallow_copy(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of `module` that shares its weights and has these children in place of its own.
 
     Some releases of transformers store a bound `forward` in the instance after unwrapping it (`output_hidden_states`).
     The copy drops it, since it would run the original module.
     """
-    twin = copy.copy(module)
-    twin._modules = {**module._modules, **children}
-    left = vars(twin).get("forward")
+    copied = copy.copy(module)
+    copied._modules = {**module._modules, **children}
+    left = vars(copied).get("forward")
     if getattr(left, "__func__", None) is type(module).forward:
-        del twin.__dict__["forward"]
-    return twin
+        del copied.__dict__["forward"]
+    return copied
 
 
 def can_ask_by_rows(layer: nn.Module) -> bool:
@@ -57,13 +57,13 @@ def by_rows(layer: nn.Module) -> nn.Module:
     if not can_ask_by_rows(layer):
         return layer
     _register()
-    twin = twin_of(layer, {name: by_rows(part) for name, part in layer._modules.items() if part is not None})
+    copied = shallow_copy(layer, {name: by_rows(part) for name, part in layer._modules.items() if part is not None})
     if _looks_up(layer):
         config: Any = copy.copy(layer.config)
         setattr(config, _OWN_NAME, config._attn_implementation)
         config._attn_implementation_internal = _NAME  # the public setter would change sub-configs shared with the copy
-        twin.config = config
-    return twin
+        copied.config = config
+    return copied
 
 
 def _looks_up(part: nn.Module) -> bool:

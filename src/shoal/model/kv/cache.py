@@ -157,13 +157,13 @@ class KVCache:
 
     def fork(self, row: int, count: int) -> range:
         """Add rows that are exact copies of what `row` has committed; returns their numbers."""
-        twins = range(self.rows, self.rows + count)
+        copies = range(self.rows, self.rows + count)
         self.extend(count)
-        for twin in twins:
-            self.positions[twin], self._marks[twin] = self.positions[row], self._marks[row]
+        for new in copies:
+            self.positions[new], self._marks[new] = self.positions[row], self._marks[row]
             for layer in self.layers:
-                layer.fork(row, twin)
-        return twins
+                layer.fork(row, new)
+        return copies
 
     def release(self, row: int, layers: Sequence[int]) -> None:
         """Free what `layers` store of a row that will not run them again."""

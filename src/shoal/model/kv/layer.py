@@ -465,18 +465,18 @@ class KVLayer:
         for beside in (self.encoded, self.settled, self.bias):
             beside.extend([None] * rows)
 
-    def fork(self, row: int, twin: int) -> None:
+    def fork(self, row: int, to: int) -> None:
         """Make an empty row an exact copy of another one; neither may have scratch entries."""
         for name in ("lengths", "starts", "released", "rewritten"):
-            getattr(self, name)[twin] = getattr(self, name)[row]
+            getattr(self, name)[to] = getattr(self, name)[row]
         beside = self.encoded[row], self.settled[row], self.bias[row]
-        self.encoded[twin], self.settled[twin], self.bias[twin] = copy.deepcopy(beside)
+        self.encoded[to], self.settled[to], self.bias[to] = copy.deepcopy(beside)
         if any(one is not None for one in beside):
             self.version += 1
             self._note_beside()
         first, stored = self.first_in_slot(row), self.stored(row) if self.encoded[row] is None else 0
         for store in (store for store in (self.keys, self.values) if store is not None):
-            store[twin, :, first:stored] = store[row, :, first:stored]
+            store[to, :, first:stored] = store[row, :, first:stored]
 
     def release(self, row: int) -> None:
         """Free what a row stores that will not run this layer again; the storage is freed with the last row."""

@@ -78,12 +78,12 @@ class PackedStack(Stack):
 
     def with_layers(self, layers: list[Layer]) -> Self:
         """A stack with other layers of the same shape that shares everything else but the graphs."""
-        twin = object.__new__(type(self))
-        vars(twin).update(vars(self))
-        twin.weights = replace(self.weights, layers=layers)
-        if twin.graphs is not None:
-            twin.use_graphs(capture=twin.graphs.capture)
-        return twin
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other.weights = replace(self.weights, layers=layers)
+        if other.graphs is not None:
+            other.use_graphs(capture=other.graphs.capture)
+        return other
 
     @override
     @torch.no_grad()
