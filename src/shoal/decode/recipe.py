@@ -217,7 +217,7 @@ class Recipe:
         """Positions that the second model stores of a row at most; None for all of them."""
         return None if self.loop is None else self.loop.second_reads
 
-    @property
+    @cached_property
     def alters_kv(self) -> bool:
         """Whether what is stored, or read of it, is something else than the model's own."""
         return any(part is not None for part in (self.keep, self.store, self.select))

@@ -76,14 +76,20 @@ class States:
             hook(layer, pad_sequence(whole, batch_first=True))
 
 
+def fit_one_call(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
+    """Whether the kernels run all chunks in one call: the usual case."""
+    for chunk in chunks:
+        if not _runs_native(chunk, cache):
+            return False
+    return sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks)
+
+
 def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall]:
     """The forwards that run some chunks: as few as the kernels can take, and one in plain torch of what they cannot.
 
     So nobody's arithmetic depends on what runs beside it.
     """
     by_kernels = [_runs_native(chunk, cache) for chunk in chunks]
-    if all(by_kernels) and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks):
-        return [KernelCall(True, list(chunks), [(number, 0) for number in range(len(chunks))])]
     calls, by_torch = list[KernelCall](), KernelCall(False, [], [])
     for number, (whole, known) in enumerate(zip(chunks, by_kernels, strict=True)):
         for first, chunk in _pieces(whole) if known else [(0, whole)]:

@@ -27,7 +27,7 @@ from shoal.model.masks import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Linear, Quant, parts_of, quant_for
-from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
+from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of, fit_one_call
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer, Role, Weights
@@ -130,6 +130,8 @@ class NativeStack(PackedStack):
         """Run `chunks` through the layers that their plans name; see the protocol."""
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
+        if fit_one_call(chunks, cache):
+            return self._run(True, chunks, cache, hook, start)
         calls = calls_of(chunks, cache)
         if len(calls) == 1:
             return self._run(calls[0].by_kernels, calls[0].chunks, cache, hook, start)

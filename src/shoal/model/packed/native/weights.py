@@ -100,7 +100,7 @@ class PackedWeight:
     scales: Tensor | None = None
     paired: bool = False
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that a product reads: data and scales, padding included."""
         return self.data.numel() + (0 if self.scales is None else self.scales.numel())
