@@ -1,4 +1,4 @@
-"""Whatever a kill leaves behind, the job ends with every line once; and no other job's file is touched."""
+"""After kills at any point a job ends with each line answered once, and never changes another job's file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def said(path: Path) -> dict[int, str]:
-    """What each line got; every line is in the file once at most."""
+    """The answer of each line; every line is in the file at most once."""
     found = records_of(path)
     assert len({record["line"] for record in found}) == len(found)
     return {record["line"]: record["text"] for record in found}

@@ -1,4 +1,4 @@
-"""A line is what it says, over the job's defaults; anything else is refused by name."""
+"""A line's fields go over the job's defaults; unknown and wrong ones are refused by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_blank_lines_count_but_ask_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    """As Windows' programs write one; only at the very beginning, and a first line of nothing else is blank."""
+    """As programs on Windows write one: only at the beginning, and a first line with nothing else is blank."""
     file = tmp_path / "in.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
     assert [fields_of(line.raw)["prompt"] for line in read(file)] == ["a", "b"]

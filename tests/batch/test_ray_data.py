@@ -1,4 +1,4 @@
-"""`shoal batch --ray` as a process: the same records as without, also when it or one of its processes is killed."""
+"""`shoal batch --ray` as a process: the same records as without, even if one of its processes or itself is killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def source(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path, source: Path) -> dict[int, Any]:
-    """What one process says."""
+    """The output of one process."""
     assert main(words(folder, source, folder / "alone")) == 1
     return by_line(folder / "alone")
 
@@ -57,7 +57,7 @@ def words(folder: Path, source: Path, target: Path) -> list[str]:
 
 @contextmanager
 def job(folder: Path, source: Path, target: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command under way; afterwards it has ended."""
+    """Run the command within the context."""
     given = [sys.executable, "-m", "shoal", *words(folder, source, target), "--ray", "2"]
     with subprocess.Popen(given, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -74,7 +74,7 @@ def by_line(path: Path) -> dict[int, Any]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait until it holds; fails when the process ends before."""
+    """Wait until a condition holds; fails if the process ends first."""
     until = time.monotonic() + LONG
     while not condition():
         assert process.poll() is None and time.monotonic() < until, "the job ended before it could be disturbed"

@@ -1,4 +1,4 @@
-"""`shoal batch` as a process that is killed again and again, and its options."""
+"""`shoal batch` as a process that is killed repeatedly, and its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands with a depth method on a model that nobody knows: its layers are measured once, or not at all."""
+"""Commands with a depth method on a model without a card: its layers are measured once, or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = ["--max-new-tokens", "12", "--dtype", "float32"]
 
 @pytest.fixture(autouse=True)
 def _small(measures_layers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few short answers instead of a minute of them."""
+    """Measure on a few short answers instead of a minute of them."""
     monkeypatch.setattr(layer_card, "Effort", lambda seconds=None: layer_card_effort(seconds, 40, 12))
     monkeypatch.setattr(layer_card, "asked", lambda engine: [[1, 2, 3], [4, 5, 6, 7]])
 

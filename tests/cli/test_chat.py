@@ -39,7 +39,7 @@ def chat_folder(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> s
 
 @pytest.fixture
 def say(chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Has a talk of some lines; its output and what went to stderr, as lines."""
+    """Run a chat with some lines; returns its stdout and stderr, as lines."""
 
     def talk(*lines: str, options: tuple[str, ...] = ()) -> tuple[str, list[str]]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
@@ -54,7 +54,7 @@ def say(chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 @pytest.fixture
 def answers(chat_folder: str) -> Any:
-    """What the engine says to some messages, by itself."""
+    """The engine's own answer to some messages."""
     engine = shoal.load(chat_folder, dtype="float32")
 
     def ask(*messages: str, system: str | None = None, **options: Any) -> list[str]:
@@ -161,7 +161,7 @@ def test_words_are_completed() -> None:
 
 
 class Terminal:
-    """A command under a terminal of its own, and what it has written."""
+    """A command in its own terminal, and its output."""
 
     def __init__(self, *words: str, code: str = "") -> None:
         import pty

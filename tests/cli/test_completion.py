@@ -1,4 +1,4 @@
-"""`shoal completion`: the scripts are the shells' own language, and bash completes what it should."""
+"""`shoal completion`: the shells accept the scripts, and bash completes with them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_command_and_option_is_there(scripts: dict[str, Path]) -> None:
 
 
 def completed(script: Path, *words: str) -> list[str]:
-    """What bash offers for the last of some words."""
+    """What bash offers for the last word of a command line."""
     line = (f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
             "$(complete -p shoal | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo ${COMPREPLY[@]}")
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.split()

@@ -1,4 +1,4 @@
-"""`shoal.toml`: whose settings win, what belongs to which command, and what is refused."""
+"""`shoal.toml`: precedence of files, settings of single commands, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = ("--model", "--port", "--method", "--stop", "--quiet", "--trust-remote
 
 @pytest.fixture(autouse=True)
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """The user's file and the project's, neither of them there yet."""
+    """Paths of the user's and the project's file; neither exists."""
     monkeypatch.delenv("SHOAL_CONFIG")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     project = tmp_path / "project"
@@ -113,7 +113,7 @@ def test_a_command_takes_them(places: tuple[Path, Path], capsys: pytest.CaptureF
 
 
 def test_a_byte_order_mark_is_no_text(places: tuple[Path, Path]) -> None:
-    """In no file that people write: settings, schemas, prompts, methods' cards, conversations."""
+    """In any file that users write: settings, schemas, prompts, cards, conversations."""
     file = places[1]
     file.write_bytes(b"\xef\xbb\xbf[serve]\r\nport = 8001\r\n")
     assert words() == ["--port=8001"]

@@ -16,7 +16,7 @@ from shoal.cli.entry import COMMANDS
 
 
 def fails(capsys, *words: str) -> str:
-    """The one line that a refused command leaves."""
+    """The one line on stderr of a refused command."""
     assert main(list(words)) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "Traceback" not in err
@@ -159,7 +159,7 @@ def test_bad_usage_is_one_line_on_stderr_and_code_2():
 @pytest.mark.parametrize("file", ["llama-Q4_0.gguf", "gemma3-Q4_K_M.gguf"])
 @pytest.mark.quick(1)
 def test_a_file_runs_without_the_models_code(file):
-    """What transformers needs to define a model takes as long to import as torch."""
+    """The modules with which transformers defines models take as long to import as torch."""
     code = (
         "import sys, shoal; engine = shoal.load(sys.argv[1]); print(len(engine.generate([1, 2, 3], max_new_tokens=4, "
         "ignore_eos=True).tokens)); print('transformers.modeling_utils' in sys.modules, type(engine.stack).__name__)"

@@ -1,4 +1,4 @@
-"""Each command runs with the core and its own extra alone, and tells a wrong option before a missing package."""
+"""Each command runs with the core and its own extra alone, and reports a wrong option before a missing package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal models`: files by name, others beside them, the Hub's cache; what fits, what is known, what is broken."""
+"""`shoal models`: named and other files, the Hub's cache; what fits, cards, and broken files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.engine.memory import available as memory
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No model but those that a test puts here, and a gigabyte of memory."""
+    """Only the models that a test puts here, and a gigabyte of memory."""
     (tmp_path / "models").mkdir()
     (tmp_path / "hub").mkdir()
     monkeypatch.setenv("SHOAL_MODELS", str(tmp_path / "models"))

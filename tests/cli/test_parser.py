@@ -32,7 +32,7 @@ NEEDED = {"batch": ["in.jsonl", "out.jsonl"]}
 
 @dataclasses.dataclass(frozen=True)
 class Odd(Method):
-    """A method with every kind of knob.
+    """A method with every kind of option.
 
     Attributes:
         size: how many,

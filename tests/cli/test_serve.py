@@ -1,4 +1,4 @@
-"""`shoal serve` as a process: it says where it listens, and on SIGTERM finishes what it has begun."""
+"""`shoal serve` as a process: it prints its address, and on SIGTERM finishes running requests."""
 
 from __future__ import annotations
 

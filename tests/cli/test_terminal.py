@@ -1,4 +1,4 @@
-"""Colours by depth, and warnings that do not land in the middle of the text."""
+"""Colours by depth, and warnings held back until the text is complete."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_cache_of_the_callers_is_refused(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "whatever_comes_next"])
 def test_the_cache_that_transformers_hands_over_is_known_by_what_it_does(llama: PreTrainedModel, name: str) -> None:
-    """It changes its name between releases; where transformers marks it as the caller's, it is refused though empty."""
+    """Its name differs between releases; if transformers marks it as the caller's, it is refused even if empty."""
     cache = DynamicCache(config=llama.config)
     assert left_padding(torch.tensor([[3]]), {name: cache}) == [0]
     cache._is_user_defined = True
@@ -136,7 +136,7 @@ def test_what_is_no_cache_is_refused_in_its_place(name: str) -> None:
     ],
 )
 def test_ids_that_are_no_rows_of_tokens(llama: PreTrainedModel, ids: Any, words: str) -> None:
-    """Transformers stumbles over most of these before it asks a method; handed over to one, they are named."""
+    """Transformers fails on most of these before it calls a method; given to a method, they are named."""
     with pytest.raises(ValueError, match=words):
         Full()(llama, ids, generation_config=llama.generation_config)
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,4 @@
-"""A method that drafts, under `generate`: several tokens may come of one forward, and nothing else may differ."""
+"""Methods that draft, under `generate`: one forward may give several tokens, and nothing else may differ."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shoal.types import ModelInfo
 
 @dataclass(frozen=True)
 class Foretell(Drafter, Proposer):
-    """Proposes what a row will say, every fourth token wrong."""
+    """Proposes a row's own answer, with every fourth token wrong."""
 
     answers: tuple[tuple[int, ...], ...]
 
@@ -56,7 +56,7 @@ left_over: list[int] = []
 
 @dataclass(frozen=True)
 class Drafting(Method):
-    """Full depth, with a proposer from outside."""
+    """Full depth, with a given proposer."""
 
     name: ClassVar[str] = "drafting"
     answers: tuple[tuple[int, ...], ...]
@@ -66,7 +66,7 @@ class Drafting(Method):
 
 
 def _drafting(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> tuple[Any, Any]:
-    """Outputs without and with drafts; some drafts are kept and some are not."""
+    """Outputs without and with drafts, of which some are accepted and some are not."""
     torch.manual_seed(3)
     plain = generate(model, **inputs, **options, custom_generate=Full())
     ids = plain if isinstance(plain, torch.Tensor) else plain.sequences

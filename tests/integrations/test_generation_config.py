@@ -109,7 +109,7 @@ def _cases(table: dict[str, list[Any]]) -> list[Any]:
 
 
 def attributes() -> set[str]:
-    """All that the installed GenerationConfig can hold: set by its constructor, declared, or public in the class."""
+    """All fields of the installed GenerationConfig: set by its constructor, declared, or public in the class."""
     config = GenerationConfig()
     public = {n for n, v in vars(GenerationConfig).items() if not n.startswith("_") and not callable(v)
               and not isinstance(v, classmethod | staticmethod | property)}
@@ -199,7 +199,7 @@ _FIRST_SCORES = {"output_scores": True, "return_dict_in_generate": True, "max_ne
 
 
 def _resolved(model: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the stand-in `eos`, tokens that end some rows early, replaced."""
+    """Options, with tokens that end some rows early in place of `eos`."""
     options = {**options}
     if options.pop("eos", False):
         options["eos_token_id"] = [an_eos(model, 1, 4), an_eos(model, 2, 2)]
@@ -221,7 +221,7 @@ def test_what_is_honoured_gives_the_tokens_of_transformers(
 
 
 def _beside(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options that a case needs beside the one it is about."""
+    """Options that a case needs in addition to its own."""
     kept = {"eos_token_id", "input_ids", "max_new_tokens", "sequence_bias"} - {name}
     if name == "max_length":
         kept -= {"max_new_tokens"}
@@ -294,7 +294,7 @@ def test_what_is_kept_of_each_prompt_finds_its_rows_when_prompts_are_repeated(
 
 
 def test_allowed_tokens_go_by_the_number_that_transformers_gives(llama: PreTrainedModel) -> None:
-    """That of the row of the output, or of the prompt, as its release has it."""
+    """The entry of the output's row, or of the prompt, depending on the release."""
     seen: list[int] = []
 
     def allowed(number: int, _: torch.Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""What can be said about Ray where it is not installed, and how the machine is shared out."""
+"""Errors where Ray is not installed, and how the machine is divided."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_gpus_are_shared_so_that_all_find_a_place(
 
 
 class Moody:
-    """Takes the place of Ray, and fails as it does on a busy machine."""
+    """A stand-in for Ray that fails as it does on a busy machine."""
 
     def __init__(self, failures: int) -> None:
         self.failures, self.calls = failures, []

@@ -17,7 +17,7 @@ from toy_tokenizers import tokenizer
 
 
 class Recorder:
-    """A streamer that notes what it is given, and may interrupt."""
+    """A streamer that records what it gets, and may interrupt."""
 
     def __init__(self, interrupt_at: int | None = None) -> None:
         self.puts: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Processes that answer questions: limits of time, memory and stack, and the next question after each."""
+"""Helper processes: limits of time, memory and stack, and the next question after each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ kept: list[bytes] = []
 
 
 def answer(question: Any) -> Any:
-    """The work, in the process."""
+    """The work of the helper process."""
     what = question[0]
     if what == "say":
         print("not for the asker")
@@ -137,7 +137,7 @@ def test_one_that_has_begun_takes_the_first_question(helpers: Helpers) -> None:
 
 
 def test_a_slow_start_counts_for_nothing(helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside much other work imports take longer than an answer may, and each new process would be ended too soon."""
+    """On a busy machine imports take longer than an answer may; each new process would be killed too soon."""
     helpers._words[2] = f"import time; time.sleep(1); {helpers._words[2]}"
     monkeypatch.setattr("shoal.sandbox.helper._PATIENCE", 0.5)
     assert helpers.ask(["say", 1])[0] == 1

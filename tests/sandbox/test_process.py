@@ -1,4 +1,4 @@
-"""Programs that misbehave: what they can reach, how they end, and that the next one finds all in order."""
+"""Programs that misbehave: what they can reach, how they end, and that the next one runs normally."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 
 def tried(sandbox: Sandbox, code: str, tests: str = GOOD.tests, seconds: float = SECONDS) -> str:
-    """How a program ends; the next one must pass."""
+    """The verdict of a program; the next one must pass."""
     verdict = sandbox.run(Program(code, tests, "f"), seconds)
     assert sandbox.run(GOOD, SECONDS) == "passed"
     return verdict

@@ -1,4 +1,4 @@
-"""Chat templates in their process: the text that transformers makes, and what a hostile one is held to."""
+"""Chat templates in their process: the text is that of transformers, and hostile ones are limited."""
 
 from __future__ import annotations
 

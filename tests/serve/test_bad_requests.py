@@ -1,4 +1,4 @@
-"""Whatever arrives is answered in OpenAI's form, never with a 500, and other streams go on untouched."""
+"""Bad requests get errors in OpenAI's form, never a 500, and do not disturb other streams."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_slow_reader_holds_nobody_up(server: Running) -> None:
 
 
 def test_branches_of_a_search_count_as_answers(server: Running) -> None:
-    """Where they are drawn: a greedy request is decoded once."""
+    """Sampled ones only: a greedy request is decoded once."""
     body = {**PLAIN, "method": "best_of", "method_args": {"n": 5}, "temperature": 1.0}
     for path, prompt in (("completions", {}), ("chat/completions", {"messages": CHAT["messages"]})):
         own = {key: value for key, value in {**body, **prompt}.items() if not (prompt and key == "prompt")}
@@ -205,7 +205,7 @@ def test_branches_of_a_search_count_as_answers(server: Running) -> None:
 
 
 def test_what_can_never_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a limit of the whole process; what fits goes on being answered."""
+    """Under a limit of the whole process; requests that fit are still answered."""
     monkeypatch.setattr(memory_limit, "resident", lambda: 1 << 30)
     engine = tiny_engine()
     most = MemoryLimit("64GiB")

@@ -1,4 +1,4 @@
-"""The playground in a real browser: types, watches tokens come, switches methods, and finds nothing to break out of."""
+"""The playground in a real browser: typing, streaming, switching methods, and attempts at injection."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def page(driver: Any, server: Running) -> Iterator[Page]:
 
 
 class Page:
-    """The page, as somebody who looks at it would speak of it."""
+    """The page, in terms of what a user sees and does."""
 
     def __init__(self, driver: Any, server: Running) -> None:
         self.driver, self.server = driver, server
@@ -86,11 +86,11 @@ class Page:
         return not self.by("run").is_enabled()
 
     def run(self) -> list[int]:
-        """Click, and count the tokens that are to be seen until all is done."""
+        """Click, and count the visible tokens until the answer is done."""
         return self.watch(self.by("run").click)
 
     def watch(self, start: Callable[[], object] = lambda: None) -> list[int]:
-        """The counts as the page itself sees them change: who asks from outside may be too slow to see any."""
+        """The counts as observed inside the page: polling from outside may be too slow to see any."""
         self.ask(COUNTING)
         start()
         wait(lambda: not self.busy)
@@ -243,7 +243,7 @@ def test_the_key_is_asked_for_and_not_kept(driver: Any) -> None:
 
 
 def _speaker_of_markup() -> Any:
-    """A model whose every word is a piece of markup."""
+    """A model whose tokens are all markup."""
     words = [f"{MARKUP[number % len(MARKUP)]}{number}" for number in range(97 - len(SPECIALS))]
     vocab = {word: place for place, word in enumerate([*SPECIALS, *words])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
@@ -391,7 +391,7 @@ def test_a_server_that_died_is_explained_and_asked_again(driver: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nobody_is_kept_out(page: Page, scheme: str, width: int) -> None:
-    """axe-core, the field's checker of accessibility, has no complaint, before an answer and after."""
+    """axe-core finds no accessibility problem, before and after an answer."""
     import axe_core_python
 
     source = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Other people's programs drive the server unchanged: an agent framework, a chat in the terminal, an evaluation.
+"""Programs of others use the server unchanged: an agent framework, a chat in the terminal, an evaluation.
 
 Each of them asks a tiny random model, whose answers only a grammar makes sensible, and then, where its file is there,
 a published one. They are installed by the extra `clients`; `make test-all` has it.
@@ -29,7 +29,7 @@ GREEDY: Any = {"temperature": 0, "max_tokens": 200}
 
 
 class Report(BaseModel):
-    """What an answer has to be."""
+    """The required form of an answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,14 +50,14 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[Running]:
-    """A small model that knows how to call tools."""
+    """A small model that can call tools."""
     with serving(shoal.load(real_model("qwen05")), method="full") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[Running]:
-    """The same under the name that programs know."""
+    """The same model under a name that programs know."""
     with serving(shoal.load(real_model("qwen05")), method="full", model_name="local") as running:
         yield running
 
@@ -68,7 +68,7 @@ def expected(server: Running, text: str, **options: Any) -> str:
 
 
 def with_agent(server: Running, use: Any, face: str = "OpenAIChatModel", **options: Any) -> Any:
-    """What `use(agent)` comes to, whose connections are closed afterwards."""
+    """The result of `use(agent)`; closes its connections."""
     from pydantic_ai import Agent
     from pydantic_ai.models import openai as models
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -128,7 +128,7 @@ class Reading(BaseModel):
 
 
 class Weather(BaseModel):
-    """Nested, so that its schema points into itself."""
+    """Nested, so that its schema has references."""
 
     report: Reading
 
@@ -154,7 +154,7 @@ def test_an_agent_gets_nested_output_with_its_tool(published: Running, kind: str
 
 
 def program(server: Running, name: str) -> list[Any]:
-    """What a program of somebody's documentation prints, which is told of the server by its environment alone."""
+    """The output of a program from a tool's documentation, which gets the server's address by its environment alone."""
     path = Path(__file__).parent / "programs" / f"{name}_program.py"
     told = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "LANGSMITH_TRACING": "false"}
@@ -198,7 +198,7 @@ def test_a_program_of_litellm(local: Running) -> None:
 
 @pytest.fixture
 def llm(tmp_path: Path) -> Any:
-    """The command `llm` in a folder of its own, with the lines that `docs/serving.md` shows."""
+    """The command `llm` in its own folder, with the lines that `docs/serving.md` shows."""
 
     def run(server: Running, *words: str) -> str:
         (tmp_path / "extra-openai-models.yaml").write_text(

@@ -1,4 +1,4 @@
-"""Constraints that explode, go too deep or are merely large: bounded, answered, and never at others' expense."""
+"""Constraints that explode, nest too deeply or are large are bounded and answered, and delay no other request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def properties(count: int) -> dict[str, Any]:
 
 
 def chained(deep: int) -> dict[str, Any]:
-    """A schema that is shallow itself, and whose references go deep."""
+    """A shallow schema with deep references."""
     named: dict[str, Any] = {f"a{n}": {"type": "array", "items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(deep)}
     return {"$ref": "#/$defs/a0", "$defs": {**named, f"a{deep}": {"type": "integer"}}}
 
@@ -113,7 +113,7 @@ def test_an_object_of_thousands_of_properties_binds_its_answer(server: Running, 
 
 
 def test_references_that_are_resolved_elsewhere_and_a_name_of_ones_own_stay(server: Running) -> None:
-    """Integers share one definition in what is compiled; a schema's own definitions are untouched by that."""
+    """Compiled integers share one definition; a schema's own definitions are unchanged."""
     schema = {"$defs": {"small": {"const": 7}}, "type": "object", "additionalProperties": False,
               "properties": {"a": {"$ref": "#/$defs/small"}, "b": {"type": "integer", "description": "any"}},
               "required": ["a", "b"]}
@@ -125,7 +125,7 @@ def test_references_that_are_resolved_elsewhere_and_a_name_of_ones_own_stay(serv
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore, threading.Event]]:
-    """Compiling waits for the event, once it has released the semaphore."""
+    """Make compiling release the semaphore and then wait for the event."""
     begun, go, new = threading.Semaphore(0), threading.Event(), Compiler._new
 
     def slow(self: Compiler, wanted: Any) -> Any:
@@ -141,7 +141,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore,
 def test_others_are_answered_while_constraints_are_compiled(
     server: Running, held: tuple[threading.Semaphore, threading.Event]
 ) -> None:
-    """More of them than there are threads for all other work of requests."""
+    """There are more of them than threads for all other work."""
     begun, go = held
     found: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Killed workers, clients that vanish or stall, huge prompts: others are not touched, and nothing is left behind."""
+"""Killed workers, clients that vanish or stall, and huge prompts affect no other request and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def text(answer: httpx.Response) -> str:
 
 
 def calm(server: Running) -> None:
-    """Wait until nothing of any request is left: no rows, no KV, no objects."""
+    """Wait until no rows, KV or objects of any request are left."""
     scheduler = server.scheduler
     wait(lambda: not (scheduler.running or scheduler.waiting or scheduler._open))
     wait(lambda: not ANSWERS or gc.collect() < 0)
@@ -58,7 +58,7 @@ def calm(server: Running) -> None:
 
 
 def raw(server: Running, body: str, announced: int | None = None) -> socket.socket:
-    """A connection that has sent a request, with next to no room for the answer."""
+    """A connection that has sent a request, with a tiny receive buffer."""
     host, port = server.url.removeprefix("http://").split(":")
     one = socket.socket()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -152,7 +152,7 @@ def test_clients_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_shutdown_that_cannot_wait_says_so_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
-    """A line for each request and no traceback; clients are told, in place of an answer or at the end of a stream."""
+    """The log has a line per request and no traceback; clients get an error, at the end of a stream if need be."""
     caplog.set_level("INFO")
     answers: dict[bool, httpx.Response] = {}
 

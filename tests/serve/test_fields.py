@@ -1,4 +1,4 @@
-"""Every field that the installed client can send is in the table; what the table says is what happens."""
+"""Every field that the installed client can send is in the table, and is treated as the table says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats, defaults, words and origins: the official client, and what browsers and other servers' clients send."""
+"""Formats, defaults, token routes and origins, with the official client, browsers and other servers' clients."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(
 def test_no_path_in_a_request_is_followed_and_the_folder_is_the_operators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module beside the server's own is known to nobody who names its path, and to all where the operator has."""
+    """A module in a folder is known if the operator names the folder, not if a request does."""
     monkeypatch.setattr("shoal.engine.constraints.constraint._SECONDS", 120.0)
     (tmp_path / "vault.py").write_text("zzz = 1\n", encoding="utf-8")
     text = f"import sys\nsys.path.append({str(tmp_path)!r})\nimport vault\nvault."

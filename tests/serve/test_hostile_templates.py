@@ -1,4 +1,4 @@
-"""A model's folder whose chat template takes all there is: a server, Python and the command line say so and go on."""
+"""A chat template that uses up time or memory: server, Python and command line report it and continue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[[str], str]:
-    """Makes the folder of a model with a chat template."""
+    """Makes the folder of a model with a given chat template."""
 
     def made(chat_template: str) -> str:
         tiny("llama", layers=2).save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_chats_are_400_with_the_reason_and_completions_go_on(folder: Callable[[s
 
 
 def test_chats_that_wait_for_a_template_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than there are threads for all other work of requests."""
+    """There are more of them than threads for all other work."""
     go, ask, found = threading.Event(), Helpers.ask, list[int]()
     monkeypatch.setattr(Helpers, "ask", lambda self, question: go.wait(60) and ask(self, question))
     with serving(tiny_engine()) as server:

@@ -1,4 +1,4 @@
-"""Limits that a request names are upper bounds: more than there is room for is no demand; and a text that is scored."""
+"""A request's limits are upper bounds, so one beyond the server's is capped; and scoring of a prompt."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_many_stop_strings_each_stop(server: Running) -> None:
 
 @pytest.mark.parametrize("prompt", ["Some words", [20, 21, 22], ["Some", "words and more"], [[20], [21, 22]]], ids=str)
 def test_a_text_is_scored_without_an_answer(server: Running, prompt: Any) -> None:
-    """As evaluation harnesses ask for it."""
+    """As evaluation harnesses request it."""
     given = {"prompt": prompt, "echo": True, "logprobs": 2}
     scored, longer = (post(server, "completions", **given, max_tokens=limit).json() for limit in (0, 1))
     for one, more in zip(scored["choices"], longer["choices"], strict=True):
@@ -120,7 +120,7 @@ def test_nothing_is_made_where_nothing_is_asked_for(server: Running) -> None:
 
 
 def test_the_first_of_the_likeliest_tokens_alone(server: Running) -> None:
-    """A `top_p` of 0, as OpenAI takes it."""
+    """A `top_p` of 0 is allowed, as by OpenAI."""
     drawn = post(server, "completions", temperature=1.5, top_p=0).json()["choices"][0]["text"]
     assert drawn == post(server, "completions").json()["choices"][0]["text"]
 

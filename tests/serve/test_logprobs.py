@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are no whole characters, have one text, or none: bytes, alternatives, places."""
+"""Log-probabilities of tokens that are part of a character, share a text or have none: bytes, alternatives, offsets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def events(answer: httpx.Response) -> list[Any]:
 
 
 def begins(pieces: list[bytes]) -> list[int]:
-    """In which character of their joint text each piece's first byte is: by where a decoder finds what is wrong."""
+    """The character of the joint text that holds each piece's first byte, found by where a decoder reports errors."""
     wrong: list[tuple[int, int]] = []
 
     def note(error: UnicodeError) -> tuple[str, int]:
@@ -91,7 +91,7 @@ def test_bytes_of_a_chat_are_those_of_its_text(server: Running, seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_alternative_is_lost_for_its_text(server: Running, seed: int) -> None:
-    """Every token has a name of its own beside the others, and the chosen one is among them by the name it has."""
+    """All tokens have different names, and the chosen one is among them by its own name."""
     given = {"prompt": "the", "logprobs": 20, "seed": seed}
     found = post(server, **given).json()["choices"][0]["logprobs"]
     for token, own, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):

@@ -1,4 +1,4 @@
-"""Conversations as clients replay them: what comes back of an answer, prefill, and templates without a system role."""
+"""Conversations as clients replay them: fields of earlier answers, prefill, and templates without a system role."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def chat(server: Running, messages: list[dict[str, Any]], route: str = "v1/chat/
 
 
 def tokens(server: Running, messages: list[dict[str, Any]], **more: Any) -> list[int]:
-    """The prompt of a conversation; a chat has the same."""
+    """The prompt of a conversation; a chat gets the same one."""
     answer = httpx.post(f"{server.url}/tokenize", json={"messages": messages, **more}, timeout=60)
     assert answer.status_code == 200, answer.text
     found: list[int] = answer.json()["tokens"]
@@ -179,7 +179,7 @@ def test_a_system_role_goes_before_the_users_next_words(refuse: str) -> None:
 
 
 def test_a_system_role_that_has_a_place_stays_there() -> None:
-    """Its words may be changed there, and those that come later may have none."""
+    """The template may change its text, and later messages may have none."""
     rules = {"role": "system", "content": "Be brief"}
     with with_template(_FIRST_ALONE) as running:
         words = running.engine.tokenizer

@@ -1,4 +1,4 @@
-"""The official client drives the server: chats, completions, streams, errors, and leaving early."""
+"""The official client: chats, completions, streams, errors, and disconnects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_chat_equals_the_engine(server: Running) -> None:
 
 
 def counts(usage: Any) -> tuple[int, int, int]:
-    """Without how much of the prompt was found in the KV of an earlier request, the first time nothing."""
+    """Usage without the number of cached tokens, which is 0 the first time."""
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 

@@ -1,4 +1,4 @@
-"""Pages of strangers, names bound anew, keys in all their forms, bodies of two lengths, clients that leave."""
+"""Pages of other sites, DNS rebinding, all forms of keys, bodies with two lengths, and clients that leave."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keyed() -> Iterator[Running]:
 
 
 def ask(server: Running, **headers: str) -> httpx.Response:
-    """As a page sends it that wants no preflight."""
+    """A POST that needs no preflight, as a page sends it."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return httpx.post(f"{server.url}/v1/completions", content=json.dumps(BODY), headers={**TEXT, **named}, timeout=60)
 
@@ -128,7 +128,7 @@ def test_spaces_around_a_key_do_not_matter(keyed: Running, line: bytes) -> None:
 
 
 def sent(server: Running, data: bytes) -> bytes:
-    """All that comes back for bytes on a connection of their own."""
+    """The full response to raw bytes on a new connection."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as one:
         one.sendall(data)
@@ -175,7 +175,7 @@ def assert_exits(words: list[str]) -> None:
 
 
 def test_clients_that_leave_cost_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
-    """Whenever they leave: amid their request, before the answer, amid the answer; and no traceback."""
+    """Clients may leave within their request, before the answer or within it; there is no traceback."""
     caplog.set_level("INFO")
     with serving(tiny_engine(), scheduling={"max_rows": 4}) as one:
         host, port = one.url.removeprefix("http://").split(":")

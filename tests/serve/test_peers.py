@@ -1,4 +1,4 @@
-"""What clients of other servers send: every field of theirs is honoured, refused by name, or changes nothing."""
+"""Every field of other servers is honoured, refused by name, or has no effect."""
 
 from __future__ import annotations
 

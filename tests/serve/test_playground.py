@@ -1,4 +1,4 @@
-"""The page at `/` and what it is told; a browser drives it in test_browser.py."""
+"""The routes of the page at `/`; test_browser.py drives the page itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def choices(server: Running, route: str, **body: Any) -> list[dict[str, Any]]:
 
 
 class Page(HTMLParser):
-    """Collects what a strict policy would refuse, and the files that the page asks for."""
+    """Collects what a strict policy would refuse, and the files that the page requests."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a request costs before it is queued: nothing that takes longer the more packages are installed."""
+"""Choosing a request's method takes no longer if more packages are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal serve --replicas` as a process: one face for all replicas, which may be killed; SIGTERM ends it."""
+"""`shoal serve --replicas` as a process: one address for all replicas, replicas that are killed, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEY = "right"
 
 @dataclass
 class Command:
-    """The command under way."""
+    """The running command."""
 
     process: subprocess.Popen[str]
     url: str
@@ -45,12 +45,12 @@ class Command:
         return self.clients[-1]
 
     def complete(self, **more: Any) -> tuple[str, str]:
-        """A completion, and who made it."""
+        """A completion, and the replica that made it."""
         raw = self.client().completions.with_raw_response.create(**{**PLAIN, "max_tokens": 4, **more})
         return raw.parse().choices[0].text, raw.headers[HEADER]
 
     def stream(self, **more: Any) -> tuple[str, Any]:
-        """Who makes an answer that has begun, and what there is to read."""
+        """The replica of an answer that has begun, and its stream."""
         raw = self.client().completions.with_raw_response.create(**{**PLAIN, **more, "stream": True})
         return raw.headers[HEADER], raw.parse()
 
@@ -62,7 +62,7 @@ class Command:
 
 @contextmanager
 def command(folder: Path, *words: str) -> Iterator[Command]:
-    """Two replicas within the context; afterwards they have ended."""
+    """Run two replicas within the context."""
     options = ["--model", str(folder), "--replicas", "2", "--api-key", KEY, *words]
     with serve_process(*options, within=LONG) as (process, url, _), ExitStack() as opened:
         made = Command(process, f"{url}/v1")

@@ -1,4 +1,4 @@
-"""`/v1/responses` by the official client: whole and streamed, text, formats, tools, and what is refused."""
+"""`/v1/responses` with the official client: whole and streamed, text, formats, tools, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a process, with a method that hangs: health tells the truth, and the end comes in any case."""
+"""The server as a process, with a method that hangs: /health reports it, and the process always ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shoal.methods.common.drafting import DraftingMethod
 
 @dataclass(frozen=True)
 class Hangs(DraftingMethod):
-    """Guesses nothing, and takes its time."""
+    """Drafts nothing, slowly."""
 
     name: ClassVar[str] = "hangs"
     seconds: float = 0.0
@@ -67,7 +67,7 @@ BODY: dict[str, Any] = {"model": "t", "prompt": "Some words", "temperature": 0, 
 
 @dataclass
 class Command:
-    """The command under way."""
+    """The running command."""
 
     process: subprocess.Popen[str]
     url: str
@@ -77,12 +77,12 @@ class Command:
         return httpx.post(f"{self.url}/v1/completions", json={**BODY, **more}, timeout=timeout)
 
     def hang(self, seconds: float) -> None:
-        """Ask for a step that takes so long, and for nothing of its answer."""
+        """Start a request with a step of that length, in the background."""
         asked = {"method": "hangs", "method_args": {"seconds": seconds}}
         threading.Thread(target=lambda: _leaving(lambda: self.ask(**asked)), daemon=True).start()
 
     def wait_for_a_row(self) -> None:
-        """Until something is being decoded."""
+        """Wait until something is being decoded."""
         running = re.compile(r"^shoal:num_requests_running\{.*\} [1-9]", re.MULTILINE)
         wait(lambda: running.search(httpx.get(f"{self.url}/metrics", timeout=60).text))
 
@@ -90,7 +90,7 @@ class Command:
         return httpx.get(f"{self.url}/health", timeout=60).status_code
 
     def ends_within(self, seconds: float) -> float:
-        """How long the process took to end."""
+        """Wait for the process to end; returns the seconds."""
         began = time.monotonic()
         self.process.wait(seconds)
         return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""How a server draws for requests that leave it open, in the client's own form: bodies over HTTP."""
+"""Default sampling of requests over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools: templates, messages, choices that bind, and calls read out of texts whatever their pieces."""
+"""Tools: templates, messages, choices that bind the answer, and calls parsed from a text in any pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from serving import MODEL, Running, serving, tiny_engine
 from shoal.serve.errors import ApiError
 from shoal.serve.protocol.bodies import TEMPLATE_OPTIONS
+from shoal.serve.protocol.logprobs import TokenNames
 from shoal.serve.protocol.tools import CallReader, tools_of
+from shoal.serve.protocol.wire import ChatWire
+from shoal.types import Step
 from tool_tokenizer import ASK, NOW, WEATHER, speaking
 
 TAGGED, PLAIN = "tools <tool_call>", "tools"
@@ -60,7 +63,7 @@ MADE = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": N
     (MADE[:1], "{call}", 1), ([*MADE, {"role": "user", "content": "And now?"}], "{call}", 1),
 ])
 def test_a_call_that_was_made_before_needs_its_tags(messages: list[Any], text: str, calls: int) -> None:
-    """Small models copy it as text, and an agent would go on for ever."""
+    """Small models copy it as text, and an agent would loop for ever."""
     tools = tools_of([WEATHER, NOW], None, None, TAGGED, None, messages)
     assert tools is not None
     written = text.replace("{call}", CALL).replace("{other}", OTHER)
@@ -72,7 +75,7 @@ def test_a_call_that_was_made_before_needs_its_tags(messages: list[Any], text: s
 
 
 def pointing(pointer: str) -> dict[str, Any]:
-    """A tool whose argument is a list of what a pointer within its own schema says."""
+    """A tool whose argument is a list of a type given by a reference within its own schema."""
     schema = {
         "$defs": {"Day~": {"$anchor": "day", "enum": ["today", "soon"]}, "Place": {
             "type": "object", "properties": {"day": {"$ref": "#/$defs/Day~0"}}, "required": ["day"],
@@ -223,7 +226,7 @@ def test_beside_tools_the_final_text_alone_is_bound(server: Running, given: dict
 
 
 def test_after_a_result_a_call_beside_a_format_has_its_tags(server: Running) -> None:
-    """Else a small model, which forgets them, calls again and again."""
+    """Otherwise a small model, which forgets them, calls again and again."""
     answered = [*ASK, {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "now"}}]},
                 {"role": "tool", "tool_call_id": "c", "content": "noon"}]
     words = server.engine.tokenizer
@@ -236,7 +239,7 @@ def test_after_a_result_a_call_beside_a_format_has_its_tags(server: Running) -> 
 
 
 def fits(text: str, given: dict[str, Any]) -> bool:
-    """Whether a text is what one of `FINALS` asks for."""
+    """Whether a text matches one of `FINALS`."""
     if "response_format" in given:
         return json.loads(text) == [{"name": "now", "arguments": {}}]
     ((kind, wanted),) = given["extra_body"].items()
@@ -328,7 +331,7 @@ def test_options_of_the_tokenizer_are_no_variables() -> None:
 
 @pytest.mark.parametrize("method", [["full"], ["prompt_lookup"], ["auto"], ["prompt_lookup", "d3"]], ids=repr)
 def test_turns_with_calls_are_read_once(server: Running, method: list[str]) -> None:
-    """Of what a former request had in its prompt, all but the turn's beginning is found again, by the metrics too."""
+    """All of an earlier request's prompt but the turn's beginning is cached, by the metrics too."""
     talk: list[Any] = [*ASK]
     talk[0] = {"role": "user", "content": f"{talk[0]['content']} {method}"}
     read, seen, before = 0, 0, hits(server)
@@ -345,6 +348,14 @@ def test_turns_with_calls_are_read_once(server: Running, method: list[str]) -> N
 
 
 def hits(server: Running) -> float:
-    """Prompt tokens that were there already, by the server's own count."""
+    """Cached prompt tokens, by the server's count."""
     text = httpx.get(f"{server.url}/metrics").text
     return sum(map(float, re.findall(r"^shoal:prefix_cache_hits_total\{.*\} (\S+)", text, re.M)))
+
+
+def test_text_that_is_held_back_makes_no_chunk() -> None:
+    wire = ChatWire("m", TokenNames(None), tools_of([WEATHER], None, None, TAGGED))
+    held, shown = (Step(row=0, index=index, token=5, text=text, depth=4) for index, text in enumerate(["<tool", "x"]))
+    assert wire.chunk(0, held) is None
+    chunk = wire.chunk(0, shown, detailed=True)
+    assert chunk is not None and chunk["delta"] == {"content": "<toolx"} and chunk["steps"][0]["token"] == 5

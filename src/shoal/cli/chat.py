@@ -184,7 +184,7 @@ def _place(path: str) -> Path:
     """The path that a user typed, `~` expanded."""
     found = expanded(path)
     if found is None:
-        raise ValueError(f"{path!r} names a home folder, and there is none; write the path in full")
+        raise ValueError(f"{path!r} names a home folder that does not exist; write the path in full")
     return found
 
 

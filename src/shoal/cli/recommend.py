@@ -55,8 +55,8 @@ def _text(told: dict[str, Any], bears: float | None, layers: int) -> str:
     for advice in told["advice"]:
         lines.append(f"{advice['task']}: --method {advice['method']}\n  {advice['why']}")
     if not lines:
-        lines.append("Nothing was measured of this model. --method auto is exact, guesses only where that pays, and is "
-                     "what to begin with.")
+        lines.append("Nothing was measured of this model. Begin with --method auto, which is exact and drafts only "
+                     "where that pays.")
     if bears is not None:
         lines.append(f"A D3 schedule moves its distribution by 0.1 nats a token at {bears:.1f} of {layers} layers.")
     lines.append("Not known:\n" + "\n".join(f"  - {words}" for words in told["not_known"]))

@@ -139,7 +139,7 @@ def attach(generation_config: Any, method: Method | str | Mapping[str, Any] | Se
 
 
 def method_from(generation_config: Any) -> Method:
-    """The method that `attach` stored; ValueError where there is none."""
+    """The method that `attach` stored; ValueError if there is none."""
     spec = getattr(generation_config, KEY, None)
     if spec is None:
         raise ValueError(

@@ -27,7 +27,7 @@ from shoal.serve.protocol.responses import ResponseBody
 from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes, apart
 from shoal.serve.settings import Settings
 
-_LAST_TURN = 1.0
+LAST_TURN = 1.0
 """Seconds that the current decoding step has to end when the grace is over."""
 LOG = logging.getLogger("shoal.serve")
 
@@ -45,7 +45,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         left = getattr(app.state, "left", lambda: settings.grace)()
-        await asyncio.to_thread(scheduler.close, timeout=left, last=_LAST_TURN)
+        await asyncio.to_thread(scheduler.close, timeout=left, last=LAST_TURN)
         if not scheduler.ended:
             LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.stack)
 

@@ -15,15 +15,13 @@ from types import FrameType
 import uvicorn
 
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.serve.app import create_app
+from shoal.serve.app import LAST_TURN, create_app
 from shoal.serve.settings import Settings
 
 LAST_STEPS = 4.0
 """Seconds after the grace until the process is killed, whatever still runs."""
 _HURRY = 2.0
 """Seconds after a second signal until the process is killed."""
-_LAST_TURN = 1.0
-"""Seconds that the current decoding step has to end, once everything else has."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -110,7 +108,7 @@ def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> No
     try:
         make_server(scheduler, settings).run(sockets=[listener])
     finally:
-        scheduler.close(drain=False, last=_LAST_TURN)
+        scheduler.close(drain=False, last=LAST_TURN)
         faulthandler.cancel_dump_traceback_later()
         if not scheduler.ended:  # its thread would keep the interpreter alive
             os._exit(1)

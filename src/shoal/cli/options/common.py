@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from shoal.methods.base import Method
 
 _CHOOSING: dict[str, tuple[str, type, float, str]] = {
-    "temperature": ("T", float, 0.0, "0 takes the likeliest token"),
-    "top_k": ("K", int, 0, "draw among the K likeliest; 0: among all"),
-    "top_p": ("P", float, 1.0, "draw among the likeliest that sum to P"),
-    "min_p": ("P", float, 0.0, "drop tokens below P times the likeliest"),
+    "temperature": ("T", float, 0.0, "0 takes the most likely token"),
+    "top_k": ("K", int, 0, "sample from the K most likely tokens; 0: from all"),
+    "top_p": ("P", float, 1.0, "sample from the most likely tokens that sum to P"),
+    "min_p": ("P", float, 0.0, "drop tokens below P times the most likely one"),
     "repetition_penalty": ("R", float, 1.0, "1 is neutral"),
     "presence_penalty": ("R", float, 0.0, "-2 to 2, 0 is neutral"),
     "frequency_penalty": ("R", float, 0.0, "-2 to 2, 0 is neutral"),

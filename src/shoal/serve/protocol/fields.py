@@ -43,13 +43,13 @@ _COMMON: dict[str, Field] = {
     "frequency_penalty": Honoured("-2 to 2, over generated tokens"),
     "presence_penalty": Honoured("-2 to 2, over generated tokens"),
     "logit_bias": Honoured("token ids to -100..100, or pairs of them; false bans a token"),
-    "n": Honoured("answers per prompt; each is a row of its own"),
-    "seed": Honoured("makes draws repeatable, whatever else is running; -1 is none, and `metrics` shows one drawn"),
+    "n": Honoured("answers per prompt; each is one row of the batch"),
+    "seed": Honoured("makes sampling repeatable, whatever else is running; -1 is none; `metrics` shows the one drawn"),
     "stop": Honoured("a string, or up to 256; empty ones are none"),
     "stream": Honoured("server-sent events"),
     "stream_options": Honoured("`include_usage`, `continuous_usage_stats`; `include_obfuscation` may only be false"),
-    "temperature": Honoured("0 to 2; 0 takes the likeliest token; see [sampling](#sampling) for what is left out"),
-    "top_p": Honoured("0 to 1; 0 keeps the likeliest token"),
+    "temperature": Honoured("0 to 2; 0 takes the most likely token; see [sampling](#sampling) for the default"),
+    "top_p": Honoured("0 to 1; 0 keeps the most likely token"),
     "user": Honoured("written to the server's log"),
 }
 _OURS: dict[str, Field] = {
@@ -59,29 +59,29 @@ _OURS: dict[str, Field] = {
     "min_p": Honoured("0 to 1"),
     "repetition_penalty": Honoured("above 0; 1 is neutral"),
     "stop_token_ids": Honoured("token ids that end the answer"),
-    "ignore_eos": Honoured("go on after the model's end of sequence"),
+    "ignore_eos": Honoured("continue after the model's end of sequence"),
     "chat_template_kwargs": Honoured("variables of the chat template, such as `enable_thinking`; chats only"),
     "add_generation_prompt": Honoured("false ends the prompt with the last message, with no answer begun; chats only"),
-    "continue_final_message": Honoured("true goes on with the last message; left out, the same where an assistant's is "
-                                       "the last and calls nothing; false begins a new answer; chats only"),
+    "continue_final_message": Honoured("true continues the last message, by default if it is an assistant's without "
+                                       "calls; false begins a new answer; chats only"),
     "guided_json": Honoured("a JSON schema that the answer is valid under"),
     "guided_regex": Honoured("a pattern that matches the whole answer"),
     "guided_grammar": Honoured("a grammar of the answer, in Lark's notation or GBNF"),
     "guided_choice": Honoured("the texts of which the answer is one"),
-    "guided_members": Honoured("`python`: a dot in Python code is followed by members alone, where they are known"),
-    "metrics": Honoured("adds what the answer cost: layers, guesses, times, branches, switches of models"),
-    "steps": Honoured("adds `steps` to every choice: each token's index, id, text, layers, and if it was guessed"),
-    "canvas": Honoured("in a stream, adds `canvas` to a choice where a masked-diffusion model has decided words: place "
+    "guided_members": Honoured("`python`: after a dot in Python code only members may come, where they are known"),
+    "metrics": Honoured("adds the cost of the answer: layers, drafts, times, branches, switches of models"),
+    "steps": Honoured("adds `steps` to every choice: each token's index, id, text, layers, and whether it was drafted"),
+    "canvas": Honoured("in a stream, adds `canvas` to a choice when a masked-diffusion model decides tokens: position "
                        "in the answer, text and step of each, in the order in which they are decided"),
 }
 PROMPT_CACHE: dict[str, Field] = dict.fromkeys(
     ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    Ignored("prompts are found again by their beginnings alone"))
+    Ignored("the cache matches prompts by their beginnings only"))
 _OLD_TOOLS = "give `tools`"
 CHAT: dict[str, Field] = {
     **_COMMON,
     "messages": Honoured("through the model's chat template; content is text, a text part, or a list of them"),
-    "max_tokens": Honoured("most generated tokens; the server's limit and the context are others, and -1 says no more"),
+    "max_tokens": Honoured("most generated tokens; the server's limit and the context apply too; -1 sets no other"),
     "max_completion_tokens": Honoured("the same; of several limits the lowest counts"),
     "logprobs": Honoured("of the chosen tokens"),
     "top_logprobs": Honoured("0 to 20 alternatives; needs `logprobs`"),
@@ -94,9 +94,9 @@ CHAT: dict[str, Field] = {
     "parallel_tool_calls": Honoured("false allows one call where `tool_choice` binds the answer"),
     "web_search_options": Refused("the server searches nothing"),
     "response_format": Honoured("`text`, `json_object`, or `json_schema`, which binds every token"),
-    "prediction": Ignored("a method that drafts guesses by itself"),
-    "reasoning_effort": Honoured("given to the chat template, most of which do not look at it"),
-    "verbosity": Ignored("the server has no such knob"),
+    "prediction": Ignored("methods that draft need no prediction from the client"),
+    "reasoning_effort": Honoured("given to the chat template; most templates do not use it"),
+    "verbosity": Ignored("the server has no such option"),
     "metadata": Ignored("nothing is stored", ({},)),
     "store": Ignored("nothing is stored", (False,)),
     "moderation": Refused("the server moderates nothing"),
@@ -109,8 +109,8 @@ COMPLETION: dict[str, Field] = {
     "prompt": Honoured("text, token ids, or a list of either"),
     "max_tokens": Honoured("as in a chat, default 16; 0 makes none, and scores a prompt with `echo` and `logprobs`"),
     "logprobs": Honoured("0 to 20 alternatives for each token"),
-    "echo": Honoured("puts the prompt before the answer; with `logprobs` it is read once more for its own"),
-    "best_of": Honoured("so many are made, and the `n` likeliest by mean log-probability given; not in a stream"),
+    "echo": Honoured("puts the prompt before the answer; with `logprobs` the prompt is read once more"),
+    "best_of": Honoured("answers to generate; the `n` most likely by mean log-probability come; not in a stream"),
     "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
 }
 

@@ -16,7 +16,7 @@ _ADAPTERS = "adapters belong to the model; start a server with the one that is w
 _MEDIA = "the model reads text only"
 _SPREAD = "one process reads prompts and answers them"
 _ROUTED = "there is one engine, and requests are taken in the order in which they come"
-_HIDDEN = "what happens inside the model is not told"
+_HIDDEN = "the model's internals are not reported"
 _THOUGHTS = "thoughts stay in the text where the model puts them"
 _TAGS = "an answer is bound from its first token to its last; give a schema, a pattern or a grammar"
 
@@ -33,15 +33,16 @@ CONSTRAINTS: dict[str, Field] = {
     "grammar_lazy": Refused(_TAGS, (False,)),
     "grammar_triggers": Refused(_TAGS, ([],)),
     "grammar_type": Refused(_TAGS, ("",)),
-    "preserved_tokens": Ignored("special tokens are whole wherever they stand", ([],)),
+    "preserved_tokens": Ignored("special tokens are never split", ([],)),
 }
 SAMPLING: dict[str, Field] = {
     "typical_p": Honoured("above 0, up to 1, which keeps every token; after `min_p`"),
     "repeat_penalty": Honoured("llama.cpp's and Ollama's `repetition_penalty`"),
     "repeat_last_n": Honoured("how many tokens `repetition_penalty` looks at; 0 for none, -1 for all, as without it"),
     "min_tokens": Honoured("how many tokens come before an end of sequence or a stop token may"),
-    "bad_words": Honoured("texts that do not come as the tokenizer spells them, with and without a space before"),
-    "allowed_token_ids": Honoured("the only tokens that may come; a constraint goes before this and the two above"),
+    "bad_words": Honoured("texts that do not come, as the tokenizer spells them, with and without a space before"),
+    "allowed_token_ids": Honoured("the only tokens that may come; a constraint overrides it, as it does `min_tokens` "
+                                  "and `bad_words`"),
     "include_stop_str_in_output": Honoured("whether a stop string stays at the end of the text"),
     "no_stop_trim": Honoured("SGLang's name of the same"),
     "top_n_sigma": Refused(_SAMPLERS, (0, -1)),
@@ -59,7 +60,7 @@ SAMPLING: dict[str, Field] = {
     "penalty_prompt": Refused("`repetition_penalty` counts the prompt; leave it out", ("",)),
     "length_penalty": Ignored("there are no beams", (1,)),
     "use_beam_search": Refused("there are no beams; use `best_of`", (False,)),
-    "do_sample": Refused("say `temperature`, where 0 takes the likeliest token"),
+    "do_sample": Refused("use `temperature`; 0 takes the most likely token"),
     "watermarking": Refused("answers have no watermark", (False,)),
     "repetition_detection": Refused("use `repetition_penalty`, or `stop`"),
     "stop_regex": Refused("use `stop`, or bind the answer by `guided_regex`", ([], "")),
@@ -114,25 +115,25 @@ ANSWERS: dict[str, Field] = {
     "n_probs": Refused("use `logprobs` and, in a chat, `top_logprobs`", (0,)),
     "post_sampling_probs": Refused("log-probabilities are those before temperature and truncation", (False,)),
     "prompt_logprobs": Refused("use a completion with `echo`, `logprobs` and `max_tokens` 0"),
-    "logprob_token_ids": Refused("use `logprobs`, which names the likeliest"),
+    "logprob_token_ids": Refused("use `logprobs`, which names the most likely ones"),
     **dict.fromkeys(
         ("return_token_ids", "return_tokens"),
         Refused("`steps` names the id of every token, `logprobs` with `return_tokens_as_token_ids` too", (False,))),
     "return_prompt_token_ids": Refused("ask `/tokenize`", (False,)),
     "return_prompt_text": Refused("ask `/tokenize`, and `/detokenize` for its text", (False,)),
-    "return_token_offsets": Ignored("`logprobs` of a completion tell them", (False,)),
+    "return_token_offsets": Ignored("`logprobs` of a completion have them", (False,)),
     "return_meta_info": Refused("use `metrics`", (False,)),
     "return_full_text": Refused("use `echo` in a completion", (False,)),
     **dict.fromkeys(("return_hidden_states", "return_routed_experts"), Refused(_HIDDEN, (False,))),
     **dict.fromkeys(("routed_experts_prompt_start", "routed_experts_start_len"), Ignored(_HIDDEN, (0,))),
-    "return_cached_tokens_details": Ignored("`usage` tells how many tokens of the prompt were found again", (False,)),
+    "return_cached_tokens_details": Ignored("`usage` has the number of cached tokens of the prompt", (False,)),
     "return_mm_kwargs": Ignored(_MEDIA, (True,)),
     "response_fields": Refused("an answer comes whole", ([],)),
-    "timings_per_token": Ignored("`metrics` tells times", (False,)),
-    "return_progress": Ignored("the first token tells that the prompt is read", (False,)),
+    "timings_per_token": Ignored("`metrics` has times", (False,)),
+    "return_progress": Ignored("the first token shows that the prompt is read", (False,)),
     "sse_ping_interval": Ignored("a stream is silent between tokens"),
     "stream_interval": Ignored("tokens come as they are made", (1,)),
-    "verbose": Ignored("`metrics` and `steps` tell more", (False,)),
+    "verbose": Ignored("`metrics` and `steps` have more", (False,)),
     "include_reasoning": Refused(_THOUGHTS, (True,)),
     "separate_reasoning": Ignored(_THOUGHTS, (False,)),
     **dict.fromkeys(("stream_reasoning", "reasoning_in_content"), Ignored(_THOUGHTS, (True,))),
@@ -142,9 +143,9 @@ ANSWERS: dict[str, Field] = {
     "_debug_render_only": Refused("ask `/tokenize`", (False,)),
 }
 CARRIAGE: dict[str, Field] = {
-    "cache_prompt": Ignored("prompts are found again by their beginnings, and answers are the same", (True,)),
-    "n_cache_reuse": Ignored("prompts are found again by their beginnings alone", (0,)),
-    "cache_salt": Refused("beginnings are shared by all who may ask; `--prefix-gib 0` keeps none"),
+    "cache_prompt": Ignored("prompts are cached by their beginnings, and answers are the same", (True,)),
+    "n_cache_reuse": Ignored("the cache matches prompts by their beginnings only", (0,)),
+    "cache_salt": Refused("all clients share the cache of prompts; `--prefix-gib 0` turns it off"),
     "keep_alive": Ignored("the model stays in memory"),
     "priority": Ignored(_ROUTED, (0,)),
     "id_slot": Ignored(_ROUTED, (-1,)),

@@ -22,7 +22,7 @@ RESPONSES: dict[str, Field] = {
     "input": Honoured("text, or messages, calls and their results; content is text"),
     "instructions": Honoured("a system message before all others"),
     "max_output_tokens": Honoured("most generated tokens"),
-    "temperature": Honoured("0 to 2; 0 takes the likeliest token"),
+    "temperature": Honoured("0 to 2; 0 takes the most likely token"),
     "top_p": Honoured("above 0, up to 1"),
     "text": Honoured("`format`: text, json_object or json_schema; `verbosity` has no effect"),
     "tools": Honoured("of type function"),
