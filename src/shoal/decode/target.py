@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.row import Row
+from shoal.decode.rules.accept import Target
 from shoal.decode.tree import TokenTree
 from shoal.types import TokenLogprob
 
 
-class RowTarget:
-    """See `shoal.decode.rules.accept.Target`.
+class RowTarget(Target):
+    """What the target says at the nodes of one row's tree, cached per node.
 
     Args:
         row: the row; its tokens end with the root.
@@ -41,12 +43,12 @@ class RowTarget:
         return RowTarget(free, self.tree, self._logits)
 
     @property
+    @override
     def greedy(self) -> bool:
-        """Whether the row takes the most likely token instead of drawing one."""
         return self._row.sampling.greedy
 
+    @override
     def choice(self, node: int) -> int:
-        """The argmax, or the draw that the plain loop would make at this place."""
         if self._greedy is not None and self._row.allows(self._words(node), self._greedy[node]):
             return self._greedy[node]
         if self.greedy:
@@ -57,8 +59,8 @@ class RowTarget:
         """Raw logits [V] after `node`."""
         return self._logits[node]
 
+    @override
     def scores(self, node: int) -> Tensor:
-        """Scores [V] after bias, penalties, processors and mask, along the node's own path."""
         if node not in self._scores:
             self._scores[node] = self._row.scores(self._logits[node], self._words(node))
         return self._scores[node]
@@ -66,26 +68,26 @@ class RowTarget:
     def _words(self, node: int) -> list[int]:
         return [] if node == 0 else [self.tree.tokens[i] for i in self.tree.path(node)[1:]]
 
+    @override
     def probs(self, node: int) -> Tensor:
-        """Probabilities [V] of the token after `node`."""
         if node not in self._probs:
             self._probs[node] = sampling.probs_of(self.scores(node), self._row.sampling)
         return self._probs[node]
 
+    @override
     def index(self, node: int) -> int:
-        """The emitted index of the token after `node`."""
         return self._row.emitted + self.tree.depths[node]
 
+    @override
     def history(self, node: int) -> list[int]:
-        """See the protocol."""
         return [*self._row.tokens, *self._words(node)]
 
+    @override
     def uniform(self, node: int, purpose: str) -> float:
-        """See the protocol."""
         return self._row.uniform(self.tree.depths[node], purpose)
 
+    @override
     def draw(self, probs: Tensor, node: int, purpose: str) -> int:
-        """A token from `probs` [V] by inverse CDF."""
         return sampling.draw(probs, self.uniform(node, purpose))
 
     def logprob(self, node: int, token: int) -> TokenLogprob | None:

@@ -77,14 +77,14 @@ class Worker:
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
         """Called before a forward of the target: per row, what is to see its queries and may choose what they read.
 
-        See `watch` for rows and chunks. A recipe's `keep` is shown them before its `select` chooses.
+        Rows and chunks are as for `watch`. A recipe's `keep` is shown them before its `select` chooses.
         """
         return [None] * len(rows)
 
     def experts(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[ExpertChoice | None]:
         """Called before a forward of the target: per row, what its tokens run of each MLP; None for all of them.
 
-        See `watch` for rows and chunks.
+        Rows and chunks are as for `watch`.
         """
         return [None] * len(rows)
 

@@ -97,7 +97,7 @@ class AdaptiveNGrams(Proposer):
 
 
 class TableDrafter(Drafter):
-    """See `AdaptiveNGrams`; each row has a table of its own."""
+    """Drafts trees and keeps a table for each row."""
 
     def __init__(self, proposer: AdaptiveNGrams) -> None:
         self._knobs = knobs = proposer.knobs

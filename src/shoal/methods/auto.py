@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
@@ -76,8 +78,8 @@ class Auto(Method):
         if self.draft is not None and self.part is not None:
             raise ValueError(f"draft is {self.draft!r} and part {self.part!r}; only one helper drafts: name one")
 
+    @override
     def to_dict(self) -> dict[str, Any]:
-        """See `Method.to_dict`; a loaded model has no JSON form."""
         if self.draft is not None and not isinstance(self.draft, str | os.PathLike):
             raise Unsupported(
                 f"auto with a loaded {type(self.draft).__name__} as JSON",
@@ -149,8 +151,8 @@ class Cautious(Proposer):
     chances: Chances = field(default_factory=Chances)
 
     @property
+    @override
     def second_stack(self) -> Stack | None:
-        """See `Proposer`."""
         return None if self.helper is None else self.helper.second_stack
 
     def begin(self, stack: Any, cache: Any) -> CautiousDrafter:
@@ -160,7 +162,7 @@ class Cautious(Proposer):
 
 
 class CautiousDrafter(Drafter):
-    """See `Cautious`.
+    """Drafts a chain where one pays, from the text or by the helper.
 
     Args:
         proposer: what drafts.

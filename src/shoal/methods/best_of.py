@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.branches.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.decode.recipe import Recipe, Search
 from shoal.depth.plan import DepthPlan
@@ -76,16 +78,16 @@ class Favourite(Search):
     patience: float = 30.0
 
     @property
+    @override
     def timed(self) -> bool:
-        """See `shoal.decode.recipe.Search`: a verdict comes when it likes."""
         return self.verifier is not likelihood
 
+    @override
     def most(self, greedy: bool) -> int:
-        """See `shoal.decode.recipe.Search`; greedy samples are all alike, so there is one."""
-        return 1 if greedy else self.samples
+        return 1 if greedy else self.samples  # greedy samples are all alike
 
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
-        """See `shoal.decode.recipe.Search`; a sample that was beaten is given up at once."""
+        """Sample, and give up a beaten sample at once."""
         samples = [root, *root.fork(self.most(root.greedy) - 1)]
         for sample in samples:
             sample.advance()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.depth.budget import PowerLaw, Rounding, lay_out, lowest_mean, solve_alpha
 from shoal.depth.order import core_for, default_core, removal_order
@@ -76,8 +78,8 @@ class D3(Method):
         return Recipe(lay_out(budget, removal, num_layers, horizon, info.max_new_tokens), horizon=horizon)
 
     @property
+    @override
     def wants_card(self) -> bool:
-        """See `Method`."""
         return self.order == "auto" or self.alpha is self.mean is None
 
     def _bearable(self, num_layers: int, horizon: int, core: int, mean: float) -> PowerLaw:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.depth.budget import PowerLaw, Rounding, lay_out, lowest_mean, solve_alpha
 from shoal.depth.order import core_for, removal_order
@@ -60,8 +62,8 @@ class D3Spec(DraftingMethod):
             if value is not None and not value > 0:
                 raise ValueError(f"{knob} is {value}; it must be above 0, or None for the default")
 
+    @override
     def notice(self, info: ModelInfo) -> str | None:
-        """See `Method`."""
         return self.unmeasured(info) if self.order == "auto" else None
 
     def recipe(self, info: ModelInfo) -> Recipe:
@@ -74,8 +76,8 @@ class D3Spec(DraftingMethod):
         return self.verified(Shallow(plan, self.length, self.stop), info)
 
     @property
+    @override
     def wants_card(self) -> bool:
-        """See `Method`."""
         return self.order == "auto" or super().wants_card
 
     def _solve(self, num_layers: int, core: int) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from typing_extensions import override
+
 from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, check_first, whole_layers
 from shoal.methods.common.limits import Layers, Most, Positions
 from shoal.methods.common.selection import ALL, LABELED, SelectionMethod, layers_of
@@ -57,19 +59,19 @@ class DoubleSparsity(SelectionMethod):
         if self.width is not None and not 1 <= self.width <= max(dims):
             raise ValueError(f"width is {self.width}; it must be in [1, {max(dims)}], the dimensions of a head")
 
+    @override
     def selects(self, info: ModelInfo) -> bool:
-        """See `SelectionMethod`."""
         self._check_sizes(info)
         check_first(self.first, info)
         return self.k is not None and LABELED in self.roles(info)
 
+    @override
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
-        """See `SelectionMethod`."""
         whole = whole_layers(self.name, info)
         return tuple(LABELED if layer >= self.first and layer in whole else ALL for layer in range(info.num_layers))
 
+    @override
     def labels(self) -> Labels:
-        """See `SelectionMethod`."""
         from shoal.model.kv.choice import labels_for
 
         return labels_for([[sorted(head[: self.label_width]) for head in layer] for layer in self.channels])

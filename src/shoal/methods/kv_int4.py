@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from typing_extensions import override
+
 from shoal.methods.common.limits import Most
 from shoal.methods.common.stored import Int4, Int8, StoringMethod
 
@@ -33,6 +35,6 @@ class KVInt4(StoringMethod):
         if self.keys not in (4, 8):
             raise ValueError(f"keys is {self.keys}; it must be 4 or 8 bits. For values in 8 bits too use kv_int8")
 
+    @override
     def form(self) -> Int4:
-        """See `StoringMethod`."""
         return Int4(Int8() if self.keys == 8 else None)

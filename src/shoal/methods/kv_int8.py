@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from shoal.methods.common.stored import Int8, StoringMethod
 
 
@@ -21,6 +23,6 @@ class KVInt8(StoringMethod):
 
     name: ClassVar[str] = "kv_int8"
 
+    @override
     def form(self) -> Int8:
-        """See `StoringMethod`."""
         return Int8()

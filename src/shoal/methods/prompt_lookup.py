@@ -74,7 +74,7 @@ class NGrams(Proposer):
 
 
 class NGramDrafter(Drafter):
-    """See `NGrams`."""
+    """Drafts chains and keeps an index of n-grams for each row."""
 
     def __init__(self, proposer: NGrams) -> None:
         knobs = proposer.knobs

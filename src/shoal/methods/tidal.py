@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from shoal.methods.base import SHOWN_QUERIES, check_layer, whole_layers
 from shoal.methods.common.limits import Layers, Positions
 from shoal.methods.common.selection import ALL, READS, SELECTS, SelectionMethod
@@ -52,17 +54,18 @@ class Tidal(SelectionMethod):
         if self.reselect is not None and self.reselect <= (self.select or 0):
             raise ValueError(f"reselect is {self.reselect}; it must come behind select, {self.select or 0}")
 
+    @override
     def selects(self, info: ModelInfo) -> bool:
-        """See `SelectionMethod`."""
         return self.k is not None and READS in self.roles(info)
 
     @property
+    @override
     def by_query_head(self) -> bool:
-        """See `Select`."""
         return self.share == "query_head"
 
+    @override
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
-        """See `SelectionMethod`.
+        """What each layer does, by the options or by the model's depth.
 
         Raises:
             ValueError: a layer that shall select is not in the model, has a sliding window, selects before the first

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from typing_extensions import override
+
 from shoal.errors import Unsupported
 from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, check_first
 from shoal.methods.common.limits import Layers, Positions
@@ -41,8 +43,8 @@ class TopKOracle(SelectionMethod):
         if self.first < 0:
             raise ValueError(f"first is {self.first}; it must be at least 0")
 
+    @override
     def selects(self, info: ModelInfo) -> bool:
-        """See `SelectionMethod`."""
         check_first(self.first, info)
         if not info.shows_queries:
             raise Unsupported("topk_oracle", "this model's attention does not show its queries", "Use another method")

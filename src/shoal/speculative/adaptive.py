@@ -73,7 +73,7 @@ class Threshold:
 
 
 class AdaptiveDrafter(OwnLayersDrafter):
-    """See `Adaptive`; each row has a threshold of its own."""
+    """Drafts with the proposer's plan and keeps a threshold for each row."""
 
     def __init__(self, proposer: Adaptive, stack: Stack, cache: KVCache) -> None:
         super().__init__(stack, cache)

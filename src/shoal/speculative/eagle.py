@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.row import Row
@@ -98,7 +99,9 @@ class _Branching(Growth):
 
 
 class EagleDrafter(Drafter):
-    """See the module. The head's cache holds the pairs of states and tokens that the target has confirmed.
+    """Drafts trees with the trained layer.
+
+    The head's cache holds the pairs of states and tokens that the target has confirmed.
 
     Args:
         proposer: how to draft.
@@ -116,8 +119,8 @@ class EagleDrafter(Drafter):
         self._origins: dict[Row, int] = {}
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @override
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
-        """See `Worker.watch`."""
         return self._taps.watch(rows, chunks)
 
     @torch.no_grad()

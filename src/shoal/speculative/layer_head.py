@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
@@ -20,6 +21,7 @@ from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.native_calls import LIMIT
 from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.source import Source
 from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import SequenceChunk, Stack, Start
 from shoal.speculative.matrix import NativeProduct, Product
@@ -68,7 +70,7 @@ class LayerShape:
 
 
 class LayerHead:
-    """See the module.
+    """One decoder layer and its head, fed with vectors.
 
     Args:
         target: the model beside which it runs; on its device, in its dtype where the packed block has that, in 8 bits
@@ -194,7 +196,7 @@ class _FedStack(NativeStack):
         self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
         known: Sequence[Tensor], wishes: Sequence[native.ChainWish], least: float,
     ) -> list[native.Path]:
-        """See `LayerHead.guess`."""
+        """Run `LayerHead.guess` on this stack's kernels."""
         work = self._work(chunks)
         room = [[len(chunk.tokens) + wish.length for chunk, wish in zip(chunks, wishes, strict=True)]]
         self._make_room(chunks, replace(work, counts=room * len(work.layers)), cache)
@@ -213,18 +215,18 @@ def _numbered(chunk: SequenceChunk, first: int) -> SequenceChunk:
     return replace(chunk, tokens=range(first, first + len(chunk.tokens)))
 
 
-class _Named:
-    """Tensors by name, as a source of weights."""
+class _Named(Source):
+    """A source of weights that holds tensors by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
 
+    @override
     def names(self) -> list[str]:
-        """See `shoal.model.packed.source.Source`."""
         return sorted(self._tensors)
 
+    @override
     def has(self, name: str) -> bool:
-        """See `Source`."""
         return name in self._tensors
 
     def __getitem__(self, name: str) -> Tensor:

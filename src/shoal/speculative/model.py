@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
@@ -47,8 +48,8 @@ class ModelProposer(Proposer):
     view: View | None = None
 
     @property
+    @override
     def second_stack(self) -> Stack | None:
-        """See `Proposer`."""
         return self.stack
 
     def begin(self, stack: Any, cache: Any) -> ModelDrafter:

@@ -67,7 +67,7 @@ class Shallow(Proposer):
 
 
 class ShallowDrafter(OwnLayersDrafter):
-    """See `Shallow`."""
+    """Drafts every row with the proposer's plan."""
 
     def __init__(self, proposer: Shallow, stack: Stack, cache: KVCache) -> None:
         super().__init__(stack, cache)

@@ -50,7 +50,7 @@ class Taps:
         self._taps: dict[Row, _Tap] = {}
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
-        """See `Worker.watch`."""
+        """The hook that keeps the states of a forward, as `Worker.watch` returns it."""
         self._taps = {row: tap for row, tap in self._taps.items() if row.finish_reason is None}
         fed = [(self._settled(row), self._cache.positions[row.slot], chunk)
                for row, chunk in zip(rows, chunks, strict=True)]
@@ -63,7 +63,7 @@ class Taps:
         return FromLayer(self._layer, hook)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        """See `Worker.fork`."""
+        """Let forked rows know what is known of `row`."""
         tap = self._settled(row)
         for twin in twins:
             self._taps[twin] = _Tap(tap.first, None if tap.states is None else list(tap.states))

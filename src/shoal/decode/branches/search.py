@@ -186,7 +186,7 @@ class SearchRun:
         self._awaited = list(awaited)
 
     def fork(self, branch: Branch, count: int) -> list[Branch]:
-        """See `Branch.fork`."""
+        """`count` new branches that go on from where `branch` stands."""
         self._check(branch)
         if count < 0:
             raise ValueError(f"fork was given count={count}; it must be at least 0")
@@ -208,7 +208,7 @@ class SearchRun:
         return twins
 
     def end(self, branch: Branch) -> None:
-        """See `Branch.end`."""
+        """Give a branch up."""
         if branch in self.branches:
             self.branches.remove(branch)
             branch.row.held, branch.row.stop.finish_reason = False, "cancelled"

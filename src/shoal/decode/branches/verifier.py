@@ -58,11 +58,11 @@ Verifier = Callable[[Attempt], float]
 
 
 class BoundedVerifier(ABC):
-    """A verifier that sees to it that it answers in time, and is waited for as long as it takes."""
+    """A verifier that bounds its own time: it is waited for as long as it takes."""
 
     @abstractmethod
     def __call__(self, attempt: Attempt) -> float:
-        """See `Verifier`."""
+        """How likely the attempt is right, in [0, 1]."""
 
 
 def likelihood(attempt: Attempt) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class Target(Protocol):
         ...
 
     def scores(self, node: int) -> Tensor:
-        """Logits [V] after bias, penalties and processors, taken along the node's own path."""
+        """Logits [V] after bias, penalties, processors and mask, taken along the node's own path."""
         ...
 
     def probs(self, node: int) -> Tensor:
@@ -45,7 +47,7 @@ class Target(Protocol):
         ...
 
     def draw(self, probs: Tensor, node: int, purpose: str) -> int:
-        """A token after `node` from `probs` [V], which need not sum to 1, by the uniform number for `purpose`."""
+        """A token after `node` by inverse CDF from `probs` [V], which need not sum to 1, by `uniform`."""
         ...
 
 
@@ -86,8 +88,8 @@ class TargetsNumbers(OwnNumbers):
 
     __slots__ = ()
 
+    @override
     def purpose(self, rank: int, place: int | None) -> str:
-        """See `OwnNumbers`."""
         return "sample" if rank == 0 else f"draft {rank}"
 
 
@@ -110,7 +112,7 @@ class Match(TargetsNumbers):
     exact: bool = True
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
-        """See the class."""
+        """The path of the guesses that the target chooses itself."""
         return descend(tree, target.choice)
 
 

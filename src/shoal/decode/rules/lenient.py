@@ -38,7 +38,7 @@ class Lenient(TargetsNumbers):
         return self.margin == 0
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
-        """See the class."""
+        """The path of near enough guesses, and the target's own token after it."""
         path = [0]
         while True:
             node = path[-1]

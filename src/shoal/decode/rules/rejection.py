@@ -34,7 +34,7 @@ class Rejection(OwnNumbers):
     exact: bool = True
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
-        """See the class.
+        """The path of the kept guesses, and the token that follows it.
 
         Raises:
             ValueError: a draft distribution gives its own token no probability, or siblings repeat a token.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from shoal.decode.rules.accept import Match, Outcome, OwnNumbers, Target
 from shoal.decode.signals import entropy_of
 from shoal.decode.tree import TokenTree
@@ -33,7 +35,7 @@ class Typical(OwnNumbers):
             raise ValueError(f"epsilon is {self.epsilon}; it must be in (0, 1], 0.09 in the paper")
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
-        """See the class."""
+        """The longest path of plausible guesses, and the target's own token after it."""
         if target.greedy:
             return _MATCH.walk(tree, target)
         kept = [0]
@@ -43,8 +45,9 @@ class Typical(OwnNumbers):
         last = max(kept, key=lambda node: (tree.depths[node], -node))
         return Outcome(tree.path(last), target.choice(last))
 
+    @override
     def purpose(self, rank: int, place: int | None) -> str:
-        """See `OwnNumbers`; in a tree those of an exact match, by which guesses come closer to the target's draws."""
+        """In a tree the number that an exact match would use: guesses then come closer to the target's draws."""
         return OwnNumbers.purpose(self, rank, place) if place is None else _MATCH.purpose(rank, place)
 
     def _plausible(self, tree: TokenTree, target: Target, node: int) -> bool:

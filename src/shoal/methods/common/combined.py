@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
@@ -105,13 +107,13 @@ class Combined(Method):
             )
         return replace(Recipe(DepthPlan.full(info.num_layers)), **whole)
 
+    @override
     def notice(self, info: ModelInfo) -> str | None:
-        """See `Method`."""
         return "; ".join(filter(None, (member.notice(info) for member in self.members))) or None
 
     @property
+    @override
     def wants_card(self) -> bool:
-        """See `Method`."""
         return any(member.wants_card for member in self.members)
 
     def to_dict(self) -> dict[str, Any]:

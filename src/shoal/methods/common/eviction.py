@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import NEVER, DepthPlan
@@ -89,40 +91,43 @@ class EvictionMethod(Method, Keep):
         return Recipe(DepthPlan.full(info.num_layers), keep=None if self.neutral else self)
 
     @property
+    @override
     def dense_prompt(self) -> bool:
-        """See `Keep`."""
         return self.every is None
 
     @property
+    @override
     def by_length(self) -> bool:
-        """See `Keep`."""
         return self.every is not None
 
     @property
+    @override
     def listens(self) -> int:
-        """See `Keep`."""
         return max(1, self.queries)
 
     @property
+    @override
     def untouched(self) -> int:
-        """See `Keep`."""
         return self.budget or 0
 
+    @override
     def most_columns(self, length: int) -> int:
-        """See `Keep`: up to the first time that some go, and between two times."""
         if self.every is None:
             return length
         kept = self.kept(length)
         due = (kept // self.every + 1) * self.every
         return length if length <= due else max(due, kept + min(self.every, length - due))
 
+    @override
     def begin(self, stack: Any, cache: Any) -> ScoreKeeper:
-        """See `Part`."""
         return ScoreKeeper(self, stack, cache)
 
 
 class ScoreKeeper(Keeper):
-    """See `EvictionMethod`. Remembers the last queries of prompts, per layer and with the position of the first."""
+    """Gives up the columns that score least.
+
+    It remembers the last queries of prompts, per layer and with the position of the first.
+    """
 
     def __init__(self, method: EvictionMethod, stack: Stack, cache: KVCache) -> None:
         self._method, self._stack, self._cache = method, stack, cache

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.worker import Proposer
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -34,8 +36,8 @@ class PairedMethod(Method):
     def __repr__(self) -> str:
         return short(self)
 
+    @override
     def to_dict(self) -> dict[str, Any]:
-        """See `Method.to_dict`; a loaded model has no JSON form."""
         if self.draft is not None and not isinstance(self.draft, str | os.PathLike):
             raise Unsupported(
                 f"{self.name} with a loaded {type(self.draft).__name__} as JSON",

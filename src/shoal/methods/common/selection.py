@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Select, Worker
 from shoal.depth.plan import DepthPlan
@@ -87,16 +89,17 @@ class SelectionMethod(Method, Select):
         return Recipe(DepthPlan.full(info.num_layers), select=self if self.selects(info) else None)
 
     @property
+    @override
     def most_read(self) -> int:
-        """See `Select`."""
         return self.k or 0
 
+    @override
     def label_bytes(self, stack: Stack, columns: int) -> int | None:
-        """See `Select`; none where kernels score columns by their keys."""
+        """0 where kernels score columns by their keys, None where they do not choose."""
         return None if self.roles(layers_of(stack)) is None else 0
 
+    @override
     def begin(self, stack: Any, cache: Any) -> ScoreSelector:
-        """See `Part`."""
         return ScoreSelector(self, stack, cache)
 
 
@@ -106,7 +109,7 @@ def layers_of(stack: Stack) -> ModelInfo:
 
 
 class ScoreSelector(Worker):
-    """See `SelectionMethod`."""
+    """Scores the columns for each query of decoding rows and lets it read the best."""
 
     def __init__(self, method: SelectionMethod, stack: Stack, cache: KVCache) -> None:
         from shoal.model.kv.choice import Ranking

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method, check_layer
@@ -56,8 +58,8 @@ class StoredFrom(Store):
     first: int
     each: KVForm
 
+    @override
     def form(self, layer: int) -> KVForm | None:
-        """See `shoal.model.kv.form.Store`."""
         return self.each if layer >= self.first else None
 
 
@@ -67,14 +69,14 @@ class Int8(KVForm):
 
     kernel: ClassVar[str | None] = "int8"
 
+    @override
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv.form.KVForm`."""
         from shoal.model.kv import blocks as kv_blocks
 
         return kv_blocks.to_bytes(values)
 
+    @override
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv.form.KVForm`."""
         from shoal.model.kv import blocks as kv_blocks
 
         return kv_blocks.from_bytes(*parts)
@@ -84,6 +86,8 @@ class Int8(KVForm):
 class Int4(KVForm):
     """uint8 [heads, columns, blocks, 16], two numbers each, and float16 scales [heads, columns, blocks].
 
+    Zeros fill the last block.
+
     Attributes:
         of_keys: how keys are stored; None for as values are.
     """
@@ -92,14 +96,14 @@ class Int4(KVForm):
 
     kernel: ClassVar[str | None] = "int4"
 
+    @override
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv.form.KVForm`."""
         from shoal.model.kv import blocks as kv_blocks
 
         return kv_blocks.to_nibbles(values)
 
+    @override
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv.form.KVForm`; zeros fill up the last block."""
         from shoal.model.kv import blocks as kv_blocks
 
         return kv_blocks.from_nibbles(*parts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.branches.examples import Execution
 from shoal.decode.branches.verifier import Endpoint, Verifier, is_url, likelihood
 from shoal.errors import Unsupported
@@ -36,15 +38,15 @@ class VerifiedMethod(Method):
             raise ValueError(f"patience is {self.patience}; it must be more than 0 seconds")
         self.judge()
 
+    @override
     def to_dict(self) -> dict[str, Any]:
-        """See `Method.to_dict`; a callable has no JSON form."""
         if not isinstance(self.verifier, str):
             raise Unsupported(f"{self.name} with a verifier of one's own as JSON", "a callable cannot be written down",
                               "Name a verifier, or call the method from Python")
         return super().to_dict()
 
     def judge(self) -> Verifier:
-        """Who says which answer is best."""
+        """The verifier that says which answer is best."""
         return named(self.verifier, self.patience)
 
 

@@ -100,7 +100,7 @@ class Goodput:
 
 
 class GoodputPolicy(DraftLengthPolicy):
-    """See `Goodput`."""
+    """Measures the forwards of a batch, then limits each row's guesses to what pays."""
 
     _MEASURED = 3
     """The first steps, of which the last one guesses."""
@@ -216,7 +216,7 @@ class Width:
 
 
 class WidthPolicy(DraftLengthPolicy):
-    """See `Width`."""
+    """Tries each width, then keeps the best for a while."""
 
     _TRIALS, _LASTS = 4, 64
 
