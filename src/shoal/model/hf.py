@@ -241,9 +241,7 @@ class HFStack(Stack):
 
 def positions(chunk: SequenceChunk, cache: KVCache, first: int, last: int, width: int) -> list[int]:
     """Positions of tokens first..last-1, padded to `width` with the last one."""
-    base = cache.positions[chunk.row]
-    nodes = chunk.nodes[first:last]
-    places = [base + (node if chunk.depths is None else chunk.depths[node]) for node in nodes]
+    places = chunk.positions(cache.positions[chunk.row])[first:last]
     return places + places[-1:] * (width - len(places))
 
 
@@ -288,7 +286,7 @@ class _PaddedCall:
 
     def through(self, module: nn.Module, layer: int, piece: LayerWork) -> Tensor:
         """The output of `module` for the nodes of `piece`: [rows of the piece, widest, D]."""
-        rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
+        rows = piece.chunks
         counts = [piece.last[i] - piece.first[i] for i in rows]
         store = self.cache.layers[layer]
         numbers = [self.chunks[i].row for i in rows]
@@ -353,7 +351,7 @@ class _PaddedCall:
 
 
 def _pick(piece: LayerWork, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
+    rows = piece.chunks
     first = torch.tensor([piece.first[i] for i in rows], device=device)[:, None]
     last = torch.tensor([piece.last[i] for i in rows], device=device)[:, None]
     steps = torch.arange(int((last - first).max()), device=device)[None]

@@ -150,7 +150,7 @@ class PrepackedCall:
         flat = piece.flat(self.sizes)
         chosen = None if flat is None else torch.tensor(flat, device=self.stack.device)
         hidden = self.hidden if chosen is None else self.hidden[:, chosen]
-        rows = [i for i, (a, b) in enumerate(zip(piece.first, piece.last, strict=True)) if b > a]
+        rows = piece.chunks
         counts = [piece.last[i] - piece.first[i] for i in rows]
         store, numbers = self.cache.layers[layer], [self.chunks[i].row for i in rows]
         store.make_room(numbers, counts)

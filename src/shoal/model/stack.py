@@ -151,6 +151,11 @@ class LayerWork:
     first: tuple[int, ...]
     last: tuple[int, ...]
 
+    @property
+    def chunks(self) -> list[int]:
+        """Numbers of the chunks that have tokens in it."""
+        return [i for i, (first, last) in enumerate(zip(self.first, self.last, strict=True)) if last > first]
+
     def of_row(self, index: int) -> LayerWork:
         """The work of one chunk alone."""
         last = tuple(b if i == index else a for i, (a, b) in enumerate(zip(self.first, self.last, strict=True)))

@@ -68,17 +68,11 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8).float() * _half(blocks[:, :2])
 
 
-def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima, each uint8 [n, 8] in 0..63, unpacked from the 12 bytes [n, 12] of Q4_K and Q5_K blocks."""
-    low, mid, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+def _k_affine(blocks: Tensor, levels: Tensor) -> Tensor:
+    """Levels [n, 8, 32] times scale minus minimum; each 32 values have a pair of 6 bits, packed into 12 bytes."""
+    low, mid, high = blocks[:, 4:16].split(4, dim=1)
     scales = torch.cat([low & 63, high & 15 | (low >> 6) << 4], dim=1)
     minima = torch.cat([mid & 63, high >> 4 | (mid >> 6) << 4], dim=1)
-    return scales, minima
-
-
-def _k_affine(blocks: Tensor, levels: Tensor) -> Tensor:
-    """Levels [n, 8, 32] times scale minus minimum, one pair for each 32 values."""
-    scales, minima = k_scales(blocks[:, 4:16])
     factor, offset = _half(blocks[:, :2]) * scales.float(), _half(blocks[:, 2:4]) * minima.float()
     return (levels.float() * factor[:, :, None] - offset[:, :, None]).flatten(1)
 

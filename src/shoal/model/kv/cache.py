@@ -253,17 +253,13 @@ def _look(layer: KVLayer, row: int, length: int) -> LayerCopy:
 def copy_in(cache: KVCache, row: int, held: RowCopy, length: int) -> None:
     """Fill an empty row with the first `length` positions of a copy; `held.restorable(length)` must be true."""
     for layer, copied in zip(cache.layers, held.layers, strict=True):
-        _layer_in(layer, row, copied, length)
+        count = length - copied.start
+        if layer.keys is None:
+            layer.allocate(copied.keys, (copied.keys.shape[0], copied.keys.shape[2]), count, copied.values.shape[2])
+        layer.lengths[row] = layer.starts[row] = copied.start
+        layer.make_room([row], [count])
+        assert layer.keys is not None and layer.values is not None
+        layer.keys[row, :, :count] = copied.keys[:, :count]
+        layer.values[row, :, :count] = copied.values[:, :count]
+        layer.lengths[row] = length
     cache.positions[row] = length
-
-
-def _layer_in(layer: KVLayer, row: int, copied: LayerCopy, length: int) -> None:
-    count = length - copied.start
-    if layer.keys is None:
-        layer.allocate(copied.keys, (copied.keys.shape[0], copied.keys.shape[2]), count, copied.values.shape[2])
-    layer.lengths[row] = layer.starts[row] = copied.start
-    layer.make_room([row], [count])
-    assert layer.keys is not None and layer.values is not None
-    layer.keys[row, :, :count] = copied.keys[:, :count]
-    layer.values[row, :, :count] = copied.values[:, :count]
-    layer.lengths[row] = length
