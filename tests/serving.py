@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,22 @@ def serving(engine: Engine, *, scheduling: dict[str, Any] | None = None, **setti
         scheduler.close(drain=False)
         listener.close()
         assert not thread.is_alive()
+
+
+@contextmanager
+def held_up(ask: Callable[[int], int], times: int, go: threading.Event) -> Iterator[list[int]]:
+    """Ask in so many threads; after the context let them go on and end. Yields the answers, as they come."""
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda number: found.append(ask(number)), args=(number,))
+               for number in range(times)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join(60)
 
 
 def wait(condition: Any, seconds: float = 30.0) -> None:

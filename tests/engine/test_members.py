@@ -209,7 +209,7 @@ def other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Othe
     [
         ("import time\n\ndef answer(question):\n    time.sleep(60)\n", 0.5, "it takes more than 0.5 s"),
         ("import sys\n\ndef answer(question):\n    sys.exit(3)\n", 60.0, "the process that worked on it ended with 3"),
-        ("1 / 0", 60.0, "does not start: it ended with 1"),
+        ("1 / 0", 60.0, "did not start: it ended with 1"),
     ],
     ids=["hangs", "leaves", "dies"],
 )

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from serving import MODEL, Running, serving
+from serving import MODEL, Running, held_up, serving
 from shoal.engine.constraints import constraint
 from shoal.engine.constraints.constraint import Compiler
 from shoal.sandbox.helper import Helpers
@@ -143,24 +143,12 @@ def test_others_are_answered_while_constraints_are_compiled(
 ) -> None:
     """There are more of them than threads for all other work."""
     begun, go = held
-    found: list[int] = []
-
-    def ask(number: int) -> None:
-        found.append(chat(server, {"guided_regex": f"b{number}"}).status_code)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
-    for thread in threads:
-        thread.start()
-    try:
+    with held_up(lambda number: chat(server, {"guided_regex": f"b{number}"}).status_code, 40, go) as found:
         assert begun.acquire(timeout=60)
         assert chat(server, {}).status_code == 200
         assert httpx.post(f"{server.url}/tokenize", json={"messages": ASK}, timeout=60).status_code == 200
         assert not found
-    finally:
-        go.set()
-        for thread in threads:
-            thread.join(60)
-    assert found == [200] * len(threads)
+    assert found == [200] * 40
 
 
 def test_too_many_that_wait_are_429(
@@ -168,14 +156,9 @@ def test_too_many_that_wait_are_429(
 ) -> None:
     begun, go = held
     monkeypatch.setattr("shoal.serve.answer._WAITING", 1)
-    waiting = threading.Thread(target=chat, args=(server, {"guided_regex": "c"}))
-    waiting.start()
-    try:
+    with held_up(lambda _: chat(server, {"guided_regex": "c"}).status_code, 1, go):
         assert begun.acquire(timeout=60)
         assert chat(server, {"guided_regex": "d"}).status_code == 429
-    finally:
-        go.set()
-        waiting.join(60)
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations", "conversation", "self", "tools", "add_special_tokens"])

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import shoal
 from chat_tokenizer import chat_tokenizer
 from families import tiny
-from serving import MODEL, serving, tiny_engine
+from serving import MODEL, held_up, serving, tiny_engine
 from shoal.cli import main
 from shoal.sandbox import template
 from shoal.sandbox.helper import Helpers
@@ -73,27 +73,16 @@ def test_chats_are_400_with_the_reason_and_completions_go_on(folder: Callable[[s
 
 def test_chats_that_wait_for_a_template_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more of them than threads for all other work."""
-    go, ask, found = threading.Event(), Helpers.ask, list[int]()
+    go, ask = threading.Event(), Helpers.ask
     monkeypatch.setattr(Helpers, "ask", lambda self, question: go.wait(60) and ask(self, question))
+    body = {"model": MODEL, "messages": TALK, "max_tokens": 2}
     with serving(tiny_engine()) as server:
-        body = {"model": MODEL, "messages": TALK, "max_tokens": 2}
-
-        def chat() -> None:
-            found.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code)
-
-        threads = [threading.Thread(target=chat) for _ in range(40)]
-        for thread in threads:
-            thread.start()
-        try:
-            client = server.client()
+        client, url = server.client(), f"{server.url}/v1/chat/completions"
+        with held_up(lambda _: httpx.post(url, json=body, timeout=60).status_code, 40, go) as found:
             for _ in range(3):
                 assert client.completions.create(model=MODEL, prompt="Hi", max_tokens=3).usage.completion_tokens == 3
             assert not found
-        finally:
-            go.set()
-            for thread in threads:
-                thread.join(60)
-        assert found == [200] * len(threads)
+    assert found == [200] * 40
 
 
 @pytest.mark.parametrize("case", ["indent", "silent"])

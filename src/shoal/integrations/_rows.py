@@ -41,11 +41,9 @@ def check_processors(processors: Iterable[Any], repeats: bool) -> None:
             raise Unsupported("classifier-free guidance (guidance_scale)", "it runs the whole model a second time for "
                               "every token, with a cache of its own", "Leave guidance_scale out")
         if repeats and isinstance(processor, hf.SynthIDTextWatermarkLogitsProcessor):
-            raise Unsupported(
-                "a SynthID watermark with a method that drafts tokens or searches",
-                "the watermark counts its calls, and tokens that are not kept would be counted too",
-                "Use a method without drafts or search, or WatermarkingConfig",
-            )
+            raise Unsupported("a SynthID watermark with a method that drafts tokens or searches",
+                              "the watermark counts its calls, and tokens that are not kept would be counted too",
+                              "Use a method without drafts or search, or WatermarkingConfig")
 
 
 @dataclass(frozen=True)
@@ -232,18 +230,15 @@ def _read_mask(mask: Tensor, input_ids: Tensor) -> Tensor:
     """The mask [B, T] as bool, checked to have padding on the left only."""
     if mask.shape != input_ids.shape:
         raise Unsupported(
-            f"an attention_mask of shape {tuple(mask.shape)} for input_ids of shape {tuple(input_ids.shape)}",
-            "each prompt token needs one entry, and nothing may precede the prompt",
-            "Give the tokenizer's own attention_mask",
-        )
+            f"an attention_mask of shape {tuple(mask.shape)} for input_ids of shape {tuple(input_ids.shape)}", "each "
+            "prompt token needs one entry, and nothing may precede the prompt", "Give the tokenizer's attention_mask")
     seen = mask.to(input_ids.device) != 0
     if (seen[:, :-1] & ~seen[:, 1:]).any():
         row = int((seen[:, :-1] & ~seen[:, 1:]).any(1).nonzero()[0])
         raise Unsupported(
             f"the attention_mask of row {row}, which hides a token after one that is seen",
             "a decoder continues the last token, and Shoal takes padding off the left only",
-            'Tokenize with padding_side="left"; without an attention_mask, ids equal to the pad id count as padding',
-        )
+            'Tokenize with padding_side="left"; without an attention_mask, ids equal to the pad id count as padding')
     return seen
 
 
@@ -255,8 +250,7 @@ def _check_cache(name: str, cache: Any) -> None:
         raise Unsupported(
             f"{name} of your own ({type(cache).__name__})",
             "Shoal keeps keys and values in a cache with a length per layer, which no transformers cache has",
-            "Leave it out and give the whole prompt, or use shoal.load(model, tokenizer).session() for chat turns",
-        )
+            "Leave it out and give the whole prompt, or use shoal.load(model, tokenizer).session() for chat turns")
 
 
 def _check_positions(name: str, given: Tensor | None, expected: Tensor, seen: Tensor) -> None:

@@ -62,14 +62,11 @@ TABLE: dict[str, Field] = {
     "min_new_tokens": _processor("MinNewTokensLengthLogitsProcessor"),
     "early_stopping": _meaningless(_BEAM_ONLY),
     "max_time": _criterion("MaxTimeCriteria"),
-    "stop_strings": Field(
-        "honoured",
-        "transformers refuses it for callables, which get no tokenizer; bind both: "
-        "`method.bind(tokenizer=t, stop_strings=[...])`. The repository form takes it as `generate` does",
-    ),
-    "do_sample": Field(
-        "honoured", "by Shoal: greedy, or draws from the processed scores, keyed by one number from torch's generator"
-    ),
+    "stop_strings": Field("honoured", "transformers refuses it for callables, which get no tokenizer; bind both: "
+                          "`method.bind(tokenizer=t, stop_strings=[...])`. The repository form takes it as `generate` "
+                          "does"),
+    "do_sample": Field("honoured", "by Shoal: greedy, or draws from the processed scores, keyed by one number from "
+                       "torch's generator"),
     "num_beams": _refused("it asks for beam search; a row of Shoal's is one sequence", _BEAMS, 1),
     "use_mtp": _refused("it asks for the model's own multi-token prediction", _DRAFT, False),
     "use_cache": _meaningless("Shoal always keeps keys and values; the output is the same without"),
@@ -94,26 +91,19 @@ TABLE: dict[str, Field] = {
     "suppress_tokens": _processor("SuppressTokensLogitsProcessor"),
     "begin_suppress_tokens": _processor("SuppressTokensAtBeginLogitsProcessor"),
     "sequence_bias": _processor("SequenceBiasLogitsProcessor"),
-    "watermarking_config": Field(
-        "honoured",
-        "transformers prepares the watermark, which Shoal calls for each row; SynthID is refused if the method drafts",
-    ),
-    "token_healing": _refused(
-        "transformers hands no tokenizer to a callable",
-        "Call model.heal_tokens(input_ids, tokenizer) yourself and give its result",
-        False,
-    ),
-    "guidance_scale": _refused(
-        "classifier-free guidance runs the whole model a second time for every token", "Leave guidance_scale out", 1
-    ),
+    "watermarking_config": Field("honoured", "transformers prepares the watermark, which Shoal calls for each row; "
+                                 "SynthID is refused if the method drafts"),
+    "token_healing": _refused("transformers hands no tokenizer to a callable",
+                              "Call model.heal_tokens(input_ids, tokenizer) yourself and give its result", False),
+    "guidance_scale": _refused("classifier-free guidance runs the whole model a second time for every token",
+                               "Leave guidance_scale out", 1),
     "num_return_sequences": Field("honoured", "transformers repeats the prompts; each row draws numbers of its own"),
     "output_attentions": _refused("rows run different layers, and no attention weights are kept", _PLAIN, False),
     "output_hidden_states": _refused("tokens run different layers, and no hidden states are kept", _PLAIN, False),
     "output_scores": Field("honoured", "by Shoal, with return_dict_in_generate; zeros for rows that have ended"),
     "output_logits": Field("honoured", "by Shoal, with return_dict_in_generate; zeros for rows that have ended"),
-    "return_dict_in_generate": Field(
-        "honoured", "by Shoal; the output holds no cache, since an uneven one fits no transformers model"
-    ),
+    "return_dict_in_generate": Field("honoured", "by Shoal; the output holds no cache, since an uneven one fits no "
+                                     "transformers model"),
     "pad_token_id": Field("honoured", "by transformers (mask) and by Shoal: fills the rows that have ended"),
     "bos_token_id": Field("honoured", "by transformers, where there is no prompt"),
     "eos_token_id": _criterion("EosTokenCriteria"),
@@ -179,9 +169,8 @@ def _check_unlisted(name: str, value: Any) -> None:
 
     defaults = vars(GenerationConfig())
     if name in defaults and not _is_neutral(value, (None, False, defaults[name])):
-        raise Unsupported(
-            f"{name}={value!r}", "this field is newer than this version of Shoal", f"Leave {name} out, or update Shoal"
-        )
+        why = "this field is newer than this version of Shoal"
+        raise Unsupported(f"{name}={value!r}", why, f"Leave {name} out, or update Shoal")
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

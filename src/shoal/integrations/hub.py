@@ -21,19 +21,9 @@ _LOADING = ("cache_dir", "code_revision", "force_download", "local_files_only", 
 
 
 def generate(
-    model: Any,
-    inputs: Any = None,
-    generation_config: Any = None,
-    *,
-    method: Any = None,
-    method_args: Mapping[str, Any] | None = None,
-    streamer: Any = None,
-    tokenizer: Any = None,
-    stop_strings: Any = None,
-    assistant_model: Any = None,
-    assistant_tokenizer: Any = None,
-    synced_gpus: bool | None = None,
-    **arguments: Any,
+    model: Any, inputs: Any = None, generation_config: Any = None, *, method: Any = None,
+    method_args: Mapping[str, Any] | None = None, streamer: Any = None, tokenizer: Any = None, stop_strings: Any = None,
+    assistant_model: Any = None, assistant_tokenizer: Any = None, synced_gpus: bool | None = None, **arguments: Any,
 ) -> Any:
     """Generate as `model.generate` does, decoding with a method of Shoal.
 

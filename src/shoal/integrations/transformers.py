@@ -43,17 +43,9 @@ _LOCK = threading.Lock()
 
 
 def run_custom_generate(
-    method: Method,
-    model: Any,
-    input_ids: Tensor,
-    *,
-    logits_processor: Iterable[Any] | None = None,
-    stopping_criteria: Iterable[Any] | None = None,
-    generation_config: Any = None,
-    streamer: Any = None,
-    tokenizer: Any = None,
-    stop_strings: Sequence[str] = (),
-    **model_kwargs: Any,
+    method: Method, model: Any, input_ids: Tensor, *, logits_processor: Iterable[Any] | None = None,
+    stopping_criteria: Iterable[Any] | None = None, generation_config: Any = None, streamer: Any = None,
+    tokenizer: Any = None, stop_strings: Sequence[str] = (), **model_kwargs: Any,
 ) -> Any:
     """Decode what `generate` has prepared for a callable.
 
@@ -114,13 +106,8 @@ class BoundMethod:
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def __call__(
-        self,
-        model: Any,
-        input_ids: Any,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        generation_config: Any = None,
-        **model_kwargs: Any,
+        self, model: Any, input_ids: Any, logits_processor: Any = None, stopping_criteria: Any = None,
+        generation_config: Any = None, **model_kwargs: Any,
     ) -> Any:
         """Decode, called by `generate` as its `custom_generate`."""
         return run_custom_generate(
@@ -150,13 +137,8 @@ def method_from(generation_config: Any) -> Method:
 
 
 def generate(
-    model: Any,
-    input_ids: Any,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
-    generation_config: Any = None,
-    method: Any = None,
-    method_args: Mapping[str, Any] | None = None,
+    model: Any, input_ids: Any, logits_processor: Any = None, stopping_criteria: Any = None,
+    generation_config: Any = None, method: Any = None, method_args: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """A `custom_generate` that takes its method from the call or from the generation configuration.

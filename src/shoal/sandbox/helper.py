@@ -78,7 +78,7 @@ class Helpers:
         """
         line, asked = json.dumps(question, default=_named) + "\n", time.monotonic()
         if not self._room.acquire(timeout=min(within, threading.TIMEOUT_MAX)):
-            raise OverLimit(f"there is no answer within {within:g} s: others are asked")
+            raise OverLimit(f"there is no answer within {within:g} s: other questions are being answered")
         try:
             left = min(within - (time.monotonic() - asked), (self.seconds or math.inf) * _PATIENCE)
             process = self._taken()
@@ -86,7 +86,7 @@ class Helpers:
                 self._starting.discard(process)
                 said, _ = _timed(process, "", _START_SECONDS)
                 if said != READY:
-                    raise NoAnswer(f"the process that is to work on it does not start: it ended with {_end(process)}")
+                    raise NoAnswer(f"the process that should work on it did not start: it ended with {_end(process)}")
             said, late = _timed(process, line, left)
             if not said.endswith("\n"):
                 raise OverLimit(self._why(_end(process), late, within))
