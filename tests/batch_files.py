@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.batch.lines import Line, Record, fields_of
+from shoal.batch.lines import Line, Record
+from shoal.errors import json_object
 
 SETTINGS = {"option": {"method": "full", "seed": 3}}
 
@@ -25,7 +26,8 @@ def echo(lines: Iterable[Line]) -> Iterator[Record]:
     """Says what it was given, two lines at a time in the wrong order, as a scheduler may."""
     held: list[Record] = []
     for line in lines:
-        held.append({"line": line.number, "text": fields_of(line.raw)["prompt"], "new_tokens": 1, "mean_layers": 2})
+        text = json_object(line.raw, "the line")["prompt"]
+        held.append({"line": line.number, "text": text, "new_tokens": 1, "mean_layers": 2})
         if len(held) == 2:
             yield from reversed(held)
             held.clear()

@@ -1,12 +1,13 @@
-"""Errors for requests that cannot be done."""
+"""Errors for requests that cannot be done, and checks of text and JSON from outside."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 LAB_INSTALL = "pip install shoal-lab"
 
@@ -94,6 +95,32 @@ def check_text(value: Any, what: str) -> None:
     elif isinstance(value, list | tuple):
         for one in value:
             check_text(one, what)
+
+
+def json_object(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object from its bytes; `what` names it in errors.
+
+    Raises:
+        ValueError: it is no UTF-8, no JSON or no object, is nested too deeply, or holds NaN, infinity or a surrogate.
+    """
+    try:
+        given = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
+        json.dumps(given, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} holds half of a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{what} must be a JSON object")
+    return given
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def stays_here(what: str) -> TypeError:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tokenizer import chat_tokenizer
-from shoal.batch.lines import Line, contents, fields_of, id_of, read, task_of
+from shoal.batch.lines import Line, contents, id_of, read, task_of
+from shoal.errors import json_object
 from shoal.methods import make
 
 
@@ -33,7 +34,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     """As programs on Windows write one: only at the beginning, and a first line with nothing else is blank."""
     file = tmp_path / "in.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert [fields_of(line.raw)["prompt"] for line in read(file)] == ["a", "b"]
+    assert [json_object(line.raw, "the line")["prompt"] for line in read(file)] == ["a", "b"]
     file.write_bytes(b'\xef\xbb\xbf\n{"prompt": "b"}\n')
     assert [line.number for line in read(file)] == [2] and contents(file).tasks == 1
     file.write_bytes(b"\xef\xbb\xbf\n")
@@ -103,17 +104,17 @@ def test_what_a_line_cannot_ask_for(fields: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (b"nonsense", "no JSON"),
+        (b"nonsense", "not valid JSON"),
         (b"[1]", "JSON object"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"temperature": NaN}', "NaN"),
-        (b'{"a": ' * 100_000, "nested|no JSON"),
+        (b'{"a": ' * 100_000, "nested|not valid JSON"),
     ],
 )
 def test_what_is_no_line(raw: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        fields_of(raw)
+        json_object(raw, "the line")
 
 
 @pytest.mark.parametrize("name", [True, 1.5, [1], {}])
@@ -127,7 +128,7 @@ def test_what_is_no_id(name: Any) -> None:
     lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_a_line_or_a_value_error(raw: bytes) -> None:
     try:
-        fields = fields_of(raw)
+        fields = json_object(raw, "the line")
         task(fields)
     except ValueError:
         return

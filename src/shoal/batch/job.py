@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from shoal.batch.journal import Journal
-from shoal.batch.lines import Line, Record, answered, contents, failed, fields_of, id_of, read, task_of
-from shoal.errors import Closed, QueueFull
+from shoal.batch.lines import Line, Record, answered, contents, failed, id_of, read, task_of
+from shoal.errors import Closed, QueueFull, json_object
 
 if TYPE_CHECKING:
     from shoal.engine.scheduling.request_handle import Item, RequestHandle
@@ -131,7 +131,7 @@ class BatchRunner:
                 yield self._next()
             name: Name = None
             try:
-                fields = fields_of(line.raw)
+                fields = json_object(line.raw, "the line")
                 name = id_of(fields)
                 self._submit(line, name, fields)
             except (Closed, QueueFull):

@@ -12,7 +12,6 @@ the chat template. All other fields are options of `Engine.generate`; the job su
 from __future__ import annotations
 
 import hashlib
-import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,28 +89,6 @@ def contents(path: Path) -> Contents:
     if not tasks:
         raise ValueError(f"{path} is empty; it must hold one JSON object per line")
     return Contents(digest.hexdigest(), lines, tasks)
-
-
-def fields_of(raw: bytes) -> dict[str, Any]:
-    """The line's JSON object; ValueError for anything else, for NaN and infinity, and for lone surrogates."""
-    try:
-        given = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
-        json.dumps(given, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
-    except UnicodeEncodeError:
-        raise ValueError("the line holds half of a surrogate pair, which is no character") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the line is no JSON: {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise ValueError("the line is nested too deeply") from None
-    if not isinstance(given, dict):
-        raise ValueError('the line must be a JSON object, such as {"prompt": "Once upon a time"}')
-    return given
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"the line holds {word}, which is no number in JSON")
 
 
 def id_of(fields: Mapping[str, Any]) -> str | int | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import override
@@ -15,6 +15,7 @@ from shoal.engine.constraints.forbidden import NEVER
 from shoal.engine.loading.defaults import filled
 from shoal.engine.messages import opening
 from shoal.engine.request import drawn_seed
+from shoal.errors import json_object
 from shoal.serve.errors import ApiError, refused
 from shoal.serve.protocol.fields import Field as Answer
 from shoal.serve.protocol.fields import check_names
@@ -301,23 +302,9 @@ def validated(given: Mapping[str, Any], kind: type[Checked]) -> Checked:
 def read(raw: bytes) -> dict[str, Any]:
     """A JSON object from its bytes; ApiError 400 for anything else, for NaN and infinity, and for lone surrogates."""
     try:
-        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_number)
-        json.dumps(given, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    except UnicodeEncodeError:
-        raise ApiError(400, "the body holds half of a surrogate pair, which is no character") from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
+        return json_object(raw.removeprefix(BOM_UTF8), "the body")
     except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return given
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+        raise ApiError(400, str(error)) from None
 
 
 def _stops(stop: str | list[str]) -> list[str]:
