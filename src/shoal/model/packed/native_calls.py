@@ -1,6 +1,6 @@
-"""How a forward is cut into calls of the kernels, and put together again.
+"""Splits a forward into calls of the kernels, and joins their results.
 
-A call takes up to `LIMIT` tokens; what the kernels do not know runs in plain torch.
+A call takes up to `LIMIT` tokens; what the kernels do not support runs in plain torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.model.packed import native
 from shoal.model.stack import FromLayer, HiddenStateHook, SequenceChunk
 
 LIMIT = native.MAX_TOKENS
-"""Most tokens of a forward that the kernels run."""
+"""Most tokens of one call."""
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class KernelCall:
     """Chunks, or pieces of them, that share a call.
 
     Attributes:
-        by_kernels: whether the kernels run it, in one call; else plain torch does.
-        chunks: in the order of their rows.
-        places: of each the chunk's number, and the first of its tokens.
+        by_kernels: whether the kernels run it; otherwise plain torch does.
+        chunks: chunks in the order of their rows.
+        places: for each the number of the whole chunk, and its first token there.
     """
 
     by_kernels: bool
@@ -37,29 +37,29 @@ class KernelCall:
 
     @property
     def tokens(self) -> int:
-        """Of all chunks."""
+        """Number of tokens of all chunks."""
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
     def entering(self, hidden: Tensor) -> Tensor:
-        """Their states [chunks, nodes, D], padded, of those of all chunks."""
+        """The states [chunks, nodes, D] of these chunks, padded, out of those of all chunks."""
         pieces = zip(self.places, self.chunks, strict=True)
         return pad_sequence([hidden[number, first : first + len(chunk.tokens)] for (number, first), chunk in pieces],
                             batch_first=True)
 
     def takes(self, chunk: SequenceChunk) -> bool:
-        """Whether there is room for one more, and its groups of MLPs are those of the others."""
+        """Whether there is room for another chunk, and its MLP groups are those of the others."""
         return self.tokens + len(chunk.tokens) <= LIMIT and _grouped([*self.chunks, chunk])
 
 
 class States:
-    """Hidden states that several forwards show, put together for one hook."""
+    """Joins the hidden states of several calls for one hook."""
 
     def __init__(self, num_layers: int, first: int) -> None:
         self._layers = range(first, num_layers + 1)
         self._found: dict[tuple[int, int], dict[int, Tensor]] = {}
 
     def of(self, call: KernelCall) -> HiddenStateHook:
-        """A hook for one of them."""
+        """The hook of one call."""
 
         def hook(layer: int, states: Tensor) -> None:
             for place, chunk, own in zip(call.places, call.chunks, states, strict=True):
@@ -68,7 +68,7 @@ class States:
         return FromLayer(self._layers.start, hook)
 
     def show(self, hook: HiddenStateHook) -> None:
-        """All of them, layer by layer, [chunks, nodes, D]."""
+        """Show the joined states [chunks, nodes, D] layer by layer."""
         numbers = sorted({number for number, _ in self._found})
         for layer in self._layers:
             whole = [torch.cat([self._found[place][layer] for place in sorted(self._found) if place[0] == number])
@@ -85,9 +85,9 @@ def fit_one_call(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
 
 
 def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall]:
-    """The forwards that run some chunks: as few as the kernels can take, and one in plain torch of what they cannot.
+    """The calls that run some chunks: as few as possible by the kernels, and one in plain torch for the rest.
 
-    So nobody's arithmetic depends on what runs beside it.
+    So the arithmetic of a chunk does not depend on the others.
     """
     by_kernels = [_runs_native(chunk, cache) for chunk in chunks]
     calls, by_torch = list[KernelCall](), KernelCall(False, [], [])
@@ -102,7 +102,7 @@ def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall
 
 
 def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
-    """A chunk of more tokens than a call takes, which is a chain, in pieces of its tokens; each with its first one."""
+    """A chain of more tokens than a call takes, in pieces, each with its first token."""
     if len(chunk.tokens) <= LIMIT:
         return [(0, chunk)]
     size, found = len(chunk.tokens), list[tuple[int, SequenceChunk]]()
@@ -116,9 +116,9 @@ def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
 
 
 def _runs_native(chunk: SequenceChunk, cache: KVCache) -> bool:
-    """Whether the kernels run a chunk.
+    """Whether the kernels can run a chunk.
 
-    No node may be beyond what ancestors can name or see a later one, and the row's forms and groups must be known.
+    Its nodes must fit the bits of ancestors and see no later ones, and the row's forms and groups must be supported.
     """
     if chunk.mutual or (chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES):
         return False
@@ -128,12 +128,12 @@ def _runs_native(chunk: SequenceChunk, cache: KVCache) -> bool:
 
 
 def _grouped(chunks: Sequence[SequenceChunk]) -> bool:
-    """Whether the groups of MLPs that chunks run are those of one kind, if any."""
+    """Whether all chunks that run MLP groups have the same groups."""
     return len({id(chunk.experts.mlps) for chunk in chunks if chunk.experts is not None}) <= 1
 
 
 def _readable(row: int, cache: KVCache) -> bool:
-    """Whether the kernels know the forms in which a row is stored."""
+    """Whether the kernels can read the forms in which a row is stored."""
     if not any(map(attrgetter("beside"), cache.layers)):
         return True
     held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside]

@@ -1,7 +1,7 @@
 """The packed stack on the native kernels: a forward of up to `LIMIT` tokens is one call into the library.
 
-A longer one takes several calls. What the kernels do not know runs in plain torch, on matrices unpacked one at a time.
-Python's part in a step is kept to a few loops over the layers.
+A longer one takes several calls. What the kernels do not support runs in plain torch, on matrices unpacked one at a
+time. Python's part of a step is kept to a few loops over the layers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from shoal.model.experts import ExpertMLPs
 from shoal.model.kv.cache import KVCache
@@ -51,13 +52,13 @@ _VERSION, _BESIDE = attrgetter("version"), attrgetter("beside")
 
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels have arithmetic for such a model."""
+    """Whether the kernels can compute such a model."""
     even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
     return even and device.type == "cpu" and dtype in _KINDS
 
 
-class NativeMatrix:
-    """A matrix in the kernels' layout. See `shoal.model.packed.linear.Linear`."""
+class NativeMatrix(Linear):
+    """A matrix in the layout of the kernels; called, it is unpacked, so calls are for many tokens."""
 
     def __init__(self, packed: native.PackedWeight) -> None:
         self.packed, self.nbytes = packed, packed.nbytes
@@ -65,16 +66,16 @@ class NativeMatrix:
 
     @classmethod
     def pack(cls, weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> NativeMatrix:
-        """Pack a matrix for its role into memory of `arena`: in its dtype, or quantised."""
+        """Pack a matrix for its role, in its dtype or quantised, into memory of `arena`."""
         kind = quant_for(role, quant) or _KINDS[weight.dtype]
         return cls(native.pack(weight, kind, paired=role == "pair", arena=arena))
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`; unpacks the matrix, so it is meant for many tokens."""
         return linear(x, self.packed.unpack(x.dtype))
 
+    @override
     def lookup(self, ids: Tensor) -> Tensor:
-        """See `Linear`; float32."""
         return self.packed.lookup(ids)
 
 
@@ -92,10 +93,10 @@ class _Work:
 
 
 class NativeStack(PackedStack):
-    """See the module.
+    """A packed decoder on the native kernels.
 
     Attributes:
-        bounds_logits: whether the likeliest tokens are found by bounds, which take memory of their own.
+        bounds_logits: whether argmax tokens are found by bounds of the logits, which take memory of their own.
     """
 
     bounds_logits = True
@@ -113,21 +114,17 @@ class NativeStack(PackedStack):
         if not all(_matrix(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
 
+    @override
     def with_layers(self, layers: list[Layer]) -> Self:
-        """See `PackedStack`."""
-        twin = super().with_layers(layers)
-        twin._bindings, twin._model = WeakKeyDictionary(), twin._native_model()
-        return twin
+        other = super().with_layers(layers)
+        other._bindings, other._model = WeakKeyDictionary(), other._native_model()
+        return other
 
+    @override
     def forward(
-        self,
-        chunks: Sequence[SequenceChunk],
-        cache: KVCache,
-        hook: HiddenStateHook | None = None,
-        *,
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
     ) -> Tensor:
-        """Run `chunks` through the layers that their plans name; see the protocol."""
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
         if fit_one_call(chunks, cache):
@@ -151,7 +148,7 @@ class NativeStack(PackedStack):
     def _run_all(
         self, calls: Sequence[KernelCall], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
     ) -> Tensor:
-        """One forward after the other; what they give is put together again."""
+        """Run one call after the other, and join their results."""
         logits: dict[tuple[int, int], Tensor] = {}
         states = States(self.num_layers, 0 if hook is None else first_seen(hook))
         for call in calls:
@@ -203,17 +200,17 @@ class NativeStack(PackedStack):
         return logits
 
     def scratch_bytes(self, tokens: int, columns: int) -> int:
-        """Bytes that the kernels' buffers grow by in a forward of up to `LIMIT` tokens that see that many columns."""
+        """Bytes by which the kernels' buffers grow in a forward of up to `LIMIT` tokens that see that many columns."""
         return self._model.scratch_bytes(tokens, columns)
 
     @property
     def bound_bytes(self) -> int:
-        """Bytes that bounds of the logits will take when first asked for; 0 where they are there or never will be."""
+        """Bytes that bounds of the logits will take on first use; 0 if they exist or never will."""
         return _matrix(self.weights.head).upper_bytes if self.bounds_logits else 0
 
     @property
     def head_reads(self) -> int:
-        """Bytes of the head that a greedy step reads, but for what bounds let through."""
+        """Bytes of the head that a greedy step reads, apart from what bounds let through."""
         head = _matrix(self.weights.head)
         upper = head.upper if self.bounds_logits else None
         return head.nbytes if upper is None else upper.nbytes
@@ -223,24 +220,25 @@ class NativeStack(PackedStack):
         """Bytes of the head that forwards have read so far."""
         return self._model.head_read
 
+    @override
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        """See the protocol."""
         return self._through_head(hidden, _matrix(self.weights.head))
 
+    @override
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        """See the protocol."""
         return _matrix(self.weights.head).lookup(torch.tensor(ids))
 
+    @override
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """See the protocol."""
         head = _matrix(self.weights.head)
-        kind = head.kind if head.kind in native.OWN else "int8"  # finer than most of a file's, and as fine as any
+        kind = head.kind if head.kind in native.OWN else "int8"  # as fine as any type of a file
         part = native.pack(self.head_rows(ids), kind)
         return lambda hidden: self._through_head(hidden, part)
 
+    @override
     @torch.no_grad()
     def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
-        """See `PackedStack`; what a file holds in types of its own is int8 in groups."""
+        """Copy the MLPs into groups, as `Stack` says; matrices in types of a file become int8."""
         made = super().split_mlps(neurons)
         if made.plain:
             pairs = [[(_matrix(one.gate_up), _matrix(one.down)) for one in layer] for layer in made.layers]
@@ -272,7 +270,7 @@ class NativeStack(PackedStack):
         return self._gated_work(chunks)
 
     def _gated_work(self, chunks: Sequence[SequenceChunk]) -> _Work:
-        """The general case: tokens that differ in what they run."""
+        """The general case: tokens run different sublayers."""
         layers, counts, active = [], [], []
         for layer in range(self.num_layers):
             attention = [chunk.running(chunk.plan.attention[layer]) for chunk in chunks]
@@ -300,7 +298,7 @@ class NativeStack(PackedStack):
         return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if gone else None
 
     def _enlarge(self, store: KVLayer, new: Sequence[tuple[int, int]]) -> None:
-        """Let that many more entries fit into these rows; one that runs this layer no more is not among them."""
+        """Make room for more entries in these rows, which all still run this layer."""
         if new:
             head_dim, (rows, counts) = self.shape.head_dim, zip(*new, strict=True)
             store.prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, counts)
@@ -331,7 +329,7 @@ class NativeStack(PackedStack):
         )
 
     def _entering(self, chunks: Sequence[SequenceChunk], batch: native.NativeBatch) -> Tensor | None:
-        """What enters the first layer [tokens, D] where some of it is given; None where the kernels look it all up."""
+        """Inputs of the first layer [tokens, D] if some are given as vectors; None if the kernels look them all up."""
         if all(chunk.vectors is None for chunk in chunks):
             return None
         x = self.embed(torch.tensor(batch.ids), torch.tensor(batch.positions)).float().contiguous()
@@ -339,9 +337,9 @@ class NativeStack(PackedStack):
         return x
 
     def _binding(self, cache: KVCache) -> native.KVBinding:
-        """The addresses of the cache's storage, looked up anew when any of it was replaced.
+        """The addresses of the cache's storage, renewed when some of it was replaced.
 
-        They keep nothing alive: else, while layer after layer moves to larger storage, all of the old would be there.
+        They keep nothing alive; otherwise, while layer after layer moves to larger storage, all old storage would stay.
         """
         version = sum(map(_VERSION, cache.layers))
         known = self._bindings.get(cache)
@@ -383,7 +381,7 @@ class NativeStack(PackedStack):
 
     @cached_property
     def _embedding(self) -> Tensor | native.PackedWeight | None:
-        """An embedding that is not the head as well, in the form that the kernels look up."""
+        """An embedding that is not also the head, in the form that the kernels look up."""
         weights = self.weights
         return None if weights.embedding is weights.head else _table(_matrix(weights.embedding), self.dtype)
 
@@ -404,25 +402,20 @@ class NativeStack(PackedStack):
             down_bias=layer.down_bias,
             cos=None if table is None else rotary.cos[table],
             sin=None if table is None else rotary.sin[table],
-            window=layer_window(self.shape, index),
+            window=self.shape.windows[index],
             attention_out_norm=layer.attention_out_norm,
             mlp_out_norm=layer.mlp_out_norm,
         )
 
 
 def _vectors(hidden: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
-    """What enters the first layer [tokens, D], float32, of [chunks, nodes, D]."""
+    """Inputs of the first layer, float32 [tokens, D], from states [chunks, nodes, D]."""
     parts = [states[: len(chunk.tokens)] for states, chunk in zip(hidden, chunks, strict=True)]
     return torch.cat(parts).float().contiguous()
 
 
-def layer_window(shape: Shape, layer: int) -> int | None:
-    """The layer's sliding window."""
-    return shape.windows[layer]
-
-
 def _table(embedding: native.PackedWeight, dtype: torch.dtype) -> Tensor | native.PackedWeight:
-    """An embedding of its own as the kernels look it up: plain floats by rows, others as they are packed."""
+    """An untied embedding as the kernels look it up: plain floats by rows, other kinds as they are packed."""
     return embedding.unpack(dtype) if embedding.kind in ("fp32", "bf16") else embedding
 
 
@@ -432,7 +425,7 @@ def _matrix(matrix: object) -> native.PackedWeight:
 
 
 def _runs(chunk: SequenceChunk, layers: tuple[int, ...]) -> bool:
-    """Whether every token of the chunk runs just these layers, whole."""
+    """Whether every token of the chunk runs exactly these layers, both sublayers of each."""
     plan = chunk.plan
     return plan.layers(chunk.steps[0]) == layers == plan.layers(chunk.steps[-1]) and not plan.splits_layers
 
@@ -449,7 +442,7 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
 def _experts(
     chunks: Sequence[SequenceChunk], layers: Sequence[int]
 ) -> tuple[native.NativeExperts, list[list[int]]] | None:
-    """The groups of MLPs and, per running layer, which of them each token runs; None where there are none."""
+    """The MLP groups and, per running layer, which of them each token runs; None without groups."""
     known = next((chunk.experts.mlps.native for chunk in chunks if chunk.experts is not None), None)
     if known is None:
         return None
@@ -471,7 +464,7 @@ def _own(store: KVLayer, row: int) -> native.OwnColumns:
 def _choices(
     chunks: Sequence[SequenceChunk], work: _Work, batch: native.NativeBatch, cache: KVCache, dtype: torch.dtype
 ) -> list[native.ColumnChoice | None] | None:
-    """How each token chooses what it reads, where kernels can do that for all; None where they need not or cannot."""
+    """How each token chooses what it reads, if the kernels can do so for all; None if they need not or cannot."""
     hooks = [chunk.query_hook for chunk in chunks if chunk.query_hook is not None]
     if not hooks or not all(isinstance(hook, TopColumns) for hook in hooks):
         return None
@@ -493,7 +486,7 @@ def _choices(
 def _labels(
     labels: Labels, roles: bytes, layers: Sequence[int], cache: KVCache, row: int, columns: int, dtype: torch.dtype
 ) -> native.ColumnLabels:
-    """The row's labels in the layers that it runs; `columns` is the most that one of them has."""
+    """The row's labels in the layers that it runs; `columns` is the most that a layer has."""
     wanted = [role == LABELED for role in roles]
     known = [labels.prepare(layer, cache.layers[layer], row, columns, dtype) if some else 0
              for layer, some in zip(layers, wanted, strict=True)]
@@ -504,14 +497,14 @@ def _labels(
 def _chooser(
     dtype: torch.dtype, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache
 ) -> Callable[[int, Tensor], list[Tensor | None]]:
-    """What asks the chunks' hooks, for each token of the forward."""
+    """The function that calls the chunks' hooks for all tokens of the forward."""
     asker, sizes = Asker(cache, torch.device("cpu")), [len(chunk.tokens) for chunk in chunks]
 
     def columns(layer: int, chunk: SequenceChunk, queries: Tensor) -> Tensor | None:
-        """What the queries [nodes, heads, head_dim] of a chunk's first nodes read; None for all."""
+        """The columns that the queries [nodes, heads, head_dim] of a chunk's first nodes read; None for all."""
         if chunk.query_hook is None or not len(queries):
             return None
-        own = queries.to(dtype, copy=True).transpose(0, 1)  # the kernels fill the buffer anew in each layer
+        own = queries.to(dtype, copy=True).transpose(0, 1)  # the kernels overwrite the buffer in each layer
         ends = asker.seen(chunk, layer, 0, len(queries)).shape[1]
         keys, _ = cache.layers[layer].read(chunk.row, ends, dtype)
         return asker.columns(chunk, layer, 0, own, keys)
@@ -538,7 +531,7 @@ def _per_token(chunks: Sequence[SequenceChunk], starts: Sequence[int]) -> list[i
 
 
 def _ancestors(chunk: SequenceChunk) -> list[int]:
-    """Per token, the bits of the nodes that it sees."""
+    """Per token the bits of the nodes that it sees."""
     if chunk.parents is None:
         return native.chain_ancestors(range(len(chunk.tokens)))
     seen: list[int] = []
