@@ -23,8 +23,7 @@ from families import tiny
 from shoal.decode.tree import TokenTree
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
-from shoal.speculative.eagle_head import FUSE, NORMS
-from shoal.speculative.layer_head import LayerShape
+from shoal.speculative.layer_head import FUSE, NORMS, LayerShape
 from shoal.speculative.part_file import CARD, FORMAT, SCALE, TENSORS, TOKENS
 
 IDS = tuple(range(3, 90))

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shoal.decode.recipe import Rule
+from shoal.decode.rules.accept import Rule
 from shoal.decode.tree import TokenTree
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from families import tiny
 from method_matrix import MASKED, MATRIX
 from oracle import greedy_under_plan
 from shoal import methods
-from shoal.decode.rules.rejection import Rejection
+from shoal.decode.rules.probabilistic import Rejection
 from shoal.depth.plan import DepthPlan
 from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine, Stream

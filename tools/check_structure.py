@@ -27,7 +27,8 @@ REGISTRY = ("shoal.methods", "shoal.methods.base")
 """A method may wrap another one by name, which the registry makes: the one cycle there is."""
 ROWS = ("methods", "gguf", "eval", "train")
 """Folders whose files are rows of one kind: they may hold any number of them."""
-COMPONENTS = ("decode/recipe.py", "decode/worker.py", "model/kv/form.py", "model/stack.py", "methods/base.py")
+COMPONENTS = ("decode/recipe.py", "decode/worker.py", "decode/rules/accept.py", "model/kv/form.py", "model/stack.py",
+              "methods/base.py")
 """Files whose classes declare what components have, so that it is read as an attribute, and not by `getattr`."""
 LOOKUPS = ("getattr", "hasattr")
 CONFIGS = ("vocab_size",)

@@ -20,7 +20,7 @@ from shoal.decode import sampling
 from shoal.decode.branches.search import Branch
 from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
-from shoal.decode.rules.rejection import Rejection
+from shoal.decode.rules.probabilistic import Rejection
 from shoal.depth.plan import DepthPlan
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported

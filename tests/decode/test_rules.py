@@ -23,11 +23,8 @@ from exactness import (
     random_model,
     walked,
 )
-from shoal.decode.recipe import Rule
-from shoal.decode.rules.accept import Match
-from shoal.decode.rules.lenient import Lenient
-from shoal.decode.rules.rejection import Rejection
-from shoal.decode.rules.typical import Typical
+from shoal.decode.rules.accept import Match, Rule
+from shoal.decode.rules.probabilistic import Lenient, Rejection, Typical
 from shoal.decode.tree import TokenTree
 
 EXACT = 1e-12

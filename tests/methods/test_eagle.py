@@ -17,7 +17,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.eagle import Eagle
 from shoal.speculative import part_file
 from shoal.speculative.eagle import EagleProposer
-from shoal.speculative.shape import Branching, Likeliest, TreeShape
+from shoal.speculative.growth import Branching, Likeliest, TreeShape
 from shoal.types import Sampling
 from turns import by_turns
 from watched import Watched

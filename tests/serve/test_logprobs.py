@@ -13,7 +13,7 @@ from transformers import AddedToken
 
 from families import tiny
 from serving import MODEL, Running, serving
-from shoal.decode.text.token_bytes import TokenBytes
+from shoal.decode.text.pieces import TokenBytes
 from shoal.engine.loading.load import engine_for
 from toy_tokenizers import BUILDERS, marked_words, split_characters
 

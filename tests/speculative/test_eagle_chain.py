@@ -17,7 +17,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.speculative import eagle as drafting
 from shoal.speculative import part_file
 from shoal.speculative.eagle import EagleProposer
-from shoal.speculative.shape import Branching
+from shoal.speculative.growth import Branching
 from shoal.types import Sampling
 from watched import Watched
 

@@ -11,7 +11,8 @@ import pytest
 from drafts import draft_of, noisy
 from drive import prompt
 from families import fingerprint, tiny
-from shoal.decode.rules.rejection import Rejection
+from shoal.decode.rules.accept import Rule
+from shoal.decode.rules.probabilistic import Rejection
 from shoal.decode.tree import TokenTree
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.loading.load import engine_for
@@ -20,7 +21,7 @@ from shoal.errors import Unsupported
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.model.stack import SequenceChunk
-from shoal.speculative.shape import Branching, Leaf
+from shoal.speculative.growth import Branching, Leaf
 from toy_tokenizers import byte_level, metaspace
 
 NEW = 24
@@ -190,7 +191,7 @@ def test_siblings_are_distinct_and_drawn_with_their_law() -> None:
     trees: list[TokenTree] = []
     engine, draft = home(), draft_of("llama")
 
-    class Kept:
+    class Kept(Rule):
         exact = True
 
         def walk(self, tree: TokenTree, target: Any) -> Any:

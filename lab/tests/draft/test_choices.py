@@ -13,7 +13,7 @@ from shoal.depth.plan import NEVER, DepthPlan
 from shoal.depth.skips import Skips, sublayers
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
-from shoal.speculative.adaptive import Threshold
+from shoal.speculative.self_speculation import Threshold
 from shoal_lab.drafts.agreement import agreements
 from shoal_lab.drafts.skip_search import SkipSearch, expected_improvement
 

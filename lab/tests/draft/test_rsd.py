@@ -14,7 +14,7 @@ from drafts import draft_of
 from drive import prompt
 from families import tiny
 from shoal.engine.loading.load import engine_for
-from shoal.speculative.shape import Leaf
+from shoal.speculative.growth import Leaf
 from shoal_lab.methods.rsd import RSD, Beam, truncated_gumbel
 
 NEW = 24

@@ -17,8 +17,8 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.methods.draft_model import DraftModel
+from shoal.speculative.growth import Branching
 from shoal.speculative.model import ModelProposer
-from shoal.speculative.shape import Branching
 from shoal.types import Sampling
 from shoal_lab.methods.rsd import Beam
 from shoal_lab.methods.vocabtrim import VocabTrim

@@ -11,7 +11,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.speculative import part_file
 from shoal.speculative.eagle import EagleProposer
-from shoal.speculative.shape import Branching, Likeliest, TreeShape
+from shoal.speculative.growth import Branching, Likeliest, TreeShape
 from shoal.types import Sampling
 from train_twin import agrees
 from trained_parts import eagle, part_for

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from shoal.decode.branches.search import Branch
     from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
-    from shoal.decode.rules.accept import Outcome, Target
+    from shoal.decode.rules.accept import Rule
     from shoal.decode.sampling import Allowed
-    from shoal.decode.tree import TokenTree
     from shoal.decode.worker import Controller, Experts, Keep, Planner, Proposer, Select, Worker
     from shoal.model.kv.form import Store
     from shoal.model.stack import Stack
@@ -45,19 +44,6 @@ MOST_GUESSES = 64
 
 Constraint = Callable[[], "Allowed"]
 """Says which words may come. Called once for every row, whose tokens are then asked about in any order."""
-
-
-class Rule(Protocol):
-    """Decides which drafted tokens are kept."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether the output equals the target's, token for token if greedy and in distribution if sampled."""
-        ...
-
-    def walk(self, tree: TokenTree, target: Target) -> Outcome:
-        """The accepted path through `tree` and the token that follows it."""
-        ...
 
 
 class Search(ABC):

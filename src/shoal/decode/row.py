@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shoal.decode import sampling
 from shoal.decode.ledger import RowLedger
-from shoal.decode.recipe import Recipe, Rule
-from shoal.decode.rules.accept import Match, purpose_of_draft
+from shoal.decode.recipe import Recipe
+from shoal.decode.rules.accept import Match, Rule
 from shoal.decode.sampling import Allowed, LogitsProcessor
 from shoal.decode.text.stop import StopState
 from shoal.model.kv.cache import KVBytes
@@ -190,8 +190,8 @@ class Row:
         return sampling.uniform(self.seed, self.number, self.emitted + ahead, purpose)
 
     def draft_uniform(self, ahead: int, rank: int = 0, place: int | None = None) -> float:
-        """The number that draws a guess: the rule says which one, see `shoal.decode.rules.accept.OwnNumbers`."""
-        return self.uniform(ahead, purpose_of_draft(self.rule, rank, place))
+        """The number that draws a guess, which the rule's `purpose` names."""
+        return self.uniform(ahead, self.rule.purpose(rank, place))
 
 
 _MATCH = Match()

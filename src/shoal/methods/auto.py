@@ -20,12 +20,12 @@ from shoal.depth.plan import DepthPlan
 from shoal.depth.skips import Skips
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
+from shoal.methods.common.drafting import check_drafts
 from shoal.methods.common.limits import Guesses
-from shoal.methods.common.second_model import check_drafts
-from shoal.speculative.adaptive import Adaptive
 from shoal.speculative.cost.policy import CostModel, HelperRecord, kept_of
 from shoal.speculative.follow import Chances, Follower, continuation
 from shoal.speculative.per_row import PerRow
+from shoal.speculative.self_speculation import Adaptive
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class Auto(Method):
     def _helper(self, info: ModelInfo) -> tuple[Proposer | None, HelperRecord]:
         """Who drafts where the text gives no guess, and what to think of it at first."""
         if self.draft is not None and info.draft_engine is not None:
+            from shoal.speculative.growth import Branching
             from shoal.speculative.model import ModelProposer
-            from shoal.speculative.shape import Branching
 
             engine = info.draft_engine(self.draft)
             check_drafts(self.name, engine, fills_masks=False)
@@ -128,7 +128,7 @@ class Auto(Method):
         if folder is None or info.tensors is None:
             return None
         from shoal.speculative.eagle import EagleProposer
-        from shoal.speculative.shape import Branching
+        from shoal.speculative.growth import Branching
 
         part, shape = part_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
         return EagleProposer(part, shape, _SURE)

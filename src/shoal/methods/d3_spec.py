@@ -13,7 +13,7 @@ from shoal.depth.order import core_for, removal_order
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, LayerList, Layers, Most, Share
 from shoal.speculative.draft import check_length, check_share
-from shoal.speculative.shallow import Shallow
+from shoal.speculative.self_speculation import Shallow
 from shoal.types import ModelInfo
 
 _HALF = 0.5

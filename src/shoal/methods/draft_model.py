@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.methods.common.drafting import SecondModelMethod
 from shoal.methods.common.limits import Guesses, TreeWidths
-from shoal.methods.common.second_model import SecondModelMethod
-from shoal.speculative.shape import Branching
+from shoal.speculative.growth import Branching
 from shoal.types import ModelInfo
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.methods.common.drafting import TrainedMethod
 from shoal.methods.common.limits import Guesses, Share
-from shoal.methods.common.trained import TrainedMethod
 from shoal.speculative.draft import check_length, check_share
-from shoal.speculative.shape import Branching, Likeliest, TreeShape
+from shoal.speculative.growth import Branching, Likeliest, TreeShape
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from shoal.decode.text.token_bytes import TokenBytes
+from shoal.decode.text.pieces import TokenBytes
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.request_handle import Placed
 from shoal.engine.scheduling.scheduler import Scheduler

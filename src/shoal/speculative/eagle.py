@@ -18,18 +18,16 @@ from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.row import Row
-from shoal.decode.rules.rejection import Rejection
+from shoal.decode.rules.probabilistic import Rejection
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 from shoal.speculative.choose import Guesses, Place, choose
-from shoal.speculative.eagle_head import EagleHead
-from shoal.speculative.growth import Growth, grow
-from shoal.speculative.layer_head import PLAN
+from shoal.speculative.growth import Growth, Leaf, TreeShape, grow
+from shoal.speculative.layer_head import PLAN, EagleHead
 from shoal.speculative.part_file import TrainedPart
-from shoal.speculative.shape import Leaf, TreeShape
 from shoal.speculative.taps import Taps
 
 

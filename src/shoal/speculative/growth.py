@@ -1,8 +1,14 @@
-"""How a tree of guesses grows: level after level, for all rows at once. Imports no torch."""
+"""How a tree of guesses grows, level after level and for all rows at once, and which guesses it keeps.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
 from shoal.decode.tree import TokenTree
@@ -59,3 +65,111 @@ def grow(trees: Sequence[G], forward: Callable[[list[G]], Said], extend: Callabl
     """
     while alive := [tree for tree in trees if tree.goes_on]:
         extend(alive, forward(alive))
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A node whose children are to be drawn.
+
+    Attributes:
+        node: its index in the tree.
+        log: log-probability of the path to it, in nats.
+        value: that, perturbed by Gumbel noise; equal to it where nothing is drawn.
+    """
+
+    node: int
+    log: float = 0.0
+    value: float = 0.0
+
+
+Child = tuple[float, float]
+"""`log` and `value` of a child that is kept."""
+
+
+class TreeShape(Protocol):
+    """How a tree grows."""
+
+    @property
+    def length(self) -> int:
+        """Most guesses one after another."""
+        ...
+
+    def width(self, level: int) -> int:
+        """Most children that a node at distance `level` from the root may get."""
+        ...
+
+    def keep(self, leaves: Sequence[Leaf], logs: Sequence[Sequence[float]], noise: Noise) -> list[list[Child]]:
+        """Which of the drawn children stay: for each leaf the first few, in the order of drawing.
+
+        Args:
+            leaves: the nodes of one level.
+            logs: per leaf the log-probabilities of its children given the leaf.
+            noise: uniform numbers for the perturbation, or None for a row without draws.
+        """
+        ...
+
+
+class Noise(Protocol):
+    """Uniform numbers in (0, 1) by leaf (its place in the level) and rank of the child; None where nothing is drawn."""
+
+    def __call__(self, leaf: int, rank: int) -> float | None:
+        """The number."""
+        ...
+
+
+@dataclass(frozen=True)
+class Branching:
+    """A fixed number of children at each level; RSD-C of arXiv 2402.14160. Ones alone make a chain.
+
+    Attributes:
+        counts: children of each node of level 0, 1, ...
+    """
+
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts or min(self.counts) < 1:
+            raise ValueError(f"branching is {self.counts}; it must hold at least one level, each of at least 1 child")
+
+    @property
+    def length(self) -> int:
+        """Levels."""
+        return len(self.counts)
+
+    def width(self, level: int) -> int:
+        """Children of a node of that level."""
+        return self.counts[level]
+
+    def keep(self, leaves: Sequence[Leaf], logs: Sequence[Sequence[float]], noise: Noise) -> list[list[Child]]:
+        """All of them."""
+        return [[(leaf.log + log, 0.0) for log in own] for leaf, own in zip(leaves, logs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The likeliest paths of each level are gone on with: the dynamic tree of EAGLE-2 (arXiv 2406.16858, section 4).
+
+    What stays depends on what was guessed, so it is no sample of the drafter's law.
+
+    Attributes:
+        length: levels.
+        paths: nodes of a level that stay, and most children of each.
+    """
+
+    length: int
+    paths: int
+
+    def __post_init__(self) -> None:
+        if min(self.length, self.paths) < 1:
+            raise ValueError(f"a tree of {self.length} levels and {self.paths} paths; both must be at least 1")
+
+    def width(self, level: int) -> int:
+        """As many children as there may be paths."""
+        return self.paths
+
+    def keep(self, leaves: Sequence[Leaf], logs: Sequence[Sequence[float]], noise: Noise) -> list[list[Child]]:
+        """The first children of each leaf, as long as they are among the likeliest of the level."""
+        found = [[leaf.log + log for log in own] for leaf, own in zip(leaves, logs, strict=True)]
+        ranked = sorted((log for own in found for log in own), reverse=True)
+        least = ranked[self.paths - 1] if len(ranked) > self.paths else -math.inf
+        return [[(log, log) for log in takewhile(lambda log: log >= least, own)] for own in found]

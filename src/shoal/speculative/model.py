@@ -17,8 +17,7 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
 from shoal.speculative.choose import Guesses, Place, choose
-from shoal.speculative.growth import Growth, grow
-from shoal.speculative.shape import Leaf, TreeShape
+from shoal.speculative.growth import Growth, Leaf, TreeShape, grow
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row

@@ -32,7 +32,7 @@ class Resisting(TargetsNumbers):
     exact: bool = False
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
-        """See `shoal.decode.recipe.Rule`."""
+        """The guesses that are what would be chosen anyway, and the token after them."""
         return descend(tree, lambda node: self._choice(target, node))
 
     def _choice(self, target: Target, node: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.decode.rules.accept import Match, Outcome, OwnNumbers, Target
+from shoal.decode.rules.accept import Match, Outcome, Rule, Target
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _MATCH = Match()
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer(OwnNumbers):
+class Transfer(Rule):
     """Keeps a guess by the target's distribution p once it has been moved towards the draft's q (arXiv 2502.20330).
 
     p' is proportional to p * exp(eta * (q - p)) on the tokens that the draft finds likely, and to p elsewhere. A guess

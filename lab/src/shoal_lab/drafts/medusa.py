@@ -18,7 +18,7 @@ from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
-from shoal.speculative.matrix import packed
+from shoal.speculative.layer_head import packed
 from shoal.speculative.part_file import TrainedPart, guessed_tokens
 from shoal.speculative.taps import Taps
 

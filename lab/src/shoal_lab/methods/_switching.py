@@ -12,7 +12,7 @@ from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
-from shoal.methods.common.second_model import PairedMethod
+from shoal.methods.common.drafting import PairedMethod
 
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch

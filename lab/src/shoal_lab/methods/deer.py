@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import MOST_GUESSES, Recipe
+from shoal.methods.common.drafting import Absent, SecondModelMethod
 from shoal.methods.common.limits import Guesses, Positions
-from shoal.methods.common.second_model import Absent, SecondModelMethod
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

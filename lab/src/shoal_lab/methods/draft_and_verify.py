@@ -10,8 +10,8 @@ from shoal.depth.skips import Skips, sublayers
 from shoal.errors import Unsupported
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, LayerList, Share
-from shoal.speculative.adaptive import Adaptive
 from shoal.speculative.draft import check_share
+from shoal.speculative.self_speculation import Adaptive
 from shoal.types import ModelInfo
 
 

@@ -11,8 +11,8 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method, whole_layers
+from shoal.methods.common.drafting import made_of
 from shoal.methods.common.limits import Number, Positions, Seed
-from shoal.methods.common.trained import made_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from shoal.depth.budget import Constant, as_layers, lay_out
 from shoal.depth.order import ascending, core_for
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
+from shoal.methods.common.drafting import made_of
 from shoal.methods.common.limits import Layers, Most, Number
-from shoal.methods.common.trained import made_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from shoal.decode.recipe import Recipe
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Layers, Share
 from shoal.speculative.draft import check_length, check_share, first_layers
-from shoal.speculative.shallow import Shallow
+from shoal.speculative.self_speculation import Shallow
 from shoal.types import ModelInfo
 
 

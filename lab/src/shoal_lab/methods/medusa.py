@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.methods.common.drafting import TrainedMethod
 from shoal.methods.common.limits import Guesses
-from shoal.methods.common.trained import TrainedMethod
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

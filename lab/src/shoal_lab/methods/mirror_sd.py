@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.methods.common.drafting import Absent, SecondModelMethod
 from shoal.methods.common.limits import Guesses, Layers
-from shoal.methods.common.second_model import Absent, SecondModelMethod
 from shoal.speculative.draft import check_least, check_length
-from shoal.speculative.shape import Branching
+from shoal.speculative.growth import Branching
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

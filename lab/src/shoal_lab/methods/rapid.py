@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
+from shoal.methods.common.drafting import Absent, SecondModelMethod
 from shoal.methods.common.limits import Guesses, Number, Positions
-from shoal.methods.common.second_model import Absent, SecondModelMethod
-from shoal.speculative.shape import Branching
+from shoal.speculative.growth import Branching
 from shoal.types import ModelInfo
 from shoal_lab.components.transfer import Transfer
 from shoal_lab.drafts.retrieved import Likeness, Retrieved
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Rule
+    from shoal.decode.rules.accept import Rule
     from shoal.decode.worker import Proposer
 
 

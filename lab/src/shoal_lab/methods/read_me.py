@@ -11,8 +11,8 @@ from shoal.decode.worker import Experts, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
+from shoal.methods.common.drafting import made_of
 from shoal.methods.common.limits import Layers, Seed
-from shoal.methods.common.trained import made_of
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

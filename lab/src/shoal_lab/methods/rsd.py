@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods.common.drafting import RuleName
+from shoal.methods.common.drafting import RuleName, SecondModelMethod
 from shoal.methods.common.limits import Guesses, TreeWidths
-from shoal.methods.common.second_model import SecondModelMethod
-from shoal.speculative.shape import Branching, Child, Leaf, Noise
+from shoal.speculative.growth import Branching, Child, Leaf, Noise
 from shoal.types import ModelInfo
 
 

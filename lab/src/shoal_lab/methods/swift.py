@@ -13,7 +13,7 @@ from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Share, Tries
 from shoal.speculative.draft import Draft, check_least, check_length, check_share, within
 from shoal.speculative.per_row import PerRow
-from shoal.speculative.shallow import OwnLayersDrafter
+from shoal.speculative.self_speculation import OwnLayersDrafter
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:

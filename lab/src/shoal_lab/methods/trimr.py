@@ -11,8 +11,8 @@ from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
+from shoal.methods.common.drafting import short
 from shoal.methods.common.limits import Positions, Seconds, Share, TokenIds
-from shoal.methods.common.second_model import short
 
 if TYPE_CHECKING:
     from shoal.decode.loop import RowBatch

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
+from shoal.methods.common.drafting import SecondModelMethod
 from shoal.methods.common.limits import Guesses, Most, Positions, TreeWidths
-from shoal.methods.common.second_model import SecondModelMethod
 from shoal.speculative.corpus import stamp_of, tokens_of
-from shoal.speculative.shape import Branching
+from shoal.speculative.growth import Branching
 from shoal.types import ModelInfo
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, silu, smooth_l1_loss
 
-from shoal.speculative.eagle_head import FUSE, NORMS
-from shoal.speculative.layer_head import LayerShape
+from shoal.speculative.layer_head import FUSE, NORMS, LayerShape
 from shoal.speculative.part_file import TOKENS
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.linear_start import linear_start

@@ -64,13 +64,22 @@ class Outcome:
     token: int
 
 
-class OwnNumbers:
-    """A rule that weighs distributions: a draft needs uniform numbers that the target does not use."""
+class Rule(Protocol):
+    """Decides which drafted tokens are kept. A rule derives from it."""
 
-    __slots__ = ()
+    @property
+    def exact(self) -> bool:
+        """Whether the output equals the target's, token for token if greedy and in distribution if sampled."""
+        ...
+
+    def walk(self, tree: TokenTree, target: Target) -> Outcome:
+        """The accepted path through `tree` and the token that follows it."""
+        ...
 
     def purpose(self, rank: int, place: int | None) -> str:
-        """What the uniform number is for by which a draft draws a guess: names it in `sampling.uniform`.
+        """What the uniform number is for by which a draft draws a guess; it names the number in `sampling.uniform`.
+
+        A rule that weighs distributions needs numbers that the target does not use: these.
 
         Args:
             rank: of the guess among its siblings, in the order of drawing.
@@ -79,7 +88,7 @@ class OwnNumbers:
         return "draft" if place is None else f"draft {place}.{rank}"
 
 
-class TargetsNumbers(OwnNumbers):
+class TargetsNumbers(Rule):
     """A rule that compares draws: a draft takes the target's own number first.
 
     Where both distributions agree, so do both draws. Right only for such rules, and for trees of which no part hangs on
@@ -91,14 +100,6 @@ class TargetsNumbers(OwnNumbers):
     @override
     def purpose(self, rank: int, place: int | None) -> str:
         return "sample" if rank == 0 else f"draft {rank}"
-
-
-_OWN = OwnNumbers()
-
-
-def purpose_of_draft(rule: object, rank: int, place: int | None) -> str:
-    """`OwnNumbers.purpose` of a rule; one that says nothing gets numbers of the draft's own."""
-    return (rule if isinstance(rule, OwnNumbers) else _OWN).purpose(rank, place)
 
 
 @dataclass(frozen=True, slots=True)

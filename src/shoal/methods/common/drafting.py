@@ -1,25 +1,31 @@
-"""What all methods that draft have in common: the plan that verifies and the rule that accepts.
+"""What methods that draft have in common: who verifies, the rule that accepts, a second model, a trained part.
 
-Knows no proposer; imports no torch.
+Imports no torch before there is an engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.rules.lenient import Lenient
-from shoal.decode.rules.rejection import Rejection
-from shoal.decode.rules.typical import Typical
+from shoal.decode.rules.probabilistic import Lenient, Rejection, Typical
+from shoal.decode.worker import Proposer
 from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.common.limits import Number, Share
 from shoal.speculative.cost.policy import Goodput, Width
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe import Rule
-    from shoal.decode.worker import Controller, Proposer
+    from shoal.decode.rules.accept import Rule
+    from shoal.decode.worker import Controller
+    from shoal.speculative.growth import TreeShape
+    from shoal.speculative.part_file import TrainedPart
     from shoal.types import ModelInfo
 
 RuleName = Literal["match", "rejection", "typical", "lenient"]
@@ -92,3 +98,171 @@ class DraftingMethod(Method):
                 "such as d3"
             )
         return replace(recipe, proposer=proposer, rule=self.accepting(), controller=_CONTROLLERS[self.control])
+
+
+@dataclass(frozen=True, repr=False)
+class PairedMethod(Method):
+    """A method that runs a smaller model with the same tokens beside the engine's own.
+
+    Attributes:
+        draft: the smaller model: its folder, its Hub id, or a loaded transformers model, which is not changed.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("a draft model with the same tokens",)
+    reads: ClassVar[tuple[str, ...]] = ("draft",)
+    fills_masks: ClassVar[bool] = False
+    """Whether the smaller model is a masked-diffusion model."""
+
+    draft: str | object = field(default=None)
+
+    def __repr__(self) -> str:
+        return short(self)
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        if self.draft is not None and not isinstance(self.draft, str | os.PathLike):
+            raise Unsupported(
+                f"{self.name} with a loaded {type(self.draft).__name__} as JSON",
+                "a loaded model cannot be written down",
+                "Name the draft model by its folder or Hub id",
+            )
+        return super().to_dict()
+
+    def draft_engine(self, info: ModelInfo) -> Any:
+        """The draft model's engine.
+
+        Raises:
+            ValueError: no draft model was named, or it cannot be loaded.
+            Unsupported: its tokens are others, or it writes in another order than the method's draft.
+        """
+        assert info.draft_engine is not None
+        if self.draft is None:
+            raise ValueError(f"{self.name} has no draft model; give draft: a folder, a Hub id, or a loaded model")
+        engine = info.draft_engine(self.draft)
+        check_drafts(self.name, engine, self.fills_masks)
+        return engine
+
+
+@dataclass(frozen=True, repr=False)
+class SecondModelMethod(PairedMethod, DraftingMethod):
+    """A method whose guesses come from the smaller model."""
+
+    def proposing(self, info: ModelInfo, shape: TreeShape, ids: tuple[int, ...] | None = None) -> Proposer:
+        """The draft model as a proposer of trees of that shape.
+
+        Args:
+            info: of the target.
+            shape: how trees grow.
+            ids: the only tokens to draft; None for all.
+
+        Raises:
+            ValueError: no draft model was named, or it cannot be loaded.
+            Unsupported: it cannot draft for this model.
+        """
+        if info.draft_engine is None:
+            return Absent()
+        from shoal.speculative.model import ModelProposer
+
+        engine = self.draft_engine(info)
+        name = engine.model_name or "the draft model"
+        if ids is None:
+            return ModelProposer(engine.stack, shape, name)
+        return ModelProposer(engine.stack, shape, name, engine.cut_head(ids), ids)
+
+
+def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
+    """Refuse a draft model that fills masks where one is wanted that does not, and the reverse.
+
+    Raises:
+        Unsupported: says which it is.
+    """
+    what = f"{name} with {engine.model_name or 'this model'} as its draft"
+    if fills_masks and engine.masked is None:
+        raise Unsupported(what, "it writes from left to right, and its config names no mask_token_id",
+                          "Draft with a masked-diffusion model, or use draft_model")
+    if fills_masks and any(engine.stack.windows):
+        raise Unsupported(what, "its sliding windows say nothing of what stands to the right",
+                          "Draft with a model whose layers see all of the text")
+    if not fills_masks and engine.masked is not None:
+        raise Unsupported(what, "it is a masked-diffusion model, not trained to continue a text word by word",
+                          "Draft with a model that writes from left to right, or use deer")
+
+
+@dataclass(frozen=True)
+class Absent(Proposer):
+    """Stands for a draft model where there is no engine to load it: when a method is only described or planned."""
+
+    def begin(self, stack: Any, cache: Any) -> Any:
+        """Refuses."""
+        raise Unsupported("drafting with a second model", "there is no engine to load it", "Use Engine.generate")
+
+
+def short(method: Method) -> str:
+    """A method as it is shown where a knob may be a loaded model: what is not a plain value by its type."""
+    shown = (f"{one.name}={_short(getattr(method, one.name))}" for one in fields(method))
+    return f"{type(method).__name__}({', '.join(shown)})"
+
+
+def _short(value: object) -> str:
+    plain = value is None or isinstance(value, str | int | float | tuple | os.PathLike | Method)
+    return repr(value) if plain else f"<{type(value).__name__}>"
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainedMethod(DraftingMethod):
+    """A method whose guesses come from a small part that was trained on the model's own answers.
+
+    Attributes:
+        part: the folder that `shoal train` wrote; None for the part that is known for the model.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
+    reads: ClassVar[tuple[str, ...]] = ("part",)
+
+    part: str | None = field(default=None)
+
+    def guessing(self, info: ModelInfo, make: Callable[[TrainedPart], Any]) -> Proposer:
+        """The proposer that `make` makes of the part; one for all requests of the same method, so that rows share it.
+
+        Raises:
+            ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
+            Unsupported: it was trained for another model.
+        """
+        if info.tensors is None:
+            return Absent()
+        proposer: Proposer = made_of(self.name, self.part, info, make, repr(self))[1]
+        return proposer
+
+
+def made_of(
+    kind: str, folder: str | None, info: ModelInfo, make: Callable[[TrainedPart], T], key: str = ""
+) -> tuple[TrainedPart, T]:
+    """A part, see `part_of`, and what `make` makes of it: the same thing for all requests with that key."""
+    part, where = part_of(kind, folder, info), (kind, folder, key)
+    known = info.memory.get(where)
+    if known is None or known[0] is not part.tensors:
+        known = info.memory[where] = part.tensors, make(part)
+    made: T = known[1]
+    return part, made
+
+
+def part_of(kind: str, folder: str | None, info: ModelInfo) -> TrainedPart:
+    """The part of a folder, or the one that is known for the model.
+
+    Raises:
+        ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
+        Unsupported: it was trained for another model.
+    """
+    if not info.free:
+        what, why = f"{kind} with tensor parallelism", "each process has a slice of the head alone"
+        raise Unsupported(what, why, "Use one process, or replicas")
+    from shoal.speculative import part_file
+
+    found = folder or part_file.known(kind, info)
+    if found is None:
+        raise ValueError(f"{kind} has no trained part, and none is known for this model; give part, the folder that "
+                         f"`shoal train {kind}` wrote")
+    return part_file.read(found, kind, info)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from shoal.decode import sampling
-from shoal.decode.text.pieces import Detokenizer
-from shoal.decode.text.token_bytes import TokenBytes
+from shoal.decode.text.pieces import Detokenizer, TokenBytes
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal import __version__
-from shoal.decode.text.token_bytes import TokenBytes
+from shoal.decode.text.pieces import TokenBytes
 from shoal.engine import request
 from shoal.engine.loading.defaults import filled
 from shoal.engine.messages import BadMessage, plain
