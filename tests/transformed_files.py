@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from shoal.engine.loading.transformed import Transformed
+from shoal.engine.loading.checkpoint import Transformed
 from shoal.model.packed.source import SINGLE
 
 

@@ -37,7 +37,7 @@ from typing import Any
 
 from shoal.cli import env
 from shoal.cli.options.method_list import methods_from
-from shoal.engine.memory.sizes import parse
+from shoal.engine.memory.amounts import parse
 from shoal_lab.bench import report
 from shoal_lab.bench.load.watch import MemorySampler
 from shoal_lab.bench.process import reset_peak_memory

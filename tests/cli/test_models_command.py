@@ -15,7 +15,7 @@ from shoal import catalog
 from shoal.cli import main
 from shoal.engine.cards import inventory
 from shoal.engine.cards import places as cards
-from shoal.engine.memory import available as memory
+from shoal.engine.memory import amounts as memory
 
 
 @pytest.fixture(autouse=True)

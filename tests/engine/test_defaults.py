@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 import shoal
 from families import tiny
 from gguf_file import write_gguf
-from shoal.engine.loading.defaults import FALLBACK, filled, of_file, recommended
+from shoal.engine.loading.generation_config import FALLBACK, filled, of_file, recommended
 from shoal.types import Sampling
 
 MAKERS = {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}

@@ -18,7 +18,7 @@ from drive import prompt
 from families import tiny
 from gguf_models import tiny_model, write_model
 from gguf_words import byte_level
-from shoal.engine.loading.ends import eos_ids
+from shoal.engine.loading.generation_config import eos_ids
 from shoal.engine.loading.load import engine_for
 
 IDS = prompt(9, 2)

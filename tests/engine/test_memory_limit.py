@@ -18,11 +18,10 @@ from backends import NATIVE
 from drive import prompt
 from method_matrix import MATRIX
 from shoal.engine.engine import Engine
-from shoal.engine.memory.footprint import Footprint, footprint
+from shoal.engine.memory.amounts import parse, shown
+from shoal.engine.memory.footprint import Footprint, footprint, weights_on_disk
 from shoal.engine.memory.memory_limit import SPARE, MemoryLimit
 from shoal.engine.memory.shorter import shorter
-from shoal.engine.memory.sizes import parse, shown
-from shoal.engine.memory.weight_files import weights_on_disk
 from shoal.engine.request import Request
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import OutOfMemory, Unsupported

@@ -16,7 +16,7 @@ from chat_tokenizer import SPECIALS, chat_tokenizer
 from drive import prompt
 from families import tiny
 from shoal.engine.engine import Engine
-from shoal.engine.memory.available import exhausted
+from shoal.engine.memory.amounts import exhausted
 from shoal.errors import OutOfMemory
 from shoal.methods.d3 import D3
 from shoal.model.kv import layer as kv_layer

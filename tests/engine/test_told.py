@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 
 import shoal
 from families import _build
+from shoal.engine.loading.generation_config import FIELDS, told_by
 from shoal.engine.loading.load import engine_for
-from shoal.engine.loading.told import FIELDS, told_by
 from shoal.engine.scheduling.scheduler import Scheduler
 
 PROMPTS = [[5, 17, 80, 5, 17], list(range(10, 60)), [8]]

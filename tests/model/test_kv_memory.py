@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import shoal.model.kv.memory as kv_memory
-from shoal.engine.memory.available import exhausted
+from shoal.engine.memory.amounts import exhausted
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 

@@ -15,8 +15,7 @@ from chat_tokenizer import chat_tokenizer
 from drive import gap, prompt
 from families import tiny
 from shoal import DropLayers
-from shoal.engine.loading.checkpoint import Checkpoint
-from shoal.engine.loading.transformed import Transformed
+from shoal.engine.loading.checkpoint import Checkpoint, Transformed
 from shoal.model.packed.source import FileSource
 from shoal.model.parity import chunked_logits
 from shoal_lab.prune import write_checkpoint

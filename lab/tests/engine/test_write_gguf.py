@@ -18,8 +18,7 @@ import shoal
 from gguf_models import write_model
 from llama_cpp_oracle import Oracle
 from shoal import DropLayers, NarrowMLPs
-from shoal.engine.loading.checkpoint import NOTE, Checkpoint
-from shoal.engine.loading.transformed import Transformed
+from shoal.engine.loading.checkpoint import NOTE, Checkpoint, Transformed
 from shoal.errors import Unsupported
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
     from shoal import catalog
     from shoal.engine.cards import inventory
-    from shoal.engine.memory import available as memory
+    from shoal.engine.memory import amounts as memory
 
     held = inventory.held()
     room = memory.free(torch.device("cpu"))

@@ -21,12 +21,11 @@ from shoal.engine.cards import fingerprint
 from shoal.engine.cards import places as cards
 from shoal.engine.cards.card import Card
 from shoal.engine.constraints.constraint import Compiler
-from shoal.engine.loading.draft_models import DraftModels, OpenModel
+from shoal.engine.loading.companions import DraftModels, OpenModel, TrainedTensors
+from shoal.engine.loading.generation_config import processors
 from shoal.engine.loading.ranks import ALONE
-from shoal.engine.loading.told import processors
-from shoal.engine.loading.trained import TrainedTensors
+from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.memory_limit import MemoryLimit
-from shoal.engine.memory.sizes import shown
 from shoal.engine.request import Options, Prompt, Request, is_batch, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.engine.session import Session
@@ -64,7 +63,7 @@ class Engine:
         card: calibration of the model's layers.
         model: the transformers model behind the stack, where there is one.
         open_model: makes the engine of a model that is to draft; None where no second model can be had.
-        told: what the model's generation config forces and forbids; see `shoal.engine.loading.told`.
+        told: what the model's generation config forces and forbids; see `shoal.engine.loading.generation_config`.
 
     Attributes:
         ranks: the processes that share the model.
@@ -74,7 +73,7 @@ class Engine:
         masked: what a masked-diffusion model says of itself, else None.
         limit: the memory that the process may take; what cannot fit is refused before it starts. None for any.
         sampling: what the model's makers recommend for `Sampling`, where they say so. Commands and servers draw by it;
-            see `shoal.engine.loading.defaults`.
+            see `shoal.engine.loading.generation_config`.
     """
 
     def __init__(

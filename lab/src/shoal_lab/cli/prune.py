@@ -80,9 +80,8 @@ def run(args: argparse.Namespace) -> int:
     """Choose, write, say what was done."""
     from shoal import catalog
     from shoal.engine.cards import fingerprint
-    from shoal.engine.loading.checkpoint import NOTE, Checkpoint, shown_name
+    from shoal.engine.loading.checkpoint import NOTE, Checkpoint, Transformed, shown_name
     from shoal.engine.loading.device import as_dtype
-    from shoal.engine.loading.transformed import Transformed
     from shoal_lab.prune import write_checkpoint, write_gguf
 
     _check(args)

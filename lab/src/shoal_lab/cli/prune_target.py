@@ -31,7 +31,7 @@ _PROMPT, _NEW = 128, 128
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what is no size or no speed, before anything is read."""
-    from shoal.engine.memory.sizes import parse
+    from shoal.engine.memory.amounts import parse
 
     if args.bytes is not None:
         args.bytes = parse(args.bytes)
@@ -61,7 +61,7 @@ class Goal:
             self.card = self.card or measured(args)
             self._told = {"speed": args.speed, "cost": self.card.to_dict()}
         if args.speed is None and not to_file:
-            from shoal.engine.loading.transformed import named
+            from shoal.engine.loading.checkpoint import named
             from shoal_lab.prune.weight_size import Outline
 
             self._outline = Outline(named(files.weights(), files.name))

@@ -42,7 +42,7 @@ def picker(args: argparse.Namespace, files: Checkpoint) -> Pick:
     """What makes of a share that goes the change, and what the note beside the weights says of it."""
     import torch
 
-    from shoal.engine.loading.transformed import named
+    from shoal.engine.loading.checkpoint import named
     from shoal.model.transform import gated_widths
     from shoal_lab.calibrate import neurons
 
@@ -77,7 +77,7 @@ def even(args: argparse.Namespace, files: Checkpoint) -> Pick:
     """The same where it does not matter which neurons go: as many of every layer, the last ones."""
     import torch
 
-    from shoal.engine.loading.transformed import named
+    from shoal.engine.loading.checkpoint import named
     from shoal.model.transform import gated_widths
 
     widths = gated_widths(files.config(), named(files.weights(), files.name))

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from shoal.decode.worker import Experts
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.engine.loading.draft_models import same_tokens
+from shoal.engine.loading.companions import same_tokens
 from shoal.errors import Unsupported
 from shoal.model.stack import Stack
 from shoal_lab.eval.decoders import Contender

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from shoal.engine.loading.transformed import Transformed
+from shoal.engine.loading.checkpoint import Transformed
 from shoal.model.packed.source import INDEX, SINGLE, Source
 
 SHARD_BYTES = 4 * 2**30

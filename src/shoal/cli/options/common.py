@@ -134,7 +134,7 @@ def sampling(args: argparse.Namespace, engine: Engine | None = None) -> dict[str
     """The sampling options, for `Engine.generate`; the model's recommendations fill those not given."""
     asked = {name: getattr(args, name) for name in _CHOOSING}
     if engine is not None:
-        from shoal.engine.loading.defaults import filled
+        from shoal.engine.loading.generation_config import filled
 
         asked = filled(asked, engine.sampling)
     return {"max_new_tokens": args.max_new_tokens, **asked, "seed": args.seed, "stop": args.stop or None}

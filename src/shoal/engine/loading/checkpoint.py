@@ -1,4 +1,4 @@
-"""A checkpoint on disk or on the Hub: its config, tokenizer, weights."""
+"""A checkpoint on disk or on the Hub: its config, tokenizer and weights, and how it is changed as it is loaded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.engine.loading.defaults import of_file, recommended
+from typing_extensions import override
+
+from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import Unsupported
 from shoal.model.masked import LLADA_MARK, LladaSource, adopted
-from shoal.model.modules import check_quantised, check_told, quantised_by
+from shoal.model.modules import check_quantised, check_told, loaded, quantised_by
+from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
+from shoal.model.packed.weights import check_names
+from shoal.model.transform import Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +108,7 @@ class Checkpoint:
         return recommended(generation_config) if self._gguf is None else of_file(self._gguf.entry)
 
     def ends(self) -> dict[str, Any]:
-        """What the files themselves say of where an answer ends, as `shoal.engine.loading.ends.eos_ids` takes it."""
+        """What the files themselves say of where an answer ends: options of `eos_ids`."""
         if self._gguf is not None:
             return {"written": self._gguf.owned, "more": self._gguf.ends()}
         parts = [self._told, *(part for part in self._told.values() if isinstance(part, dict))]
@@ -226,3 +231,68 @@ def hush_libraries() -> None:
     hub_logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+
+
+class Transformed(Checkpoint):
+    """A checkpoint whose config and weights are changed as they are loaded.
+
+    Args:
+        name, revision, trust_remote_code: see `Checkpoint`.
+        transform: the change, of a decoder.
+
+    Raises:
+        Unsupported: the checkpoint cannot be changed like that.
+    """
+
+    def __init__(self, name: str, revision: str | None, trust_remote_code: bool, transform: Transform) -> None:
+        super().__init__(name, revision, trust_remote_code)
+        before, source = super().config(), named(super().weights(), name)
+        _check(before, source)
+        self._config, self._source = transform(before, source)
+        same = self._config is before and self._source is source
+        self.changed = None if same else self._source
+        self._words = "" if same else getattr(transform, "__qualname__", "") or repr(transform)
+
+    @property
+    @override
+    def changes(self) -> str:
+        return "; ".join(filter(None, (super().changes, self._words)))
+
+    @override
+    def config(self) -> Any:
+        return self._config
+
+    @override
+    def weights(self) -> Source:
+        return self._source
+
+    @override
+    def model(self, dtype: Any, **options: Any) -> Any:
+        if self.changed is None:
+            return super().model(dtype, **options)
+        model = loaded(self._config, {name: self._source[name] for name in self._source.names()}, dtype)
+        told = self.generation_config()
+        if told is not None:
+            model.generation_config = told
+        return model
+
+
+def _check(config: Any, source: Source) -> None:
+    """Refuses missing and surplus weights before the change, since a change to fewer layers drops the others."""
+    try:
+        shape = shape_of(config)
+    except Unsupported:  # its modules are checked when they are made
+        return
+    check_names(config, shape, source)
+
+
+def named(source: Source | None, name: str) -> Source:
+    """The weights of a checkpoint of that name, if there are any by their names.
+
+    Raises:
+        Unsupported: there are none.
+    """
+    if source is None:
+        remedy = "Use its safetensors, or a GGUF file that Shoal reads itself"
+        raise Unsupported(f"a transform of {name!r}", "its weights cannot be read by their names", remedy)
+    return source

@@ -13,15 +13,12 @@ from shoal.engine.cards.card import Card, read_card
 from shoal.engine.engine import Engine
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.loading import ranks
-from shoal.engine.loading.checkpoint import Checkpoint
-from shoal.engine.loading.defaults import recommended
+from shoal.engine.loading.checkpoint import Checkpoint, Transformed
 from shoal.engine.loading.device import as_dtype, default_dtype, device_of
-from shoal.engine.loading.ends import eos_ids
-from shoal.engine.loading.told import told_by
-from shoal.engine.loading.transformed import Transformed
-from shoal.engine.memory.available import naming
+from shoal.engine.loading.generation_config import eos_ids, recommended, told_by
+from shoal.engine.memory.amounts import naming
+from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
-from shoal.engine.memory.weight_files import weights_on_disk
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.config import layers_of
 from shoal.model.hf import HFStack
@@ -172,7 +169,7 @@ def engine_for(
 
 
 def open_beside(home: LoadedModel, model: Any) -> Engine:
-    """The engine of a model that is to work beside that of `home`; see `shoal.engine.loading.draft_models`."""
+    """The engine of a model that is to work beside that of `home`; see `shoal.engine.loading.companions`."""
     if not isinstance(model, str):
         engine = engine_for(model)
         if engine.stack.device != home.stack.device:

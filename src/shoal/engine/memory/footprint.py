@@ -1,21 +1,26 @@
-"""The memory that a request will take at its peak, part by part, before it runs.
+"""The memory that a model and a request will take, part by part, before they run.
 
-The process is measured as it stands, with the weights of every model in it. KV, masks and logits follow from shapes and
-are those that the engine makes. What is left, activations and the like, is estimated.
+Weights that are not loaded yet are counted by their files. The process is measured as it stands, with the weights of
+every model in it. KV, masks and logits follow from shapes and are those that the engine makes. What is left,
+activations and the like, is estimated.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.row import Row
 from shoal.decode.worker import Select
+from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.kv_peak import KVPeak, peak_of
 from shoal.engine.memory.shorter import guesses
-from shoal.engine.memory.sizes import shown
 from shoal.heap import give_back, resident
 from shoal.model.packed.native.library import ROOM_BESIDE
 from shoal.model.packed.native_calls import LIMIT
@@ -24,8 +29,11 @@ from shoal.model.packed.stack import PackedStack
 from shoal.model.stack import Stack
 
 if TYPE_CHECKING:
+    import torch
+
     from shoal.engine.loaded import LoadedModel
     from shoal.methods.base import Method
+    from shoal.model.packed.linear import Quant
 
 OVERHEAD = 3 << 20
 """What a request takes in small objects and in the holes between them; measured, see `lab/benchmarks/memory.py`."""
@@ -251,3 +259,30 @@ def _reads(lengths: Sequence[int], budget: int) -> Sequence[Sequence[tuple[int, 
         found.append(pieces)
     return found
 
+
+def weights_on_disk(place: str, dtype: torch.dtype, quant: Quant | None) -> int:
+    """The least that a model's weights will take in memory, in bytes, by its files alone.
+
+    It is 0 where nobody can say: the files are not on this machine, or a GGUF file is to be quantised anew.
+
+    Args:
+        place: folder or file.
+        dtype: in which the weights are to be held. A GGUF file keeps its own types.
+        quant: what they are quantised to. Its scales are not counted.
+    """
+    path = Path(place)
+    if path.is_file():
+        return path.stat().st_size if quant is None else 0
+    bits = {"int8": 8, "int4": 4}.get(quant or "", 8 * dtype.itemsize)
+    return sum(map(_numbers, path.glob("*.safetensors"))) * bits // 8 if path.is_dir() else 0
+
+
+def _numbers(path: Path) -> int:
+    """Numbers in a safetensors file, by its header: 8 bytes with the length of a JSON object, and that object."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        return sum(prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+    except (OSError, ValueError, struct.error, MemoryError, OverflowError):  # loading the file says what is wrong
+        return 0

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.row import Row
+from shoal.engine.memory.amounts import parse, shown
 from shoal.engine.memory.footprint import Footprint, choosing_bytes, footprint, logits_bytes, standing, work_bytes
 from shoal.engine.memory.shorter import amount, guesses, shorter
-from shoal.engine.memory.sizes import parse, shown
 from shoal.errors import OutOfMemory
 from shoal.heap import resident
 from shoal.methods import make

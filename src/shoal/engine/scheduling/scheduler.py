@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.decode.prefixes import Prefixes
 from shoal.decode.sampling import NotYet
 from shoal.engine.engine import Engine
-from shoal.engine.memory.available import free
+from shoal.engine.memory.amounts import free
 from shoal.engine.memory.memory_limit import beside_kv
 from shoal.engine.request import Request, prompt_ids
 from shoal.engine.scheduling.admission import ContinuousBatching, Policy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shoal.decode import loop
 from shoal.decode.row import Row
-from shoal.engine.memory.available import naming
+from shoal.engine.memory.amounts import naming
 from shoal.engine.scheduling.result import result_of
 from shoal.model.kv.cache import KVCache
 from shoal.types import Result, Step

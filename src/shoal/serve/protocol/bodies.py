@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from shoal.engine.constraints.constraint import Constraint
 from shoal.engine.constraints.forbidden import NEVER
-from shoal.engine.loading.defaults import filled
+from shoal.engine.loading.generation_config import filled
 from shoal.engine.messages import opening
 from shoal.engine.request import drawn_seed
 from shoal.errors import json_object
@@ -137,7 +137,7 @@ class Body(BaseModel):
         """The engine's options, except method, length and log-probabilities.
 
         Args:
-            defaults: the model's recommendations, for fields left out; see `engine.loading.defaults`.
+            defaults: the model's recommendations, for fields left out; see `engine.loading.generation_config`.
         """
         given = self.model_fields_set
         asked = {name: getattr(self, name) for name in _SAMPLING if name in given}

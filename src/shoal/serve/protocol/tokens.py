@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal import __version__
 from shoal.decode.text.pieces import TokenBytes
 from shoal.engine import request
-from shoal.engine.loading.defaults import filled
+from shoal.engine.loading.generation_config import filled
 from shoal.engine.messages import BadMessage, plain
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.scheduler import Scheduler

@@ -16,7 +16,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.worker import Keep, Select
 from shoal.engine.engine import Engine
-from shoal.engine.memory.available import free
+from shoal.engine.memory.amounts import free
 from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.base import Method

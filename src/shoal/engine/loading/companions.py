@@ -1,12 +1,18 @@
-"""Other models that work beside an engine's own: loaded once, and found to speak the same tokens."""
+"""What methods load beside an engine's own model: other models, and tensors that were trained for it."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from shoal.errors import Unsupported
 
@@ -28,7 +34,7 @@ class DraftModels:
     """
 
     def __init__(self, home: LoadedModel, open_model: OpenModel) -> None:
-        self._home, self._open = ref(home), open_model  # no ring: an engine's memory is free when nobody holds it
+        self._home, self._open = ref(home), open_model  # a cycle would keep an engine's memory after its last user
         self._known: dict[object, tuple[Any, LoadedModel]] = {}
         self._fit = set[object]()
         self._lock = threading.Lock()
@@ -52,14 +58,14 @@ class DraftModels:
             if same and key not in self._fit:
                 check_tokens(home, engine)
                 self._fit.add(key)
-            self._known[key] = model, engine  # holds the model, so that nobody else gets its id
+            self._known[key] = model, engine  # holds the model, so that no other object gets its id
             return engine
 
 
 def same_tokens(home: LoadedModel, other: LoadedModel) -> bool:
     """Whether two models' token ids mean the same.
 
-    Where both have tokenizers these decide, and the heads may be padded to different sizes; else the sizes decide.
+    Tokenizers decide where both have one, since heads may be padded to different sizes. Else the sizes decide.
     """
     if home.tokenizer is not None and other.tokenizer is not None:
         return bool(home.tokenizer.get_vocab() == other.tokenizer.get_vocab())
@@ -78,3 +84,32 @@ def check_tokens(home: LoadedModel, other: LoadedModel) -> None:
         f"it has {other.stack.vocab_size} tokens and the model {home.stack.vocab_size}, so their ids differ",
         _REMEDY,
     )
+
+
+class TrainedTensors:
+    """Reads files of trained tensors, such as heads, prompts and routers. An unchanged file is read once.
+
+    Args:
+        device: where the tensors are to lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read: dict[tuple[str, int, int], Mapping[str, Tensor]] = {}
+
+    def __call__(self, path: str) -> Mapping[str, Tensor]:
+        """The tensors of a safetensors file by name, in their own dtypes; read-only.
+
+        Raises:
+            ValueError: there is no such file, or it cannot be read.
+        """
+        try:
+            found = Path(path).stat()
+            key = str(Path(path).resolve()), found.st_mtime_ns, found.st_size
+            if key not in self._read:
+                self._read = {known: held for known, held in self._read.items() if known[0] != key[0]}
+                self._read[key] = load_file(path, device=str(self._device))
+        except (OSError, SafetensorError) as error:
+            why = f"trained tensors cannot be read from {path!r}: {error}; give a safetensors file"
+            raise ValueError(why) from None
+        return self._read[key]
