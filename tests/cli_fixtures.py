@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 def _cards_of_nobody(request, tmp_path: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test, nor a process of one, reads or writes the user's cards; only those marked measure an unknown model."""
     from shoal.cli.options import common
-    from shoal.engine.cards import places as cards
+    from shoal.engine.cards import card as cards
     from shoal.model.packed.native.build import cache_folder
 
     monkeypatch.setattr(cards, "cached", lambda: tmp_path / "cards")

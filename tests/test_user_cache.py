@@ -15,7 +15,7 @@ import shoal
 from gguf_fixtures import FILES, IDS
 from shoal import catalog, user_cache
 from shoal.cli.options import config
-from shoal.engine.cards import places as cards
+from shoal.engine.cards import card as cards
 from shoal.model.packed import native
 from shoal.model.packed.native import build
 from shoal.user_cache import cache_folder, expanded, write_whole

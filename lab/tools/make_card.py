@@ -19,8 +19,7 @@ from typing import Any
 import shoal
 from shoal.cli.env import cpu_name
 from shoal.engine.cards.divergence import Text
-from shoal.engine.cards.own_texts import answered, asked
-from shoal.engine.cards.quick import Effort, measure_card
+from shoal.engine.cards.quick import Effort, answered, asked, measure_card
 from shoal.engine.engine import Engine
 from shoal_lab.calibrate.skips import SublayerCosts, search_skips
 from shoal_lab.eval import suites

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from shoal.depth.plan import DepthPlan
     from shoal.engine.cards.quick import quick_card
     from shoal.engine.constraints.constraint import Grammar, JsonSchema, Regex
-    from shoal.engine.constraints.members import PythonMembers
-    from shoal.engine.constraints.monitor import Monitor
+    from shoal.engine.constraints.monitor import Monitor, PythonMembers
     from shoal.engine.engine import Engine
     from shoal.engine.loading.load import load
     from shoal.errors import Unsupported
@@ -113,7 +112,7 @@ _HOME = {
     "Monitor": "shoal.engine.constraints.monitor",
     "NarrowMLPs": "shoal.model.transform",
     "PromptLookup": "shoal.methods.prompt_lookup",
-    "PythonMembers": "shoal.engine.constraints.members",
+    "PythonMembers": "shoal.engine.constraints.monitor",
     "Recipe": "shoal.decode.recipe",
     "Regex": "shoal.engine.constraints.constraint",
     "Result": "shoal.types",

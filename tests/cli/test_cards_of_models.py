@@ -10,7 +10,7 @@ import pytest
 
 import shoal
 from shoal.cli import main
-from shoal.engine.cards import places as cards
+from shoal.engine.cards import card as cards
 from shoal.engine.cards import quick as layer_card
 
 TOKENS = ["--max-new-tokens", "12", "--dtype", "float32"]

@@ -13,8 +13,8 @@ from huggingface_hub import scan_cache_dir
 from gguf_models import write_model
 from shoal import catalog
 from shoal.cli import main
+from shoal.engine.cards import card as cards
 from shoal.engine.cards import inventory
-from shoal.engine.cards import places as cards
 from shoal.engine.memory import amounts as memory
 
 

@@ -14,7 +14,7 @@ from drive import prompt
 from families import tiny
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
-from shoal.engine.scheduling.admission import ContinuousBatching, GangBatching, Policy, policy
+from shoal.engine.scheduling.batching import ContinuousBatching, GangBatching, Policy, policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.d3 import D3
 

@@ -13,7 +13,7 @@ import torch
 
 import shoal
 from families import tiny
-from shoal.engine.cards import places as cards
+from shoal.engine.cards import card as cards
 from shoal.engine.cards.card import FILE, Card, read_card
 from shoal.engine.loading.load import engine_for
 

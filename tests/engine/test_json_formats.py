@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.engine.constraints.constraint import Constraint, JsonSchema
-from shoal.engine.constraints.json_formats import KNOWN, known_formats
+from shoal.engine.constraints.constraint import KNOWN_FORMATS, Constraint, JsonSchema, known_formats
 from tool_tokenizer import speaking
 
 UNKNOWN = {"type": "string", "format": "card-number"}
@@ -41,7 +40,7 @@ def test_the_known_formats_are_those_of_the_compiler() -> None:
         return LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(
             f"start: %json {json.dumps({'type': 'string', 'format': one})}"))
 
-    assert not any(map(refused, KNOWN))
+    assert not any(map(refused, KNOWN_FORMATS))
     assert all(map(refused, ("int64", "regex", "iri", "password", "binary", "idn-email", "uri-reference")))
 
 

@@ -15,7 +15,7 @@ from shoal.decode.batch import Batch
 from shoal.decode.recipe import Loop, Recipe
 from shoal.decode.row import Row
 from shoal.depth.plan import DepthPlan
-from shoal.engine.scheduling.admission import GangBatching
+from shoal.engine.scheduling.batching import GangBatching
 from shoal.engine.scheduling.request_handle import RequestHandle
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported

@@ -17,7 +17,7 @@ import pytest
 from chat_tokenizer import MARKS_FIRST, chat_tokenizer
 from families import tiny
 from shoal import PythonMembers
-from shoal.engine.constraints import jedi_process, members, monitor
+from shoal.engine.constraints import jedi_process, monitor
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
@@ -66,7 +66,7 @@ def test_what_is_left_free(text: str) -> None:
 def test_pairs_of_words_are_those_that_a_search_from_every_letter_finds() -> None:
     dice, slow = random.Random(1), re.compile(r"([^\W\d]\w*) +(?=([^\W\d]\w*))")
     texts = ["".join(dice.choices("ab_1٣é  .", k=12)) for _ in range(3000)]
-    assert [members._PAIR.findall(text) for text in texts] == [slow.findall(text) for text in texts]
+    assert [monitor._PAIR.findall(text) for text in texts] == [slow.findall(text) for text in texts]
     assert sum(bool(slow.search(text)) for text in texts) > 500
 
 
@@ -196,7 +196,7 @@ def other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Othe
         made.append(helpers)
         take, taken = helpers._taken, list[subprocess.Popen[str]]()
         monkeypatch.setattr(helpers, "_taken", lambda: taken.append(take()) or taken[-1])
-        monkeypatch.setattr(members, "_jedi", helpers)
+        monkeypatch.setattr(monitor, "_jedi", helpers)
         return taken
 
     yield put

@@ -17,7 +17,7 @@ from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
-from shoal.engine.scheduling.admission import ContinuousBatching, GangBatching, Policy
+from shoal.engine.scheduling.batching import ContinuousBatching, GangBatching, Policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3

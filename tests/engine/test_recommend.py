@@ -11,7 +11,7 @@ import pytest
 
 from families import tiny
 from shoal.cli.entry import main
-from shoal.engine.cards import places as cards
+from shoal.engine.cards import card as cards
 from shoal.engine.cards.recommend import Evidence, Lossless, Lossy, advise, unknown
 from shoal.engine.loading.load import engine_for
 

@@ -25,7 +25,7 @@ from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
-from shoal.engine.scheduling.admission import ContinuousBatching, GangBatching, policy
+from shoal.engine.scheduling.batching import ContinuousBatching, GangBatching, policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull, Unsupported
 from shoal.methods.d3 import D3

@@ -15,7 +15,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
-from shoal.engine.scheduling.admission import policy
+from shoal.engine.scheduling.batching import policy
 from shoal.engine.scheduling.scheduler import Scheduler
 
 IDS = prompt(9, 2)

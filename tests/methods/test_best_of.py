@@ -19,7 +19,7 @@ from shoal.decode.branches.search import branch_seed
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
-from shoal.engine.scheduling.admission import policy
+from shoal.engine.scheduling.batching import policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.base import Method

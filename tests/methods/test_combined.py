@@ -21,7 +21,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
-from shoal.engine.scheduling.recipes import Recipes
+from shoal.engine.scheduling.batching import Recipes
 from shoal.methods import make
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.engine.cards import places as cards
+from shoal.engine.cards import card as cards
 from shoal.engine.cards import quick as layer_card
 from word_problems import write
 

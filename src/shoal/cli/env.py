@@ -73,7 +73,7 @@ def _accelerators() -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    from shoal.engine.cards import places as cards
+    from shoal.engine.cards import card as cards
     from shoal.engine.loading.device import default_device, default_dtype
 
     device = default_device()

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the advice."""
     if not 0 <= args.max_drop < 1:
         raise ValueError(f"--max-drop is {args.max_drop}; it must be in [0, 1): 0.015 is 1.5 points")
-    from shoal.engine.cards import places as cards
+    from shoal.engine.cards import card as cards
     from shoal.engine.cards.recommend import Evidence, report
     from shoal.engine.loading.checkpoint import shown_name
 

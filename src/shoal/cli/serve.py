@@ -142,7 +142,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     for name in named or ():
         methods.get(name)
     if args.members_folder:
-        from shoal.engine.constraints.members import PythonMembers
+        from shoal.engine.constraints.monitor import PythonMembers
 
         PythonMembers(args.members_folder)  # refuses a path that is no folder
     limits = dict(args.method_limit)

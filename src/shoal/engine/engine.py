@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 from shoal.decode.row import Row
 from shoal.decode.text.stop import StopState
 from shoal.depth.plan import NEVER
+from shoal.engine.cards import card as cards
 from shoal.engine.cards import fingerprint
-from shoal.engine.cards import places as cards
 from shoal.engine.cards.card import Card
 from shoal.engine.constraints.constraint import Compiler
 from shoal.engine.loading.companions import DraftModels, OpenModel, TrainedTensors

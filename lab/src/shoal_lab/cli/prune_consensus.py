@@ -150,7 +150,7 @@ def _beyond(args: argparse.Namespace, files: Checkpoint, share: float) -> float:
 
 def _corpus(args: argparse.Namespace, files: Checkpoint, engine: Engine, late: Callable[[], bool]) -> Corpus:
     """Texts with the full model's states: answers, or pieces of the text that is named."""
-    from shoal.engine.cards.own_texts import asked
+    from shoal.engine.cards.quick import asked
     from shoal_lab.train import corpus, prompts
 
     if args.text is not None:

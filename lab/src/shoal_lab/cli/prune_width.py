@@ -112,7 +112,7 @@ def _texts(args: argparse.Namespace, files: Checkpoint) -> list[list[int]]:
     if args.text is not None:
         ids = files.tokenizer()(args.text.read_text(encoding="utf-8-sig"))["input_ids"]
         return [ids[at : at + _PIECE] for at in range(0, min(len(ids), _PIECES * _PIECE), _PIECE)]
-    from shoal.engine.cards.own_texts import answered, asked
+    from shoal.engine.cards.quick import answered, asked
 
     engine = common.load_engine(args)
     return [[*prompt, *answer] for prompt, answer in answered(engine, asked(engine), 128)]

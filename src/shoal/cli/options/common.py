@@ -108,7 +108,7 @@ def add_constraint(group: argparse._ArgumentGroup) -> None:
 def constraint(args: argparse.Namespace) -> Constraint | Monitor | None:
     """The constraint, for `Engine.generate`; ValueError for a file that cannot be read."""
     from shoal.engine.constraints.constraint import Grammar, JsonSchema, Regex
-    from shoal.engine.constraints.members import PythonMembers
+    from shoal.engine.constraints.monitor import PythonMembers
 
     if args.python_members is not None:
         return PythonMembers(args.python_members)
@@ -156,7 +156,7 @@ def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
 
 def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:
     """The scheduler that the options ask for."""
-    from shoal.engine.scheduling.admission import policy
+    from shoal.engine.scheduling.batching import policy
     from shoal.engine.scheduling.scheduler import Scheduler
 
     patience = math.inf if args.patience is None else args.patience
@@ -228,7 +228,7 @@ def load_engine(
 
 def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
     """Measure the layers of a model without a card, for methods that drop layers, and say so on stderr."""
-    from shoal.engine.cards import places as cards
+    from shoal.engine.cards import card as cards
     from shoal.engine.cards.quick import quick_card
     from shoal.engine.loading.checkpoint import shown_name
 

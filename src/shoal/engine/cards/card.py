@@ -1,23 +1,45 @@
-"""The calibration card that may lie beside a model's weights: `shoal.json`.
+"""What is known of a model's layers, and where such cards lie: beside the weights, in the user's cache, or in Shoal.
 
-It holds what was measured about the model's layers: `layer_scores` (kind of score -> one number per layer), `order`
-(the recommended removal order: a kind of score, a name, or a list of layers), and what the model bears.
+A card holds what was measured: `layer_scores` (kind of score -> one number per layer), `order` (the recommended removal
+order: a kind of score, a name, or a list of layers), and what the model bears. Beside a model's weights it is
+`shoal.json`. Other cards are found by the model's fingerprint. A quantised file has other values than the original, so
+there is a second key: a hash of the norm vectors, which quantised files keep whole. Together with the sizes it tells
+models apart. Weights tuned without their norms have the same key, so such a match is said.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.model.hf import HFStack
+from shoal.model.packed.stack import PackedStack
+from shoal.model.stack import Stack
+from shoal.user_cache import cache_folder
+
+if TYPE_CHECKING:
+    from shoal.engine.loaded import LoadedModel
 
 FILE = "shoal.json"
 FORMAT = 2
 """Version of the form that cards with a model's identity have."""
 BEARABLE = 0.1
 """KL in nats per token, against all layers, up to which a model is said to bear a depth schedule."""
+SHIPPED = Path(__file__).parents[2] / "cards"
+_NEAR_ZERO = 0.006
+"""Norm weights below count as 0: some files hold 1 + w in float32, which does not give a small w back exactly."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,7 +51,7 @@ class Card:
         order: the recommended removal order: a kind of score, a name, or a list of layers.
         bears: mean depth in layers at which D3 moves the distribution by no more than `BEARABLE`; None if unknown.
         skips: layers whose attention, and layers whose MLP, a draft does best without; None if unknown.
-        origin: where the card is from, in words, for those who ask.
+        origin: where the card is from, in words.
         borrowed: whether it was measured on other weights of the same model, such as quantised ones.
     """
 
@@ -62,14 +84,11 @@ class Card:
                     f"{name} holds {len(values)} scores of kind {kind!r}, but the model has {num_layers} layers; "
                     "calibrate this model or remove the file"
                 )
-        if bears is not None and not (_number(bears) and 0 < bears <= num_layers):
+        real = isinstance(bears, int | float) and not isinstance(bears, bool)
+        if bears is not None and not (real and 0 < bears <= num_layers):
             raise ValueError(f"{name} says the model bears {bears!r} layers; it must be in (0, {num_layers}]")
         removal = tuple(order) if isinstance(order, list) else order
         return cls(scores, removal, bears, chosen)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -113,3 +132,149 @@ def find_card(model: str | os.PathLike[str], revision: str | None = None) -> Pat
         _raise_exceptions_for_connection_errors=False,
     )
     return None if found is None else Path(found)
+
+
+def cached() -> Path:
+    """The folder of the user's own cards: `shoal/cards` in XDG_CACHE_HOME, by default in ~/.cache."""
+    return cache_folder() / "cards"
+
+
+def find(engine: LoadedModel) -> Card:
+    """The card of an engine's model; an empty one where none is known.
+
+    A file in the cache that cannot be read is named in a warning and left where it is.
+    """
+    like = _alike(engine)
+    if not like:
+        return Card()
+    print_ = _fingerprint(engine)
+    for path, data in like:
+        if print_ is not None and print_ in data["model"].get("fingerprints", ()):
+            return replace(Card.from_dict(data, engine.stack.num_layers, str(path)), origin=_origin(path, data))
+    path, data = like[0]
+    weights = data["model"].get("weights") or "other weights"
+    log.info("%s: its card was calibrated on %s", engine.model_name or "the model", weights)
+    origin = f"{_origin(path, data)}, calibrated on {weights}"
+    return replace(Card.from_dict(data, engine.stack.num_layers, str(path)), origin=origin, borrowed=True)
+
+
+def evidence(engine: LoadedModel) -> dict[str, Any]:
+    """What was measured of methods on the model, from the first card of it that says so; nothing where none does."""
+    return next((data["evidence"] for _, data in _alike(engine) if isinstance(data.get("evidence"), dict)), {})
+
+
+def _alike(engine: LoadedModel) -> list[tuple[Path, dict[str, Any]]]:
+    """The cards of the model, in whatever form its weights were."""
+    sizes = sizes_of(engine.stack)
+    like = [(path, data) for path, data in every() if data["model"].get("sizes") == sizes]
+    norms = norm_keys(engine.stack) if like else ()
+    return [(path, data) for path, data in like if set(norms) & set(data["model"].get("norms", ()))]
+
+
+def identity(engine: LoadedModel, weights: str = "") -> dict[str, Any]:
+    """What tells the model from others, for its card.
+
+    Args:
+        engine: the model.
+        weights: in which form the weights were, such as "Q4_1"; the dtype where it is not said.
+    """
+    print_ = _fingerprint(engine)
+    return {
+        "name": Path(engine.model_name).name,
+        "fingerprints": [] if print_ is None else [print_],
+        "norms": list(norm_keys(engine.stack)),
+        "sizes": sizes_of(engine.stack),
+        "weights": weights or str(engine.stack.dtype).removeprefix("torch."),
+    }
+
+
+def keep(data: Mapping[str, Any]) -> Path:
+    """Write a card to the user's cache, whole or not at all.
+
+    Raises:
+        ValueError: it has no key to be found by.
+        OSError: the cache cannot be written.
+    """
+    keys = [*data["model"]["fingerprints"], *data["model"]["norms"]]
+    if not keys:
+        raise ValueError("the model has neither a fingerprint nor norm vectors, so its card could not be found again")
+    folder = cached()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{keys[0]}.json"
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as file:
+        file.write(json.dumps(data) + "\n")
+    os.replace(file.name, path)
+    return path
+
+
+def sizes_of(stack: Stack) -> dict[str, int]:
+    """Layers, vocabulary, width: the same for every way in which a model is run."""
+    return {"layers": stack.num_layers, "vocab": stack.vocab_size, "hidden": _width(stack)}
+
+
+def norm_keys(stack: Stack) -> tuple[str, ...]:
+    """Hashes of the layers' norm weights as they are and less 1, as some formats store 1 + w; none without norms.
+
+    Values are rounded to bfloat16. Two models are alike where any of their keys are equal.
+    """
+    layers = [list(_norms(stack, layer)) for layer in range(stack.num_layers)]
+    if not any(layers):
+        return ()
+    return tuple(_hash([[vector - shift for vector in layer] for layer in layers]) for shift in (0.0, 1.0))
+
+
+def _norms(stack: Stack, layer: int) -> Iterator[Tensor]:
+    """The norm weights of a layer, in float32."""
+    if isinstance(stack, HFStack):
+        for module in stack.parts.layers[layer].modules():
+            weight = getattr(module, "weight", None)
+            if "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter) and weight.dim() == 1:
+                yield weight.detach().float().cpu()
+    elif isinstance(stack, PackedStack):
+        block = stack.weights.layers[layer]
+        assert is_dataclass(block)
+        for one in fields(block):
+            value = getattr(block, one.name)
+            if one.name.endswith("norm") and isinstance(value, Tensor):
+                yield value.float().cpu()
+
+
+def _hash(layers: list[list[Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for layer in layers:
+        parts = [torch.where(v.abs() < _NEAR_ZERO, torch.zeros_like(v), v).to(torch.bfloat16) for v in layer]
+        for part in sorted(bytes(part.view(torch.int16).numpy().tobytes()) for part in parts):
+            digest.update(hashlib.sha256(part).digest())
+        digest.update(b"layer")
+    return digest.hexdigest()[:16]
+
+
+def _width(stack: Stack) -> int:
+    if isinstance(stack, PackedStack):
+        return stack.shape.hidden
+    return max((len(vector) for vector in _norms(stack, 0)), default=0)
+
+
+def _fingerprint(engine: LoadedModel) -> str | None:
+    try:
+        return engine.fingerprint
+    except ValueError:  # there is nothing to read the weights from again
+        return None
+
+
+def every() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every card: the user's own first, newest first, then those that ship."""
+    own = sorted(cached().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [*own, *sorted(SHIPPED.glob("*.json"))]:
+        try:
+            data = load_json(path)
+        except ValueError as error:
+            log.warning("%s", error)
+            continue
+        if isinstance(data.get("model"), dict):
+            yield path, data
+
+
+def _origin(path: Path, data: Mapping[str, Any]) -> str:
+    where = "the card that ships with Shoal" if path.parent == SHIPPED else f"the card {path.name} in your cache"
+    return f"{where} for {data['model'].get('name', 'this model')}"

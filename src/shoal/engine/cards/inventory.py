@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from shoal import catalog
-from shoal.engine.cards import places as cards
+from shoal.engine.cards import card as cards
 from shoal.model.gguf.header import Header, Strings, read_header
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")

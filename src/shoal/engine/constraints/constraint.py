@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode.sampling import Allowed
-from shoal.engine.constraints.json_formats import known_formats
 from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched
 from shoal.engine.constraints.wind_up import Patience, Spelling, WindUp, common
 from shoal.errors import Unsupported, check_text, needs
@@ -59,6 +59,10 @@ _SAYS_NO_MORE = {"type", "title", "description", "default", "examples"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
 """Where schemas lie within a schema: by name, in a list, or one alone."""
+KNOWN_FORMATS = frozenset((
+    "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
+))
+"""Formats of JSON schemas that llguidance knows. Only these bind an answer."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,8 @@ class JsonSchema(Constraint):
         object.__setattr__(self, "wind_up", wind_up)
         check_text(json.loads(self.text), "a JSON schema")
 
+    @override
     def grammar(self) -> str:
-        """See the base class."""
         schema = known_formats(json.loads(self.text))
         if isinstance(schema, dict):
             named = schema.get("$defs", {})
@@ -119,8 +123,8 @@ class JsonSchema(Constraint):
 class Regex(Constraint):
     """Text that a regular expression matches from its first character to its last, in Rust's syntax."""
 
+    @override
     def grammar(self) -> str:
-        """See the base class."""
         from llguidance import LLMatcher
 
         made: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(self.text))
@@ -131,11 +135,11 @@ class Regex(Constraint):
 class Grammar(Constraint):
     """Text that a context-free grammar gives: Lark's notation, or GBNF, which has `::=`."""
 
+    @override
     def grammar(self) -> str:
-        """See the base class; a translation takes time, so it is made apart."""
         if _LARK.match(self.text):
             return self.text
-        try:
+        try:  # a translation takes time, so another process makes it
             return str(_trials.ask([self.text, None]))
         except NoAnswer as error:
             raise _unmet(self, str(error)) from None
@@ -171,7 +175,7 @@ def guided(field: str, value: Any) -> Constraint | Monitor:
     if not isinstance(value, str):
         raise ValueError(f"{field} is {reprlib.repr(value)}; it must be text")
     if field == "guided_members":
-        from shoal.engine.constraints.members import PythonMembers
+        from shoal.engine.constraints.monitor import PythonMembers
 
         if value != "python":
             raise ValueError(f'{field} is {value!r}; it must be "python"')
@@ -393,16 +397,18 @@ class Mask(Allowed):
             raise _unmet(self._wanted, self._matcher.get_error() or "NoExtension")
         return mask
 
+    @override
     def lets(self, tokens: Sequence[int], token: int) -> bool:
-        """See the base class. A mask takes a walk over all tokens, on memory gone cold beside a model: one does not."""
+        # a mask walks over all tokens, whose memory has gone cold beside a model; one token does not
         if token in self._eos or not self._move(tokens) or self._mask is not None:
             return super().lets(tokens, token)
         if not self._matcher.validate_tokens([token]):
             return False
         return self._end is None or not self._end.near(tokens) or self._end.lets(self._all(), token)
 
+    @override
     def sole(self, tokens: Sequence[int]) -> int | None:
-        """See the base class. Where no byte is settled, and the text may not end, there are several."""
+        # where no byte is settled, and the text may not end, several tokens may follow
         if self._move(tokens) and not self._matcher.is_stopped() and not self._matcher.compute_ff_bytes():
             return None
         return super().sole(tokens)
@@ -427,3 +433,22 @@ class Mask(Allowed):
             read.append(token)
         self._mask = None
         return True
+
+
+def known_formats(schema: Any) -> Any:
+    """The schema without formats that bind nothing.
+
+    JSON Schema 2020-12 says so of `format` (validation, section 7): what a reader does not know is an annotation.
+    """
+    if isinstance(schema, list):
+        return [known_formats(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {word: _known_inside(word, inner) for word, inner in schema.items()
+            if word != "format" or (isinstance(inner, str) and inner in KNOWN_FORMATS)}
+
+
+def _known_inside(word: str, inner: Any) -> Any:
+    if word in _NAMED | {"dependentSchemas"} and isinstance(inner, dict):
+        return {name: known_formats(one) for name, one in inner.items()}
+    return inner if word in ("enum", "const", "default", "examples", "example") else known_formats(inner)

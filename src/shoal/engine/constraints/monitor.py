@@ -6,6 +6,8 @@ it is a law of the text, so that a token that holds the mark, or ends the word a
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import re
 import threading
 import time
@@ -13,15 +15,19 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode.sampling import Allowed, NotYet
-from shoal.errors import Unsupported
+from shoal.errors import Unsupported, needs
+from shoal.sandbox.helper import Helpers, NoAnswer
 
 _WORD = rb"[\w\x80-\xff]*"
 """Bytes of a word: those of identifiers, every other character than ASCII's among them."""
@@ -211,30 +217,31 @@ class Watched(Allowed):
             self._last = text, torch.from_numpy(self._mask(text))
         return self._last[1]
 
+    @override
     def awaited(self, tokens: Sequence[int]) -> Future[Any] | None:
-        """See the base class; a failure is found where the mask is needed."""
         try:
             self(tokens)
         except NotYet as not_yet:
             return not_yet.answer
-        except Unsupported:
+        except Unsupported:  # the call that needs the mask raises it again
             pass
         return None
 
+    @override
     def lets(self, tokens: Sequence[int], token: int) -> bool:
-        """See the base class: asks about the marks of one token alone."""
         text = self._text(tokens)
         opened = self._opened(text)
         if opened is not None and not self._vocabulary.goes_on(token, *opened):
             return False
+        # only the marks of this token are asked about
         found = ((self._known(text + head), word, ended) for head, word, ended in self._vocabulary.words(token))
         return all(words is None or words.lets(word, ended) for words, word, ended in found)
 
+    @override
     def sole(self, tokens: Sequence[int]) -> int | None:
-        """See the base class. Where no word is open there are several; what is being asked is not known either."""
-        try:
+        try:  # several tokens may follow where no word is open
             return None if self._opened(self._text(tokens)) is None else super().sole(tokens)
-        except NotYet:
+        except NotYet:  # the answer is still on its way
             return None
 
     def _text(self, tokens: Sequence[int]) -> bytes:
@@ -297,3 +304,78 @@ def _is_word(value: Any) -> bool:
 
 def _failed(monitor: Monitor, why: str) -> Unsupported:
     return Unsupported(f"the monitor {monitor.text}", why, "Give it more `seconds`, or leave it out")
+
+
+_jedi = Helpers("shoal.engine.constraints.jedi_process", seconds=None, memory=None, at_once=4)
+_ROOT = re.compile(r"(?<![\w.)\]}'\"])([^\W\d]\w*)(?:\.\w+)*\Z")
+_CLOSED = re.compile(r"([)\]}'\"])(?:\.\w+)*\Z")
+_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
+_DEFINES = re.compile(r"\s*(?:[\w.]+\s*,\s*)*(?:self|cls)\Z")
+"""What makes an attribute, and need not be one yet."""
+_PAIR = re.compile(r"(?<!\w)\d*([^\W\d]\w*) +(?=([^\W\d]\w*))")
+_BETWEEN = {*keyword.kwlist, *keyword.softkwlist}
+_OPEN_TEXT = re.compile("['\"#]")
+_OPENS = {")": "(", "]": "[", "}": "{"}
+
+
+@dataclass(frozen=True)
+class PythonMembers(Monitor):
+    """Python code in which only members follow a dot, as far as jedi knows what stands before the dot.
+
+    The text is prompt and answer. Where it has fences of Markdown, only what stands within them is bound. Strings,
+    comments, lines that are no Python, and `self.` where it may define an attribute stay free.
+
+    Attributes:
+        folder: where the code lies, so that its own imports are found beside installed modules; empty for none. No
+            path that the text names is followed.
+        seconds: see `Monitor`. The start of jedi's process does not count.
+
+    Raises:
+        Unsupported: jedi is not installed, or there is no such folder.
+        ValueError: `seconds` is not above 0.
+    """
+
+    keeps_time: ClassVar[bool] = True
+
+    folder: str = ""
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.folder and not Path(self.folder).is_dir():
+            raise Unsupported(f"PythonMembers({self.folder!r})", "there is no such folder", "Give one, or leave it out")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds is {self.seconds!r}; it must be above 0")
+        with needs("constraints", "PythonMembers"):
+            import jedi  # noqa: F401
+
+    @override
+    def watches(self, text: str) -> bool:
+        # jedi cannot know a name that is no builtin and has not come before in the text
+        code = _code(text)
+        line = code[code.rfind("\n") + 1 : -1]
+        bare = _TEXT.sub("", line)
+        if _DEFINES.match(line) or _OPEN_TEXT.search(bare) or any(map(_BETWEEN.isdisjoint, _PAIR.findall(bare))):
+            return False
+        if (root := _ROOT.search(line)) is not None:
+            before = code[: len(code) - 1 - len(line) + root.start()]
+            return root[1] in before or hasattr(builtins, root[1])
+        closed = _CLOSED.search(line)
+        return closed is not None and code.count(_OPENS.get(closed[1], "")) >= code.count(closed[1])
+
+    @override
+    def follows(self, text: str) -> Collection[str] | None:
+        # RuntimeError: jedi's process dies, does not start, or takes too long
+        folder = str(Path(self.folder).absolute()) if self.folder else ""
+        try:
+            members: list[str] | None = _jedi.ask([_code(text), folder], self.seconds)
+        except NoAnswer as error:
+            raise RuntimeError(f"jedi has no answer: {error}") from error
+        return members
+
+
+def _code(text: str) -> str:
+    """The Python in a text: all of it, or what stands behind the last fence if that is open."""
+    parts = text.split("```")
+    if len(parts) == 1:
+        return text
+    return parts[-1].partition("\n")[2] if len(parts) % 2 == 0 else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.decode.ledger import Clock
 from shoal.decode.row import Row
-from shoal.engine.scheduling.result import result_of
+from shoal.engine.scheduling.stream import result_of
 from shoal.types import ModelInfo, Result, Step
 
 if TYPE_CHECKING:

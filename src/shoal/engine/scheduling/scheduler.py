@@ -24,9 +24,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory.amounts import free
 from shoal.engine.memory.memory_limit import beside_kv
 from shoal.engine.request import Request, prompt_ids
-from shoal.engine.scheduling.admission import ContinuousBatching, Policy
-from shoal.engine.scheduling.batches import Batches
-from shoal.engine.scheduling.recipes import Recipes
+from shoal.engine.scheduling.batching import Batches, ContinuousBatching, Policy, Recipes
 from shoal.engine.scheduling.request_handle import Deliver, Item, RequestHandle, ScheduledRow
 from shoal.engine.scheduling.worker import WorkerThread
 from shoal.errors import Closed, Interrupted, QueueFull, Unsupported

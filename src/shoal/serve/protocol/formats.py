@@ -40,7 +40,7 @@ def constraint_of(body: Body) -> Constraint | Monitor | None:
 
 def in_folder(constraint: Any, folder: str) -> Any:
     """The constraint; one on members gets the operator's folder of modules, if there is one."""
-    from shoal.engine.constraints.members import PythonMembers
+    from shoal.engine.constraints.monitor import PythonMembers
 
     return replace(constraint, folder=folder) if folder and isinstance(constraint, PythonMembers) else constraint
 

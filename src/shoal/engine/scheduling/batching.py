@@ -1,0 +1,163 @@
+"""Which requests decode together.
+
+A policy says when waiting rows may join those under way: at once, or in waves that share their step indices. Rows of
+one loop share forwards, so each loop has a batch. Rows with one proposer draft together, so equal requests share their
+recipe.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
+
+from shoal.decode import loop
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.engine.engine import Engine
+from shoal.errors import unknown
+from shoal.methods import make
+
+if TYPE_CHECKING:
+    from shoal.decode.prefixes import Prefixes
+    from shoal.decode.recipe import Loop
+    from shoal.model.stack import Stack
+_KEPT = 64
+"""Recipes of the last requests that are kept."""
+POLICIES = ("join", "waves")
+
+
+class Policy(Protocol):
+    """Says when rows join. Their order is first come, first served, and memory is counted elsewhere."""
+
+    def admits(self, running: Sequence[Row], waited: float) -> bool:
+        """Whether the row that has waited longest, for `waited` seconds, may join those that run."""
+        ...
+
+    def holds(self, running: Sequence[Row]) -> bool:
+        """Whether rows that could decode wait for the others to read their prompts."""
+        ...
+
+
+class ContinuousBatching(Policy):
+    """Rows join as soon as there is room, so they wait least.
+
+    A layer's weights are read for all rows if one row runs it. So rows of different ages undo each other's savings
+    where decoding is bound by memory.
+    """
+
+    @override
+    def admits(self, running: Sequence[Row], waited: float) -> bool:
+        return True
+
+    @override
+    def holds(self, running: Sequence[Row]) -> bool:
+        return False
+
+
+class GangBatching(Policy):
+    """Rows wait until those under way have ended, and start together, so all are at the same step and depth.
+
+    Args:
+        patience: seconds after which a waiting row joins all the same.
+    """
+
+    def __init__(self, patience: float = math.inf) -> None:
+        if not patience >= 0:
+            raise ValueError(f"patience is {patience}; it must be >= 0 seconds")
+        self._patience = patience
+
+    @override
+    def admits(self, running: Sequence[Row], waited: float) -> bool:
+        # while no row has gone on after its first token
+        return not _under_way(running) or waited >= self._patience
+
+    @override
+    def holds(self, running: Sequence[Row]) -> bool:
+        # until the whole wave has read its prompts; a late row holds up no other
+        return not _under_way(running)
+
+
+def policy(name: str, patience: float = math.inf) -> Policy:
+    """The policy of that name; ValueError for an unknown name or a negative patience."""
+    if name not in POLICIES:
+        raise unknown("admission policy", name, POLICIES)
+    waves = GangBatching(patience)  # checks patience under both names
+    return waves if name == "waves" else ContinuousBatching()
+
+
+def _under_way(running: Sequence[Row]) -> bool:
+    return any(row.emitted > 1 for row in running)
+
+
+class Batches:
+    """The batches of a scheduler. The plain one is always there, another one as long as it has rows.
+
+    Args:
+        stack: the model.
+        prefixes: where what rows have stored is kept for later ones.
+
+    Attributes:
+        plain: the batch of rows without a loop of their own.
+    """
+
+    def __init__(self, stack: Stack, prefixes: Prefixes) -> None:
+        self._stack, self._prefixes = stack, prefixes
+        self.plain = loop.begin(None, stack, prefixes=prefixes)
+        self._all: list[tuple[Loop | None, loop.RowBatch]] = [(None, self.plain)]
+
+    def __iter__(self) -> Iterator[loop.RowBatch]:
+        """The batches that there are now."""
+        return iter([batch for _, batch in self._all])
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows under way, of all batches."""
+        return [row for batch in self for row in batch.rows]
+
+    def of(self, row: Row) -> loop.RowBatch:
+        """The batch in which a row decodes; a new one if its loop has none yet."""
+        for known, batch in self._all:
+            if known == row.recipe.loop:
+                return batch
+        self._all.append((row.recipe.loop, loop.begin(row.recipe.loop, self._stack, prefixes=self._prefixes)))
+        return self._all[-1][1]
+
+    def drop(self, batch: loop.RowBatch) -> None:
+        """Give up a batch that is in no known state; the plain one begins anew."""
+        if batch is self.plain:
+            self.plain = loop.begin(None, self._stack, prefixes=self._prefixes)
+        self._all = [(None, self.plain), *(pair for pair in self._all if pair[0] is not None and pair[1] is not batch)]
+
+    def tidy(self) -> None:
+        """Give up batches that have no rows."""
+        self._all = [pair for pair in self._all if pair[0] is None or pair[1].rows]
+
+
+class Recipes:
+    """The recipes of the last requests, so that equal requests share theirs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Any, Recipe] = OrderedDict()
+
+    def of(self, method: Any, max_new_tokens: int) -> Recipe:
+        """The method's recipe for a request of that length; ValueError as by `Engine.recipe`."""
+        one = make(method)
+        key = (one, max_new_tokens)
+        try:
+            hash(key)
+        except TypeError:  # an option holds an object that is not hashable
+            return self._engine.recipe(one, max_new_tokens)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._engine.recipe(one, max_new_tokens)
+            self._known.move_to_end(key)
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+            return self._known[key]
