@@ -252,7 +252,7 @@ class Engine:
             log.warning(words)
 
     def _meter(self, name: str, recipe: Recipe) -> Meter | None:
-        """Who says that a method loses time by guessing, unless it sees to that itself."""
+        """The meter that warns of a method that loses time by guessing; None where the method measures itself."""
         if not recipe.scratch or recipe.self_metered:
             return None
         return self._meters.setdefault(name, Meter(name, self._say_once))
@@ -320,7 +320,7 @@ class Engine:
         return KVCache(self.stack.windows, len(rows), reserve)
 
     def cut_head(self, ids: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        """See `Stack.cut_head`; the last one made is kept for the next request."""
+        """Logits of the ids alone, as `Stack.cut_head` gives them; the last head is kept for the next request."""
         if self._cut is None or self._cut[0] != ids:
             self._cut = ids, self.stack.cut_head(ids)
         return self._cut[1]

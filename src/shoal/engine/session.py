@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """See `Engine.session`.
+    """A chat with one model; made by `Engine.session`.
 
     Attributes:
         messages: the conversation so far, in the format of chat templates.
@@ -70,7 +70,7 @@ class Session:
         return Stream(self._engine, rows, self._cache, release=False)
 
     def _rewind(self, ids: Sequence[int]) -> None:
-        """Keep of the cache what `ids` begins with, less what is shallow; the last token is always run."""
+        """Keep of the cache what `ids` begins with, less what is shallow. The last token is always run."""
         common = 0
         while common < min(len(self._cached), len(ids) - 1) and self._cached[common] == ids[common]:
             common += 1
@@ -78,7 +78,7 @@ class Session:
         del self._cached[kept:]
 
     def keep(self, messages: list[dict[str, str]], answer: str, tokens: Sequence[int]) -> None:
-        """Take over what a turn brought: the conversation, and which tokens the cache now holds."""
+        """Take over a turn: the conversation, and the tokens that the cache now holds."""
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         self._cached = list(tokens[: self._cache.positions[0]])
 

@@ -1,7 +1,7 @@
 """How far a model's next-token distribution moves when tokens after the prompt run fewer layers: KL against all layers.
 
-Teacher-forced: the prompt runs every layer and is read once per text; the tokens of the answer are judged in one
-forward. What is left out is compared with the full model's own distribution, so a text needs no right answer.
+Teacher-forced: the prompt runs every layer and is read once per text, and one forward judges the answer's tokens. The
+shallow distribution is compared with the full model's own, so a text needs no right answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack, Start
 
 Text = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt, and of what follows it: at least two."""
+"""Token ids of a prompt, and at least two of its answer."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class DivergenceSums:
 
     Attributes:
         kl: sum of KL(full || shallow) in nats.
-        agreed: tokens whose likeliest successor is the full model's.
+        agreed: tokens at which the argmax is the full model's.
         tokens: how many were judged.
     """
 
@@ -35,7 +35,7 @@ class DivergenceSums:
     tokens: int = 0
 
     def add(self, other: DivergenceSums) -> None:
-        """Count another text in."""
+        """Add the sums of another text."""
         self.kl, self.agreed, self.tokens = self.kl + other.kl, self.agreed + other.agreed, self.tokens + other.tokens
 
     @property
@@ -56,7 +56,7 @@ class Judged:
     Args:
         stack: the model.
         text: prompt and answer; the first token of the answer comes from the prompt and is not judged.
-        every: of the answer's tokens every so many-th is judged, which spares most of the LM head.
+        every: one token of the answer in this many is judged, which saves most of the LM head.
     """
 
     stack: Stack
@@ -82,7 +82,7 @@ class Judged:
         return len(self._truth)
 
     def without(self, layer: int) -> DivergenceSums:
-        """All tokens without one layer; what lies below it is not run again."""
+        """All tokens without one layer. The layers below it are not run again."""
         return self._judge(self._full, Start(layer + 1, self._states[layer]))
 
     def under(self, plan: DepthPlan) -> DivergenceSums:

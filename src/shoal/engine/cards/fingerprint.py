@@ -1,7 +1,7 @@
-"""Tell models apart: a hash of weights that is the same for every precision in which a checkpoint is loaded.
+"""A model's fingerprint: a hash of its weights that is the same for every precision in which a checkpoint is loaded.
 
-Of each tensor name, shape and a few values enter, so that a large model takes no longer than a small one. A model is
-read from its files where it has some, since loading may rename tensors.
+Name, shape and a few values of each tensor enter, so a large model takes no longer than a small one. A model is read
+from its files where it has some, since loading may rename tensors.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.request import chat_ids, prompt_ids
 from shoal.methods.d3 import D3
 
+log = logging.getLogger(__name__)
+
 _LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Mean numbers of layers left out at which the model's tolerance is measured, gentlest first."""
 _ANSWERING = 0.3
@@ -59,7 +61,6 @@ BEGUN = (
     "Photosynthesis is the process by which plants",
     "The first season of the series was broadcast in the autumn of",
 )
-log = logging.getLogger(__name__)
 
 
 class OutOfTime(ValueError):
@@ -72,9 +73,9 @@ class Effort:
 
     Attributes:
         seconds: end then, with what there is; None for no limit.
-        tokens: tokens of answers to judge, about.
+        tokens: about how many tokens of answers are judged.
         answer: the longest answer.
-        every: of the tokens every so many-th is judged.
+        every: one token in this many is judged.
     """
 
     seconds: float | None = 60.0
@@ -136,7 +137,7 @@ def measure_card(
         "layer_scores": {"leave_one_out": _rounded(found.scores()), "influence": _rounded(found.influence())},
         "agreement": _rounded(part.agreement for part in found.without),
         "bears": {"kl": BEARABLE, "mean_layers": bearable(layers, curve) if curve else None, "curve": curve},
-        "bytes": _bytes(engine),
+        "bytes": {"head_layers": round(engine.stack.head_layers, 3)},  # of the model's shape, not of a machine
         "measured": {"score": "KL in nats per token without the layer, teacher-forced", "texts": found.texts,
                      "tokens": found.without[0].tokens, "source": source, **_circumstances(engine)},
     }
@@ -169,7 +170,7 @@ class _LayerSums:
 def _layers(
     engine: Engine, texts: Sequence[Text], effort: Effort, found: _LayerSums, wanted: Callable[[], bool], bar: Any
 ) -> None:
-    """Leave each layer out, text after text, until there are enough tokens or no time is left; whole texts count."""
+    """Leave each layer out, text after text, until tokens suffice or time is up. Only whole texts count."""
     layers = engine.stack.num_layers
     goal = min(effort.tokens, sum(len(answer) - 1 for _, answer in texts))
     for text in texts:
@@ -194,7 +195,7 @@ def _layers(
 def _curve(
     engine: Engine, texts: Sequence[Text], effort: Effort, order: tuple[int, ...], wanted: Callable[[], bool], bar: Any
 ) -> list[list[float]]:
-    """[mean depth, KL, agreement] of D3 in this order, deepest first, up to where it is more than the model bears."""
+    """[mean depth, KL, agreement] of D3 in this order, deepest first, until KL exceeds what the model bears."""
     layers, core = engine.stack.num_layers, default_core(engine.stack.num_layers)
     removal = tuple(layer for layer in order if layer in core.flex(layers))
     shortest = min(len(answer) for _, answer in texts)
@@ -208,7 +209,7 @@ def _curve(
         for mean in list(sums):
             plan = engine.recipe(D3(mean=mean, order=removal, horizon=tokens), tokens).plan
             sums[mean].add(judged.under(plan))
-            depths[mean] = plan.mean_depth(tokens)  # floors make it a little more than what was asked for
+            depths[mean] = plan.mean_depth(tokens)  # floors make it a little more than `mean`
             if sums[mean].mean > 2 * BEARABLE:  # the deeper cuts are worse still
                 sums = {kept: part for kept, part in sums.items() if kept >= mean}
                 break
@@ -221,11 +222,6 @@ def _rounded(values: Any) -> list[float]:
     return [round(float(value), 5) for value in values]
 
 
-def _bytes(engine: Engine) -> dict[str, float]:
-    """What the parts of a step read, in layers: a property of the model's shape, not of a machine."""
-    return {"head_layers": round(engine.stack.head_layers, 3)}
-
-
 def _circumstances(engine: Engine) -> dict[str, Any]:
     dtype = str(engine.stack.dtype).removeprefix("torch.")
     return {"dtype": dtype, "machine": platform.machine(), "torch": torch.__version__,
@@ -235,7 +231,7 @@ def _circumstances(engine: Engine) -> dict[str, Any]:
 def quick_card(
     engine: Engine, *, seconds: float = 60.0, keep: bool = True, progress: bool | None = None
 ) -> Card:
-    """Measure an engine's layers on a few answers of its own, use the result, and keep it for the next time.
+    """Measure an engine's layers on a few of its own answers, use the result, and keep it for the next time.
 
     Takes about `seconds`; the removal order and D3's default depth then follow from it.
 
@@ -273,13 +269,13 @@ def asked(engine: Engine, questions: Sequence[str] = ASKED, begun: Sequence[str]
 def answered(
     engine: Engine, prompts: Sequence[list[int]], new_tokens: int, seconds: float | None = None, together: int = 8
 ) -> list[Text]:
-    """What the model says to each prompt: greedy where it chats, else drawn with a fixed seed, as bare models go round.
+    """The model's answer to each prompt: greedy if it chats, else drawn with a fixed seed, since base models repeat.
 
     Args:
         engine: the model.
         prompts: token ids.
         new_tokens: the longest answer.
-        seconds: break off then and return what there is, as far as it goes.
+        seconds: stop then and return what there is; None for no limit.
         together: prompts decoded at once.
     """
     texts: list[Text] = []

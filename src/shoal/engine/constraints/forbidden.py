@@ -1,7 +1,7 @@
-"""What a request forbids in its answer, as logits processors of a row: tokens, words, and an early end.
+"""What a request forbids in its answer, as logits processors of a row: tokens, texts, and an early end.
 
-A forbidden token loses so much of its score that it is never drawn while another one may come. Where a constraint lets
-nothing else through, the constraint has its way: an answer in the wrong words is of more use than none.
+A forbidden token loses so much of its score that it is never drawn while another one may come. A constraint that allows
+nothing else goes before it: an answer with forbidden words is of more use than none.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 NEVER = -1e5
-"""Added to the score of what is forbidden: beyond any logit, and small enough for float32 to keep logits apart."""
+"""Added to forbidden scores: larger than any logit, and small enough for float32 to keep logits apart."""
 
 
 class Forbidden:
-    """A logits processor, see `shoal.decode.sampling.LogitsProcessor`, of one row.
+    """A logits processor of one row; see `shoal.decode.sampling.LogitsProcessor`.
 
     Args:
         start: tokens of the row's prompt.
-        sequences: token ids that must not come in this order, however they are spread over prompt and answer.
+        sequences: token ids that must not come in this order; their beginning may lie in the prompt.
         only: the ids that may come; None for all.
         ends: ids that must not come before `least` tokens were generated.
         least: see `ends`.
@@ -54,13 +54,13 @@ class Forbidden:
         return scores + lost
 
     def _ending(self, ids: Tensor) -> list[int]:
-        """Last tokens of sequences whose others have just come."""
+        """Last tokens of sequences whose other tokens have just come."""
         likely = self._after.get(int(ids[0, -1]), ()) if self._after and ids.shape[1] else ()
         return [last for before, last in likely if ids[0, -len(before) :].tolist() == list(before)]
 
 
 def spelled(words: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
-    """The words as the tokenizer spells them within a text: with and without a space before.
+    """The words as the tokenizer spells them within a text, with and without a space before.
 
     Raises:
         ValueError: there is no tokenizer, or it has no tokens for a word.
@@ -79,7 +79,7 @@ def spelled(words: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
 def forbidden(
     words: Sequence[str], only: Sequence[int] | None, least: int, ends: frozenset[int], tokenizer: Any
 ) -> Callable[[int], tuple[Forbidden, ...]]:
-    """Makes a row's processors, given the tokens of its prompt; none where nothing is forbidden.
+    """A function from the number of a prompt's tokens to its row's processors; none where nothing is forbidden.
 
     Args:
         words: see `spelled`.

@@ -1,7 +1,7 @@
-"""Grammars are compiled in a process of their own first: llguidance bounds most of its work, but not how deep it goes.
+"""Compiles grammars in a process of its own first: llguidance bounds most of its work, but not how deep it recurses.
 
-A chain of a few thousand rules or references overflows the stack, which ends the process that it happens in. What this
-one compiles on a small stack and in limited time, another one compiles without harm. Imports no torch.
+A chain of a few thousand rules or references overflows the stack, which ends the process. A grammar that compiles here,
+on a small stack and in limited time, compiles safely in any other process. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from shoal.sandbox.helper import NoAnswer
 _STACK = 1 << 20
 """Bytes, where threads of this system have at least twice as many."""
 _OPTIONS = '\n%llguidance {"no_forcing": true}'
-"""Else only the tokens into which the tokenizer would cut settled text are let through, which is another law."""
+"""Else only the tokenizer's own cut of settled text is allowed, which changes the distribution."""
 _FUEL, _ITEMS, _STATES = 3_000_000, 200_000, 100_000
-"""Work of llguidance for all of a grammar, in its own measure; choices that stand open at once, and states of its
-lexer, of which each takes a kilobyte or two. Objects of thousands of properties need more than it has by itself."""
+"""Work of llguidance for a whole grammar, in its own unit; alternatives that are open at once; states of its lexer, a
+kilobyte or two each. Objects of thousands of properties need more than its defaults."""
 
 
 def matcher_of(words: Any, lark: str) -> Any:
@@ -37,16 +37,16 @@ def matcher_of(words: Any, lark: str) -> Any:
 
 
 def stand_in(words: Any, size: int, eos: frozenset[int]) -> list[Any]:
-    """What of a model's vocabulary a trial is given: its size, ends of sequence, and special tokens with their texts.
+    """A small stand-in for a model's vocabulary: its size, ends of sequence, and special tokens with their texts.
 
-    Grammars name no other tokens; the rest is read byte by byte there, which takes less time than a vocabulary.
+    Grammars name no other tokens. A trial reads the rest byte by byte, which takes less time than a vocabulary.
     """
     special = [token for token in range(size) if token in eos or words.is_special_token(token)]
     return [size, sorted(eos), [[token, words.decode_bytes([token]).decode("latin-1")] for token in special]]
 
 
 def answer(question: tuple[str, list[Any] | None]) -> str | None:
-    """The work of a helper's process: a grammar in Lark's notation, or nothing where one can be compiled.
+    """The work of a helper's process: translate a grammar to Lark's notation, or compile one, which returns None.
 
     Args:
         question: a grammar that may be GBNF, and None; or one in Lark's notation, and the stand-in for the vocabulary.
@@ -80,7 +80,7 @@ def _translated(grammar: str) -> str:
         return str(any_to_lark(grammar))
     except (MemoryError, RecursionError):
         raise
-    except Exception as error:  # it raises what it likes
+    except Exception as error:  # it raises errors of any type
         raise NoAnswer(str(error)) from None
 
 
@@ -114,5 +114,5 @@ class _Texts:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos
 
     def __call__(self, text: str) -> list[int]:
-        """Nobody asks: settled text is not forced."""
+        """Unused, since settled text is not forced."""
         return []

@@ -1,7 +1,7 @@
-"""The work of a helper's process: jedi's, apart, since it may hang and loads compiled modules.
+"""Runs jedi in a helper's process of its own, since jedi may hang and loads compiled modules.
 
-The code may be a stranger's. jedi runs none of it, but would follow the paths that it adds to `sys.path`; here it may
-read what is installed and what lies in the folder, nothing else, and take so much memory and no more.
+The code may be a stranger's. jedi runs none of it, but would follow the paths that the code adds to `sys.path`. Here it
+may read only what is installed and what lies in the folder, and its memory is limited.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jedi.inference import sys_path
 _MEMORY = 2 << 30
 """Most bytes of the process's own memory."""
 _NOWHERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "none")
-"""The folder of code that has none: there is nothing."""
+"""Stands for the folder of code that has none. It does not exist."""
 _READS = frozenset(("open", "os.listdir", "os.scandir"))
 _ACTS = frozenset(("os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "os.system", "socket.connect",
                    "subprocess.Popen"))
-"""What goes on in Python, by the names of its audit events."""
+"""Names of Python's audit events."""
 
 
 class Wall:
-    """What may be read; an audit hook, which refuses the rest.
+    """An audit hook that refuses to read anything but some folders.
 
     Args:
         places: folders that may be read at any time.
@@ -41,7 +41,7 @@ class Wall:
         self.folder = ""
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        """Refuse what lies outside; PermissionError."""
+        """Raise PermissionError for what lies outside."""
         if event in _ACTS:
             raise PermissionError(f"{event} is not for a text to ask for")
         if event in _READS and args and isinstance(args[0], str | bytes | os.PathLike):
@@ -68,13 +68,13 @@ def answer(question: tuple[str, str]) -> list[str] | None:
     try:
         script = jedi.Script(code, project=project, environment=environment)
         return sorted({one.name for one in script.complete() if one.type not in ("keyword", "path")})
-    except Exception:  # jedi raises what it likes about code that it does not understand
+    except Exception:  # jedi raises errors of any type for code that it does not understand
         return None
 
 
 @cache
 def _walled_in() -> tuple[Any, Wall]:
-    """What jedi takes for the user's Python, and the wall that stands around this process from now on."""
+    """The environment that jedi takes for the user's Python, and the hook that guards this process from now on."""
     sys_path.check_sys_path_modifications = lambda module_context: []
     environment = jedi.InterpreterEnvironment()
     wall = Wall([*environment.get_sys_path(), *sys.path, sys.prefix, sys.base_prefix, jedi.settings.cache_directory,
@@ -85,7 +85,7 @@ def _walled_in() -> tuple[Any, Wall]:
 
 
 def _limit_memory() -> None:
-    """A text can make jedi add up ever longer strings."""
+    """Limit the memory, since a text can make jedi build ever longer strings."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,9 +1,10 @@
-"""How a bound text comes to its end before a limit cuts it: a way to the end is known behind every token.
+"""Brings a constrained text to its end before a length limit cuts it: behind every token a way to the end is known.
 
-The way is found by trying characters, those first that close JSON, so it is short and need not be the shortest. Once it
-takes nearly all the tokens that are left, a token may come if such a way still fits behind it: strings go on and are
-closed, and nothing is opened for which there is no room. What is allowed depends on the text and the limit alone, but
-under a constraint for which looking takes so long that others would wait: no answer to that is wound up any more.
+The way is found by trying characters, first those that close JSON. So it is short, but need not be the shortest. Once
+the way takes nearly all the tokens that are left, a token may come only if such a way still fits behind it: strings go
+on and are closed, and nothing is opened for which there is no room. What is allowed depends on the text and the limit
+alone. The exception is a constraint under which the search takes so long that others would wait: from then on no answer
+under that constraint is led to its end.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from torch import Tensor
 
 Asked = TypeVar("Asked")
 _MANY = 256
-"""More allowed tokens than that are those of free text."""
+"""More allowed tokens than this mean free text."""
 _SAMPLES = 8
-"""So many of them, from first to last, speak for all that are plain text."""
+"""Plain-text tokens, evenly spaced, that are checked for all of them."""
 _LONGEST = 600
-"""Steps after which no way is looked for any further."""
+"""Most steps of a search for a way."""
 _PAUSE = 32
-"""Where none was found that fits, it is looked for again at every token whose number this divides."""
+"""Where no way fits, the search is repeated at every token whose number this divides."""
 _HEAD = 16
-"""Characters of a way that are tried before all of them are."""
+"""Characters of a way that are tried before the whole."""
 _CHARACTER = 3
-"""Most tokens that finish a character of which one holds the first byte."""
+"""Most tokens that complete a character after its first byte."""
 
 _PRINTABLE = "".join(map(chr, range(32, 127)))
 _INSIDE, _OUTSIDE = '"a0' + _PRINTABLE, '}]0ntf"[{,:' + _PRINTABLE
@@ -51,8 +52,8 @@ class Spelling:
 
     Attributes:
         lengths: bytes of each token.
-        plain: bool [V], tokens that are text within a JSON string and nothing else.
-        partial: the same of those that begin or end within a character.
+        plain: bool [V], tokens that can only be text within a JSON string.
+        partial: bool [V], the same for tokens that begin or end within a character.
         singles: the token of each printable character that has one.
     """
 
@@ -76,8 +77,8 @@ class _Way(NamedTuple):
 
     Attributes:
         text: what would follow.
-        cost: tokens of that and of an end of sequence.
-        open: whether it does follow; else it did some tokens before, as in the middle of a character.
+        cost: tokens of the text and of an end of sequence.
+        open: whether it follows now; else it did some tokens ago, as within a character.
     """
 
     text: str
@@ -87,11 +88,11 @@ class _Way(NamedTuple):
 
 @dataclass
 class Patience:
-    """What looking for ways takes under one constraint, shared by all rows that it binds.
+    """The time that searches may take under one constraint, shared by all its rows.
 
     Attributes:
-        seconds: of computing time that one question may take.
-        over: whether one took longer, so that nobody looks any more.
+        seconds: of computing time for one question.
+        over: whether one took longer, so that no search is made any more.
     """
 
     seconds: float = 0.1
@@ -99,19 +100,19 @@ class Patience:
 
 
 class _TooLong(Exception):
-    """A question took more than it may."""
+    """A question took more time than it may."""
 
 
 class WindUp:
-    """Leads one row's text to its end within a limit.
+    """Brings one row's text to its end within a limit.
 
     Args:
         matcher: of the constraint, at its beginning; it is not moved.
         patience: of the constraint.
         spelling: of the model's tokens.
         limit: most tokens of the answer, its end of sequence included.
-        reserve: tokens are looked at once no more than that are left beside the way to the end; at least what one
-            token can add to it.
+        reserve: tokens are checked once at most this many are left beside the way to the end. At least what one token
+            can add to the way.
     """
 
     def __init__(self, matcher: Any, patience: Patience, spelling: Spelling, limit: int, reserve: int) -> None:
@@ -127,7 +128,7 @@ class WindUp:
         return self._asked(lambda: self._near(tokens), False)
 
     def narrowed(self, mask: Tensor) -> Tensor:
-        """What of a mask, bool [V], leaves room for an end, behind the tokens last asked of."""
+        """The part of a mask, bool [V], that leaves room for an end, behind the tokens of the last `near`."""
         return self._asked(lambda: self._narrowed(mask), mask)
 
     def lets(self, mask: Tensor, token: int) -> bool:
@@ -149,7 +150,7 @@ class WindUp:
         return bool(kept[token]) or (token in others and self._fits(token))
 
     def _asked(self, answer: Callable[[], Asked], otherwise: Asked) -> Asked:
-        """The answer to a question; `otherwise` where that, or the one to another before it, took too long."""
+        """The answer to a question; `otherwise` where this or an earlier question took too long."""
         self._until = time.thread_time() + self._patience.seconds
         try:
             self._check()
@@ -159,7 +160,7 @@ class WindUp:
             return otherwise
 
     def _check(self) -> None:
-        """Called again and again by what takes long."""
+        """Raise `_TooLong` once the time is up; called within long searches."""
         if self._patience.over or time.thread_time() > self._until:
             raise _TooLong
 
@@ -173,7 +174,7 @@ class WindUp:
         return self._limit - len(self._read)
 
     def _sorted(self, mask: Tensor) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """What may come, bool [V], and ids that are to be looked at one by one."""
+        """Tokens that may come, bool [V], and ids that must be checked one by one."""
         kept, others = np.zeros(len(mask), bool), np.flatnonzero(mask.numpy())
         if len(others) > _MANY:
             plain, partial = self._spelling.plain[others], self._spelling.partial[others]
@@ -198,7 +199,7 @@ class WindUp:
         return way is not None and way.cost < self._left
 
     def _goes_on(self, token: int) -> bool | None:
-        """Whether there is room for what is left of the way behind one more token; None where none of it follows."""
+        """Whether the rest of the way has room behind one more token; None where no part of it follows."""
         for start in range(min(self._spelling.lengths[token], len(self._ways[-1].text)), -1, -1):
             rest = self._rest(start)
             if self._follows(self._matcher, [token, *rest]):
@@ -226,9 +227,9 @@ class WindUp:
         self._rests.clear()
 
     def _next(self, token: int) -> _Way:
-        """What is left of the way behind a new token, or a new one where that does not follow or takes too long.
+        """The rest of the way behind a new token, or a new way where the rest does not follow or is too long.
 
-        Where it had no room before, or was lost for longer than a character, that is looked at now and then.
+        Where it had no room, or was lost for longer than a character, this is checked only at times.
         """
         before, due = self._ways[-1], len(self._read) % _PAUSE == 0
         room = before.cost <= self._left + 1 + _CHARACTER
@@ -239,7 +240,7 @@ class WindUp:
         return min((way for way in (left, found) if way), key=lambda way: way.cost, default=before._replace(open=False))
 
     def _parts(self, text: str, most: int) -> Iterator[_Way]:
-        """Those ends of the way that follow, the shortest first."""
+        """The ends of the way that follow, shortest first."""
         for start in range(min(most, len(text)), -1, -1):
             head = self._spelling.ending(text[start : start + _HEAD])[:-1]
             if self._follows(self._matcher, head):
@@ -248,7 +249,7 @@ class WindUp:
                     yield _Way(text[start:], len(rest), True)
 
     def _found(self, matcher: Any) -> _Way | None:
-        """A way that begins within a string, or one that begins outside, whichever is shorter."""
+        """The shorter of a way that begins within a string and one that begins outside."""
         for turns in (False, True):
             texts = [self._tried(matcher.deep_copy(), inside, turns) for inside in (True, False)]
             ways = [_Way(text, len(self._spelling.ending(text)), True) for text in texts if text is not None]
@@ -257,12 +258,12 @@ class WindUp:
         return None
 
     def _tried(self, matcher: Any, inside: bool, turns: bool) -> str | None:
-        """What closes a text, character by character; None where that is not found, or was not begun where it was.
+        """What closes a text, character by character; None where none is found, or `inside` is wrong.
 
         Args:
             matcher: behind the text; it is moved.
             inside: whether to begin within a string.
-            turns: whether a string's characters take turns, as some patterns need to come to an end.
+            turns: whether a string's characters take turns, which some patterns need to end.
         """
         singles, pieces, used = self._spelling.singles, list[str](), Counter[str]()
         while not matcher.is_accepting():
@@ -281,13 +282,13 @@ class WindUp:
         return "".join(pieces)
 
     def _both(self, matcher: Any) -> bool:
-        """Whether either bracket may come, which is so within a string alone."""
+        """Whether either bracket may come, which is so only within a string."""
         singles = self._spelling.singles
         return all(one in singles and self._follows(matcher, [singles[one]]) for one in "}]")
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+    """The length of the common beginning."""
     if left == right[: len(left)]:
         return len(left)
     return next((at for at, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),

@@ -1,4 +1,4 @@
-"""What a caller holds of a request that the scheduler has: its steps as they come, its results, and the way out."""
+"""A caller's handle on a scheduled request: its steps as they come, its results, and how to cancel it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from shoal.model.kv.room import Need
 
 
-
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A word of a canvas that stands from now on, though words before it may be missing.
+    """A token of a canvas that is settled, though tokens before it may be missing.
 
     Attributes:
-        row: whose it is.
-        place: from the answer's beginning.
-        token: the word; it is no part of the answer where that ends before.
-        step: in which it was decided.
+        row: number of its row.
+        place: index in the answer.
+        token: its id. It is no part of the answer where that ends before.
+        step: the step that decided it.
     """
 
     row: int
@@ -37,8 +36,8 @@ class Placed:
 
 
 Item = Step | Placed | BaseException | None
-"""What a handle is given: a step of one of its rows, a word out of order where that is asked for, what went wrong, or
-None after the last step of the last row."""
+"""What a handle is given: a step of one of its rows, a token out of order where that is asked for, an error, or None
+after the last step of the last row."""
 Deliver = Callable[[Item], None]
 
 
@@ -51,8 +50,8 @@ class ScheduledRow:
         handle: whose it is.
         need: the KV that it may come to store; so does each branch of a row that is searched.
         arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.
-        told, shown: steps, and words out of order, handed to the handle.
-        gaps: seconds between the moments at which it was handed any.
+        told, shown: steps, and tokens out of order, that were handed to the handle.
+        gaps: seconds between two steps that were handed out.
         error: what the row failed with.
         awaited: an answer without which the row cannot go on; others do.
     """
@@ -83,11 +82,11 @@ class ScheduledRow:
 
     @property
     def needs(self) -> list[Need]:
-        """What each of the rows that it has in the batch at once may come to store."""
+        """What each of its branches may come to store."""
         return [self.need] * self.row.branches
 
     def hand_out(self, now: float) -> list[Step | Placed]:
-        """What the handle has not been told of, and from now on has."""
+        """The items that the handle has not had yet; they count as handed out from now on."""
         placed = (self.row.placed or [])[self.shown :]
         self.shown += len(placed)
         return [*(Placed(self.row.number, *word) for word in placed), *self._steps(now)]
@@ -104,9 +103,9 @@ class ScheduledRow:
 
     @property
     def clock(self) -> Clock:
-        """Seconds of the prompt and of decoding, other rows' share of the forwards included.
+        """Seconds of the prompt and of decoding, with other rows' share of the forwards.
 
-        All of a search counts as decoding: its first token comes with its last.
+        All of a search counts as decoding, since its first token comes with its last.
         """
         if self.joined is None:
             return Clock()
@@ -128,7 +127,7 @@ class RequestHandle(Iterator[Step]):
 
     Args:
         info: about the model.
-        cancel: tells the scheduler that nobody wants the rest.
+        cancel: tells the scheduler to drop the rest.
         deliver: called from the scheduler's thread with every item, in place of iterating; must not block.
 
     Attributes:
@@ -151,11 +150,11 @@ class RequestHandle(Iterator[Step]):
         self._over = True
         if item is None:
             raise StopIteration
-        assert not isinstance(item, Placed), "who iterates cannot ask for these"
+        assert not isinstance(item, Placed), "only `deliver` is given these"
         raise item
 
     def cancel(self) -> None:
-        """Want no more: what runs ends before the next forward, and its memory is free; may be called at any time."""
+        """End the request before the next forward and free its memory. May be called at any time."""
         self._cancel(self)
 
     @property

@@ -1,13 +1,13 @@
 """Continuous batching over one engine: requests join and leave between steps, and none is dropped.
 
-One thread owns the rows. In every turn it lets cancelled rows go, admits waiting ones, and runs a step, in which all
-rows that decode and pieces of prompts share a forward, whatever depth each of them needs. Rows whose recipe has a loop
-of its own share forwards with their like; each loop has a step in every turn.
+One thread owns the rows. In every turn it lets cancelled rows go, admits waiting ones, and runs a step. In a step all
+rows that decode and pieces of prompts share a forward, whatever depth each of them needs. Rows whose recipes have the
+same loop share forwards among themselves; each loop has a step in every turn.
 
 Bounds: rows are admitted strictly in the order in which they came, as soon as the policy, `max_rows` and the KV memory
-allow it, so a row waits at most until those before it have ended, each of which takes at most max_new_tokens steps, a
-search as many as its budget. Between two tokens of a row that decodes, at most `prefill_chunk` prompt tokens are read
-for others, of each loop.
+allow it. So a row waits at most until those before it have ended. Each of these takes at most max_new_tokens steps, a
+search as many as its budget. Between two tokens of a row that decodes, each loop reads at most `prefill_chunk` prompt
+tokens for others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.decode.prefixes import Prefixes
 from shoal.decode.sampling import NotYet
+from shoal.engine.constraints.forbidden import check_ids
 from shoal.engine.engine import Engine
 from shoal.engine.memory.amounts import free
 from shoal.engine.memory.memory_limit import beside_kv
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
 
 _CHUNK, _ALONE = 64, 256
-"""Tokens of a forward that reads prompts: beside rows that decode, and where nobody waits for a token meanwhile."""
+"""Tokens of a forward that reads prompts: beside rows that decode, and where no row decodes."""
 _DOZE = 0.1
 """Most seconds to sleep where all rows under way wait for answers."""
 _GUESSING = 16
-"""Nodes of each row that a step's buffers are planned for, where memory is limited: those of method auto."""
+"""Nodes of each row for which a step's buffers are planned where memory is limited: those of method auto."""
 
 
 class Scheduler:
@@ -48,16 +49,16 @@ class Scheduler:
 
     Args:
         engine: the model.
-        max_rows: most rows under way; a row that is searched counts as so many as it may have branches.
+        max_rows: most rows under way; a row that is searched counts once for each branch that it may have.
         max_waiting: most rows that wait.
         kv_bytes: most bytes of KV; None for what the engine's limit leaves, else half of the memory that is free now.
             Where the engine has a limit, rows also need room in it for their logits.
-        prefix_bytes: most bytes of KV that are kept of prompts and answers for later prompts that begin alike; None for
-            a quarter of `kv_bytes`, to which they are added; 0 keeps none.
+        prefix_bytes: most bytes of KV that are kept of prompts and answers for later prompts that begin alike. They
+            are added to `kv_bytes`. None for a quarter of `kv_bytes`; 0 keeps none.
         prefill_chunk: tokens of a forward that reads prompts; None for what suits the model: at most 64 beside rows
             that decode, and at most 256 where none does.
         policy: when waiting rows may join; None for at once.
-        start: whether a thread does the work; without one, call `turn`.
+        start: whether a thread does the work; else call `turn`.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Scheduler:
         if canvas and deliver is None:
             raise ValueError("canvas is True without deliver; who iterates over a handle gets words in order alone")
         stack = self.engine.stack
-        _check_bias(request, stack.vocab_size)
+        check_ids({"logit_bias": request.sampling.logit_bias}, stack.vocab_size)
         ids = prompt_ids(prompt, self.engine.tokenizer, stack.vocab_size, stack.max_positions)
         recipe = self._recipes.of(request.method, request.max_new_tokens)
         handle = RequestHandle(self.engine.info(), self._cancel, deliver)
@@ -216,7 +217,7 @@ class Scheduler:
         self.close(drain=False)
 
     def _need(self, row: Row, beside: int = 0) -> Need:
-        """What a row needs; Unsupported where that is more than there is. `beside` is beside its KV."""
+        """What a row needs, `beside` bytes beside its KV among it; Unsupported where there is less."""
         row.check()
         recipe = row.recipe
         keep = None if recipe.keep is None else recipe.keep.most_columns
@@ -254,7 +255,7 @@ class Scheduler:
             self._wake.notify_all()
 
     def turn(self) -> None:
-        """Let go, admit, run the forwards, hand out."""
+        """One turn: drop cancelled rows, admit waiting ones, run the forwards, hand out tokens."""
         self._turn_began = time.monotonic()
         try:
             with self.engine.turn():
@@ -273,7 +274,7 @@ class Scheduler:
             self.turn()
 
     def _died(self) -> None:
-        """Nobody knows in what state the rows under way are: they are lost. Those that wait are kept, but only once."""
+        """Give up the rows under way, whose state is unknown. Rows that wait are kept, but only once."""
         with self._wake:
             if not self._moved:
                 self._waiting.clear()
@@ -287,7 +288,7 @@ class Scheduler:
             self._end(entry, Interrupted("decoding was interrupted and begins anew; ask again"))
 
     def _has_work(self) -> bool:
-        """Waits for something to do; False when there will be nothing more."""
+        """Wait for something to do; False when there will be nothing more."""
         with self._wake:
             self._wake.wait_for(lambda: self._waiting or self._running or self._unwanted or self._closing)
             return bool(self._waiting or self._running or not self._closing)
@@ -324,7 +325,7 @@ class Scheduler:
                     self._join(batch, joining)
 
     def _join(self, batch: RowBatch, joining: list[ScheduledRow]) -> None:
-        """Let rows join; where that fails each for itself, so that those which it does not fail for do."""
+        """Let rows join. Where that fails, each joins alone, so that only those that cause the failure end."""
         try:
             batch.join([entry.row for entry in joining], [entry.need.columns for entry in joining])
         except Exception as error:
@@ -335,18 +336,18 @@ class Scheduler:
                 self._fail(joining[0], error)
 
     def _fail(self, entry: ScheduledRow, error: Exception) -> None:
-        """Let a row end with an error when it is swept out next."""
+        """Mark a row, so that the next sweep ends it with an error."""
         entry.row.stop.finish_reason = entry.row.stop.finish_reason or "cancelled"
         entry.error = entry.error or error
 
     def _give_up(self, batch: RowBatch, error: Exception) -> None:
-        """A batch is in no known state: its rows end with that error, those of others go on."""
+        """Drop a batch whose state is unknown: its rows end with the error, rows of other batches go on."""
         for entry in self._of(batch):
             self._fail(entry, error)
         self._batches.drop(batch)
 
     def _seated(self, entry: ScheduledRow) -> bool:
-        """Whether there is a batch for a row that is to join; it fails where its loop cannot make one."""
+        """Whether there is a batch for a row that is to join; the row ends where its loop cannot make one."""
         entry.joined = time.monotonic()
         try:
             self._batches.of(entry.row)
@@ -357,7 +358,7 @@ class Scheduler:
         return True
 
     def _of(self, batch: RowBatch) -> list[ScheduledRow]:
-        """What is under way in a batch."""
+        """The entries under way in a batch."""
         return [entry for entry in self._running if self._batches.of(entry.row) is batch]
 
     def _fits(self, entries: list[ScheduledRow], new: ScheduledRow) -> bool:
@@ -369,7 +370,7 @@ class Scheduler:
         )
 
     def _forward(self) -> bool:
-        """A step of each loop; False where all rows there are wait for answers."""
+        """Run a step of each loop; False where all rows wait for answers."""
         batches = self._batches
         holds = self._policy.holds(batches.rows) and (any(one.reading for one in batches) or self._more_fit())
         waiting = [entry.row for entry in self._running if entry.waits()]
@@ -388,7 +389,7 @@ class Scheduler:
         return len(waiting) < len(self._running) or not waiting
 
     def _wait_for(self, batch: RowBatch, not_yet: NotYet) -> None:
-        """A row's guesses led to a question: it waits for the answer, the others go on in the next turn."""
+        """Let a row wait for the answer to which its guesses led; the others go on in the next turn."""
         asking = next((row for row in batch.rows if row.allowed is not_yet.mask), None)
         owner = None if asking is None else asking.root or asking
         entry = next((one for one in self._of(batch) if one.row is owner), None)
@@ -399,7 +400,7 @@ class Scheduler:
             entry.awaited = not_yet.answer
 
     def _doze(self) -> None:
-        """Nothing to do until an answer has come, a row is given up, or a new one is there."""
+        """Sleep until an answer has come, a row is given up, or a new one has come."""
         for entry in self._running:
             if entry.awaited is not None:
                 entry.awaited.add_done_callback(self._rouse)
@@ -412,12 +413,12 @@ class Scheduler:
             self._wake.notify_all()
 
     def _more_fit(self) -> bool:
-        """Whether a row has come, while prompts were read, that may still start with the others."""
+        """Whether a row that came while prompts were read may still start with the others."""
         with self._wake:
             return bool(self._waiting) and self._fits(self._running, self._waiting[0])
 
     def _one_by_one(self, batch: RowBatch) -> None:
-        """A forward failed: find the rows that it fails for, so that the others go on."""
+        """Run each row alone after a forward failed, so that only those that cause the failure end."""
         try:
             self._each(batch)
         except Exception as error:
@@ -466,12 +467,12 @@ class Scheduler:
         try:
             for item in items:
                 handle.deliver(item)
-        except Exception:  # nobody listens any more
+        except Exception:  # the client has gone
             self._cancel(handle)
 
 
 def _without(rows: Iterable[Row], others: Iterable[Row]) -> list[Row]:
-    """Those rows that are none of the others, nor a branch of one."""
+    """The rows that are neither among the others nor a branch of one."""
     known = set(others)
     return [row for row in rows if row not in known and row.root not in known]
 
@@ -481,7 +482,7 @@ def _needs(entries: Iterable[ScheduledRow]) -> list[Need]:
 
 
 def _within(left: int, kv: int | None, prefix: int | None) -> tuple[int, int]:
-    """Bytes of KV and of prefixes in what is left; ValueError where more was asked for."""
+    """Bytes of KV and of prefixes within what is left; ValueError where more is asked for."""
     prefix = (left // 5 if kv is None else kv // 4) if prefix is None else prefix
     kv = left - prefix if kv is None else kv
     if kv < 1 or kv + prefix > left:
@@ -494,9 +495,3 @@ def _check_positive(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"{name} is {number!r}; it must be a whole number of at least 1")
-
-
-def _check_bias(request: Request, vocabulary: int) -> None:
-    wrong = next((token for token in request.sampling.logit_bias if not 0 <= token < vocabulary), None)
-    if wrong is not None:
-        raise ValueError(f"logit_bias names token {wrong}; the model's tokens are 0..{vocabulary - 1}")

@@ -1,4 +1,4 @@
-"""A thread that begins anew when its work dies. Knows nothing of the work."""
+"""A thread that restarts its work when that dies. Knows nothing of the work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class WorkerThread:
     Args:
         name: of the thread.
         work: returns when all is done.
-        died: called on the same thread before the next attempt; again, should it be interrupted.
-        pause: seconds until that, so that a fault that stays does not keep the machine busy.
+        died: called on the same thread before the next attempt, and again if it is interrupted.
+        pause: seconds before the next attempt, so that a lasting fault does not keep the machine busy.
     """
 
     def __init__(self, name: str, work: Callable[[], None], died: Callable[[], None], pause: float = 1.0) -> None:
@@ -28,7 +28,7 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     @property
@@ -42,12 +42,12 @@ class WorkerThread:
         return not self._thread.is_alive()
 
     def stack(self) -> str:
-        """Where it is just now, line by line as a traceback has it; empty once it has ended."""
+        """The current stack, line by line as in a traceback; empty once the thread has ended."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end; from now on an attempt that fails is followed by the next without a pause."""
+        """Wait for the end. From now on no pause follows an attempt that fails."""
         self._hurry.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -56,7 +56,7 @@ class WorkerThread:
         while not self._done:
             try:
                 self._attempt()
-            except BaseException:  # it may be killed while it picks up the pieces, too
+            except BaseException:  # `died` may be interrupted, too
                 self._well = False
                 log.error("%s died and begins anew", self._thread.name, exc_info=True)
 
