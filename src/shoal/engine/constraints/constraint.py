@@ -1,7 +1,7 @@
-"""Constraints: what every answer must look like, compiled by llguidance to masks over a model's tokens.
+"""Constraints on answers, compiled by llguidance to masks over a model's tokens.
 
-llguidance refuses by name what it cannot honour of a schema, where xgrammar warns and lets it go; both are fast enough
-beside a forward (docs/constraints.md compares them).
+llguidance refuses by name what it cannot honour of a schema; xgrammar warns and ignores it. Both are fast enough beside
+a forward (docs/constraints.md compares them).
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ log = logging.getLogger(__name__)
 
 _trials = Helpers("shoal.engine.constraints.grammar_trial", seconds=6, memory=512 << 20)
 _LARK = re.compile(r"%llguidance\b|start\s*:")
-"""How a grammar begins that is surely no GBNF."""
+"""The beginning of a grammar in Lark's notation, which no GBNF has."""
 _KEPT = 64
 _RESERVE = 16, 128
-"""Least and most of what one token is held to add to the way to a text's end: in between, as a schema is long, which
-names all that can be opened at once, in more words than it takes."""
+"""Least and most tokens that one token is assumed to add to the way to a text's end. In between it grows with the
+length of the schema, which names all that can be opened at once."""
 _REMEDY = "Change the constraint, or leave it out"
 _SAID = 400
-"""Characters of llguidance's own words that are told."""
+"""Most characters of llguidance's own message that an error quotes."""
 _DEEPEST = 127
-"""Levels of a schema: llguidance reads no more."""
+"""Most levels of a schema that llguidance reads."""
 _SPACE = r"[ ]?|\n{1,2}[ \t]{0,20}"
-"""White space between the parts of a JSON text, as llama.cpp has it: small models would go on with it for ever."""
+"""White space between the parts of a JSON text, as in llama.cpp. Small models would else write it for ever."""
 
 _WHOLE, _PLACES = 2**53 - 1, 9
-"""The largest integer that every reader of JSON holds, and the digits after the point of a number that has a bound:
-small models would write them for ever. llguidance lets no exponent through there either."""
+"""The largest integer that every reader of JSON holds, and the digits after the point of a number that has a bound.
+Small models would else write digits for ever. llguidance allows no exponent there either."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
 _SECONDS = 20.0
-"""How long jedi may take for a stranger's request, which alone waits for it."""
+"""Seconds that jedi may take for a served request, which alone waits for it."""
 _INTEGER = "shoal-integer"
 _REFERENCE = f"#/$defs/{_INTEGER}"
 _SAYS_NO_MORE = {"type", "title", "description", "default", "examples"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTED, _INNER = {"anyOf", "prefixItems"}, {"items", "additionalProperties"}
-"""Where schemas lie within a schema: by name, in a list, or one alone."""
+"""Where schemas lie within a schema: by name, in a list, or alone."""
 KNOWN_FORMATS = frozenset((
     "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
 ))
@@ -67,11 +67,11 @@ KNOWN_FORMATS = frozenset((
 
 @dataclass(frozen=True)
 class Constraint(ABC):
-    """What an answer must look like: see `JsonSchema`, `Regex` and `Grammar`.
+    """What an answer must look like: a `JsonSchema`, `Regex` or `Grammar`.
 
     Attributes:
         text: the schema, pattern or grammar.
-        wind_up: whether an answer is led to its end before the limit of its length cuts it: see `WindUp`.
+        wind_up: whether an answer is brought to its end before the limit of its length cuts it; see `WindUp`.
     """
 
     text: str
@@ -82,7 +82,7 @@ class Constraint(ABC):
 
     @abstractmethod
     def grammar(self) -> str:
-        """The same in llguidance's dialect of Lark's notation; Unsupported for what cannot be translated."""
+        """The constraint in llguidance's dialect of Lark's notation; Unsupported for what cannot be translated."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({reprlib.repr(self.text)})"
@@ -90,7 +90,7 @@ class Constraint(ABC):
 
 @dataclass(frozen=True)
 class JsonSchema(Constraint):
-    """A JSON text that is valid under a schema; its parts stand in the schema's order.
+    """A JSON text that is valid under a schema, with its parts in the schema's order.
 
     Attributes:
         text: the schema: JSON text, a mapping, or a pydantic model.
@@ -110,7 +110,7 @@ class JsonSchema(Constraint):
         schema = known_formats(json.loads(self.text))
         if isinstance(schema, dict):
             named = schema.get("$defs", {})
-            shared = '"$id"' not in self.text and isinstance(named, dict)  # it changes what references are to
+            shared = '"$id"' not in self.text and isinstance(named, dict)  # `$id` changes what references point to
             schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **_ending(schema, shared)}
             if _REFERENCE in (text := json.dumps(schema)):
                 integer = _ending({"type": "integer"}, False)
@@ -121,7 +121,7 @@ class JsonSchema(Constraint):
 
 @dataclass(frozen=True)
 class Regex(Constraint):
-    """Text that a regular expression matches from its first character to its last, in Rust's syntax."""
+    """Text that a regular expression in Rust's syntax matches from its first character to its last."""
 
     @override
     def grammar(self) -> str:
@@ -146,7 +146,7 @@ class Grammar(Constraint):
 
 
 def constraint_of(value: Any) -> Constraint | Monitor | None:
-    """The constraint that an option names: one of the classes here, a monitor, what `JsonSchema` takes but for text.
+    """The constraint of an option: a constraint or monitor, or a schema for `JsonSchema` that is no text.
 
     Raises:
         ValueError: it is neither.
@@ -200,7 +200,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def _depth(value: Any) -> int:
-    """How many lists and objects lie within each other, as far as that is allowed."""
+    """Levels of nested lists and objects, counted up to one more than is allowed."""
     deep, level = 0, [value]
     while deep <= _DEEPEST and (level := [one for one in level if isinstance(one, list | tuple | Mapping)]):
         level = [inner for one in level for inner in (one.values() if isinstance(one, Mapping) else one)]
@@ -209,9 +209,12 @@ def _depth(value: Any) -> int:
 
 
 def _ending(schema: Any, shared: bool) -> Any:
-    """The schema with numbers that come to an end; not below `oneOf` and `allOf`, where less can be more, or none.
+    """The schema with numbers of bounded length.
 
-    `shared` is whether integers without bounds may be references to one: each by itself takes long to compile.
+    It stays as it is below `oneOf` and `allOf`, where a narrower part can widen the whole or leave nothing.
+
+    Args:
+        shared: whether integers without bounds may be references to one, since each alone takes long to compile.
     """
     if not isinstance(schema, dict) or schema.keys() & {"enum", "const"}:
         return schema
@@ -237,7 +240,7 @@ def _inside(word: str, inner: Any, shared: bool) -> Any:
 
 
 def _unmet(wanted: Constraint, why: str) -> Unsupported:
-    said = " ".join(re.split("<state>|<backtrace>", why, maxsplit=1)[0].split())  # the rest is for its developers
+    said = " ".join(re.split("<state>|<backtrace>", why, maxsplit=1)[0].split())  # the rest is for llguidance's developers
     if said.startswith("NoExtension"):
         said = "no text meets it"
     elif "symbols.len()" in said:
@@ -248,9 +251,9 @@ def _unmet(wanted: Constraint, why: str) -> Unsupported:
 
 
 class Compiler:
-    """Makes masks over the tokens of one model; the constraints asked for last are kept compiled, or refused.
+    """Makes masks over the tokens of one model. The last constraints are kept, compiled or refused. Thread-safe.
 
-    Each is tried in a process of its own first, which bounds the time and the memory that it takes. For any thread.
+    Each is tried in a process of its own first, which bounds its time and memory.
 
     Args:
         tokenizer: a fast transformers tokenizer.
@@ -275,7 +278,7 @@ class Compiler:
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         try:
             self._words = hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos))
-        except Exception as error:  # it raises what it likes about a tokenizer that it cannot read
+        except Exception as error:  # it raises errors of any type for a tokenizer that it cannot read
             raise Unsupported("a constraint with this model's tokenizer", f"llguidance cannot read it: {error}",
                               "Use a tokenizer of the `tokenizers` library") from error
 
@@ -304,11 +307,11 @@ class Compiler:
         return partial(Mask, matcher, wanted, self._eos, self._size, end)
 
     def prepare(self, wanted: Constraint) -> None:
-        """Compile a constraint, for whoever has the time: seconds, where it is large; Unsupported as above."""
+        """Compile a constraint ahead of its use, which takes seconds where it is large; Unsupported as for a call."""
         self._compiled(wanted)
 
     def _compiled(self, wanted: Constraint) -> tuple[Any, Patience]:
-        """The matcher of a constraint, at its beginning, and what winding up its answers takes."""
+        """The matcher of a constraint, at its beginning, and the time that its answers may take to wind up."""
         with self._lock:
             found = self._known.pop(wanted, None)
         if found is None:
@@ -355,14 +358,14 @@ class Compiler:
 
 
 class Mask(Allowed):
-    """Which tokens may follow what one row has generated; asked about any text, it goes back as far as that differs.
+    """The tokens that may follow what one row has generated. For another text it goes back as far as that differs.
 
     Args:
         matcher: of the constraint, at its beginning; it is not moved.
         wanted: the constraint, for messages.
         eos: ids that end an answer.
         size: V.
-        end: makes what leads the text to its end before a limit; None for nobody.
+        end: makes what brings the text to its end before a limit; None for no limit.
     """
 
     def __init__(
@@ -376,10 +379,10 @@ class Mask(Allowed):
         self._end = None if end is None else end()
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Bool [V], not to be written to. Beyond an end of sequence, as in a draft, another one alone.
+        """Bool [V], read-only. Behind an end of sequence, as in a draft, only another one may follow.
 
         Raises:
-            Unsupported: the text does not meet the constraint, or cannot be brought to an end that does.
+            Unsupported: the text does not meet the constraint, or no end of it would.
         """
         if not self._move(tokens):
             return self._ends
@@ -390,7 +393,7 @@ class Mask(Allowed):
         return self._mask
 
     def _all(self) -> Tensor:
-        """What may come by the constraint alone."""
+        """The tokens that the constraint alone allows."""
         mask = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0)
         ended = self._matcher.is_stopped() and not self._matcher.is_accepting()
         if self._matcher.is_error() or ended:
@@ -414,7 +417,7 @@ class Mask(Allowed):
         return super().sole(tokens)
 
     def _move(self, tokens: Sequence[int]) -> bool:
-        """Let the matcher stand behind `tokens`; False where a sequence has ended among them."""
+        """Move the matcher behind `tokens`; False where one of them ends the sequence."""
         read = self._read
         if read == tokens:
             return True

@@ -1,7 +1,7 @@
-"""Monitors: what may follow a mark such as a dot is asked of whoever has read the text, and masks tokens accordingly.
+"""Monitors say what may follow a mark such as a dot in a text, and tokens are masked accordingly; one is for Python.
 
-Monitor-guided decoding (Agrawal et al., arXiv 2306.10763). There the mask applies where a text ends with the mark; here
-it is a law of the text, so that a token that holds the mark, or ends the word and goes on, is bound as well.
+Monitor-guided decoding (Agrawal et al., arXiv 2306.10763). There the mask applies where a text ends with the mark. Here
+it applies to the whole text, so a token that holds the mark, or ends the word and goes on, is bound as well.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from shoal.errors import Unsupported, needs
 from shoal.sandbox.helper import Helpers, NoAnswer
 
 _WORD = rb"[\w\x80-\xff]*"
-"""Bytes of a word: those of identifiers, every other character than ASCII's among them."""
+"""Bytes of a word: those of identifiers, with every character beyond ASCII."""
 _ASKED = 256
-"""Answers of monitors that are kept, so that a word of several tokens is asked for once."""
+"""Answers of monitors that are kept, so that a word of several tokens takes one question."""
 
 
 class Monitor(ABC):
-    """Knows which words may follow a mark, by the text before it. Hashable; called from any thread.
+    """Says which words may follow a mark, by the text before it. Hashable, and called from any thread.
 
     Attributes:
-        mark: the character after which it is asked; ASCII, and none of a word.
-        seconds: an answer that takes longer is an error of the request.
-        keeps_time: whether `follows` sees to that itself.
+        mark: the character after which it is asked: ASCII, and not part of a word.
+        seconds: most time of an answer. One that takes longer is an error of the request.
+        keeps_time: whether `follows` keeps to `seconds` itself.
     """
 
     mark: ClassVar[str] = "."
@@ -49,40 +49,40 @@ class Monitor(ABC):
     seconds: float = 20.0
 
     def watches(self, text: str) -> bool:
-        """Whether it is to be asked at all; called for each token that holds the mark, so it must be quick."""
+        """Whether to ask it about the text at all. Called for each token that holds the mark, so it must be quick."""
         return True
 
     @abstractmethod
     def follows(self, text: str) -> Collection[str] | None:
-        """What may follow, given prompt and answer up to a mark: words, one of which must come whole; None for all.
+        """The words of which one must follow, given prompt and answer up to a mark; None for anything.
 
-        It must depend on the text alone, else drafts do not give what plain decoding does.
+        The answer must depend on the text alone, else drafts do not give what plain decoding does.
         """
 
     @property
     def text(self) -> str:
-        """What tells it from others, in records."""
+        """Its name in records, which tells it from others."""
         return repr(self)
 
 
 class Continuations(NamedTuple):
-    """What may follow a mark: whole words, and all that they begin with."""
+    """The words that may follow a mark, and all their beginnings."""
 
     whole: frozenset[bytes]
     begun: frozenset[bytes]
 
     def lets(self, word: bytes, ended: bool) -> bool:
-        """Whether a text may hold this, as a word that has ended or as one that may go on."""
+        """Whether a text may hold this word, as one that has ended or as one that may go on."""
         return word in (self.whole if ended else self.begun)
 
 
 class _Question:
-    """One that was asked of a monitor.
+    """A question to a monitor.
 
     Attributes:
         monitor: who is asked.
-        answer: what it says.
-        ended: when it was said, in seconds on the monotonic clock.
+        answer: what the monitor says.
+        ended: when it answered, in seconds on the monotonic clock.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -90,22 +90,22 @@ class _Question:
         self.ended = 0.0
 
     def is_old(self) -> bool:
-        """Whether it failed, and so long ago that it may be asked again."""
+        """Whether it failed so long ago that it may be asked again."""
         failed = self.answer.done() and self.answer.exception() is not None
         return failed and time.monotonic() - self.ended > self.monitor.seconds
 
 
 class MarkedTokens:
-    """The tokens of a model by the words that they begin with, and by the marks that they hold.
+    """A model's tokens by the words that they begin with, and by the marks that they hold.
 
     Args:
-        texts: the bytes of each token, nothing for one that is no text.
+        texts: the bytes of each token, empty for one that is no text.
         eos: ids that end an answer, and a word.
         mark: see `Monitor`.
 
     Attributes:
         size: V.
-        marked: by the bytes up to a mark, the tokens that go on behind it: each with the word there, and its end.
+        marked: bytes up to a mark -> the tokens that go on behind it, each with the word there and whether it ends.
     """
 
     def __init__(self, texts: Sequence[bytes], eos: frozenset[int], mark: str) -> None:
@@ -128,10 +128,10 @@ class MarkedTokens:
         self._lock = threading.Lock()
 
     def answer(self, monitor: Monitor, text: str) -> Future[Continuations | None]:
-        """What a monitor says, None for anything: asked in a thread of its own where nobody has before.
+        """What a monitor says, None for anything. A new question runs in a thread of its own.
 
-        The last answers are kept. So is a failure, for the monitor's `seconds`: a forward that fails is tried row by
-        row, and nobody waits again.
+        The last answers are kept. A failure is kept for the monitor's `seconds`, since a forward that fails is tried
+        row by row, and none of the rows should wait again.
         """
         key = (monitor, text)
         with self._lock:
@@ -152,11 +152,11 @@ class MarkedTokens:
         question.ended = time.monotonic()
 
     def spelled(self, tokens: Sequence[int]) -> bytes:
-        """The text of tokens, without ends of sequence."""
+        """The bytes of tokens, without ends of sequence."""
         return b"".join(map(self._texts.__getitem__, tokens))
 
     def open(self, text: bytes) -> tuple[bytes, bytes] | None:
-        """Of a text that ends at a mark, or in a word after one: all up to the mark, and the beginning of the word."""
+        """The text up to its last mark, and the word that has begun behind it; None where no word is open."""
         found = self._open.search(text, text.rfind(b"\n") + 1)
         return None if found is None else (text[: found.start(1)], found[1])
 
@@ -166,7 +166,7 @@ class MarkedTokens:
         return bool(self._texts[token] or token in self._eos) and words.lets(begun + word, ended)
 
     def following(self, begun: bytes, words: Continuations) -> NDArray[np.bool_]:
-        """The same for all of them, bool [V]: looked up by what could follow, not token by token."""
+        """`goes_on` for all tokens, bool [V], looked up by what could follow and not token by token."""
         mask = np.zeros(self.size, bool)
         for word, ended in [*((one, False) for one in words.begun), *((one, True) for one in words.whole)]:
             if word.startswith(begun) and (tokens := self._by_first.get((word[len(begun) :], ended))) is not None:
@@ -174,19 +174,19 @@ class MarkedTokens:
         return mask
 
     def words(self, token: int) -> Iterator[tuple[bytes, bytes, bool]]:
-        """What stands behind marks within a token: the bytes before it, the word, and whether that has ended."""
+        """The words behind marks within a token: the bytes before each, the word, and whether it has ended."""
         text = self._texts[token]
         return ((text[: found.start(1)], found[1], found.end() < len(text))
                 for found in self._mark.finditer(text) if found.start(1) < len(text))
 
     def _first(self, token: int) -> tuple[bytes, bool]:
-        """The bytes of a word with which a token begins, and whether the word ends in it."""
+        """The bytes of the word with which a token begins, and whether the word ends in the token."""
         found = re.match(_WORD, self._texts[token])
         word = found[0] if found else b""
         return word, token in self._eos or len(word) < len(self._texts[token])
 
     def _known(self, monitor: Monitor, text: str) -> Continuations | None:
-        """What a monitor says; only words that the tokens can spell byte by byte, so that none is a dead end."""
+        """What a monitor says, less the words that the tokens cannot spell byte by byte, which would be dead ends."""
         words = [word.encode() for word in asked(monitor, text)]
         whole = frozenset(word for word in words if self._single.issuperset(word))
         begun = frozenset(word[:end] for word in whole for end in range(len(word) + 1))
@@ -194,13 +194,13 @@ class MarkedTokens:
 
 
 class Watched(Allowed):
-    """Which tokens may follow what one row has generated, under a monitor.
+    """The tokens that may follow what one row has generated, under a monitor.
 
     Args:
-        monitor: whom to ask.
+        monitor: the monitor to ask.
         vocabulary: the model's tokens, for the monitor's mark.
         prompt: the row's.
-        patient: whether answers are waited for; else `NotYet` is raised until one has come.
+        patient: whether to wait for answers; else `NotYet` is raised until one has come.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Watched(Allowed):
         self._last: tuple[bytes, Tensor] | None = None
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Bool [V], not to be written to; Unsupported where the monitor fails."""
+        """Bool [V], read-only; Unsupported where the monitor fails."""
         text = self._text(tokens)
         if self._last is None or self._last[0] != text:
             self._last = text, torch.from_numpy(self._mask(text))
@@ -257,7 +257,7 @@ class Watched(Allowed):
         return mask
 
     def _opened(self, text: bytes) -> tuple[bytes, Continuations] | None:
-        """A word that is open and bound: its beginning, and what may come. Not one that a prompt began otherwise."""
+        """The open word: its beginning, and what may come. None where a prompt began it with something else."""
         found = self._vocabulary.open(text)
         words = None if found is None else self._known(found[0])
         return None if found is None or words is None or found[1] not in words.begun else (found[1], words)
@@ -273,10 +273,10 @@ class Watched(Allowed):
 
 
 def asked(monitor: Monitor, text: str) -> Collection[str]:
-    """What a monitor says follows a text, nothing for anything; waited for no longer than its `seconds`.
+    """The words that may follow a text by a monitor, empty for anything. Waits no longer than its `seconds`.
 
     Raises:
-        Unsupported: it fails, takes longer, or says something else than words.
+        Unsupported: it fails, takes longer, or says something other than words.
     """
     said: list[Any] = []
     thread = threading.Thread(target=_ask, args=(monitor, text, said), daemon=True)

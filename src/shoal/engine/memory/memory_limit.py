@@ -1,8 +1,8 @@
-"""A limit on the memory of the whole process: what of a request fits under it, and what is given up for that.
+"""A limit on the memory of the whole process: whether a request fits under it, and what is given up for that.
 
 In the spirit of SpecMemo (arXiv 2506.01986), which budgets weights, KV, masks and buffers and first makes the tree of
-guesses smaller: here guesses, then prompts decoded at a time, both of which change no token under an exact rule, and
-lossy forms of the KV only where they are allowed by name. More memory never gives less.
+guesses smaller. Here guesses become fewer first, then prompts decoded at a time. Both change no token under an exact
+rule. Lossy forms of the KV are used only where they are allowed by name. More memory never gives less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.methods.base import Method
 
 SPARE = 0.05
-"""Share of the limit that no plan uses: how well totals are known."""
+"""Share of the limit that no plan uses, since totals are known only so well."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MemoryPlan:
     Attributes:
         method: by which method.
         rows: prompts at a time.
-        sizes: what that takes, in the largest group of so many prompts.
+        sizes: memory of the largest group of that many prompts.
         changed: what was given up for the memory, in words; empty for nothing.
     """
 
@@ -70,10 +70,10 @@ class MemoryLimit:
         return int(int(self.memory) * (1 - SPARE))
 
     def plan(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request) -> MemoryPlan:
-        """The first way to decode prompts that fits, the one that was asked for first.
+        """The first way to decode prompts that fits; the request's own is tried first.
 
         Raises:
-            OutOfMemory: none does; says what the request needs, part by part, and what would help.
+            OutOfMemory: none fits; says what the request needs, part by part, and what would help.
         """
         least: Footprint | None = None
         process = standing()
@@ -90,7 +90,7 @@ class MemoryLimit:
         for lossy in (None, *self.lossy):
             try:
                 whole = method if lossy is None else make([method, lossy])
-            except ValueError:  # the part is taken
+            except ValueError:  # the method fills that part already
                 continue
             rows = prompts
             while rows:
@@ -132,7 +132,7 @@ class MemoryLimit:
         return f"{first}{others}, or give memory of {shown(least.total / (1 - SPARE))}"
 
     def _smallest(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, process: int) -> Method:
-        """The way that takes least for one prompt."""
+        """The method that takes least memory for one prompt."""
         ways = {method for method, _, _ in self._ways(make(request.method), 1)}
         return min(ways, key=lambda one: self._largest(engine, ids, replace(request, method=one), 1, process).total)
 
@@ -146,7 +146,7 @@ class MemoryLimit:
         return low
 
     def for_rows(self, engine: LoadedModel, prefill_chunk: int) -> int:
-        """Bytes that are left for the rows of a scheduler and for what it keeps of earlier prompts.
+        """Bytes left for a scheduler's rows and for what it keeps of earlier prompts.
 
         Raises:
             OutOfMemory: nothing is left.
@@ -161,7 +161,7 @@ class MemoryLimit:
         return left
 
     def check_weights(self, name: str, size: int) -> None:
-        """Refuse a model whose weights cannot fit beside what the process holds, before they are read.
+        """Refuse a model before its weights are read, where these cannot fit beside what the process holds.
 
         Args:
             name: of the model.
@@ -178,7 +178,7 @@ class MemoryLimit:
 
 
 def beside_kv(engine: LoadedModel, row: Row, method: Method) -> int:
-    """What a row of a scheduler takes beside the target's KV: logits, probabilities if it draws, choices of columns."""
+    """Bytes of a scheduler's row beside its KV: logits, probabilities if it samples, choices of columns."""
     most, _ = guesses(method, row.recipe)
     nodes = 1 + most
     choosing = choosing_bytes(engine, row.recipe.select, [row.prompt_length + row.stop.room], [nodes])

@@ -1,4 +1,4 @@
-"""How much a method guesses ahead, and the same method guessing less."""
+"""How much a method guesses ahead, and how it guesses less."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AMOUNTS = ("branching", "nodes", "length", "beam")
 
 
 def guesses(method: Method, recipe: Recipe) -> tuple[int, int]:
-    """The most nodes of a forward beside the root, and how many of them lie beside its deepest path."""
+    """The most nodes of a forward beside the root, and how many of them lie off its deepest path."""
     if not recipe.scratch:
         return 0, 0
     if recipe.loop is not None:
@@ -39,7 +39,7 @@ def guesses(method: Method, recipe: Recipe) -> tuple[int, int]:
 
 
 def shorter(method: Method) -> Iterator[Method]:
-    """The method itself, then less and less guessed; at last nothing, where the rule is exact."""
+    """The method itself, then with ever fewer guesses, and where the rule is exact at last with none."""
     yield method
     one = _member(method)
     if one is None:
@@ -56,13 +56,13 @@ def shorter(method: Method) -> Iterator[Method]:
 
 
 def amount(method: Method) -> str:
-    """How much it guesses, in words; empty where no option of its own says so."""
+    """How much a method guesses, in words; empty where none of its options says so."""
     found = ((name, method.option(name)) for name in _AMOUNTS[:3])
     return next((f"with {name} {value}" for name, value in found if value is not None), "")
 
 
 def _less(one: Any) -> Any:
-    """Fewer levels of a tree, or half as many guesses; None where there are none to take away."""
+    """The method with one level of its tree fewer, or half as many guesses; None where it cannot guess less."""
     branching = one.option("branching")
     if branching is not None:
         return replace(one, branching=branching[:-1]) if len(branching) > 1 else None
@@ -81,11 +81,11 @@ def _members(method: Method) -> tuple[Method, ...]:
 
 
 def _member(method: Method) -> Method | None:
-    """The one that guesses by a number of its own."""
+    """The member that guesses by a number of its own."""
     return next((one for one in _members(method) if isinstance(one, DraftingMethod) or "length" in one.knobs()), None)
 
 
 def _with(method: Method, one: Method) -> Method:
-    """The method with another one in the place of its namesake."""
+    """The method with `one` in place of the member of that name."""
     members = tuple(one if member.name == one.name else member for member in _members(method))
     return members[0] if len(members) == 1 else Combined(members)
