@@ -240,7 +240,7 @@ def _inside(word: str, inner: Any, shared: bool) -> Any:
 
 
 def _unmet(wanted: Constraint, why: str) -> Unsupported:
-    said = " ".join(re.split("<state>|<backtrace>", why, maxsplit=1)[0].split())  # the rest is for llguidance's developers
+    said = " ".join(re.split("<state>|<backtrace>", why, maxsplit=1)[0].split())  # without the debug state
     if said.startswith("NoExtension"):
         said = "no text meets it"
     elif "symbols.len()" in said:
