@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RESERVE = 1024
-"""Most generated positions for which KV memory is set aside at once; longer answers grow into more."""
+"""Most generated positions for which KV memory is reserved at once; it grows for longer answers."""
 _DRAFT = 32
-"""Positions set aside for guesses beside the answer, so that a wide tree at its end does not move the cache."""
+"""Positions reserved for guesses beside the answer, so that a wide tree at its end does not move the cache."""
 
 
 class Engine:
-    """Made by `shoal.load`.
+    """A loaded model that generates, streams and chats; made by `shoal.load`.
 
     Args:
         stack: the model as a stack of layers.
@@ -67,7 +67,7 @@ class Engine:
 
     Attributes:
         ranks: the processes that share the model.
-        misses_card: whether a method that could use a card and finds none is still to be warned about, once.
+        misses_card: whether the one warning about a method that could use a card and finds none is still to come.
         changed: the weights by name where a transform made them, else None.
         changes: what was done to another model to make this one, in words. Exact means exact to this one.
         masked: what a masked-diffusion model says of itself, else None.
@@ -138,7 +138,7 @@ class Engine:
     def card(self) -> Card:
         """What is known about the layers: from beside the model, else from the cards of known models.
 
-        Those are looked through when the first request wants to know. Setting it puts another card in its place.
+        Known models are searched when it is first read. Setting it puts another card in its place.
         """
         if self._card.empty and not self._looked:
             self._looked = True
@@ -258,7 +258,7 @@ class Engine:
         return self._meters.setdefault(name, Meter(name, self._say_once))
 
     def _say_that_a_card_is_missing(self, method: str) -> None:
-        """Once per engine."""
+        """Warn once per engine."""
         if self.misses_card:
             self.misses_card = False
             log.warning(
@@ -276,7 +276,7 @@ class Engine:
             ids: the prompts.
             request: what is asked for.
             recipe: in place of what the request's method makes.
-            patient: whether a row's masks wait for answers of others; see `shoal.decode.sampling.NotYet`.
+            patient: whether a row's masks wait for answers of monitors; see `shoal.decode.sampling.NotYet`.
         """
         recipe = recipe or self.recipe(request.method, request.max_new_tokens)
         self.ranks.check(recipe)

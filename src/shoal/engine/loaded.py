@@ -1,4 +1,4 @@
-"""What the engine's helpers ask of it: those that plan memory, find cards, open draft models, stream and chat."""
+"""The part of an engine that planning memory, finding cards, drafting, streaming and chats use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.types import ModelInfo
 
 
 class LoadedModel(Protocol):
-    """A model that is ready to run; `Engine` is the one there is.
+    """A model that is ready to run, as `Engine` implements it.
 
     Attributes:
         stack: the model as a stack of layers.

@@ -1,6 +1,6 @@
-"""Messages of chats: as clients send and replay them, as templates take them, and their text.
+"""Chat messages: from the forms that clients send and replay to those that templates take, and to text.
 
-What is said here holds for every way in. It knows nothing of HTTP: a message that is none is a `BadMessage`.
+It serves every interface and knows nothing of HTTP. A message that is malformed is a `BadMessage`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _SAID = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 _THOUGHT = {"thinking": "thinking", "reasoning": "text"}
 """Types of parts, and the key under which each has its text."""
 _REASONING = "reasoning_content"
-"""By this name templates are given what a model has thought before its answer."""
+"""The key under which templates take what a model thought before its answer."""
 _THOUGHTS = (_REASONING, "reasoning")
-"""By these names clients send it."""
+"""The keys under which clients send it."""
 _MARK = "\u2042"
 
 
 class BadMessage(ValueError):
-    """A message that no template can be given.
+    """A message that no template can take.
 
     Attributes:
-        place: of the message, such as `messages.3`.
+        place: where the message is, such as `messages.3`.
     """
 
     def __init__(self, place: str, why: str) -> None:
@@ -90,7 +90,7 @@ class _Spoken:
         return "".join(map(self._text, parts))
 
     def _text(self, part: Any) -> str:
-        """The text of a part; what an assistant has thought goes elsewhere."""
+        """The text of a part; what an assistant thought is kept apart."""
         if isinstance(part, str):
             return part
         if not isinstance(part, Mapping):
@@ -114,7 +114,7 @@ class _Spoken:
         return value if isinstance(value, str) else None
 
     def _named(self, role: str, kept: Mapping[str, Any]) -> dict[str, str]:
-        """Who speaks, and which call a result answers."""
+        """The speaker's name, and the call that a result answers."""
         named = {"name": kept["name"]} if "name" in kept else {}
         if not all(isinstance(name, str) for name in named.values()):
             raise BadMessage(self._where, ".name must be a string")
@@ -127,7 +127,7 @@ class _Spoken:
         return named
 
     def _calls(self, role: str, kept: Mapping[str, Any]) -> list[Message]:
-        """The calls of an assistant, one in the older form too."""
+        """The calls of an assistant, in the older form too."""
         given = [key for key in _CALLS if key in kept]
         if given and role != "assistant":
             raise BadMessage(self._where, f".{given[0]} is not supported: its role is {role!r}, not 'assistant'")
@@ -139,18 +139,18 @@ class _Spoken:
         return [self._call(call, f".tool_calls.{place}") for place, call in enumerate(calls)]
 
     def _call(self, call: Any, place: str) -> Message:
-        """A call that the model made, as templates want it: its arguments as an object, where they are one."""
+        """A call of the model as templates take it, with its arguments as an object where they are one."""
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadMessage(self._where, f"{place} must have a function with a name")
         arguments = function.get("arguments") or "{}"
-        with suppress(ValueError, RecursionError):  # the template is given the text
+        with suppress(ValueError, RecursionError):  # the template takes the text as it is
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return {"id": str(call.get("id") or ""), "type": "function",
                 "function": {"name": function["name"], "arguments": arguments}}
 
     def _reasoning(self, role: str, kept: Mapping[str, Any]) -> dict[str, str]:
-        """What an assistant has thought, where the template has a place for it."""
+        """What an assistant thought, if the template has a place for it."""
         fields = [kept.get(key) for key in _THOUGHTS]
         said = "".join(self._thought) or next((text for text in fields if isinstance(text, str)), "")
         if said and role == "assistant" and _REASONING in self._template:
@@ -202,7 +202,7 @@ def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, go_on: bo
 
 
 def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
-    """The text of messages, a system's before the user's next where the template has no place for it, as peers do."""
+    """The text of messages. A system message without a place in the template goes before the next user message."""
     refusal, lost = None, None
     for kept in (len(messages), 1, 0):
         told = folded(messages, kept)
@@ -223,7 +223,7 @@ def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequen
 
 
 def _holds(messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str]) -> bool:
-    """Whether the template has a place for every system message; one whose words it changes is tried with others."""
+    """Whether the template has a place for every system message. Where it changes their text, marks are tried."""
     contents = [str(one.get("content") or "") for one in messages]
     said = {words.strip() for words, one in zip(contents, messages, strict=True) if one.get("role") == "system"} - {""}
     if all(text.count(words) >= sum(content.count(words) for content in contents) for words in said):
@@ -235,11 +235,11 @@ def _holds(messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..
 
 
 def folded(messages: Sequence[Mapping[str, Any]], kept: int) -> list[Mapping[str, Any]]:
-    """Messages without a system's beyond the first `kept` messages: its words go before the user's next.
+    """Messages with each system message beyond the first `kept` put before the next user message.
 
     Args:
         messages: as templates take them.
-        kept: so many messages stay as they are.
+        kept: how many of the first messages stay as they are.
     """
     made, waiting = list(messages[:kept]), list[str]()
     for message in messages[kept:]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.methods.base import Method
 
 _SEED_BITS = 53
-"""Of a drawn seed: so many that readers of JSON that know no larger whole numbers give it back as it is."""
+"""Bits of a drawn seed: few enough for every reader of JSON to keep it exactly."""
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
 _LISTS: Mapping[str, tuple[Any, str]] = {
@@ -77,18 +77,18 @@ class Request:
         max_new_tokens: most tokens to generate per row; also the default horizon of a depth schedule.
         sampling: how tokens are chosen.
         seed: seed of the draws; None picks one, which the result reports.
-        stop: strings before which the text ends; behind which, with `keep_stop`.
+        stop: strings before which the text ends, or after which it ends with `keep_stop`.
         stop_token_ids: token ids that end a row, besides the model's end-of-sequence ids.
         ignore_eos: whether the model's end-of-sequence ids do not end a row.
         min_new_tokens: how many tokens come before an id may end a row; a stop string may end it earlier.
         bad_words: texts that do not come as the tokenizer spells them, with and without a space before.
-        allowed_token_ids: the only ids that may come; None for all. Where a constraint lets nothing else through, it
-            goes before this and the two above.
+        allowed_token_ids: the only ids that may come; None for all. A constraint that allows nothing else goes before
+            this and the two above.
         logits_processor, stopping_criteria: as in transformers, called for one row at a time.
         constraint: what the answer must look like: a JSON schema as a mapping, a pydantic model, or one of
             `shoal.JsonSchema`, `shoal.Regex`, `shoal.Grammar` and `shoal.PythonMembers`; or a list with one, or None,
-            for each prompt. An answer that ends by `max_new_tokens` is the beginning of such a text; one under a schema
-            seldom does.
+            for each prompt. An answer that `max_new_tokens` ends is the beginning of such a text; under a schema this
+            is rare.
 
     Raises:
         Unsupported: a constraint beside ignore_eos.
@@ -148,7 +148,7 @@ class Request:
         return request
 
     def constraints(self, prompts: int) -> Sequence[Constraint | Monitor | None]:
-        """The constraint of each of so many prompts; ValueError where a list has more or fewer."""
+        """The constraint of each prompt; ValueError where a list has more or fewer than `prompts`."""
         found = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,) * prompts
         if len(found) != prompts:
             raise ValueError(f"constraint is a list of {len(found)} for {prompts} prompts; give one for each")
@@ -167,7 +167,7 @@ class Request:
         )
 
     def forbids(self, rules: StopRules, tokenizer: Any, vocabulary: int) -> Callable[[int], tuple[Forbidden, ...]]:
-        """Makes the logits processors of a row's prompt of so many tokens; ValueError for what is no token."""
+        """A function from a prompt's length to its row's logits processors; ValueError for an id that is no token."""
         check_ids({"allowed_token_ids": self.allowed_token_ids or ()}, vocabulary)
         ends = rules.eos_token_ids | rules.stop_token_ids
         return forbidden(self.bad_words, self.allowed_token_ids, self.min_new_tokens, ends, tokenizer)
@@ -179,7 +179,7 @@ def drawn_seed() -> int:
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
-    """An option that is a list; a string stands for the list that has it alone."""
+    """An option that is a list; a string alone stands for a list of one."""
     kind, words = _LISTS[name]
     values = (value,) if isinstance(value, str) else value
     items = tuple(values) if isinstance(values, Iterable) and not isinstance(values, Mapping | bytes) else (None,)
@@ -239,7 +239,7 @@ def _ids(prompt: Any, tokenizer: Any) -> list[int]:
 
 
 def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool = False, **options: Any) -> list[int]:
-    """Token ids of a conversation, the beginning of the answer included.
+    """Token ids of a conversation, with the beginning of the answer.
 
     Args:
         messages: the conversation.

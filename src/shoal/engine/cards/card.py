@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 FILE = "shoal.json"
 FORMAT = 2
-"""Version of the form that cards with a model's identity have."""
+"""Version of the format of cards that hold a model's identity."""
 BEARABLE = 0.1
-"""KL in nats per token, against all layers, up to which a model is said to bear a depth schedule."""
+"""Most KL in nats per token, against all layers, at which a model bears a depth schedule."""
 SHIPPED = Path(__file__).parents[2] / "cards"
 _NEAR_ZERO = 0.006
 """Norm weights below count as 0: some files hold 1 + w in float32, which does not give a small w back exactly."""
@@ -69,7 +69,7 @@ class Card:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], num_layers: int, name: str = FILE) -> Card:
-        """Check and convert; ValueError where the numbers are not of a model with `num_layers` layers."""
+        """A card from its JSON; ValueError where the numbers are not those of a model with `num_layers` layers."""
         try:
             scores = {kind: tuple(map(float, values)) for kind, values in data.get("layer_scores", {}).items()}
             order, skips = data.get("order"), data.get("skips")
@@ -159,7 +159,7 @@ def find(engine: LoadedModel) -> Card:
 
 
 def evidence(engine: LoadedModel) -> dict[str, Any]:
-    """What was measured of methods on the model, from the first card of it that says so; nothing where none does."""
+    """What was measured of methods on the model, by its first card that has evidence; empty where none has."""
     return next((data["evidence"] for _, data in _alike(engine) if isinstance(data.get("evidence"), dict)), {})
 
 
@@ -172,11 +172,11 @@ def _alike(engine: LoadedModel) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def identity(engine: LoadedModel, weights: str = "") -> dict[str, Any]:
-    """What tells the model from others, for its card.
+    """The identity of a model for its card, which tells it from others.
 
     Args:
         engine: the model.
-        weights: in which form the weights were, such as "Q4_1"; the dtype where it is not said.
+        weights: the form of the weights, such as "Q4_1"; empty for the dtype.
     """
     print_ = _fingerprint(engine)
     return {
@@ -189,10 +189,10 @@ def identity(engine: LoadedModel, weights: str = "") -> dict[str, Any]:
 
 
 def keep(data: Mapping[str, Any]) -> Path:
-    """Write a card to the user's cache, whole or not at all.
+    """Write a card to the user's cache atomically.
 
     Raises:
-        ValueError: it has no key to be found by.
+        ValueError: it has no key by which it could be found.
         OSError: the cache cannot be written.
     """
     keys = [*data["model"]["fingerprints"], *data["model"]["norms"]]
@@ -208,7 +208,7 @@ def keep(data: Mapping[str, Any]) -> Path:
 
 
 def sizes_of(stack: Stack) -> dict[str, int]:
-    """Layers, vocabulary, width: the same for every way in which a model is run."""
+    """Layers, vocabulary and width, which are the same for every backend."""
     return {"layers": stack.num_layers, "vocab": stack.vocab_size, "hidden": _width(stack)}
 
 

@@ -26,11 +26,11 @@ class HeldModel:
     Attributes:
         name: what `--model` takes.
         title: what it is called elsewhere; the name where nothing else is known.
-        form: of its weights, such as "GGUF, Q4_1 and F32".
-        architecture: as its file or config says.
-        nbytes: of its weights on the disk.
+        form: the form of its weights, such as "GGUF, Q4_1 and F32".
+        architecture: by its file or config.
+        nbytes: bytes of its weights on disk.
         cards: names of the cards whose model has the same sizes.
-        problem: why it cannot be loaded; empty where nothing speaks against it.
+        problem: why it cannot be loaded; empty where it can.
     """
 
     name: str

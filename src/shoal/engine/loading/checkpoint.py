@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 
 NOTE = "shoal_prune"
 """Name, without its `.json`, of what `shoal prune` writes beside the weights; in a GGUF file a key of the metadata."""
-
-
 ADAPTER = "adapter_config.json"
 """What peft writes beside an adapter."""
 
 
 class Checkpoint:
-    """Names a checkpoint; nothing is read before it is asked for.
+    """A checkpoint by its name. Nothing is read before it is needed.
 
     Args:
         name: folder, Hub id or `.gguf` file.
@@ -80,7 +78,7 @@ class Checkpoint:
 
         return self._adopted() or AutoConfig.from_pretrained(self.place, **self._options)
 
-    @cached_property  # on the Hub every look at the file is a request
+    @cached_property  # on the Hub every read of the file is a request
     def _told(self) -> dict[str, Any]:
         """The config as it is written."""
         from transformers import PreTrainedConfig
@@ -136,12 +134,12 @@ class Checkpoint:
         return model
 
     def _read(self, name: str) -> Tensor:
-        """A tensor by the name that the files have for it, or transformers' with another beginning."""
+        """A tensor by its name in the files, or by transformers' name, which may begin differently."""
         source = self.weights()
         if source is None or not source.has(name):
             import torch
 
-            return torch.ones(1)  # it cannot be looked at, so it counts
+            return torch.ones(1)  # it cannot be read, so it counts as weights
         return source[name]
 
     def weights(self) -> Source | None:
@@ -180,7 +178,7 @@ class Checkpoint:
 
 @contextmanager
 def _no_bars_into_pipes() -> Iterator[None]:
-    """Transformers converts GGUF files under a bar that its own settings do not reach: on a terminal only."""
+    """Show transformers' bar for GGUF files on a terminal only; its own settings do not reach that bar."""
     from transformers import modeling_gguf_pytorch_utils as converter
 
     bar = getattr(converter, "tqdm", None)
@@ -195,13 +193,13 @@ def _no_bars_into_pipes() -> Iterator[None]:
 
 
 def shown_name(model: str) -> str:
-    """For reports: a Hub id, or the name of a folder without where it lies."""
+    """A model's name for reports: a Hub id, or the last part of a folder's path."""
     path = Path(model)
     return path.name if path.is_absolute() or path.exists() else model
 
 
 def _place(name: str) -> tuple[str, Path | None]:
-    """Folder or Hub id to load from, or the folder of a GGUF file and that file."""
+    """The folder or Hub id to load from and None, or the folder of a GGUF file and that file."""
     path = Path(name)
     if path.is_dir():
         if path.suffix.lower() == ".gguf":
@@ -223,7 +221,7 @@ def _place(name: str) -> tuple[str, Path | None]:
 
 
 def hush_libraries() -> None:
-    """Keep loading bars out of logs, and advice that is not about the user's command out of stderr."""
+    """Keep loading bars out of logs, and advice that does not concern the user's command out of stderr."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
@@ -287,10 +285,14 @@ def _check(config: Any, source: Source) -> None:
 
 
 def named(source: Source | None, name: str) -> Source:
-    """The weights of a checkpoint of that name, if there are any by their names.
+    """The weights of a checkpoint by their names.
+
+    Args:
+        source: the weights, or None where they have no names.
+        name: of the checkpoint.
 
     Raises:
-        Unsupported: there are none.
+        Unsupported: the source is None.
     """
     if source is None:
         remedy = "Use its safetensors, or a GGUF file that Shoal reads itself"

@@ -1,4 +1,4 @@
-"""Where to compute and in which number format, when the caller does not say."""
+"""The device and dtype to compute in where the caller does not say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def default_device() -> torch.device:
 
 
 def device_of(given: str | torch.device | None) -> torch.device:
-    """The device that was asked for."""
+    """The given device, else the default one."""
     return torch.device(given) if given is not None else default_device()
 
 
@@ -31,7 +31,7 @@ def _native_bfloat16(device: torch.device) -> bool:
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype from itself or its name."""
+    """The torch dtype of that name, or the dtype itself; ValueError for an unknown name."""
     if isinstance(dtype, torch.dtype):
         return dtype
     name = dtype.removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The parts of a GGUF file: read here where its architecture and types are known, else by transformers."""
+"""The parts of a GGUF file. Shoal reads them where it knows architecture and types, else transformers does."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _MAGIC = b"GGUF"
 _OF_TRANSFORMERS = ("gguf", "accelerate")
-"""What transformers reads such files with; the extra `gguf` brings both."""
+"""Packages that transformers needs for such files; the extra `gguf` brings both."""
 
 log = logging.getLogger(__name__)
 
 
 class GgufCheckpoint:
-    """Config, weights, tokenizer and modules of one file; nothing is read before it is asked for.
+    """Config, weights, tokenizer and modules of one file. Nothing is read before it is needed.
 
     Args:
         path: of the file.
@@ -65,7 +65,7 @@ class GgufCheckpoint:
         """The file's tokenizer, None where it has none.
 
         Raises:
-            Unsupported: it is of a kind that is not known.
+            Unsupported: its kind is not known.
         """
         if self._own is not None:
             from shoal.model.gguf.tokenizer import tokenizer_of
@@ -95,14 +95,14 @@ class GgufCheckpoint:
         return self._own is not None
 
     def ends(self) -> list[int]:
-        """Ids that end an answer by the file's metadata, whoever reads the rest; none where it has no vocabulary."""
+        """Ids that end an answer by the file's metadata; none where it has no vocabulary."""
         header = self._own[0].header if self._own is not None else self._said and self._said[0]
         words = vocabulary_of(header) if header else None
         return [] if words is None else words.ends
 
     @cached_property
     def _own(self) -> tuple[GgufFile, Any] | None:
-        """The open file and its config, or None, said once, where Shoal does not read it."""
+        """The open file and its config; None, which is logged once, where Shoal does not read it."""
         from shoal.model.gguf.config import config_of
         from shoal.model.gguf.file import GgufFile
 
@@ -116,7 +116,7 @@ class GgufCheckpoint:
 
     @cached_property
     def _said(self) -> tuple[Header, dict[str, int]] | None:
-        """Metadata, and sizes of tensors; None where the file is of a version that only transformers may read."""
+        """Metadata and sizes of tensors; None for a version of the format that only transformers may read."""
         try:
             return read_said(self.path)
         except Unsupported:
@@ -130,7 +130,7 @@ class GgufCheckpoint:
         except (MemoryError, OSError, Unsupported):
             raise
         except Exception as error:
-            if "memory" in str(error):  # on a CPU that is a RuntimeError
+            if "memory" in str(error):  # running out of memory on a CPU is a RuntimeError
                 raise
             told = " ".join(f"{type(error).__name__}: {error}".split())
             why = f"{self._reason.why}, and transformers does not read it either ({told:.160})"

@@ -1,4 +1,4 @@
-"""Load a model: from a folder, the Hub, a GGUF file, or an object that the caller has loaded already."""
+"""Loads a model from a folder, the Hub or a GGUF file, or takes one that the caller has loaded."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def load(
 
 
 def _limited(engine: Engine, limit: MemoryLimit | None) -> Engine:
-    """Where memory is short, none is given for speed alone."""
+    """Set the limit. Under one, no memory is spent on speed alone."""
     engine.limit = limit
     if limit is not None and isinstance(engine.stack, NativeStack):
         engine.stack.bounds_logits = False
@@ -169,7 +169,7 @@ def engine_for(
 
 
 def open_beside(home: LoadedModel, model: Any) -> Engine:
-    """The engine of a model that is to work beside that of `home`; see `shoal.engine.loading.companions`."""
+    """The engine of a model that works beside that of `home`; see `shoal.engine.loading.companions`."""
     if not isinstance(model, str):
         engine = engine_for(model)
         if engine.stack.device != home.stack.device:
@@ -250,7 +250,7 @@ def _from_model(
     files: Checkpoint, words: Any, card: Card, dtype: torch.dtype, device: torch.device, quant: Quant | None,
     backend: Backend,
 ) -> Engine:
-    """An engine by way of the transformers model, which is given up again where it was packed."""
+    """An engine made from the transformers model, which is dropped once it is packed."""
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
         with in_transformers(files.config()):
             model = files.model(dtype)
@@ -266,10 +266,10 @@ def _pack(
     config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend,
     twin_of: Any = None,
 ) -> Stack | None:
-    """The packed stack, checked against the model that it is to equal if there is one.
+    """The packed stack, checked against the model that it must equal if there is one.
 
-    A masked-diffusion model's words see later ones, which is torch's work, so its matrices are packed for torch. Under
-    "auto" None, said once, where the model does not fit and needs no quantisation.
+    A masked-diffusion model's tokens see later ones, which torch computes, so its matrices are packed for torch. Under
+    "auto" it is None, which is logged, where the model does not fit and needs no quantisation.
     """
     try:
         if backend == "auto" and quant is None:

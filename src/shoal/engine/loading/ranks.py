@@ -1,8 +1,8 @@
-"""Several processes that hold one model between them: a slice of every matrix each, as transformers' own plans cut it.
+"""Tensor parallelism: each process holds a slice of every matrix, as transformers' own plans cut it.
 
-All of them run the same forwards in the same order, and every one ends with the same logits. A depth plan depends on
-the step alone, so which layers run needs no message; only what a process makes up for itself has to be agreed on.
-Started by `torchrun`, which tells each process its number.
+All processes run the same forwards in the same order, and each ends with the same logits. A depth plan depends on the
+step alone, so which layers run needs no message. Only what a process chooses by itself, such as a seed, must be agreed
+on. `torchrun` starts the processes and tells each its number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ranks:
     size: int = 1
 
     def agree(self, value: T) -> T:
-        """What process 0 calls this with; all processes must call it."""
+        """The value that process 0 passes. All processes must call this."""
         if self.size == 1:
             return value
         box = [value]
@@ -62,7 +62,7 @@ ALONE = Ranks()
 
 
 def join(device: torch.device) -> Ranks:
-    """Meet the other processes; on CUDA this one takes the device of its own number.
+    """Join the other processes; on CUDA this one takes the device of its own number.
 
     Raises:
         Unsupported: torchrun did not start this process, or the device has no way to talk to others.
@@ -81,7 +81,7 @@ def join(device: torch.device) -> Ranks:
 
 
 def leave() -> None:
-    """Part from the other processes, if there are any."""
+    """Leave the other processes, if there are any."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from shoal.model.packed.linear import Quant
 
 OVERHEAD = 3 << 20
-"""What a request takes in small objects and in the holes between them; measured, see `lab/benchmarks/memory.py`."""
+"""Bytes of a request's small objects and of gaps between them, measured by `lab/benchmarks/memory.py`."""
 
 _RANKING = 3
-"""How often the scores of a layer's columns exist in float32 while torch ranks them: an estimate."""
+"""Copies in float32 of the scores of a layer's columns while torch ranks them: an estimate."""
 
 _REWRITING = 5
-"""How often a layer's columns exist in float32 while some of them are chosen or merged; measured, too."""
+"""Copies in float32 of a layer's columns while some of them are chosen or merged: measured."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Footprint:
     """Bytes at the peak of a request.
 
     Attributes:
-        process: interpreter, libraries and what they hold, measured: all that is in memory now but for the weights.
+        process: measured: all that is in memory now, less the weights.
         weights: of the model, as they are packed.
         kv: keys and values of the target, as the cache counts them.
-        drafts: nodes of trees beside their deepest path, and a second model's keys and values.
+        drafts: nodes of trees off their deepest path, and a second model's keys and values.
         masks: of the largest forward.
         logits: of the largest forward.
-        work: estimated: activations, buffers, choice of tokens, pages that are used in part.
+        work: estimated: activations, buffers, choice of tokens, partly used pages.
     """
 
     process: int
@@ -91,7 +91,7 @@ class Footprint:
 
 
 def standing() -> int:
-    """Bytes of the process in memory, once what earlier requests have left is given back: it would be counted twice."""
+    """Bytes of the process, once what earlier requests have left is freed; it would be counted twice."""
     gc.collect()
     give_back()
     return resident() or 0
@@ -142,19 +142,19 @@ def second_bytes(rows: Sequence[Row], extra: int) -> int:
 
 
 def logits_bytes(stack: Stack, nodes: Sequence[int]) -> int:
-    """Logits of a forward in which each row has so many nodes; those of several calls are put together in a copy."""
+    """Bytes of the logits of a forward, by each row's nodes. Logits of several calls are joined in a copy."""
     size = 4 if isinstance(stack, NativeStack) else stack.dtype.itemsize
     copies = 2 if isinstance(stack, NativeStack) and sum(nodes) > LIMIT else 1
     return copies * sum(nodes) * stack.vocab_size * size
 
 
 def work_bytes(engine: LoadedModel, tokens: int, columns: int, sampled: int = 0) -> int:
-    """Estimated: activations and buffers of a forward, and what choosing tokens takes.
+    """An estimate of the bytes that a forward's activations and buffers and the choice of tokens take.
 
     Args:
         tokens: of the forward.
-        columns: that one of them sees at most.
-        sampled: nodes whose token is drawn: probabilities of each are kept, and one is sorted.
+        columns: most that one of them sees.
+        sampled: nodes whose token is drawn. The probabilities of each are kept, and those of one are sorted.
     """
     stack, vocabulary = engine.stack, engine.stack.vocab_size
     total = OVERHEAD + (sampled and (sampled + 8) * vocabulary * 4)
@@ -177,12 +177,12 @@ def _config(engine: LoadedModel) -> Any:
 
 
 def _work(engine: LoadedModel, rows: Sequence[Row], nodes: Sequence[int]) -> int:
-    """Of the larger of two forwards: one that reads prompts, and one that decodes."""
+    """Bytes of work of the larger of two forwards: one that reads prompts, and one that decodes."""
     stack, columns = engine.stack, max(row.prompt_length + row.stop.room for row in rows)
     read = min(stack.prefill_chunk, sum(row.prompt_length for row in rows))
     drawn = 0 if rows[0].sampling.greedy else max(nodes)
     rewriting = 0
-    if _chooses(rows):  # scores and copies in float32, of a layer at a time
+    if _chooses(rows):  # scores and copies in float32, one layer at a time
         width = max(heads * sum(dims) for heads, *dims in stack.kv_sizes)
         rewriting = _REWRITING * 4 * width * columns
     lengths = [row.prompt_length + row.stop.room for row in rows for _ in range(row.branches)]
@@ -195,7 +195,7 @@ def _work(engine: LoadedModel, rows: Sequence[Row], nodes: Sequence[int]) -> int
 
 
 def choosing_bytes(engine: LoadedModel, select: Select | None, lengths: Sequence[int], nodes: Sequence[int]) -> int:
-    """While rows of these lengths choose what they read by a part: scores, what is chosen, and labels of kernels."""
+    """Bytes taken while rows of these lengths select what they read: scores, selected columns, labels of kernels."""
     stack = engine.stack
     if select is None or max(lengths) <= select.most_read:
         return 0
@@ -210,13 +210,13 @@ def choosing_bytes(engine: LoadedModel, select: Select | None, lengths: Sequence
 
 
 def _chooses(rows: Sequence[Row]) -> bool:
-    """Whether columns of a prompt are weighed against each other."""
+    """Whether a `keep` compares the columns of a prompt."""
     keep = rows[0].recipe.keep
     return keep is not None and keep.differs and max(row.prompt_length for row in rows) > keep.untouched
 
 
 def _masks(stack: Stack, rows: Sequence[Row], nodes: Sequence[int]) -> int:
-    """Masks of the forward that has most of them: a word for each token in the kernels, else a byte for each column."""
+    """Bytes of the masks of the largest forward: in the kernels 8 for each token, else 1 for each column."""
     reads = [*_reads([row.prompt_length for row in rows], stack.prefill_chunk)]
     if isinstance(stack, NativeStack):
         sizes = [sum(size for _, _, size in read) for read in reads] + [sum(nodes)]

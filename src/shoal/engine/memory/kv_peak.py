@@ -1,9 +1,9 @@
-"""What the KV of some rows comes to at its largest, before they run: as the cache counts it, and in whole pages.
+"""The peak of the KV of some rows before they run, as the cache counts it and in whole pages.
 
-Exact for rows that are decoded together to their full length of two tokens or more, one after the other or with chains
-of guesses: whole, by depth plans, in other forms (`store`), and where `keep` says how many columns there are. A bound
-from above for sliding windows, trees, a `keep` that knows only what it may come to, the bias of merged columns, and
-forms that columns take late, which are counted in both.
+Exact for rows that are decoded together to their full length of two tokens or more, token by token or with chains of
+guesses: at full depth, by depth plans, in other forms (`store`), and where `keep` says how many columns there are. An
+upper bound for sliding windows, trees, a `keep` that knows only its most columns, the bias of merged columns, and forms
+that columns take late, which are counted in both forms.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def peak_of(stack: Stack, cache: KVCache, rows: Sequence[Row], extra: int = 0) -
 
 
 def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int) -> KVPeak:
-    """What is stored when every row has fed `step` tokens of its answer, and given up nothing since."""
+    """What is stored when every row has fed `step` tokens of its answer and released nothing since."""
     counted = resident = moving = 0
     for number, layer in enumerate(cache.layers):
         own = [_own_size(stack, row, number) for row in rows]
@@ -75,13 +75,13 @@ def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int
 
 
 def _own_size(stack: Stack, row: Row, layer: int) -> int:
-    """Bytes of a column that is stored beside the slot; 0 where it is in the slot."""
+    """Bytes of a column that is stored outside the slot; 0 where it is in the slot."""
     form = _form(row, layer)
     return 0 if form is None or form.late else column_bytes(form, stack.kv_sizes[layer], stack.dtype)
 
 
 def _settled(stack: Stack, row: Row, layer: int, reserve: int, columns: int) -> int:
-    """At most what columns take that leave the slot later; they are counted there as well."""
+    """Most bytes of columns that leave the slot later; they are counted in the slot as well."""
     form = _form(row, layer)
     if form is None or not form.late:
         return 0
@@ -93,7 +93,7 @@ def _form(row: Row, layer: int) -> KVForm | None:
 
 
 def _bias(row: Row, heads: int, columns: int) -> int:
-    """At most what a row has to add to the scores of its columns."""
+    """Most bytes of the bias that a row adds to the scores of its columns."""
     keep = row.recipe.keep
     return 4 * heads * _more(columns) if keep is not None and keep.weighs else 0
 
@@ -112,7 +112,7 @@ def _columns(row: Row, number: int, layer: KVLayer, chunk: int, step: int, extra
 
 
 def _kept(row: Row, positions: int) -> int:
-    """Columns of so many positions."""
+    """Columns that are stored of the first `positions`."""
     return positions if row.recipe.keep is None else row.recipe.keep.most_columns(positions)
 
 
@@ -121,14 +121,14 @@ def _more(capacity: int) -> int:
 
 
 def _grown(capacity: int, columns: int) -> int:
-    """Columns that there is room for, once so many are needed."""
+    """The capacity once `columns` are needed."""
     while capacity < columns:
         capacity = _more(capacity)
     return capacity
 
 
 def _resident(stack: Stack, layer: int, slots: tuple[int, ...], capacity: int) -> int:
-    """Bytes of keys and values that take memory."""
+    """Bytes of memory that keys and values take."""
     heads, *dims = stack.kv_sizes[layer]
     return sum(_pages(slots, heads, capacity, dim * stack.dtype.itemsize) for dim in dims)
 

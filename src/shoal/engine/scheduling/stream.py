@@ -11,7 +11,7 @@ from shoal.decode.ledger import Clock, RowLedger
 from shoal.decode.row import Row
 from shoal.engine.memory.amounts import naming
 from shoal.model.kv.cache import KVBytes, KVCache
-from shoal.types import ModelInfo, Result, Stats, Step, TokenLogprob
+from shoal.types import ModelInfo, Result, Stats, Step
 
 if TYPE_CHECKING:
     from shoal.engine.loaded import LoadedModel
@@ -21,10 +21,10 @@ class Stream(Iterator[Step]):
     """The steps of a generation as they come; `result` and `results` afterwards.
 
     Args:
-        engine: whose turn it is to ask for before each step.
+        engine: the model, whose lock each step takes.
         rows: the rows to decode, all of one loop.
         cache: their cache.
-        release: whether dropped layers give up their KV at once.
+        release: whether dropped layers free their KV at once.
         prefill_chunk: the most prompt tokens per row and forward; None for the loop's own choice.
     """
 
@@ -55,7 +55,7 @@ class Stream(Iterator[Step]):
         return self._ready.pop()
 
     def _size(self) -> tuple[str, str]:
-        """What fills the memory, and what to do where it does not suffice."""
+        """What fills the memory, and what to do where it is too small."""
         prompt = max(row.prompt_length for row in self._rows)
         new = max(row.emitted + row.stop.room for row in self._rows)
         what = f"a batch of {len(self._rows)}, prompts of up to {prompt} tokens and max_new_tokens={new}"
@@ -91,6 +91,7 @@ class Stream(Iterator[Step]):
 
 def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result:
     """The row's outcome so far."""
+    wanted = row.sampling.logprobs is not None
     return Result(
         text="".join(step.text for step in row.steps),
         tokens=tuple(step.token for step in row.steps),
@@ -99,16 +100,10 @@ def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result
         depths=tuple(step.depth for step in row.steps),
         seed=row.seed,
         sampling=row.sampling,
-        logprobs=_logprobs(row),
+        logprobs=tuple(step.logprob for step in row.steps if step.logprob is not None) if wanted else None,
         changes=info.changes,
         alternatives=row.alternatives,
     )
-
-
-def _logprobs(row: Row) -> tuple[TokenLogprob, ...] | None:
-    if row.sampling.logprobs is None:
-        return None
-    return tuple(step.logprob for step in row.steps if step.logprob is not None)
 
 
 def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
@@ -155,6 +150,6 @@ def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
 
 
 def _ideal_speedup(ledger: RowLedger, info: ModelInfo, new_tokens: int) -> float:
-    """By reads of layers and heads alone; the prefill counts as one token."""
+    """The speed-up by reads of layers and heads alone. The prefill counts as one token."""
     read = info.num_layers + ledger.layers_read + (1 + ledger.heads_read) * info.head_layers
     return max(new_tokens, 1) * (info.num_layers + info.head_layers) / read
