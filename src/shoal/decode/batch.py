@@ -26,29 +26,29 @@ from shoal.model.stack import SequenceChunk, Stack
 from shoal.types import Step
 
 _LEAST_SHARE = 4
-"""Prompts share a forward where decoding leaves them at least one part in so many of it; else they get their own."""
+"""Prompts share a forward if decoding leaves them at least 1/n of it, this being n; else they get their own."""
 
 _DOZE = 0.002
-"""Seconds that a step without anything to run may take, where a search waits for others."""
+"""Longest wait, in seconds, of a step that has nothing to run because its searches wait for others."""
 
 
 class Batch:
-    """Rows under way on one cache. A row that has emitted nothing reads its prompt; the others decode.
+    """Rows that run on one cache. A row that has emitted nothing reads its prompt; the others decode.
 
-    Of a search's branches some may rest, which do neither, and others read what was forced upon them.
+    A search may let branches rest, which do neither, and force tokens upon others, which these then read.
 
     Args:
         stack: the model.
         cache: one cache row per row, in the order of `rows`; may hold the beginning of a row's prompt already. None for
-            one of the batch's own, which lasts as long as it has rows.
+            a cache of the batch's own, which lasts as long as it has rows.
         rows: the rows to begin with, each with at least one token that is not in the cache; those that have ended are
             left out.
-        prefixes: where what rows have stored is kept for later ones, and looked up.
-        release: whether a dropped layer's KV is given up at once; a row that goes on later must keep it.
+        prefixes: keeps what rows have stored for later rows, which look it up there.
+        release: whether a dropped layer's KV is freed at once; a row that is resumed later must keep it.
 
     Attributes:
-        rows: rows still under way, in the order of their slots; in place of one that is searched its branches.
-        searches: those under way.
+        rows: running rows, in the order of their slots; the branches of a searched row stand in its place.
+        searches: the running searches.
         clock: seconds spent.
         parts: the workers of the rows' recipes.
     """
@@ -77,15 +77,15 @@ class Batch:
 
     @property
     def reading(self) -> list[Row]:
-        """Rows whose prompt, or what was forced upon them, is not read to its end, first come first."""
+        """Rows that have not yet read all of their prompt or of their forced tokens, in order of arrival."""
         return [row for row in self._came if self._reads(row)]
 
     def join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None = None) -> None:
-        """Take in rows that have run nothing yet, or none where that fails.
+        """Add rows that have run nothing yet; add none if that fails.
 
         Args:
-            rows: who comes.
-            columns: of each, how many columns its layers may come to store, if known.
+            rows: the new rows.
+            columns: for each row, how many columns its layers may come to store, if known.
         """
         before = list(self.rows), list(self._came), list(self.searches)
         try:
@@ -106,14 +106,14 @@ class Batch:
             self._take([self._begun(row)])
 
     def _set_store(self, row: Row, columns: Sequence[int] | None = None) -> None:
-        """Let what the row stores have the form that its recipe names; what it holds in another way is read anew."""
+        """Store the row's KV in the form that its recipe names; KV in another form is dropped and computed again."""
         slot, store = row.slot, row.recipe.store
         if row.recipe.alters_kv or self.cache.has_store(slot):
             self.cache.truncate(slot, 0)
             self.cache.set_store(slot, store, columns)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        """Take in rows that go on from where `row` stands."""
+        """Add rows that continue from the state of `row`."""
         for twin, slot in zip(twins, self.cache.fork(row.slot, len(twins)), strict=True):
             twin.slot = slot
         self.parts.fork(row, twins)
@@ -131,15 +131,15 @@ class Batch:
         return self.searches[-1].branches[0].row
 
     def due(self, row: Row) -> int:
-        """How many of the row's tokens are to be fed; a row that rests keeps its last one back."""
+        """How many of the row's tokens are to be fed; a resting row holds its last one back."""
         return len(row.tokens) - (row.room == 0) - self.cache.positions[row.slot]
 
     def _reads(self, row: Row) -> bool:
-        """Whether more is to be fed than the last token that the row has emitted, and what it was bound to say."""
+        """Whether the row must be fed more than its last token and the tokens that its constraint forced."""
         return self.due(row) > (1 + row.forced if row.emitted > 0 and row.room > 0 else 0)
 
     def leave(self, rows: Sequence[Row]) -> None:
-        """Let rows go before their end: they count as cancelled, and what they stored is free."""
+        """Cancel rows before their end and free what they stored."""
         for row in rows:
             row.stop.finish_reason = row.stop.finish_reason or "cancelled"
         for search in self.searches[:]:
@@ -148,19 +148,19 @@ class Batch:
         self.retire()
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
-        """One forward: the guesses of every row that decodes, and pieces of prompts in what they leave of `budget`.
+        """Run one forward: the guesses of every decoding row, and pieces of prompts in what is left of `budget`.
 
-        Earlier prompts come first, so that they need not share with later ones; short ones that fit together are read
-        together. Rows whose prompt ends emit their first token.
+        Earlier prompts come first and do not share with later ones; short prompts that fit together are read together.
+        A row emits its first token when its prompt ends.
 
         Args:
-            budget: tokens of the forward, of all rows together; only guesses may exceed it. Where they leave prompts
-                too little, these get a forward of their own.
-            rows: which rows, in the order of their slots; None for all. A row that is searched stands for its branches.
-            most: prompt tokens of a row; None for as many as fit.
+            budget: most tokens of the forward, over all rows; only guesses may exceed it. If guesses leave prompts too
+                little, the prompts get a forward of their own.
+            rows: which rows, in the order of their slots; None for all. A searched row stands for its branches.
+            most: most prompt tokens of a row; None for as many as fit.
 
         Raises:
-            BaseException: what a part of a row's recipe raises, a search or a processor; see `rollback`.
+            BaseException: from a part of a row's recipe, such as a search or a processor; call `rollback` then.
         """
         start = time.perf_counter()
         steps, rows = self._search(rows)
@@ -185,7 +185,7 @@ class Batch:
         return steps
 
     def _apart(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-        """Rows that read, and rows that decode; those that rest are neither. Raises what went wrong in a row's KV."""
+        """Rows that read and rows that decode; resting rows are neither. Raises the error of a row whose KV failed."""
         reading, decoding = list[Row](), list[Row]()
         for row in rows:
             if row.error is not None:
@@ -197,7 +197,7 @@ class Batch:
         return reading, decoding
 
     def _search(self, rows: Sequence[Row] | None) -> tuple[list[Step], list[Row]]:
-        """Let searches go on, all or those of `rows`: what they emit, and the rows that may run now."""
+        """Advance all searches, or those of `rows`; return what they emit and the rows that may run now."""
         chosen = None if rows is None else set(rows)
         if not self.searches:
             return [], self.rows if chosen is None else [row for row in self.rows if row in chosen]
@@ -206,16 +206,16 @@ class Batch:
         return steps, [row for row in self.rows if chosen is None or row in chosen or row.root in chosen]
 
     def rollback(self) -> None:
-        """Forget what a forward that failed has left unfinished.
+        """Drop the unfinished state that a failed forward has left.
 
-        Rows that it came to have moved on, the others can run again; a row whose KV was left half rewritten fails in
-        its next step too.
+        Rows that it had reached have advanced; the others can run again. A row whose KV was left half rewritten fails
+        in its next step too.
         """
         for row in self.rows:
             self.cache.rollback(row.slot)
 
     def close(self) -> None:
-        """End all rows where they stand: the cache holds committed tokens only, of a search its first branch."""
+        """End all rows where they are. The cache then holds committed tokens only, and the first branch of a search."""
         self.rollback()
         for search in self.searches[:]:
             search.stop(left=1)
@@ -223,7 +223,7 @@ class Batch:
             row.note_bytes(self.cache.row_bytes(row.slot))
 
     def _pieces(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Share]:
-        """Who reads how much of its prompt, in the order of the slots."""
+        """How much of its prompt each row reads, in the order of the slots."""
         pieces: list[_Share] = []
         for row in self.reading:
             if row in rows and budget > 0:
@@ -235,11 +235,11 @@ class Batch:
         return sorted(pieces, key=lambda share: share.row.slot)
 
     def piece(self, due: int, size: int) -> int:
-        """How many of the tokens that a row is still to read it reads in a forward in which it could read `size`."""
+        """How many of its unread tokens a row reads in a forward that has room for `size` of them."""
         return size
 
     def _forward(self, shares: Sequence[_Share], draft_seconds: float = 0.0) -> list[Step]:
-        """Run the shares of some rows, walk where a token follows, and settle."""
+        """Run the shares of some rows, accept where a token follows, and commit."""
         start = time.perf_counter()
         chunks = [share.chunk for share in shares]
         rows = [share.row for share in shares]
@@ -263,22 +263,22 @@ class Batch:
         return self.settle(ended, outcomes)
 
     def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
-        """What is fed for each row that decodes: its last token, and guesses of what follows."""
+        """What each decoding row is fed: its last token and the guesses that follow it."""
         return self.parts.propose(rows)
 
     def judge_all(self, rows: Sequence[tuple[Row, RowTarget, int]]) -> list[Outcome]:
-        """What is kept of the trees of rows that emit something now; of each, how many uncommitted tokens it holds."""
+        """The outcome of each tree whose row emits something now, and how many uncommitted tokens the row holds."""
         return [self.judge(row, target) for row, target, _ in rows]
 
     def judge(self, row: Row, target: RowTarget) -> Outcome:
-        """What is kept of a row's tree, which is its last token alone where it has read its prompt."""
+        """The outcome of a row's tree, which is its last token alone when it has just read its prompt."""
         return row.rule.walk(target.tree, target)
 
     def _tell(
         self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome], drafting: float,
         target: float | None,
     ) -> None:
-        """Tell the workers of the prompts that ended, and of the rows that decoded."""
+        """Report to the workers which prompts ended and which rows decoded."""
         told = [(share.guesses, share.row, found.tree, outcome)
                 for (share, found), outcome in zip(ended, outcomes, strict=True)]
         for guesses in (False, True):
@@ -303,7 +303,7 @@ class Batch:
         return steps
 
     def commit(self, row: Row, path: Sequence[int]) -> None:
-        """Let the nodes of `path` stay, and the row's `keep` rewrite what is stored where that is due."""
+        """Commit the nodes of `path`, and let the row's `keep` rewrite its KV where that is due."""
         before = self.cache.positions[row.slot]
         self.cache.commit(row.slot, path)
         if not row.recipe.alters_kv:
@@ -316,7 +316,7 @@ class Batch:
             raise
 
     def retire(self) -> None:
-        """Release what rows will not run again, keep what later prompts may begin with, let finished rows go."""
+        """Free layers that rows will not run again, keep prefixes for later prompts, remove finished rows."""
         for row in self.rows:
             ended = row.leaves and not (row.root is not None and row.finish_reason == "cancelled")
             at_prompt = row.emitted > 0 and self.cache.positions[row.slot] == row.prompt_length
@@ -337,7 +337,7 @@ class Batch:
                 self._keep_slots()
 
     def _keep_slots(self) -> None:
-        """Drop the cache rows of everything that is not under way."""
+        """Drop the cache rows of everything that no longer runs."""
         rows = {row.slot: row for row in self.rows}
         self.rows = [rows[former] for former in self.cache.select(rows.keys())]
         for slot, row in enumerate(self.rows):
@@ -346,13 +346,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a row has in a forward.
+    """A row's share of a forward.
 
     Attributes:
         row: the row.
         chunk: its tokens.
-        tree: what is judged of them; None for a piece of a prompt that ends later.
-        before: tokens of the prompt, or those that were forced upon the row, ahead of the tree's root.
+        tree: the tokens that are judged; None for a piece that does not end its prompt.
+        before: prompt tokens or forced tokens ahead of the tree's root.
     """
 
     row: Row
@@ -367,7 +367,7 @@ class _Share:
 
     @property
     def forced(self) -> bool:
-        """Whether there are tokens among them that a search has forced upon the row."""
+        """Whether some of the tokens were forced upon the row by a search."""
         return self.guesses and (self.tree is None or self.chunk.wanted > len(self.tree))
 
     def count(self) -> None:
@@ -388,7 +388,7 @@ class _Share:
 
 
 def _guesses(row: Row, tree: TokenTree, before: int) -> _Share:
-    """A row's root with what is guessed after it: a chain where tokens before it came without a forward."""
+    """A row's root with its guesses; a chain where tokens before the root came without a forward."""
     tokens = (*row.tokens[-1 - before : -1], *tree.tokens)
     steps = [row.emitted + depth for depth in (*range(-before, 0), *tree.depths)]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
@@ -404,7 +404,7 @@ def _guesses(row: Row, tree: TokenTree, before: int) -> _Share:
 
 
 def _piece(row: Row, first: int, size: int) -> _Share:
-    """`size` tokens of a row's prompt, or of what was forced upon it, from position `first` on."""
+    """`size` tokens of a row's prompt or of its forced tokens, from position `first` on."""
     tokens, ends = row.tokens[first : first + size], first + size == len(row.tokens)
     tree = TokenTree.chain(tokens[-1:]) if ends else None
     steps = [max(0, place + 1 - row.prompt_length) for place in range(first, first + size)]
@@ -416,7 +416,7 @@ def _piece(row: Row, first: int, size: int) -> _Share:
 
 
 def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:
-    """The steps of a walk, cut where the row ends; moves the row on."""
+    """Advance the row by an outcome; return its steps, cut where the row ends."""
     tokens = [target.tree.tokens[node] for node in outcome.path[1:]] + [outcome.token]
     if row.record is not None:
         for node in outcome.path:

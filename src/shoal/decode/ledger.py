@@ -1,4 +1,4 @@
-"""The one place where work is counted. Rows share a forward, so counts are kept per row and forwards per batch."""
+"""The one place where work is counted. Rows share forwards, so work is counted per row and time per batch."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class RowLedger:
         draft_layer_tokens: layer-tokens that guessing ran through the target's own layers.
         layers_read: layers that the forwards after the prefill went through, each once however many nodes it ran,
             the target's and those of guessing with its layers together.
-        heads_read: how often the LM head was read in them.
+        heads_read: how often these forwards read the LM head.
         second_tokens: tokens of the answer that a second model wrote by itself.
-        second_layer_tokens: layer-tokens that it, or a judge, ran, of its own layers, what it read included.
-        switches: how often one model wrote a token after the other.
+        second_layer_tokens: layer-tokens that this model or a judge ran through its own layers, to read and to write.
+        switches: how often the writing model changed from one token to the next.
         branches: rows that a search has made for this one, the first included.
-        searched: tokens that these decoded.
-        judged: questions that were put to a judge.
+        searched: tokens that the branches decoded.
+        judged: questions to a judge.
         put: tokens that a loop has put into the answer.
         drafted: guessed tokens.
         accepted: guessed tokens that were kept.
         drafted_at: how often there was a guess at each distance from the root.
-        accepted_at: how often one of them was kept.
-        draft_rounds: forwards beside which the next draft was prepared, as the method that does so describes them.
+        accepted_at: how often such a guess was kept.
+        draft_rounds: forwards during which the next draft was prepared, as the method describes them.
     """
 
     prefill_tokens: int = 0
@@ -67,7 +67,7 @@ class RowLedger:
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of a batch: of steps that read prompts only, of all others, and of the latter those spent on guessing."""
+    """Seconds of a batch: of steps that only read prompts, of all others, and the guessing within the latter."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""What the engine and the scheduler ask of a batch of rows, whatever a step does; and a batch decoded to its end."""
+"""The interface of a batch to the engine and the scheduler, whatever its step does; and decoding a batch to its end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shoal.types import Step
 
 
 class RowBatch(Protocol):
-    """Rows under way on one cache, all of them of one loop; see `shoal.decode.batch.Batch`, the plain one.
+    """Rows of one loop that run on one cache. `shoal.decode.batch.Batch` is the plain one.
 
     Attributes:
         cache: what the rows store.
-        rows: those under way; a row that has ended is none of them.
+        rows: the running rows.
         clock: seconds spent.
     """
 
@@ -34,15 +34,15 @@ class RowBatch(Protocol):
         ...
 
     def join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None = None) -> None:
-        """Take in rows that have run nothing yet; of each, how many columns its layers may come to store, if known."""
+        """Add rows that have run nothing yet; `columns`: how many columns the layers of each may store, if known."""
         ...
 
     def leave(self, rows: Sequence[Row]) -> None:
-        """Let rows of its own go before their end: they count as cancelled, and what they stored is free."""
+        """Cancel rows of the batch before their end and free what they stored."""
         ...
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
-        """Move rows on; what they emit goes through their stop rules, and into their tokens, steps and ledgers.
+        """Advance rows. What they emit passes their stop rules and enters their tokens, steps and ledgers.
 
         Args:
             budget: tokens of the forward, guesses apart.
@@ -52,11 +52,11 @@ class RowBatch(Protocol):
         ...
 
     def rollback(self) -> None:
-        """Forget what a step that failed has left unfinished, so that other rows can go on."""
+        """Drop the unfinished state that a failed step has left, so that other rows can continue."""
         ...
 
     def close(self) -> None:
-        """End all rows where they stand: the cache holds committed tokens only."""
+        """End all rows where they are. The cache then holds committed tokens only."""
         ...
 
 
@@ -64,15 +64,16 @@ def begin(
     loop: Loop | None, stack: Stack, cache: KVCache | None = None, rows: Sequence[Row] = (), *,
     prefixes: Prefixes | None = None, release: bool = True,
 ) -> RowBatch:
-    """A batch for rows of that loop; None is the plain one, which also says what the arguments are."""
+    """A batch for rows of that loop; None is the plain loop. The arguments are those of `shoal.decode.batch.Batch`."""
     make = Batch if loop is None else loop.batch()
     return make(stack, cache, rows, prefixes=prefixes, release=release)
 
 
 def run(batch: RowBatch, budget: int, most: int = 2048) -> Generator[list[Step], None, None]:
-    """What every step emits until all rows have ended. After leaving early the cache holds committed tokens only.
+    """Yield what every step emits until all rows have ended.
 
-    All prompts are read first, so that rows decode side by side: those at one step run the same layers.
+    All prompts are read first, so that rows decode side by side: rows at the same step run the same layers. If the
+    caller leaves early, the cache holds committed tokens only.
 
     Args:
         batch: the rows.

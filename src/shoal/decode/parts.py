@@ -1,4 +1,4 @@
-"""The parts at work on a batch of rows: who guesses, how much, what is read and kept, and what they are told."""
+"""The workers of a batch's recipes: which are asked before a forward, and which hear of its outcome."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class PartsAtWork:
         self._workers: dict[int, Worker] = {}
 
     def listening(self, rows: Sequence[Row]) -> bool:
-        """Whether anybody wants to be told what becomes of a forward of these rows."""
+        """Whether any worker observes the outcome of a forward of these rows."""
         return any(row.recipe.has_workers or row.recipe.meter is not None for row in rows)
 
     def looked_at(
         self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]
     ) -> tuple[Sequence[SequenceChunk], tuple[HiddenStateHook, ...]]:
-        """The chunks of the coming forward with all that is to see or to choose, and what sees its hidden states."""
+        """The chunks of the next forward with their hooks and choices, and the hook that sees its hidden states."""
         if not any(row.recipe.has_workers for row in rows):
             return chunks, ()
         watched = self.watch(rows, chunks)
         return self.with_experts(rows, self.with_hooks(rows, chunks)), watched
 
     def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
-        """A tree for every row: its root alone, unless its recipe has a proposer and there is room for guesses."""
+        """A tree for every row: the root alone unless its recipe has a proposer and there is room for guesses."""
         if all(row.recipe.proposer is None for row in rows):
             return [TokenTree.chain(row.tokens[-1:]) for row in rows]
         trees: dict[int, TokenTree] = {}
@@ -72,7 +72,7 @@ class PartsAtWork:
         return [trees.get(row.slot) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
-        """What shows the hidden states of the coming forward to the workers that want them; empty if nobody does."""
+        """Hooks that show the hidden states of the next forward to the workers that want them."""
         hooks: list[tuple[HiddenStateHook, list[int] | None]] = []
         reading, decoding = [row for row in rows if not row.emitted], [row for row in rows if row.emitted]
         for worker, group in [pair for some in (reading, decoding) if some for pair in self._all_at_work(some)]:
@@ -90,7 +90,7 @@ class PartsAtWork:
         return (FromLayer(min(first_seen(hook) for hook, _ in hooks), show),)
 
     def with_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
-        """The chunks of the coming forward, with what is to see their queries."""
+        """The chunks of the next forward, with their query hooks."""
         hooks: dict[int, list[QueryHook]] = {}
         groups = ([row for row in rows if not row.emitted], [row for row in rows if row.emitted])
         for worker, group in [pair for some in groups if some for part in (_keep, _select)
@@ -105,7 +105,7 @@ class PartsAtWork:
                 for chunk in chunks]
 
     def with_experts(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
-        """The chunks of the coming forward, with what their tokens run of the MLPs."""
+        """The chunks of the next forward, with the neurons of the MLPs that their tokens run."""
         found = list(chunks)
         for worker, group in self._at_work(rows, _experts):
             places = _places(rows, group)
@@ -119,7 +119,7 @@ class PartsAtWork:
         return 0 if keeper is None else keeper.next_length(row, length) - length
 
     def rewrite(self, row: Row, before: int) -> None:
-        """Rewrite what a row has stored, if that was due beyond `before` positions and it has come so far."""
+        """Rewrite a row's KV if it has reached the next length beyond `before` positions at which that is due."""
         keeper, cache = self._keeper(row), self._cache
         if keeper is not None and keeper.next_length(row, before) <= cache.positions[row.slot]:
             keeper.rewrite(row, [
@@ -132,12 +132,12 @@ class PartsAtWork:
         return None if row.recipe.keep is None else self._worker(row.recipe.keep)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        """Tell the row's workers of rows that go on from where it stands."""
+        """Tell the row's workers of rows that were forked from it."""
         for worker, _ in self._all_at_work([row]):
             worker.fork(row, twins)
 
     def observe(self, report: StepReport) -> None:
-        """Tell all workers, and who meters their guesses, what became of a step."""
+        """Report a step to all workers and to the meters of their guesses."""
         for worker, group in self._all_at_work(report.rows):
             worker.observe(report.part(group))
         meter = None if report.prompt else report.rows[0].recipe.meter
@@ -157,7 +157,7 @@ class PartsAtWork:
         return limits
 
     def most(self, row: Row) -> int:
-        """Guesses that there is room for: to the row's end, and to where its KV is rewritten."""
+        """How many guesses fit before the row's end and before its KV is rewritten."""
         ahead = self.ahead(row, self._cache.positions[row.slot])
         return min(row.room, ahead or row.room) - 1
 
@@ -165,8 +165,8 @@ class PartsAtWork:
         return [pair for part in _PARTS for pair in self._at_work(rows, part)]
 
     def _at_work(self, rows: Sequence[Row], part: Callable[[Row], Part[W] | None]) -> list[tuple[W, Sequence[Row]]]:
-        """Rows by that part of their recipe, with the worker for it; rows without it are left out."""
-        if len(rows) == 1:  # the usual case, in which a step has no time for more
+        """Rows grouped by a part of their recipe, each group with its worker; rows without the part are left out."""
+        if len(rows) == 1:  # the usual case, kept fast
             one = part(rows[0])
             return [] if one is None else [(self._worker(one), rows)]
         parts = {id(p): p for row in rows if (p := part(row)) is not None}
@@ -207,7 +207,7 @@ def _experts(row: Row) -> Experts | None:
 
 
 def _in_turn(hooks: Sequence[QueryHook]) -> QueryHook:
-    """One hook for several, which all see the queries; what the last one chooses is read, as `select` comes last."""
+    """One hook for several, which all see the queries. The last one's choice is read, as `select` comes last."""
     if len(hooks) == 1:
         return hooks[0]
 
@@ -218,7 +218,7 @@ def _in_turn(hooks: Sequence[QueryHook]) -> QueryHook:
 
 
 def _places(rows: Sequence[Row], group: Sequence[Row]) -> list[int]:
-    """Where the rows of the group stand among all."""
+    """Indices of the group's rows among all rows."""
     members = set(group)
     return [place for place, row in enumerate(rows) if row in members]
 

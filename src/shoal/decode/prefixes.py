@@ -1,7 +1,7 @@
-"""KV of earlier prompts and answers, for later prompts that begin alike: the next turn of a chat, a common instruction.
+"""A prefix cache: KV of earlier prompts and answers for later prompts that begin alike.
 
-Only positions that ran every layer are kept (the refill rule): of an answer under a depth plan that is its prompt, and
-the rest is read anew at full depth when it comes back as part of a longer prompt.
+It serves the next turn of a chat and a common instruction. Only positions that ran every layer are kept: of an answer
+under a depth plan that is its prompt. The rest runs at full depth when it returns as part of a longer prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.heap import give_back
 from shoal.model.kv.cache import KVCache, RowCopy, copy_in, look
 
 _HOLES = 2**26
-"""Bytes that are dropped, or a quarter of the limit, before memory is given back, which takes some milliseconds."""
+"""Memory is returned after this many dropped bytes, or a quarter of the limit: returning it takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class _Entry:
 
 
 class Prefixes:
-    """Keeps what was used last, up to a number of bytes.
+    """Keeps the most recently used entries, up to a number of bytes.
 
     Args:
         limit: most bytes; 0 keeps nothing.
@@ -40,12 +40,12 @@ class Prefixes:
         return sum(entry.held.bytes for entry in self._entries)
 
     def fill(self, cache: KVCache, row: int, prompt: Sequence[int]) -> int:
-        """Give an empty row the longest beginning of its prompt that is kept.
+        """Give an empty row the longest kept prefix of its prompt.
 
-        The last token is left to run, since its logits are wanted.
+        The last token is left to run, since its logits are needed.
 
         Returns:
-            How many positions the row holds now.
+            The number of positions that the row holds now.
         """
         if not self.limit:
             return 0
@@ -58,7 +58,7 @@ class Prefixes:
         return length
 
     def keep(self, cache: KVCache, row: int, tokens: Sequence[int]) -> None:
-        """Remember what a row holds; `tokens` are at least those at its positions."""
+        """Keep a copy of a row's KV; `tokens` are at least those at its positions."""
         if not self.limit or self._known(tokens[: cache.first_shallow(row)]):
             return
         seen = look(cache, row)
@@ -72,7 +72,7 @@ class Prefixes:
         self._entries.append(_Entry(words, seen.copied()))
 
     def _note_dropped(self, size: int) -> None:
-        """What was dropped leaves holes of many sizes, into which new rows seldom fit; now and then they are closed."""
+        """Return freed memory now and then: dropped entries leave holes into which new rows seldom fit."""
         self._dropped += size
         if self._dropped > min(_HOLES, self.limit // 4):
             self._dropped = 0
@@ -91,7 +91,7 @@ class Prefixes:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same; by halving, as slices compare at C's speed."""
+    """Length of the common prefix, by bisection, since slices compare at C speed."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

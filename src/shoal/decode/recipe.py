@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     from shoal.model.stack import Stack
 
     WaitedFor: TypeAlias = Branch | Future[Any]
-    """What a search waits for."""
+    """Things that a search waits for."""
 
 Exactness = Literal["full", "plan", "none"]
 PARTS = (
     "plan", "planner", "proposer", "rule", "controller", "keep", "store", "select", "experts", "search", "loop",
     "constraint",
 )
-"""The parts of a recipe that methods fill: each answers one question."""
+"""The parts of a recipe that methods fill. Each answers one question."""
 _UNSCORED = ("planner", "keep", "store", "select", "experts", "search", "constraint")
-"""Those that change how likely a token is, or which is taken, beside the plan; drafts under an exact rule do not."""
+"""Parts beside the plan that change a token's probability or which token is taken; exact drafting does not."""
 MOST_GUESSES = 64
-"""Most nodes of a forward beside the root that a proposer may come up with."""
+"""Most guesses that a proposer may make for one forward."""
 
 
 Constraint = Callable[[], "Allowed"]
-"""Says which words may come. Called once for every row, whose tokens are then asked about in any order."""
+"""Says which tokens may follow. It is called once for every row, whose tokens are then asked about in any order."""
 
 
 class Search(ABC):
-    """Plain Python over branches, of which one becomes the row's answer. Immutable."""
+    """A search in plain Python over branches of a row, one of which becomes the row's answer. Immutable."""
 
     @property
     def timed(self) -> bool:
-        """Whether its course depends on when somebody else has answered."""
+        """Whether its course depends on when someone outside the engine answers."""
         return False
 
     @abstractmethod
     def most(self, greedy: bool) -> int:
-        """The most branches that it has at once: so many rows, and their KV, are counted for it.
+        """The most branches that it has at once; so many rows and their KV are reserved for it.
 
         Args:
             greedy: whether tokens are chosen without a draw.
@@ -64,25 +64,25 @@ class Search(ABC):
 
     @abstractmethod
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
-        """The search for one row: yields the branches for which it waits, and returns the one that won.
+        """Search for one row: yield the branches to wait for, and return the winner.
 
-        It goes on when each of those has ended, or has what it was told to `advance`, and nothing but that may decide
-        when: so what it finds depends on no other row. A winner that has not ended goes on to its end. A future among
-        them stands for what somebody else has to say, such as a verifier; other rows go on meanwhile.
+        The search resumes when each of those has ended or has emitted what `advance` told it to. Nothing else may
+        decide when, so the result depends on no other row. A winner that has not ended decodes to its end. A future
+        among the branches stands for an answer from outside, such as a verifier's; other rows run meanwhile.
 
         Args:
-            root: has read the prompt but for its last token, and emitted nothing.
+            root: a branch that has read the prompt except its last token and has emitted nothing.
         """
 
 
 class Loop(ABC):
-    """What a step does, where it is not the plain step. Immutable; rows whose loops are equal share a batch.
+    """A step other than the plain one. Immutable; rows with equal loops share a batch.
 
     Attributes:
         exact: whether the tokens are those of the plain loop, greedy or sampled.
-        takes: the parts of a recipe that it works with; the others are refused beside it.
-        fills_masks: whether it works on masked-diffusion models, and on no others.
-        second_reads: positions that its second model stores of a row at most; None for all of them.
+        takes: the parts of a recipe that it works with; it refuses the others.
+        fills_masks: whether it works on masked-diffusion models, and only on these.
+        second_reads: most positions of a row that its second model stores; None for all.
     """
 
     exact: ClassVar[bool] = False
@@ -97,20 +97,20 @@ class Loop(ABC):
 
     @property
     def timed(self) -> bool:
-        """Whether what a step does depends on when somebody else has answered."""
+        """Whether a step depends on when someone outside the engine answers."""
         return False
 
     @property
     def second_stack(self) -> Stack | None:
-        """A second model, which stores keys and values of the rows as well; None without one."""
+        """The second model, which stores KV of the rows as well; None without one."""
         return None
 
     @abstractmethod
     def batch(self) -> Callable[..., RowBatch]:
-        """What makes its batches, of the arguments of `shoal.decode.batch.Batch`; mostly a class derived from it."""
+        """Makes its batches from the arguments of `shoal.decode.batch.Batch`; usually a subclass of that."""
 
     def check(self, row: Row) -> None:
-        """Refuse a row that asks for what the loop cannot honour, before anything runs.
+        """Refuse a row whose options the loop cannot honour, before anything runs.
 
         Raises:
             Unsupported: says what, why and the remedy.
@@ -125,19 +125,19 @@ class Recipe:
     Attributes:
         plan: the layers that the target model runs at each step.
         proposer: who guesses tokens ahead (None: nobody).
-        rule: who decides what is kept (None: an exact match with the target's own choice, greedy or sampled).
-        controller: how much is guessed (None: as much as the proposer likes).
+        rule: which guesses are kept (None: those that match the target's own choice, greedy or sampled).
+        controller: how much is guessed (None: as much as the proposer wants).
         keep: which of the KV stays (None: all).
-        store: in what form it lies in memory (None: as the model computes it).
-        select: which of it a query reads (None: all that the model's own attention does).
+        store: the form of the KV in memory (None: as the model computes it).
+        select: which of the KV a query reads (None: all that the model's own attention does).
         experts: which neurons of the MLPs a token of the answer runs (None: all).
         search: who chooses among several continuations (None: there is one).
         loop: what a step does (None: guesses are verified, or one token is decoded).
-        constraint: which words may come (None: all). Exact then means exact to the model whose law is masked.
+        constraint: which tokens may follow (None: all). Exact then means exact to the masked model.
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
-        meter: who is to see what guessing brings (None: nobody).
-        self_metered: whether the proposer sees to it itself that guessing brings something.
-        planner: who settles the plan anew when the prompt has been read (None: it is settled).
+        meter: watches whether guessing pays (None: nobody).
+        self_metered: whether the proposer itself guesses only where that pays.
+        planner: replaces the plan once the prompt has been read (None: the plan stays).
 
     Raises:
         Unsupported: the loop has no place for a part.
@@ -194,26 +194,26 @@ class Recipe:
 
     @property
     def second_stack(self) -> Stack | None:
-        """A second model, of the proposer or the loop, which stores keys and values of the rows as well."""
+        """The second model of the proposer or the loop, which stores KV of the rows as well."""
         found = None if self.proposer is None else self.proposer.second_stack
         return self.loop.second_stack if found is None and self.loop is not None else found
 
     @property
     def second_reads(self) -> int | None:
-        """Positions that the second model stores of a row at most; None for all of them."""
+        """Most positions of a row that the second model stores; None for all."""
         return None if self.loop is None else self.loop.second_reads
 
     @cached_property
     def alters_kv(self) -> bool:
-        """Whether what is stored, or read of it, is something else than the model's own."""
+        """Whether the KV that is stored or read differs from the model's own."""
         return any(part is not None for part in (self.keep, self.store, self.select))
 
     def check_scored(self, name: str, *read: str) -> None:
-        """Refuse to score given texts where the plan alone does not say how likely they are.
+        """Refuse to score given texts if their likelihood depends on more than the plan.
 
         Args:
             name: whose recipe this is, for the error.
-            read: parts that whoever scores takes account of beside the plan.
+            read: further parts that the caller takes into account.
 
         Raises:
             Unsupported: a part alters the KV or the MLPs, or searches, or is a loop that is not exact.
@@ -228,7 +228,7 @@ class Recipe:
             )
 
     def branches(self, greedy: bool) -> int:
-        """The most rows that decode side by side for one answer."""
+        """The most rows that decode at once for one answer."""
         return 1 if self.search is None else self.search.most(greedy)
 
     @cached_property

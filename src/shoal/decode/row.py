@@ -1,4 +1,4 @@
-"""One sequence under way: what it was asked, what it has emitted, where its KV stands."""
+"""A running sequence: its request, what it has emitted, and the state of its KV."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from shoal.types import Alternative, FinishReason, Sampling, Step, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """State of one row; made by the engine, moved on by the loop. Equal to itself alone.
+    """State of one row. The engine makes it, the loop advances it. It equals only itself.
 
     Attributes:
         number: the row's number in its request: keys its random numbers and its results.
         slot: the row's place in the cache; changes when other rows leave.
         tokens: prompt and emitted tokens; the last one is the root, whose KV does not exist yet.
         prompt_length: leading tokens that are the prompt.
-        cached: those of them whose KV was there already.
-        root: the row of which this one is a branch, in a search; else None.
-        until: how many tokens a branch may have emitted before it rests; None for as many as its stop rules allow.
+        cached: prompt tokens whose KV was there already.
+        root: in a search, the row of which this one is a branch; else None.
+        until: emitted tokens after which a branch rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
-        allowed: the mask of the recipe's constraint at this row's tokens, if there is one; see `new_mask`.
-        forced: how many of the last tokens came without a forward, since nothing else was allowed.
+        allowed: the mask of the recipe's constraint for this row, if there is one; `new_mask` makes it.
+        forced: how many of the last tokens came without a forward, since no other was allowed.
         recipe: the parts from which it decodes.
-        stop: where the row ends and what its text is.
+        stop: decides where the row ends, and decodes its text.
         steps: what was emitted.
-        bytes: the row's KV when it finished.
-        error: what went wrong while its KV was rewritten, which leaves it in no known state.
-        placed: place in the answer, token and step of each word that a loop in no order has decided, in the order in
-            which it did; None where nobody asks.
-        alternatives: other answers that were found beside the row's own, best first: text, token ids and score of each.
-        record: called with raw logits [V] and scores [V] of every token that is chosen, before stop rules see it; in
-            a block also for those that a stop rule then cuts off.
+        bytes: size of the row's KV when it finished.
+        error: from rewriting its KV, which is then in an unknown state.
+        placed: for a loop that decides tokens in any order, the place, token and step of each, in the order in which
+            they were decided; None if not asked for.
+        alternatives: text, token ids and score of other answers that were found, best first.
+        record: called with raw logits [V] and scores [V] of every chosen token, before stop rules see it; in a block
+            also for tokens that a stop rule then cuts off.
     """
 
     number: int
@@ -72,7 +72,7 @@ class Row:
             self.allowed = self.new_mask()
 
     def new_mask(self) -> Allowed | None:
-        """A mask by the recipe's constraint for a row of other tokens than this one's."""
+        """A new mask from the recipe's constraint; a row with other tokens needs its own."""
         return None if self.recipe.constraint is None else self.recipe.constraint()
 
     @property
@@ -87,30 +87,30 @@ class Row:
 
     @property
     def room(self) -> int:
-        """How many tokens the row may emit now; 0 for a branch that rests, and for a row that has ended."""
+        """How many tokens the row may emit now; 0 for a resting branch and for a row that has ended."""
         if self.finish_reason is not None:
             return 0
         return self.stop.room if self.until is None else min(self.stop.room, max(0, self.until - self.emitted))
 
     @property
     def leaves(self) -> bool:
-        """Whether the row has ended and its KV is not needed any more."""
+        """Whether the row has ended and its KV is no longer needed."""
         return self.finish_reason is not None and not self.held
 
     def emit(
         self, tokens: Sequence[int], guessed: int = 0,
         logprob: Callable[[int, int], TokenLogprob | None] = lambda place, token: None, depth: float | None = None,
     ) -> list[Step]:
-        """Move the row on by tokens, as far as its stop rules let it.
+        """Advance the row by tokens, as far as its stop rules allow.
 
         Args:
-            tokens: what follows the last one.
-            guessed: how many of the first of them had been guessed.
-            logprob: of each, by its place among them and its id.
-            depth: layers that each ran, where it is not what the plan says.
+            tokens: the tokens that follow the last one.
+            guessed: how many of them, from the first on, had been guessed.
+            logprob: gives the log-probability of a token by its index in `tokens` and its id.
+            depth: layers that each token ran, if not those of the plan.
         """
         steps, pieces = list[Step](), self.stop.push(tokens)
-        known = [logprob(place, piece.token) for place, piece in enumerate(pieces)]  # by what the row has had till now
+        known = [logprob(place, piece.token) for place, piece in enumerate(pieces)]  # before the row's history grows
         for place, piece in enumerate(pieces):
             index = self.emitted
             ran = self.recipe.plan.depth(index) if depth is None else depth
@@ -122,9 +122,9 @@ class Row:
         return steps
 
     def force(self) -> list[Step]:
-        """Emit tokens as long as the constraint allows one alone: the law gives it all there is, without a forward.
+        """Emit tokens without a forward as long as the constraint allows only one.
 
-        Not where a forward may not hold several tokens of the text, or somebody is to see the logits of each.
+        It does nothing if a forward may not hold several tokens of the text, or if the logits of each are wanted.
         """
         if self.allowed is None or self.recipe.keep is not None or self.record is not None:
             return []
@@ -135,7 +135,7 @@ class Row:
         return steps
 
     def put(self, tokens: Sequence[int]) -> list[Step]:
-        """Emit what a loop has decided on, without a forward, behind a token that is not fed yet: certain, too."""
+        """Emit tokens that a loop has decided on without a forward, after a token that has not been fed yet."""
         steps = self.emit(tokens, 0, self._certain)
         self.forced += len(steps)
         self.ledger.put += len(steps)
@@ -146,18 +146,18 @@ class Row:
         return None if wanted is None else TokenLogprob(token, 0.0, ((token, 0.0),)[:wanted])
 
     def note_bytes(self, stored: KVBytes) -> None:
-        """Note what the row has stored; a row that is searched has stored what all its branches have."""
+        """Note what the row has stored; a searched row has stored what all its branches have."""
         self.bytes = stored
         if self.root is not None:
             self.root.bytes = stored if self.root.bytes is None else self.root.bytes + stored
 
     @property
     def branches(self) -> int:
-        """The most rows of a batch that decode for it."""
+        """The most rows of a batch that decode for this one."""
         return self.recipe.branches(self.sampling.greedy)
 
     def check(self) -> None:
-        """Refuse what the recipe's loop cannot honour; see `shoal.decode.recipe.Loop`."""
+        """Let the recipe's loop refuse options that it cannot honour."""
         if self.recipe.loop is not None:
             self.recipe.loop.check(self)
 
@@ -168,7 +168,7 @@ class Row:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether nobody asks for a logit that is not the largest of its node."""
+        """Whether only the largest logit of each node is needed."""
         how, recipe = self.sampling, self.recipe
         if not how.greedy or how.logit_bias or sampling.needs_history(how, self.processors):
             return False
@@ -176,17 +176,17 @@ class Row:
         return all(other is None for other in others)
 
     def allows(self, words: Sequence[int], token: int) -> bool:
-        """Whether the constraint, if there is one, lets a token follow the row's own and `words`."""
+        """Whether the constraint, if any, lets a token follow the row's tokens and `words`."""
         return self.allowed is None or self.allowed.lets([*self.tokens[self.prompt_length :], *words], token)
 
     def scores(self, logits: Tensor, words: Sequence[int] = (), *, processed: bool = True) -> Tensor:
-        """What `sampling.scores` makes of logits [V] after the row's tokens and `words`, with processors if wanted."""
+        """`sampling.scores` of logits [V] after the row's tokens and `words`, with processors if `processed`."""
         processors = self.processors if processed else ()
         history = [*self.tokens, *words]
         return sampling.scores(logits, history, self.prompt_length, self.sampling, processors, self.allowed)
 
     def uniform(self, ahead: int, purpose: str) -> float:
-        """The number in [0, 1) for `purpose` at the token that comes `ahead` tokens after the root's own successor."""
+        """The number in [0, 1) for `purpose` at the token that comes `ahead` tokens after the root's successor."""
         return sampling.uniform(self.seed, self.number, self.emitted + ahead, purpose)
 
     def draft_uniform(self, ahead: int, rank: int = 0, place: int | None = None) -> float:

@@ -28,16 +28,16 @@ _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 IMPOSSIBLE = "no token has a positive probability: the scores hold NaN, or every token was banned"
 _BLOCK = 128
-"""Tokens that a draw sums up at once, before it looks among those of one such block."""
+"""Block size of a draw: it sums blocks of this many tokens first, then searches within one block."""
 _COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflows float32
 
 
 class NotYet(Exception):
-    """Which tokens may follow depends on an answer that is being waited for; whoever asks again then is told.
+    """The mask depends on an answer from outside that has not come yet; ask again once it has.
 
     Attributes:
-        mask: whose question it is.
-        answer: is done once it has come.
+        mask: the mask that waits.
+        answer: is done once the answer has come.
     """
 
     def __init__(self, mask: Allowed, answer: Future[Any]) -> None:
@@ -46,22 +46,22 @@ class NotYet(Exception):
 
 
 class Allowed(ABC):
-    """Which tokens may follow those that a row has generated."""
+    """The mask of a constraint: which tokens may follow those that a row has generated."""
 
     @abstractmethod
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Bool [V] on the CPU, at least one of them true."""
 
     def awaited(self, tokens: Sequence[int]) -> Future[Any] | None:
-        """An answer of somebody else's that must come before `tokens` can be gone on from; None where all is known."""
+        """An answer from outside that must come before anything can follow `tokens`; None if all is known."""
         return None
 
     def lets(self, tokens: Sequence[int], token: int) -> bool:
-        """Whether `token` may follow; what knows a quicker way than the whole mask overrides this."""
+        """Whether `token` may follow. A mask with a quicker way than the whole mask overrides this."""
         return bool(self(tokens)[token])
 
     def sole(self, tokens: Sequence[int]) -> int | None:
-        """The one token that may follow; None where there are more, or where that is not known without effort."""
+        """The only token that may follow; None if there are more, or if finding out is expensive."""
         mask = self(tokens).numpy()
         return int(mask.argmax()) if np.count_nonzero(mask) == 1 else None
 
@@ -143,7 +143,7 @@ def scores(
 
 
 def _masked(result: Tensor, mask: Tensor) -> Tensor:
-    """In numpy on a CPU: torch divides so many elements among threads, which wait for each other beside other work."""
+    """Apply a mask, in numpy on a CPU: torch splits it among threads, which wait for each other on a busy machine."""
     result = _upcast(result)
     if result.device.type != "cpu":
         return result.where(mask.to(result.device), -torch.inf)
@@ -152,7 +152,7 @@ def _masked(result: Tensor, mask: Tensor) -> Tensor:
 
 
 def biased(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [..., V] with `sampling.logit_bias` added; all of `scores` that needs no history.
+    """Logits [..., V] with `sampling.logit_bias` added: the part of `scores` that needs no history.
 
     Raises:
         ValueError: if the bias names a token outside the vocabulary.
@@ -180,7 +180,7 @@ def _upcast(tensor: Tensor) -> Tensor:
 
 def _penalised(result: Tensor, ids: Tensor, prompt_len: int, sampling: Sampling) -> Tensor:
     if (penalty := sampling.repetition_penalty) != 1:
-        seen = _counts(ids[-sampling.repetition_window :], result) > 0  # of all, where the window is 0
+        seen = _counts(ids[-sampling.repetition_window :], result) > 0  # a window of 0 is all tokens
         most = torch.finfo(result.dtype).max * _COLDEST  # beyond it, a temperature would make NaN of it
         turned = torch.where(result < 0, result * penalty, result / penalty).clamp(-most, most)
         result = torch.where(seen & result.isfinite(), turned, result)
@@ -191,7 +191,7 @@ def _penalised(result: Tensor, ids: Tensor, prompt_len: int, sampling: Sampling)
 
 
 def _counts(ids: Tensor, like: Tensor) -> Tensor:
-    """How often each token [V] occurs; ids beyond the logits (a padded embedding) count nowhere."""
+    """How often each token [V] occurs; ids beyond the logits (a padded embedding) are not counted."""
     counts = like.new_zeros(like.shape[-1] + 1)
     counts.index_add_(0, ids.clamp(max=like.shape[-1]), torch.ones_like(ids, dtype=like.dtype))
     return counts[:-1]
@@ -214,8 +214,8 @@ def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:
 
     Top-k keeps every token that ties with the k-th; top-p keeps the fewest likely tokens that reach `top_p`; min-p
     keeps tokens of at least `min_p` times the largest probability; typical-p keeps the fewest tokens that reach
-    `typical_p`, those first whose information is nearest to the entropy; each keeps at least one token. Temperature 0
-    puts everything on the first most likely token. Dtype is float64 for float64 scores, else float32.
+    `typical_p`, beginning with those whose information is nearest to the entropy. Each keeps at least one token.
+    Temperature 0 puts all probability on the first most likely token. float64 scores give float64, others float32.
     """
     result = _upcast(scores)
     if sampling.greedy:
@@ -245,7 +245,7 @@ def _softmax(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return values.softmax(-1)
     given = values.detach().numpy()
-    with np.errstate(invalid="ignore"):  # NaN is told of where a token is chosen
+    with np.errstate(invalid="ignore"):  # NaN is reported when a token is chosen
         powers = np.exp(given - given.max(-1, keepdims=True))
         powers /= powers.sum(-1, keepdims=True)
     return torch.from_numpy(powers)
@@ -264,14 +264,14 @@ def _top_p(result: Tensor, p: float) -> Tensor:
     least = ascending.gather(-1, count)
     drop = result < least
     tied = count - (ascending < least).sum(-1, keepdim=True)
-    if tied.any():  # of equal ones the first go, as in a stable sort
+    if tied.any():  # the first of equal ones are dropped, as in a stable sort
         equal = result == least
         drop |= equal & (equal.cumsum(-1) <= tied)
     return result.masked_fill(drop, -torch.inf)
 
 
 def _sorted(values: Tensor) -> Tensor:
-    """Ascending along the last dimension; numpy has vector instructions for it, ten times as fast as torch on a CPU."""
+    """Ascending along the last dimension; on a CPU by numpy, whose vector instructions are ten times as fast."""
     if values.device.type != "cpu":
         return values.sort(-1).values
     return torch.from_numpy(np.sort(values.detach().numpy(), -1))
@@ -328,7 +328,7 @@ def likeliest(scores: Tensor) -> int:
 
 
 def draw(probs: Tensor, u: float) -> int:
-    """The token at `u` in [0, 1) of the cumulated `probs` [V] (inverse CDF in float64): never one of probability 0.
+    """The token at `u` in [0, 1) by inverse CDF of `probs` [V] in float64; never one of probability 0.
 
     Raises:
         ValueError: if no token has a positive probability.
@@ -374,14 +374,14 @@ def _draws(probs: Any, us: Any) -> list[int]:
 
 
 def _first(target: Any, ends: Any, weights: Any) -> Any:
-    """`_first_above` in numpy, of [N] places."""
+    """`_first_above` in numpy: places [N]."""
     return (((ends > target) | (ends == ends[:, -1:])) & (weights > 0)).argmax(-1)
 
 
 def _first_above(target: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
     """The first place [N, 1] of positive weight [N, M] whose end is above the target [N, 1].
 
-    Where rounding puts the target at the last end, or beyond it, the place is the first that comes to that end.
+    If rounding puts the target at or beyond the last end, the place is the first that reaches that end.
     """
     reached = (ends > target) | (ends == ends[:, -1:])
     return (reached & (weights > 0)).to(torch.int8).argmax(-1, keepdim=True)

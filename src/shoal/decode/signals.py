@@ -1,4 +1,4 @@
-"""How sure a model is, from what it gives for one place or for many, and how unusual that is beside earlier places.
+"""How sure a model is at one position or many, and how unusual that is compared with earlier positions.
 
 Scores are logits [..., V], banned tokens at -inf; entropies and log-likelihoods are in nats. Imports no torch.
 """
@@ -18,17 +18,17 @@ NATS_PER_BIT = math.log(2)
 
 
 def probabilities(scores: Tensor) -> Tensor:
-    """Probabilities [..., V], of half types in float32."""
+    """Probabilities [..., V]; half types are computed in float32."""
     return _widened(scores).softmax(-1)
 
 
 def log_probabilities(scores: Tensor) -> Tensor:
-    """Log-probabilities [..., V], of half types in float32."""
+    """Log-probabilities [..., V]; half types are computed in float32."""
     return _widened(scores).log_softmax(-1)
 
 
 def entropy(scores: Tensor) -> Tensor:
-    """Entropy [...] of the distributions that scores [..., V] stand for."""
+    """Entropy [...] of the softmax of scores [..., V]."""
     return entropy_of(probabilities(scores))
 
 
@@ -38,12 +38,12 @@ def entropy_of(probs: Tensor) -> Tensor:
 
 
 def maximum(scores: Tensor) -> Tensor:
-    """Probability [...] of the likeliest token."""
+    """Probability [...] of the most likely token."""
     return probabilities(scores).amax(-1)
 
 
 def margin(scores: Tensor) -> Tensor:
-    """How much more probable [...] the likeliest token is than the second, of two at least."""
+    """Probability [...] of the most likely token minus that of the second; V is at least 2."""
     best = probabilities(scores).topk(2).values
     return best[..., 0] - best[..., 1]
 
@@ -54,9 +54,9 @@ def log_likelihood(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def p_value(calibration: Sequence[float], value: float) -> float:
-    """Conformal p-value: how often a value among exchangeable ones is at least as large, this one counted.
+    """Conformal p-value: the share of values, this one included, that are at least as large.
 
-    Of values that are exchangeable with the calibration's, it is at most t with a probability of at most t (Vovk,
+    If the value is exchangeable with the calibration's, it is at most t with a probability of at most t (Vovk,
     Gammerman and Shafer, "Algorithmic Learning in a Random World", 2005).
 
     Args:
@@ -77,7 +77,7 @@ class Rolling:
         self._values = deque[float](maxlen=size)
 
     def push(self, value: float) -> None:
-        """Add the newest; the oldest of too many goes."""
+        """Add a value; beyond `size` the oldest is dropped."""
         self._values.append(value)
 
     @property

@@ -21,9 +21,9 @@ class TokenTree:
         parents: index of each node's parent; -1 for the root. Siblings stand in the order in which they were drawn.
         draft_probs: for each node the draft distribution [V] that it was drawn from, or None where the guess was
             deterministic.
-        asides: what is fed behind the nodes and never kept, as vectors in place of tokens: of each the index of its
-            parent, a node or, counted on from there, an aside before it. No node sees one.
-        vectors: [asides, D], what enters the first layer in their places; None where there are none.
+        asides: parents of the vectors that are fed after the nodes, in place of tokens, and never kept. A parent is a
+            node or an earlier aside; asides are numbered on after the nodes. No node attends to one.
+        vectors: [asides, D], the inputs of the first layer for the asides; None if there are none.
     """
 
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> TokenTree:
-        """The root `tokens[0]` followed by one guess after another."""
+        """A chain: the root `tokens[0]`, then one guess after another."""
         return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class TokenTree:
         return self._first(max(1, sum(d <= depth for d in self.depths)))
 
     def within(self, most: int | None) -> TokenTree:
-        """As many of the first nodes as leave at most `most` together with their asides; None for all."""
+        """The first nodes, as many as fit with their asides into `most`; None for all."""
         if most is None or len(self) + len(self.asides) <= most:
             return self
         found = self._first(min(len(self), most))
@@ -98,7 +98,7 @@ class TokenTree:
         return left if self.vectors is None else left.with_asides(*self._asides_of(size))
 
     def _asides_of(self, size: int) -> tuple[list[int], Any]:
-        """Parents and vectors of the asides that stand behind the first `size` nodes, were there no others."""
+        """Parents and vectors of the asides that belong to the first `size` nodes, renumbered for these."""
         places, kept = {node: node for node in range(size)}, list[int]()
         for place, parent in enumerate(self.asides):
             if parent in places:
@@ -107,7 +107,7 @@ class TokenTree:
         return [places[self.asides[place]] for place in kept], self.vectors[kept]
 
     def with_asides(self, parents: Sequence[int], vectors: Any) -> TokenTree:
-        """The same nodes with these asides, which may be none."""
+        """The same nodes with these asides instead; there may be none."""
         return replace(self, asides=tuple(parents), vectors=vectors if parents else None)
 
     def child(self, node: int, token: int) -> int | None:

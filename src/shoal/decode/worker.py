@@ -1,4 +1,4 @@
-"""Workers: what a recipe's parts become for one batch of rows, and what they are told. Imports no torch."""
+"""Workers: the state of a recipe's parts for one batch of rows, and the reports they get. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step brought and cost.
+    """The outcome and cost of one step.
 
     Attributes:
-        rows, trees, outcomes: the rows, what was fed for each, and what was kept of it.
+        rows, trees, outcomes: the rows, the tree that each was fed, and what was kept of it.
         draft_seconds, target_seconds: time of guessing, and of the target's forward with acceptance; None for a forward
             in which some rows decoded and others read their prompts.
-        prompt: whether the rows have read their prompts, and emit their first token: nothing was guessed then, and the
-            seconds are those of the prompts.
-        source: the step of all rows, where this tells of some of them; else None.
+        prompt: whether the rows have just read their prompts and emit their first token. Nothing was guessed then, and
+            the seconds are those of the prompts.
+        source: the step of all rows if this report covers only some of them; else None.
     """
 
     rows: Sequence[Row]
@@ -40,11 +40,11 @@ class StepReport:
 
     @property
     def whole(self) -> StepReport:
-        """The step of all rows that shared the forward."""
+        """The report on all rows that shared the forward."""
         return self if self.source is None else self.source
 
     def part(self, rows: Sequence[Row]) -> StepReport:
-        """The step as seen by `rows`, at least one of its own, in their order."""
+        """The report on those of its rows that are in `rows`, at least one, in the report's order."""
         if len(rows) == len(self.rows):
             return self
         wanted = set(rows)
@@ -61,53 +61,53 @@ class StepReport:
 
 
 class Worker:
-    """A part at work on one batch of rows: holds whatever changes while decoding."""
+    """The state of a part for one batch of rows: it holds whatever changes while decoding."""
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """Called before a forward of the target: what is to see the hidden states of these rows, or None.
+        """The hook that is to see the hidden states of these rows, or None. Called before a forward of the target.
 
         Args:
-            rows: those of the forward whose recipe has the part. All have emitted something, or all read their prompts
-                and have emitted nothing.
-            chunks: what is fed for each: a tree, a piece of a prompt, or of what a search has forced upon a branch; a
-                hook's states [rows, nodes, D] follow them.
+            rows: rows of the forward whose recipe has the part. Either all have emitted something, or all read their
+                prompts and have emitted nothing.
+            chunks: what each row is fed: a tree, or a piece of a prompt or of forced tokens. A hook gets states
+                [rows, nodes, D] in their order.
         """
         return None
 
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
-        """Called before a forward of the target: per row, what is to see its queries and may choose what they read.
+        """Per row, the hook that sees its queries and may choose what they read. Called before a forward of the target.
 
         Rows and chunks are as for `watch`. A recipe's `keep` is shown them before its `select` chooses.
         """
         return [None] * len(rows)
 
     def experts(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[ExpertChoice | None]:
-        """Called before a forward of the target: per row, what its tokens run of each MLP; None for all of them.
+        """Per row, the neurons of each MLP that its tokens run; None for all. Called before a forward of the target.
 
         Rows and chunks are as for `watch`.
         """
         return [None] * len(rows)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        """Rows that go on from where `row` stands; what was remembered of it is theirs as well."""
+        """Copy what is remembered of `row` to rows that were forked from it."""
 
     def observe(self, report: StepReport) -> None:
-        """Learn from a step of the rows whose recipe has the part: plain steps and the ends of prompts included."""
+        """Learn from a step of the rows whose recipe has the part, plain steps and the ends of prompts included."""
 
 
 class Drafter(Worker, ABC):
-    """A proposer at work."""
+    """The worker of a proposer."""
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """One tree per row, node 0 being the row's last token, none of more than the row's limit of guesses.
+        """One tree per row. Node 0 is the row's last token; the tree has at most the row's limit of guesses.
 
-        May run the target on the rows' cache and leave scratch entries there: the loop rolls them back.
+        It may run the target on the rows' cache and leave scratch entries there: the loop rolls them back.
         """
 
 
 class DraftLengthPolicy(Worker, ABC):
-    """A controller at work."""
+    """The worker of a controller."""
 
     @abstractmethod
     def limits(self, rows: Sequence[Row]) -> list[int]:
@@ -127,10 +127,10 @@ class Part(Protocol[W_co]):
 
 
 class Keeper(Worker, ABC):
-    """A part `keep` at work.
+    """The worker of a part `keep`.
 
-    When it rewrites follows from the tokens alone, and nothing is fed across such a length, neither a piece of a prompt
-    nor a guess: so what a row keeps depends neither on how its prompt was cut nor on who shared its forwards.
+    The lengths at which it rewrites follow from the tokens alone, and no chunk crosses such a length. So what a row
+    keeps depends neither on how its prompt was cut nor on the rows that shared its forwards.
     """
 
     @abstractmethod
@@ -139,16 +139,16 @@ class Keeper(Worker, ABC):
 
     @abstractmethod
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
-        """Rewrite what the row has stored, at a length that `next_length` named: see `KVLayer.rewrite`.
+        """Rewrite the row's KV by `KVLayer.rewrite`, at a length that `next_length` named.
 
         Args:
             row: it stands at `row.slot`.
-            layers: numbers and stores of those that have run all of its positions and have no sliding window.
+            layers: numbers and stores of the layers that have run all of its positions and have no sliding window.
         """
 
 
 Planner = Part[Worker]
-"""Settles which layers a row runs: told that its prompt has been read, it replaces the plan of the row's recipe."""
+"""Chooses the layers a row runs: when the prompt has been read, it replaces the plan of the row's recipe."""
 Controller = Part[DraftLengthPolicy]
 """Chooses how much to guess."""
 
@@ -158,12 +158,12 @@ class Proposer(Part[Drafter]):
 
     @property
     def second_stack(self) -> Stack | None:
-        """A second model, which stores keys and values of the rows as well; None without one."""
+        """The second model, which stores KV of the rows as well; None without one."""
         return None
 
     @property
     def most_fed(self) -> int | None:
-        """Most nodes of a forward beside the last token, where they are more than what is guessed; None otherwise."""
+        """Most nodes of a forward after the last token, if they are more than the guesses; else None."""
         return None
 
 
@@ -171,7 +171,7 @@ class Experts(Part[Worker]):
     """Chooses which neurons of the MLPs a token runs, by its worker's `experts`."""
 
     def bytes_to_come(self, stack: Stack) -> int:
-        """Memory that it will take on that model beyond what it holds already."""
+        """Memory in bytes that it will take on that model beyond what it holds already."""
         return 0
 
 
@@ -179,7 +179,7 @@ class Keep(Part[Keeper]):
     """Chooses which of a row's KV stays.
 
     Attributes:
-        differs: whether other columns stay in each layer.
+        differs: whether each layer keeps columns of its own.
         weighs: whether columns get a bias on their scores.
     """
 
@@ -188,34 +188,34 @@ class Keep(Part[Keeper]):
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether a prompt is stored as the model itself does, up to its last token."""
+        """Whether a prompt is stored as the model does it, up to its last token."""
         return False
 
     @property
     def by_length(self) -> bool:
-        """Whether what goes follows from the row's length alone, whatever the prompt's."""
+        """Whether the columns to drop follow from the row's length alone, whatever the prompt's length."""
         return False
 
     @property
     def listens(self) -> int:
-        """Positions at a prompt's end that must be read under it, where the prompt is dense up to there."""
+        """Positions at a prompt's end that must be read under this part, if the prompt is dense before them."""
         return 1
 
     @property
     def untouched(self) -> int:
-        """Length up to which a prompt stays whole, so that no column is compared with others."""
+        """Length up to which a prompt stays whole, so that no column is ranked."""
         return 0
 
     @abstractmethod
     def most_columns(self, length: int) -> int:
-        """The most columns that a layer stores of a row that comes to so many positions, guesses apart."""
+        """The most columns that a layer stores of a row that reaches `length` positions, guesses apart."""
 
 
 class Select(Part[Worker]):
     """Chooses which of the stored KV a query reads, by its worker's `query_hooks`.
 
     Attributes:
-        across_layers: whether layers share what one of them chose, so that a part `keep` must not differ between them.
+        across_layers: whether layers share one layer's choice, so that a part `keep` must not differ between them.
         dense_prompt: whether queries of a prompt read all.
     """
 
@@ -224,17 +224,17 @@ class Select(Part[Worker]):
 
     @property
     def most_read(self) -> int:
-        """Columns that a query reads at most; 0 where no number is fixed."""
+        """Most columns that a query reads; 0 if no number is fixed."""
         return 0
 
     @property
     def by_query_head(self) -> bool:
-        """Whether each query head has columns of its own; else those share some that share a KV head."""
+        """Whether each query head has columns of its own; else the heads that share a KV head share columns."""
         return False
 
     def label_bytes(self, stack: Stack, columns: int) -> int | None:
-        """What kernels store beside a row of so many columns to score them.
+        """Bytes that kernels store beside a row of `columns` columns to score them.
 
-        None where its hooks are no `shoal.model.kv.choice.TopColumns`, which kernels choose for themselves.
+        None if its hooks are not `shoal.model.kv.choice.TopColumns`, for which kernels choose by themselves.
         """
         return None

@@ -1,1 +1,1 @@
-"""Searches over branches of a row, and who judges them."""
+"""Searches over branches of a row, and the verifiers that judge them."""

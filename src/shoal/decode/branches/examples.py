@@ -1,7 +1,7 @@
-"""A verifier of programs: they are run on the examples that the prompt itself gives. Imports no torch.
+"""A verifier of programs: it runs them on the examples in the prompt. Imports no torch.
 
-An example is a call and what it shall return, as doctest has it (`>>> f(2)`, and the value below it), or in a line of
-its own (`f(2) => 4`). Asserts are none: a prompt may show those that an answer is judged by.
+An example is a call and its expected value, in the form of doctest (`>>> f(2)`, and the value below it) or on one line
+(`f(2) => 4`). Asserts are not examples: a prompt may show those that an answer is judged by.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.sandbox.process import Program, Sandbox, find
 from shoal.sandbox.source import parsed, text_of, tree_of, whole
 
 SECONDS = 5.0
-"""The longest that an example may take; after one that takes longer no other is tried."""
+"""Time limit of an example in seconds; after one that exceeds it no other is tried."""
 _MEANS = r"(?:={1,3}>?|-+>|➞|→|#\s*=+>|[Rr]eturns?|should return)"
 _ARROW = re.compile(rf"[ \t]*(?:[-*][ \t]*)?(\w+\(.*\))\s*{_MEANS}\s*(\S.*)")
 _FENCE = re.compile(r"^[ \t]*```\w*[ \t]*$\n?", re.MULTILINE)
@@ -35,12 +35,12 @@ _OWN = threading.local()
 
 @dataclass(frozen=True)
 class Example:
-    """What a call shall return.
+    """A call and its expected value.
 
     Attributes:
         call: an expression.
-        wanted: how its value looks.
-        before: statements that come first.
+        wanted: the source of the expected value.
+        before: statements to run first.
     """
 
     call: str
@@ -55,7 +55,7 @@ class Example:
 
     @property
     def entry(self) -> str:
-        """The function that is called; empty where that is a method."""
+        """The name of the called function; empty for a method."""
         names = (node.func.id for node in ast.walk(parsed(self.call, "eval"))
                  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
         return next(names, "")
@@ -68,14 +68,14 @@ class Execution(BoundedVerifier):
     An answer that has not ended, and one to a prompt without examples, is judged by its likelihood.
 
     Attributes:
-        seconds: what all examples of a program may take together, from when it is begun: programs of others may come
-            first, and that is not its fault. Those that are left then have failed.
+        seconds: time limit of all examples of a program together, counted from its start, since other programs may run
+            first. Examples that are left then have failed.
     """
 
     seconds: float = math.inf
 
     def __call__(self, attempt: Attempt) -> float:
-        """The share; Unsupported where there is no sandbox for programs here."""
+        """The share of passed examples; Unsupported if this machine has no sandbox."""
         shown = examples(attempt.question) if attempt.finished else ()
         if not shown:
             return attempt.likelihood
@@ -102,9 +102,9 @@ def examples(prompt: str) -> tuple[Example, ...]:
 
 
 def program(prompt: str, answer: str) -> str:
-    """The program of an answer: its code block, with the code that an open block at the prompt's end begins it with.
+    """The program of an answer: its code block, after the code of a block that the prompt's end leaves open.
 
-    What it would do beyond its definitions is left out, such as tests that it brings along.
+    Only definitions stay; tests and other statements of the answer are left out.
     """
     fences = list(_FENCE.finditer(prompt))
     if len(fences) % 2:
@@ -122,7 +122,7 @@ def program(prompt: str, answer: str) -> str:
 
 
 def _doctest(lines: list[str], first: int) -> tuple[str, str]:
-    """The source that begins in that line, and the value below it; empty where there is none, or an error."""
+    """The source that begins on that line, and the value below it; empty if there is none, or on an error."""
     end = next((place for place in range(first + 1, len(lines)) if not lines[place].startswith("...")), len(lines))
     source = "\n".join([lines[first][3:].strip(), *(line[3:].removeprefix(" ") for line in lines[first + 1 : end])])
     wanted = list[str]()
@@ -161,7 +161,7 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _passed(code: str, shown: tuple[Example, ...], seconds: float) -> int:
-    """How many of the examples a program passes, within so many seconds from now."""
+    """How many of the examples a program passes within `seconds` from now."""
     if not hasattr(_OWN, "sandbox"):
         _OWN.sandbox = Sandbox(find())
     count, until = 0, time.monotonic() + seconds

@@ -1,7 +1,7 @@
 """Searches: plain Python over branches of one row, each of them a row of the batch like any other.
 
-A search never asks for a forward. It says how far its branches shall go and waits; the batch runs them beside all other
-rows. What wins is emitted as if the row had decoded it alone.
+A search never asks for a forward. It says how far its branches are to decode and waits; the batch runs them with all
+other rows. The winner is emitted as if the row had decoded it alone.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 
 def branch_seed(seed: int, row: int, branch: int) -> int:
-    """The seed of a branch's draws, by the request's seed, the row's number in it, and the branch's own.
+    """The seed of a branch's draws, from the request's seed, the row's number and the branch's number.
 
-    Branch 0 has the request's: it draws what the row would draw without a search.
+    Branch 0 has the request's seed: it draws what the row would draw without a search.
     """
     return int(sampling.uniform(seed, row, branch, "branch") * 2**53) if branch else seed
 
 
 class Branch:
-    """One continuation of a row: what a search may know of it and do with it.
+    """One continuation of a row, as a search sees it.
 
     Attributes:
         number: counts the branches of a search in the order in which they were made.
@@ -46,19 +46,19 @@ class Branch:
         self._search, self.row, self.number = search, row, number
 
     def fork(self, count: int = 1) -> list[Branch]:
-        """New branches that have emitted what this one has, and draw random numbers of their own; they rest.
+        """New resting branches that have emitted the same tokens and draw random numbers of their own.
 
         Raises:
-            ValueError: a negative count, more branches than the search has announced, or this one was ended.
+            ValueError: a negative count, more branches than the search has announced, or this branch has ended.
         """
         return self._search.fork(self, count)
 
     def advance(self, count: int | None = None) -> None:
-        """Let the branch emit so many more tokens; None for as many as come before its end. Returns at once."""
+        """Let the branch emit that many more tokens; None to decode to its end. Returns at once."""
         self.row.until = None if count is None else self.row.emitted + count
 
     def force(self, tokens: Sequence[int]) -> None:
-        """Append given tokens; they count as emitted, as far as a stop rule allows, and are fed with the next forward.
+        """Append given tokens. They count as emitted, as far as a stop rule allows, and the next forward feeds them.
 
         Raises:
             ValueError: an id that the model does not have; Unsupported with a method that drafts.
@@ -73,28 +73,28 @@ class Branch:
         row.until = None if row.until is None else row.until + len(forced)
 
     def end(self) -> None:
-        """Give the branch up: what it stored is free."""
+        """Give the branch up and free what it stored."""
         self._search.end(self)
 
     @property
     def score(self) -> float:
         """Mean log-probability (nats) of the emitted tokens; 0.0 while there are none.
 
-        By the distribution from which they were drawn, before temperature and truncation; in transformers'
-        `model.generate` these are processors, which the distribution is taken after. Forced tokens count once
-        they were fed: after a wait that follows `advance`, by 0 tokens too.
+        The distribution is taken before temperature and truncation; in transformers' `model.generate` these are
+        processors, and it is taken after them. Forced tokens count once they have been fed: after a wait that
+        follows `advance`, even by 0 tokens.
         """
         found = [step.logprob.logprob for step in self.row.steps if step.logprob is not None]
         return sum(found) / len(found) if found else 0.0
 
     @property
     def tokens(self) -> list[int]:
-        """What was emitted."""
+        """The emitted tokens."""
         return self.row.tokens[self.row.prompt_length :]
 
     @property
     def text(self) -> str:
-        """The text of what was emitted, as far as it is certain; without a stop string."""
+        """The text of the emitted tokens, as far as it is certain; without a stop string."""
         return "".join(step.text for step in self.row.steps)
 
     @property
@@ -104,29 +104,29 @@ class Branch:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the branch ended; None while it goes on."""
+        """Why the branch ended; None while it runs."""
         return self.row.finish_reason
 
     @property
     def greedy(self) -> bool:
-        """Whether tokens are chosen without a draw: then all branches of one text are alike."""
+        """Whether tokens are chosen without a draw: then branches with the same tokens stay alike."""
         return self.row.sampling.greedy
 
 
 class SearchRun:
-    """One row's search under way.
+    """One row's running search.
 
     Args:
-        batch: has the branches as rows.
+        batch: runs the branches as rows.
         root: the row, which is not in the batch itself.
-        search: what to do.
+        search: the search to run.
 
     Attributes:
         root: the row.
         branches: those that were not ended.
 
     Raises:
-        Unsupported: something follows each token of the row.
+        Unsupported: something observes each token of the row.
     """
 
     def __init__(self, batch: Batch, root: Row, search: Search) -> None:
@@ -152,7 +152,7 @@ class SearchRun:
         return self.root in rows or any(branch.row in rows for branch in self.branches)
 
     def go_on(self) -> list[Step]:
-        """Run the search as far as what it waits for is there: the winner's steps at its end, else nothing."""
+        """Run the search while what it waits for is there; return the winner's steps at its end, else nothing."""
         if self._error is not None:
             raise self._error
         try:
@@ -166,7 +166,7 @@ class SearchRun:
         return []
 
     def doze(self, seconds: float) -> None:
-        """Give what others say to the search so long to come; returns at once where it waits for none of them."""
+        """Wait at most `seconds` for answers from outside; return at once if the search waits for none."""
         wait([one for one in self._awaited if isinstance(one, Future)], seconds)
 
     def _resume(self) -> None:
@@ -215,10 +215,10 @@ class SearchRun:
             self.batch.retire()
 
     def stop(self, left: int = 0) -> None:
-        """Search no more; so many of the branches stay in the cache. Errors that the search makes of it are logged."""
+        """End the search and keep `left` branches in the cache. Errors that the search raises then are logged."""
         try:
             self._run.close()
-        except Exception:  # nobody waits for it any more, and other rows are not to suffer
+        except Exception:  # nobody waits for the search any more, and other rows go on
             log.exception("a search did not end when it was told to")
         finally:
             self.batch.searches.remove(self)
@@ -238,7 +238,7 @@ class SearchRun:
                              "ended")
 
     def _finish(self, winner: Branch) -> list[Step]:
-        """Let the row be what the winner is; its KV is the last to stay in the cache."""
+        """Copy the winner into the row; only its KV stays in the cache."""
         for branch in [one for one in self.branches if one is not winner]:
             self.end(branch)
         root, row = self.root, winner.row

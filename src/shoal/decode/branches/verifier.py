@@ -1,4 +1,4 @@
-"""Verifiers: who says how promising an unfinished answer is, or what a thought says. Imports no torch."""
+"""Verifiers, which say how promising an unfinished answer is, and judges of thoughts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from shoal.decode.branches.search import Branch
 
 _LONGEST = 1 << 16
-"""Bytes of an endpoint's answer that are read."""
+"""Most bytes that are read of an endpoint's answer."""
 _FOREVER = 1e6
-"""Seconds; no longer wait can be told to a thread or a connection everywhere."""
+"""Seconds: the longest wait that threads and connections take on every platform."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a verifier is shown.
+    """An answer as a verifier is shown it.
 
     Attributes:
         prompt: token ids.
         tokens: ids of the answer so far.
         text: of the answer, as far as it is certain; empty without a tokenizer.
         finished: whether the answer has ended.
-        likelihood: geometric mean of its tokens' probabilities before temperature and truncation; 1 of none.
+        likelihood: geometric mean of its tokens' probabilities before temperature and truncation; 1 without tokens.
         question: the prompt's text, without special tokens; empty without a tokenizer.
     """
 
@@ -46,15 +46,15 @@ class Attempt:
 
 
 class NoVerdict(ValueError):
-    """A verifier failed, or said something that is no verdict."""
+    """A verifier failed, or its answer is not a verdict."""
 
 
 class NoVerdictInTime(NoVerdict, TimeoutError):
-    """A verifier said nothing."""
+    """A verifier did not answer in time."""
 
 
 Verifier = Callable[[Attempt], float]
-"""Says how likely an attempt is right, or will be, in [0, 1]; the same for the same attempt."""
+"""Says how likely an attempt is, or will be, right, in [0, 1]. It is deterministic."""
 
 
 class BoundedVerifier(ABC):
@@ -66,7 +66,7 @@ class BoundedVerifier(ABC):
 
 
 def likelihood(attempt: Attempt) -> float:
-    """The model's own opinion."""
+    """The likelihood under the model itself, as a verifier."""
     return attempt.likelihood
 
 
@@ -74,18 +74,18 @@ def likelihood(attempt: Attempt) -> float:
 class Endpoint:
     """A verifier behind a URL, which is sent an attempt as JSON and answers `{"score": r}`.
 
-    It is sent `prompt` and `answer` as text, `prompt_tokens` and `answer_tokens` as ids, `finished` and `likelihood`.
+    It holds `prompt` and `answer` as text, `prompt_tokens` and `answer_tokens` as ids, `finished` and `likelihood`.
 
     Attributes:
         url: http or https.
-        seconds: how long the network may be silent.
+        seconds: network timeout.
     """
 
     url: str
     seconds: float
 
     def __call__(self, attempt: Attempt) -> float:
-        """The score; ValueError where it gives none."""
+        """The score; ValueError if the endpoint gives none."""
         body = {"prompt": attempt.question, "answer": attempt.text, "prompt_tokens": attempt.prompt,
                 "answer_tokens": attempt.tokens, "finished": attempt.finished, "likelihood": attempt.likelihood}
         asked = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -109,14 +109,14 @@ def is_url(spec: object) -> bool:
 
 
 def attempt_of(branch: Branch) -> Attempt:
-    """What a verifier is shown of a branch."""
+    """A branch as a verifier is shown it."""
     row = branch.row
     return Attempt(tuple(row.tokens[: row.prompt_length]), tuple(branch.tokens), branch.text,
                    branch.finish_reason is not None, min(1.0, math.exp(branch.score)), branch.question)
 
 
 def ask(verifier: Verifier, attempt: Attempt, seconds: float) -> Future[float]:
-    """What a verifier will say, for a search to wait for while other rows go on; see `verdict`."""
+    """A future of `verdict`, for which a search can wait while other rows run."""
     said: Future[float] = Future()
     if verifier is likelihood:
         said.set_result(attempt.likelihood)
@@ -134,12 +134,12 @@ def ask(verifier: Verifier, attempt: Attempt, seconds: float) -> Future[float]:
 
 @dataclass(frozen=True)
 class Question:
-    """What a judge of thoughts is asked, to which it says True or False.
+    """A question to a judge of thoughts, which answers True or False.
 
     Attributes:
-        kind: "answers", whether the thought states an answer; "agrees", whether it is the one that `former` states.
+        kind: "answers": does the thought state an answer? "agrees": is it the answer that `former` states?
         thought: text.
-        former: an earlier thought that has stated one; empty where it is not asked about.
+        former: an earlier thought that states an answer; empty if unused.
     """
 
     kind: Literal["answers", "agrees"]
@@ -148,12 +148,12 @@ class Question:
 
 
 class Awaited:
-    """A question that somebody answers in a thread of its own, which is left behind where it gives no answer.
+    """A call that runs in a thread of its own; the thread is abandoned if it does not answer.
 
     Args:
-        whom: anybody's callable.
+        whom: the callable.
         what: its argument.
-        seconds: how long to wait in all; infinity for ever.
+        seconds: how long to wait in all; infinity waits forever.
         name: of the callable, for messages.
     """
 
@@ -172,18 +172,18 @@ class Awaited:
         self._thread.start()
 
     def wait(self, most: float = math.inf) -> bool:
-        """Whether there is nothing more to wait for, after so many seconds at most."""
+        """Whether the call has answered or its time is up; waits at most that many seconds to find out."""
         left = min(most, self._until - time.monotonic())
         self._thread.join(max(0.0, left) if left < _FOREVER else None)
         return not self._thread.is_alive() or time.monotonic() >= self._until
 
     @property
     def answer(self) -> object:
-        """What it said.
+        """The answer.
 
         Raises:
             NoVerdict: it failed.
-            NoVerdictInTime: it has said nothing.
+            NoVerdictInTime: it has not answered.
         """
         if self._failed:
             failed = self._failed[0]
@@ -195,16 +195,16 @@ class Awaited:
 
 
 def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
-    """What a verifier says; see `Awaited`.
+    """The verdict of a verifier, called by `Awaited`.
 
     Args:
-        verifier: anybody's.
-        attempt: what it is shown.
-        seconds: how long to wait, unless it is a `BoundedVerifier`; infinity for ever.
+        verifier: any verifier.
+        attempt: its argument.
+        seconds: how long to wait, unless it is a `BoundedVerifier`; infinity waits forever.
 
     Raises:
-        NoVerdict: it failed, or its answer is no number in [0, 1].
-        NoVerdictInTime: it gave none.
+        NoVerdict: it failed, or its answer is not a number in [0, 1].
+        NoVerdictInTime: it gave no answer.
     """
     if verifier is likelihood:
         return attempt.likelihood

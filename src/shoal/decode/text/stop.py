@@ -1,7 +1,7 @@
-"""Where a row's generation ends, once for all methods, on the list of tokens that are emitted.
+"""Where a row's generation ends: one implementation for all methods, on the emitted tokens.
 
-A block of accepted tokens is cut exactly where one token after another would have ended. Text that may turn out to
-be the beginning of a stop string is held back, so that no reader ever sees a part of one.
+A block of accepted tokens is cut exactly where token-by-token decoding would have ended. Text that may be the
+beginning of a stop string is held back, so that no reader sees a part of one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class StopRules:
         eos_token_ids: end-of-sequence ids: kept as tokens, without text; reason "stop".
         stop_token_ids: the same for ids that the request names.
         stop_strings: text is cut where the first of them begins; reason "stop". They need a tokenizer.
-        keep_stop: whether it is cut behind that one instead.
+        keep_stop: whether text is cut after that stop string instead.
         max_new_tokens: limit of generated tokens; reason "length".
         max_length: limit of prompt and generated tokens together (the model's context), or None; reason "length".
-        criteria: called with all ids after each token that no other rule but a limit ends on; reason "stop".
+        criteria: called with all ids after each token on which no rule but a limit ends; reason "stop".
 
     Raises:
         ValueError: for an empty stop string or a negative limit.
@@ -106,17 +106,17 @@ class StopState:
         return self._rules.eos_token_ids | self._rules.stop_token_ids
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, as the row's own are read."""
+        """Tokens as text, decoded as the row's own."""
         return self._detokenizer.text_of(tokens)
 
     def copy(self) -> StopState:
-        """The same state for a row that goes another way from here."""
+        """The same state for a row that diverges from here."""
         twin = copy.copy(self)
         twin._ids, twin._detokenizer = list(self._ids), self._detokenizer.copy()
         return twin
 
     def ahead(self) -> StopState:
-        """The same state for a text that may never come: no criterion is shown it, and the context alone limits it."""
+        """The same state for a guessed text: criteria do not see it, and only the context limits it."""
         twin, most = self.copy(), self._rules.max_length
         twin._rules = replace(self._rules, criteria=())
         twin.room = sys.maxsize if most is None else most - len(self._ids)
@@ -148,14 +148,14 @@ class StopState:
         return self._release() if self.room else self._finish("length")
 
     def _finish(self, reason: FinishReason) -> str:
-        """All text still held, up to a stop string that its last characters may complete."""
+        """End the row; return all held text, up to a stop string that its last characters may complete."""
         text = self._held + self._detokenizer.flush()
         cut = self._find(text)
         self.finish_reason = reason if cut is None else "stop"
         return text[:cut]
 
     def _release(self) -> str:
-        """The held text but for the longest ending that may be the beginning of a stop string."""
+        """The held text without the longest suffix that may begin a stop string."""
         text = self._held
         keep = max((_overlap(text, stop) for stop in self._rules.stop_strings), default=0)
         at = len(text) - keep
@@ -163,7 +163,7 @@ class StopState:
         return text[:at]
 
     def _find(self, text: str) -> int | None:
-        """Where the first stop string cuts the text."""
+        """Index at which the first stop string cuts the text; None without one."""
         found = [(at, at + len(stop)) for stop in self._rules.stop_strings if (at := text.find(stop)) >= 0]
         return min(found)[self._rules.keep_stop] if found else None
 
@@ -175,7 +175,7 @@ class StopState:
 
 
 def _truth(criterion: Criterion, found: Any) -> bool:
-    """What a stopping criterion returned; ValueError for what is no truth value."""
+    """A stopping criterion's result as a bool; ValueError if it is not a truth value."""
     try:
         return bool(torch.as_tensor(found).any())
     except (TypeError, RuntimeError, ValueError):
@@ -184,6 +184,6 @@ def _truth(criterion: Criterion, found: Any) -> bool:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest ending of `text` that is a proper beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
