@@ -1,4 +1,4 @@
-"""JSON schemas, patterns and grammars over real tokenizers: masks, answers, and what cannot be met."""
+"""JSON schemas and their formats, patterns and grammars over real tokenizers: masks, answers, what cannot be met."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from chat_tokenizer import chat_tokenizer
 from families import tiny
 from shared_models import load_tokenizer
-from shoal import Grammar, JsonSchema, Regex
-from shoal.engine.constraints.constraint import Compiler, Mask
+from shoal import Grammar, Regex
+from shoal.engine.constraints.constraint import KNOWN_FORMATS, Compiler, Constraint, JsonSchema, Mask, known_formats
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -25,6 +25,7 @@ from shoal.errors import Unsupported
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
+from tool_tokenizer import speaking
 from toy_tokenizers import BUILDERS, tokenizer
 
 WORDS = ["abc", "ab", "abab", "b", "a b", "the", "é!", "世"]
@@ -335,3 +336,54 @@ def test_log_probabilities_of_accepted_guesses_are_those_of_the_plain_loop() -> 
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         guessed += looked_up.stats.accepted
     assert guessed > 0
+
+
+UNKNOWN = {"type": "string", "format": "card-number"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (UNKNOWN, {"type": "string"}), ({"type": "string", "format": 5}, {"type": "string"}),
+        ({"type": "string", "format": "date"}, {"type": "string", "format": "date"}),
+        ({"properties": {"format": UNKNOWN}}, {"properties": {"format": {"type": "string"}}}),
+        ({"properties": {"enum": UNKNOWN}}, {"properties": {"enum": {"type": "string"}}}),
+        ({"enum": [{"format": "x"}]}, {"enum": [{"format": "x"}]}), ({"const": UNKNOWN}, {"const": UNKNOWN}),
+        ({"anyOf": [UNKNOWN, {"items": UNKNOWN}]}, {"anyOf": [{"type": "string"}, {"items": {"type": "string"}}]}),
+        ({"$defs": {"format": UNKNOWN}, "$ref": "#/$defs/format"},
+         {"$defs": {"format": {"type": "string"}}, "$ref": "#/$defs/format"}),
+        ({"allOf": [{"not": UNKNOWN}]}, {"allOf": [{"not": {"type": "string"}}]}), (True, True),
+    ],
+    ids=str,
+)
+def test_what_binds_nothing_goes_and_nothing_else(schema: Any, expected: Any) -> None:
+    before = json.dumps(schema)
+    assert known_formats(schema) == expected and json.dumps(schema) == before
+
+
+def test_the_known_formats_are_those_of_the_compiler() -> None:
+    from llguidance import LLMatcher
+
+    def refused(one: str) -> str:
+        return LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(
+            f"start: %json {json.dumps({'type': 'string', 'format': one})}"))
+
+    assert not any(map(refused, KNOWN_FORMATS))
+    assert all(map(refused, ("int64", "regex", "iri", "password", "binary", "idn-email", "uri-reference")))
+
+
+@pytest.mark.parametrize("schema", [
+    UNKNOWN, {"type": ["string", "null"], "format": "zz"}, {"$ref": "#/$defs/a", "$defs": {"a": UNKNOWN}},
+    {"type": "array", "items": UNKNOWN, "maxItems": 1}, {"oneOf": [UNKNOWN]}, {"format": "zz", "enum": ["a"]},
+    {"type": "object", "properties": {"format": UNKNOWN}, "required": ["format"], "additionalProperties": False},
+], ids=str)
+def test_a_schema_with_any_format_is_answered(schema: dict[str, Any]) -> None:
+    found = speaking().generate("a", constraint=schema, max_new_tokens=60)
+    json.loads(found.text)
+    assert found.finish_reason == "stop"
+
+
+def test_a_format_that_binds_still_does() -> None:
+    made: Constraint = JsonSchema({"type": "string", "format": "date"})
+    text = speaking().generate("a", constraint=made, max_new_tokens=30).text
+    assert len(json.loads(text)) == len("2020-02-03") and json.loads(text)[4] == "-"

@@ -202,11 +202,9 @@ def is_batch(prompt: Any) -> bool:
         return bool(prompt.ndim == 2)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise _no_prompt(prompt)
-    return len(prompt) > 0 and not _is_id(prompt[0]) and not isinstance(prompt[0], Mapping)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, Integral) or getattr(value, "ndim", None) == 0
+    if not prompt or isinstance(prompt[0], Integral | Mapping):
+        return False
+    return bool(getattr(prompt[0], "ndim", None) != 0)  # a tensor without dimensions is an id
 
 
 def _no_prompt(value: Any) -> ValueError:

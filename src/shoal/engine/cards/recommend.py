@@ -1,7 +1,7 @@
-"""Which method for which model: what was measured of it, weighed, and what was not.
+"""Recommends a method for a model by what was measured, and says what was not measured.
 
-Evidence lies in a model's card. Methods whose output is the full model's are judged by the time they save, the others
-also by what they are shown to lose: by the upper end of the 95 % interval of the drop, not by the drop that was seen.
+Evidence lies in a model's card. Methods whose output is the full model's are judged by the time they save. The others
+are also judged by what they lose: by the upper end of the 95 % interval of the drop, not by the drop that was seen.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 NO_SLOWER = 0.97
-"""A method is offered where the lower end of its speed-up's interval is at least this."""
+"""Lowest lower end of a speed-up's interval at which a method is recommended."""
 
 
 @dataclass(frozen=True)
 class Lossless:
-    """How much faster a method is that gives the full model's own output.
+    """The speed-up of a method that gives the full model's own output.
 
     Attributes:
         task: kind of text.
@@ -35,7 +35,7 @@ class Lossless:
 
 @dataclass(frozen=True)
 class Lossy:
-    """What a method costs that answers with fewer layers.
+    """The cost of a method that answers with fewer layers.
 
     Attributes:
         task: kind of problem.
@@ -121,7 +121,8 @@ def advise(evidence: Evidence, task: str, max_drop: float) -> Advice:
         task: one of `evidence.tasks`.
         max_drop: share of the items that may be lost, 0.01 is one point; 0 for none.
     """
-    safe = _fastest([row for row in evidence.lossless if row.task == task and row.low >= NO_SLOWER])
+    fast = [row for row in evidence.lossless if row.task == task and row.low >= NO_SLOWER]
+    safe = max(fast, key=lambda row: row.low, default=None)
     best = Advice(task, "full", _why_plain(evidence, task), True, 1.0)
     if safe is not None and safe.speedup > 1:
         best = Advice(task, safe.label, f"{safe.speedup:.2f}x faster (at least {safe.low:.2f}x, {safe.texts} texts), "
@@ -162,10 +163,6 @@ def report(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> dict[st
         "advice": [asdict(advise(evidence, task, max_drop)) for task in tasks],
         "not_known": unknown(evidence, tasks, max_drop),
     }
-
-
-def _fastest(rows: Sequence[Lossless]) -> Lossless | None:
-    return max(rows, key=lambda row: row.low, default=None)
 
 
 def _why_plain(evidence: Evidence, task: str) -> str:

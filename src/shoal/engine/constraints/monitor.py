@@ -80,7 +80,7 @@ class _Question:
     """A question to a monitor.
 
     Attributes:
-        monitor: who is asked.
+        monitor: the monitor that is asked.
         answer: what the monitor says.
         ended: when it answered, in seconds on the monotonic clock.
     """

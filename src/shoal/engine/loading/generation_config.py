@@ -128,7 +128,8 @@ def eos_ids(
     """
     texts = [config, *([config.get_text_config()] if hasattr(config, "get_text_config") else [])]
     own = {token for one in texts for token in _ids(one)}
-    said = {token for token in _ids(generation_config) if not (_mirrors(generation_config) and token in own)}
+    copied = own if getattr(generation_config, "_from_model_config", False) else set()  # made from it by transformers
+    said = {token for token in _ids(generation_config) if token not in copied}
     said |= {*_ids(tokenizer), *more}
     doubtful = {token for one in texts for token in _ids(one) if _is_default(one, token)}
     if written or not (said or own - doubtful):
@@ -146,17 +147,8 @@ def _ids(holder: Any) -> Iterator[int]:
         found: Any = getattr(holder, name, None)
         tokens: Iterable[Any] = found if isinstance(found, list | tuple | set | frozenset) else [found]
         for token in tokens:
-            if _is_whole(token):
+            if not isinstance(token, bool) and isinstance(token, Integral):
                 yield int(token)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _mirrors(generation_config: Any) -> bool:
-    """Whether transformers made it from the config, so that it names nothing of its own."""
-    return bool(getattr(generation_config, "_from_model_config", False))
 
 
 def _is_default(config: Any, token: int) -> bool:

@@ -263,7 +263,7 @@ def _reads(lengths: Sequence[int], budget: int) -> Sequence[Sequence[tuple[int, 
 def weights_on_disk(place: str, dtype: torch.dtype, quant: Quant | None) -> int:
     """The least that a model's weights will take in memory, in bytes, by its files alone.
 
-    It is 0 where nobody can say: the files are not on this machine, or a GGUF file is to be quantised anew.
+    It is 0 where it is unknown: the files are not on this machine, or a GGUF file is to be quantised anew.
 
     Args:
         place: folder or file.
