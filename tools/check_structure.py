@@ -34,7 +34,7 @@ LOOKUPS = ("getattr", "hasattr")
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 38_571
+MOST_CORE_LINES = 38_540
 MOST_CORE_FILES = 241
 MOST_LAB_LINES = 37_500
 """Of the package, benchmarks and tools."""

@@ -72,7 +72,7 @@ def test_the_command_reads_the_card_of_the_model(
     words = ["--model", str(folder)]
     assert report(capsys, *words)["advice"] == []
     assert main(["recommend", *words]) == 0
-    assert "--method auto is exact" in capsys.readouterr().out
+    assert "--method auto, which is exact" in capsys.readouterr().out
     evidence = {"lossless": [asdict(STEADY)], "lossy": [asdict(GENTLE)], "machine": "a machine"}
     cards.keep({"model": cards.identity(engine_for(model)), "evidence": evidence})
     (advice,) = report(capsys, *words, "--max-drop", "0.02")["advice"]
