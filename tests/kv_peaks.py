@@ -10,7 +10,7 @@ import pytest
 from backends import Backend
 from drive import prompt
 from shoal.engine.engine import Engine
-from shoal.engine.memory.kv_peak import KVPeak, peak_of
+from shoal.engine.memory.footprint import KVPeak, peak_of
 from shoal.engine.memory.shorter import guesses
 from shoal.engine.request import Request
 from shoal.methods import make

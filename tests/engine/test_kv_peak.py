@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shoal.engine.engine as engine_module
-import shoal.engine.memory.kv_peak as kv_peak
+import shoal.engine.memory.footprint as footprints
 import shoal.model.kv.memory as kv_memory
 from backends import BACKENDS, NATIVE, Backend, on_backends
 from drive import make_run, prompt
 from kv_peaks import engine_of, run
 from settling import Settling
 from shoal.engine.engine import Engine
-from shoal.engine.memory.kv_peak import peak_of
+from shoal.engine.memory.footprint import peak_of
 from shoal.engine.memory.shorter import guesses
 from shoal.engine.request import Request
 from shoal.methods.d3 import D3
@@ -104,7 +104,7 @@ def test_trees_are_counted_with_all_their_nodes() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages take memory")
 @pytest.mark.parametrize("lengths", [[700], [30, 900, 400]])
 def test_the_system_backs_as_many_pages(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_memory, kv_peak):
+    for module in (kv_memory, footprints):
         monkeypatch.setattr(module, "SMALL", 1)
     engine = Engine(NATIVE.stack("llama", max_position_embeddings=2048))
     found: list[int] = []
