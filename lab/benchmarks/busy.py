@@ -36,14 +36,14 @@ from shoal.cli import env
 from shoal.model.packed.native import build
 from shoal.model.packed.native.threads import MACHINE
 from shoal_lab.bench import idle, report
+from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 from shoal_lab.bench.load.http import Address
 from shoal_lab.bench.load.loops import Load, LoadPhase
 from shoal_lab.bench.load.prompts import Prompts
-from shoal_lab.bench.load.servers import Server, free_port
+from shoal_lab.bench.load.server import Server, free_port
 from shoal_lab.bench.load.targets import Form, Http, look
 from shoal_lab.bench.load.trace import Trace
-from shoal_lab.bench.peers.llama_cpp import LlamaCpp
-from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.system import Setting
 
 PROMPT = [(7 * place) % 1000 + 100 for place in range(64)]

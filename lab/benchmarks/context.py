@@ -33,9 +33,9 @@ from shoal.model.kv.form import column_bytes
 from shoal.model.stack import SequenceChunk
 from shoal_lab.bench import idle, report
 from shoal_lab.bench.bandwidth import read_bandwidth
-from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.rounds import in_order
-from shoal_lab.bench.subject import FILE, MeasuredModel
 from shoal_lab.bench.system import Setting
 
 READ = 512

@@ -28,8 +28,8 @@ import readers
 from real_page import fidelity_rows
 from shoal.cli import env
 from shoal_lab.bench import bandwidth, idle, report
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.speed import dequantised
-from shoal_lab.bench.subject import MeasuredModel
 from shoal_lab.bench.table import aligned
 from shoal_lab.cli.divergence import diverge
 

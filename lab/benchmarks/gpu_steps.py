@@ -25,8 +25,8 @@ from shoal.engine.engine import Engine
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
 from shoal_lab.bench import report
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.rounds import figure, in_order, ratio
-from shoal_lab.bench.subject import MeasuredModel
 
 Generate = Callable[[int], object]
 """Generates that many tokens."""

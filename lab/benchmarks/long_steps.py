@@ -31,9 +31,9 @@ from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal_lab.bench import idle, report
 from shoal_lab.bench.bandwidth import read_bandwidth
-from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.rounds import figure, in_order, ratio
-from shoal_lab.bench.subject import FILE, MeasuredModel
 from shoal_lab.bench.system import Setting
 from shoal_lab.cli.eval_long import labelled
 from shoal_lab.eval.long.budgets import at_budget, budgets_of, lengths_of

@@ -16,10 +16,10 @@ from shoal.errors import unknown
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal_lab.bench import gguf_facts
-from shoal_lab.bench.peers.hf import greedy
-from shoal_lab.bench.peers.llama_cpp import LlamaCpp, library
-from shoal_lab.bench.peers.requantise import FTYPES, requantise
-from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.baselines.hf import greedy
+from shoal_lab.bench.baselines.llama_cpp import LlamaCpp, library
+from shoal_lab.bench.baselines.requantise import FTYPES, requantise
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.system import Setting
 
 REFERENCE = "reference"

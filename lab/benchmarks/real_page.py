@@ -8,11 +8,11 @@ from typing import Any
 
 from pages import current, markdown
 from shoal_lab.bench import table
+from shoal_lab.bench.model import FILE
 from shoal_lab.bench.speed import startup_table
 from shoal_lab.bench.speed.cells import OURS
 from shoal_lab.bench.speed.startup import AGAINST
 from shoal_lab.bench.speed.startup_table import NAMES, megabytes
-from shoal_lab.bench.subject import FILE
 
 Report = Mapping[str, Any]
 Row = table.Row

@@ -163,7 +163,7 @@ def measure_cards(args: argparse.Namespace) -> None:
     from shoal.cli import env
     from shoal.engine.loading.device import as_dtype
     from shoal_lab.bench import report
-    from shoal_lab.bench.subject import MeasuredModel
+    from shoal_lab.bench.model import MeasuredModel
     from shoal_lab.bench.system import Setting
     from shoal_lab.calibrate.cost import measure
 

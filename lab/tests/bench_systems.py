@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.speed.cells import Grid
-from shoal_lab.bench.subject import MeasuredModel
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting
 from shoal_lab.bench.worker import Factory, Host
 

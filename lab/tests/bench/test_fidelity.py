@@ -19,7 +19,7 @@ import perplexity
 import readers
 import scripts
 from shoal.engine.loading.device import default_dtype
-from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.model import MeasuredModel
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "the thing that thought of the other bath, then of the path to the north. " * 20

@@ -9,10 +9,10 @@ import pytest
 import bench_file
 from shared_models import FIXTURES, REFERENCE
 from shoal_lab.bench import workloads
+from shoal_lab.bench.baselines.llama_drafts import NAMES, LlamaDrafts
 from shoal_lab.bench.drafts import measure
 from shoal_lab.bench.drafts.measure import DraftsConfig
-from shoal_lab.bench.peers.llama_drafts import NAMES, LlamaDrafts
-from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import Setting
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'shoal-lab[bench]'")

@@ -22,17 +22,17 @@ from shoal_lab.bench.load import figures
 from shoal_lab.bench.load.figures import Objective
 from shoal_lab.bench.load.folder import tokenizer
 from shoal_lab.bench.load.http import Address, Failed, get
-from shoal_lab.bench.load.lineup import LoadTargets, Servers
 from shoal_lab.bench.load.loops import Load, LoadPhase
 from shoal_lab.bench.load.multi import _BatchLoop, _Sequence
 from shoal_lab.bench.load.prompts import Prompts, recorded
 from shoal_lab.bench.load.run import LoadConfig, measure, results
-from shoal_lab.bench.load.servers import Server, free_port
+from shoal_lab.bench.load.server import Server, free_port
+from shoal_lab.bench.load.servers import LoadTargets, Servers
 from shoal_lab.bench.load.soak import verdict
 from shoal_lab.bench.load.targets import Form, Http, look, own_fields
 from shoal_lab.bench.load.trace import Trace, ask, read
 from shoal_lab.bench.load.watch import MemorySampler
-from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import NotMeasured, Setting
 
 

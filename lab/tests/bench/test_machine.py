@@ -12,8 +12,8 @@ import torch
 
 from bench_systems import SUBJECT
 from shoal_lab.bench import bandwidth, idle, process
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.speed import memory, starters
-from shoal_lab.bench.subject import MeasuredModel
 from shoal_lab.bench.system import Setting
 
 

@@ -14,12 +14,12 @@ from transformers import GPT2Config
 from bench_systems import D3, GRID, SETTING, SUBJECT, Fake, FakePeer, Local, failing
 from shoal.errors import Unsupported
 from shoal_lab.bench import rounds as rounds_of
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.rounds import in_order
 from shoal_lab.bench.speed import run as runner
 from shoal_lab.bench.speed.cells import FULL, Grid
 from shoal_lab.bench.speed.outcome import Measurements
 from shoal_lab.bench.speed.run import Plan, prompts_for, run
-from shoal_lab.bench.subject import MeasuredModel
 
 PLAN = Plan(3, setting=SETTING, bandwidth_bytes=2**16, start=Local)
 

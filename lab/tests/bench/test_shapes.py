@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from shoal.errors import Unsupported
 from shoal_lab.bench import shapes
-from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.model import MeasuredModel
 
 BILLIONS = {"135m": 0.1345, "1b": 1.2358, "7b": 6.7384, "13b": 13.0157, "70b": 68.9765}
 

@@ -12,10 +12,10 @@ import pytest
 import bench_file
 from bench_systems import SUBJECT, Local
 from shoal.compat import installed_version
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.speed import startup, startup_table
 from shoal_lab.bench.speed.starters import HFStarter, LlamaStarter, ShoalStarter
 from shoal_lab.bench.speed.startup import CONDITIONS, StartupConfig, measure
-from shoal_lab.bench.subject import FILE, MeasuredModel
 from shoal_lab.bench.system import NotMeasured, Setting
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal-lab[bench]'")

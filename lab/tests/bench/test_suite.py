@@ -23,12 +23,12 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
-from shoal_lab.bench import words, workloads
+from shoal_lab.bench import tokenizer, workloads
 from shoal_lab.bench.drafts import judge, measure, stories, suite, summary
+from shoal_lab.bench.drafts.decoders import HF_OPTIONS, ShoalRun, ShoalSpeaker
 from shoal_lab.bench.drafts.measure import DraftsConfig
-from shoal_lab.bench.drafts.speakers import HF_OPTIONS, ShoalRun, ShoalSpeaker
 from shoal_lab.bench.drafts.suite import Decoded, DraftTask
-from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import Setting
 from shoal_lab.eval.scoring import losses
 
@@ -160,7 +160,7 @@ def test_bad_wishes(wish: dict[str, Any], said: str) -> None:
 
 
 def test_the_tokenizer_of_a_shape_goes_there_and_back() -> None:
-    made = words.train(["def add(a, b):\n    return a + b\n", "Tom adds 3 and 4."], size=300)
+    made = tokenizer.train(["def add(a, b):\n    return a + b\n", "Tom adds 3 and 4."], size=300)
     text = "def add(a, b):\n    return ä + b"
     ids = made.encode(text).ids
     assert made.decode(ids) == text and max(ids) < 300

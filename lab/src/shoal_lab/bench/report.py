@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import Setting
 
 SCHEMA = 1

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.process import peak_memory, reset_peak_memory
-from shoal_lab.bench.subject import MeasuredModel
 from shoal_lab.bench.system import NotMeasured, Setting, System
 
 Factory = Callable[[MeasuredModel, Setting], System]

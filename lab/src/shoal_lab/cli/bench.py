@@ -18,9 +18,9 @@ from shoal_lab.cli import measuring
 from shoal_lab.cli.measuring import numbers
 
 if TYPE_CHECKING:
+    from shoal_lab.bench.model import MeasuredModel
     from shoal_lab.bench.speed.cells import Grid
     from shoal_lab.bench.speed.run import Plan
-    from shoal_lab.bench.subject import MeasuredModel
 
 _TEXT = 1 << 17
 """Characters of a text that prompts are cut from."""
@@ -142,10 +142,10 @@ def _plan(args: argparse.Namespace) -> Plan:
 def _peers(args: argparse.Namespace) -> list[str]:
     """The peers that are asked for, checked before anything is loaded."""
     from shoal.errors import unknown
-    from shoal_lab.bench import peers
+    from shoal_lab.bench import baselines
 
     asked = measuring.peers_from(args.peer or ["hf"])
     for name in asked:
-        if name not in peers.PEERS and name not in peers.NOT_HERE:
-            raise unknown("peer", name, [*peers.PEERS, *peers.NOT_HERE, "none"])
+        if name not in baselines.PEERS and name not in baselines.NOT_HERE:
+            raise unknown("peer", name, [*baselines.PEERS, *baselines.NOT_HERE, "none"])
     return [name for name in asked if not (args.no_compile and name == "hf-static-compiled")]

@@ -24,8 +24,8 @@ from shoal_lab.cli import measuring
 from shoal_lab.cli.measuring import numbers
 
 if TYPE_CHECKING:
-    from shoal_lab.bench.load.lineup import LoadTargets, Servers
     from shoal_lab.bench.load.run import LoadConfig
+    from shoal_lab.bench.load.servers import LoadTargets, Servers
 
 FAILED = 1
 EXAMPLES = """examples:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     measuring.check_outputs(args.json, args.plot)
     from shoal_lab.bench import process, report
     from shoal_lab.bench.load import http, plot, table
-    from shoal_lab.bench.load.lineup import Servers
+    from shoal_lab.bench.load.servers import Servers
 
     wish, lineup = wish_of(args), _lineup(args)
     _check(args, wish, lineup)
@@ -151,7 +151,7 @@ def _measure(wish: LoadConfig, servers: Servers) -> dict[str, Any]:
 
 
 def _lineup(args: argparse.Namespace) -> LoadTargets:
-    from shoal_lab.bench.load.lineup import LoadTargets
+    from shoal_lab.bench.load.servers import LoadTargets
 
     chosen = methods_from(args.methods)
     if args.method.name != "full" or not chosen:

@@ -11,7 +11,7 @@ from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
-    from shoal_lab.bench.subject import MeasuredModel
+    from shoal_lab.bench.model import MeasuredModel
     from shoal_lab.bench.system import Setting
 
 Number = TypeVar("Number", int, float)
@@ -63,7 +63,7 @@ def check_outputs(*paths: str | Path | None) -> None:
 def subject_of(args: argparse.Namespace, **more: Any) -> MeasuredModel:
     """What is measured; the default model if nothing is named."""
     from shoal import catalog
-    from shoal_lab.bench.subject import MeasuredModel
+    from shoal_lab.bench.model import MeasuredModel
 
     shape = getattr(args, "shape", None)
     if shape is not None and args.model is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_lab.eval.sources import parallel
-from shoal_lab.train.descent import Descent
+from shoal_lab.train.optimizer import Descent
 
 CHECKPOINT = "training.pt"
 EOS, MASK, UNKNOWN = "<eos>", "<mask>", "<unk>"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.heap import give_back
 from shoal_lab.train.corpus import Corpus, Tell, batches
-from shoal_lab.train.descent import Descent
+from shoal_lab.train.optimizer import Descent
 from shoal_lab.train.part import Guessed, TextBatch, TrainedModule, acceptance
 
 CHECKPOINT = "checkpoint.pt"

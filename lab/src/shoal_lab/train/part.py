@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.stack import Stack
 from shoal_lab.train.corpus import AnsweredText, Corpus
-from shoal_lab.train.laws import cross_entropy
+from shoal_lab.train.distributions import cross_entropy
 
 
 class Base:

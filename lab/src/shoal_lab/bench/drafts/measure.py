@@ -24,13 +24,13 @@ from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.model.kv.cache import copy_out
 from shoal_lab.bench import idle, workloads
+from shoal_lab.bench.baselines import llama_drafts
 from shoal_lab.bench.drafts import stories, summary
+from shoal_lab.bench.drafts.decoders import HF_OPTIONS, HFSpeaker, LlamaSpeaker, ShoalSpeaker
 from shoal_lab.bench.drafts.judge import difference
-from shoal_lab.bench.drafts.speakers import HF_OPTIONS, HFSpeaker, LlamaSpeaker, ShoalSpeaker
 from shoal_lab.bench.drafts.suite import PLAIN, Decoded, DecodingSystem, DraftTask, together
-from shoal_lab.bench.peers import llama_drafts
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.rounds import check_rounds, in_order
-from shoal_lab.bench.subject import FILE, MeasuredModel
 from shoal_lab.bench.system import Setting
 
 T = TypeVar("T")

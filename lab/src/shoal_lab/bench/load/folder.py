@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.engine.loading.device import as_dtype
-from shoal_lab.bench import words
+from shoal_lab.bench import tokenizer as trained_tokenizer
 from shoal_lab.bench.load.prompts import WORDS
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.shapes import RandomWeights
-from shoal_lab.bench.subject import MeasuredModel
 
 _TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"
 _CONFIGS = ("config.json", "generation_config.json")
@@ -41,7 +41,7 @@ def tokenizer(size: int, texts: Iterable[str]) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    trained = words.train([*texts, " ".join(WORDS)], min(size, words.VOCABULARY))
+    trained = trained_tokenizer.train([*texts, " ".join(WORDS)], min(size, trained_tokenizer.VOCABULARY))
     made = json.loads(trained.to_str())
     vocabulary = made["model"]["vocab"]
     for index in range(len(vocabulary), size):

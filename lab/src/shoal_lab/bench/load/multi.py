@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 from shoal_lab.bench.load.loops import LoadPhase
 from shoal_lab.bench.load.prompts import Prompts
 from shoal_lab.bench.load.trace import Trace
-from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.process import cpu_seconds, resident
-from shoal_lab.bench.subject import MeasuredModel
 from shoal_lab.bench.system import Setting
 from shoal_lab.bench.worker import SystemProcess
 

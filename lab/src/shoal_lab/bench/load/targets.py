@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from shoal_lab.bench.load.http import Address, Failed, get, library
 from shoal_lab.bench.load.loops import Load, LoadPhase
 from shoal_lab.bench.load.prompts import Prompts
-from shoal_lab.bench.load.servers import Server
+from shoal_lab.bench.load.server import Server
 from shoal_lab.bench.load.trace import Trace, ask
 from shoal_lab.bench.process import cpu_seconds, resident
 

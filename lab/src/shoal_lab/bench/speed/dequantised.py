@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.model import FILE, MeasuredModel
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shoal.engine.loading.device import as_dtype
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.process import library
-from shoal_lab.bench.subject import FILE, MeasuredModel
 from shoal_lab.bench.system import Setting
 
 _BITS = {"int8": (8.5, 8.5), "int4": (4.5, 8.5)}

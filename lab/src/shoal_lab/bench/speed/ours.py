@@ -14,7 +14,7 @@ from shoal.engine.loading.device import as_dtype
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.stack import SequenceChunk, Stack
-from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
 from shoal_lab.calibrate.cost import measure
 from shoal_lab.components.cost import CostCard, Traffic

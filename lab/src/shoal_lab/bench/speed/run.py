@@ -11,13 +11,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal_lab.bench import bandwidth, idle, peers
+from shoal_lab.bench import bandwidth, baselines, idle
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.rounds import Rounds, check_rounds, in_order
 from shoal_lab.bench.speed import memory
 from shoal_lab.bench.speed.cells import OURS, Grid, SpeedJob
 from shoal_lab.bench.speed.ours import Shoal
 from shoal_lab.bench.speed.outcome import CellResult, Measurements, Skipped
-from shoal_lab.bench.subject import FILE, MeasuredModel
 from shoal_lab.bench.system import About, NotMeasured, Run, Setting
 from shoal_lab.bench.worker import Factory, SystemProcess
 
@@ -64,11 +64,11 @@ def run(subject: MeasuredModel, grid: Grid, plan: Plan) -> Measurements:
     subject.check()
     grid.check(subject)
     factories: dict[str, Factory] = {OURS: Shoal}
-    factories |= {name: peers.load(name) for name in grid.peers if name not in peers.NOT_HERE}
+    factories |= {name: baselines.load(name) for name in grid.peers if name not in baselines.NOT_HERE}
     cells = [cell for cell in grid.cells() if cell.system in factories]
     memory.check(subject, [_held(plan, *key) for key in dict.fromkeys((c.system, c.quant) for c in cells)])
     outcome = Measurements(Rounds(plan.rounds, plan.minutes))
-    outcome.absent += [Skipped(name, None, None, reason) for name, reason in peers.NOT_HERE.items()]
+    outcome.absent += [Skipped(name, None, None, reason) for name, reason in baselines.NOT_HERE.items()]
     with _Bench(subject, plan, factories, outcome) as bench:
         bench.prepare(cells)
         bench.measure()

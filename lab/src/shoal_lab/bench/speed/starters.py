@@ -12,9 +12,9 @@ from types import MappingProxyType
 from shoal.engine.loading.device import as_dtype
 from shoal.model.packed import native
 from shoal.model.packed.native import build as native_build
-from shoal_lab.bench.peers.hf import greedy
+from shoal_lab.bench.baselines.hf import greedy
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.process import library, peak_memory, reset_peak_memory, resident
-from shoal_lab.bench.subject import MeasuredModel
 from shoal_lab.bench.system import NotMeasured, Setting
 
 Generate = Callable[[Sequence[int], int], object]
@@ -130,13 +130,13 @@ class LlamaStarter(Starter):
 
     def imports(self) -> None:
         """The library."""
-        from shoal_lab.bench.peers.llama_cpp import library
+        from shoal_lab.bench.baselines.llama_cpp import library
 
         library()
 
     def load(self) -> Generate:
         """See `Starter`."""
-        from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+        from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 
         if not self._subject.is_file:
             raise NotMeasured("llama.cpp loads GGUF files only")

@@ -18,11 +18,11 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from shoal_lab.bench import bandwidth, idle
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.rounds import Ratio, Rounds, check_rounds, figure, in_order, ratio
 from shoal_lab.bench.speed.cells import OURS
 from shoal_lab.bench.speed.run import Start, prompts_for
 from shoal_lab.bench.speed.starters import STARTERS
-from shoal_lab.bench.subject import FILE, MeasuredModel
 from shoal_lab.bench.system import NotMeasured, Setting
 from shoal_lab.bench.worker import SystemProcess
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal_lab.bench.subject import MeasuredModel
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import NotMeasured
 
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}

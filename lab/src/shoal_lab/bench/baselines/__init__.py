@@ -12,9 +12,9 @@ from shoal_lab.bench.worker import Factory
 
 PEERS: Mapping[str, str] = MappingProxyType(
     {
-        "hf": "shoal_lab.bench.peers.hf:HFGenerate",
-        "hf-static-compiled": "shoal_lab.bench.peers.hf:HFGenerateCompiled",
-        "llama.cpp": "shoal_lab.bench.peers.llama_cpp:LlamaCpp",
+        "hf": "shoal_lab.bench.baselines.hf:HFGenerate",
+        "hf-static-compiled": "shoal_lab.bench.baselines.hf:HFGenerateCompiled",
+        "llama.cpp": "shoal_lab.bench.baselines.llama_cpp:LlamaCpp",
     }
 )
 """Name on the command line -> class."""

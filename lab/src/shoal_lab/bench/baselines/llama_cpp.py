@@ -15,9 +15,9 @@ import numpy as np
 
 from shoal import compat
 from shoal.engine.loading.device import as_dtype
-from shoal_lab.bench.peers.gguf_file import KINDS, bits_of, write_gguf
-from shoal_lab.bench.peers.requantise import requantise
-from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.baselines.gguf_file import KINDS, bits_of, write_gguf
+from shoal_lab.bench.baselines.requantise import requantise
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, file_traffic, traffic_of
 
 _BATCH = 2048

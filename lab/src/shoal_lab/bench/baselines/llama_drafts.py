@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from shoal_lab.bench.peers.llama_cpp import library
+from shoal_lab.bench.baselines.llama_cpp import library
 
 NAMES = ("llama.cpp", "llama.cpp-prompt-lookup", "llama.cpp-draft-model")
 """Plain, and who guesses."""

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from bench_systems import SETTING, SUBJECT
-from shoal_lab.bench import peers
+from shoal_lab.bench import baselines
+from shoal_lab.bench.baselines import gguf_file
+from shoal_lab.bench.baselines.gguf_file import KINDS, bits_of, encode
+from shoal_lab.bench.baselines.hf import HFGenerate, HFGenerateCompiled
+from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 from shoal_lab.bench.load.multi import LlamaMulti
-from shoal_lab.bench.peers import gguf_file
-from shoal_lab.bench.peers.gguf_file import KINDS, bits_of, encode
-from shoal_lab.bench.peers.hf import HFGenerate, HFGenerateCompiled
-from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.speed.ours import Shoal
-from shoal_lab.bench.subject import MeasuredModel
 from shoal_lab.bench.system import NotMeasured, Setting, System
 
 HAS_GGUF = importlib.util.find_spec("gguf") is not None
@@ -113,7 +113,7 @@ def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
     written: list[Path] = []
     write = gguf_file.write_gguf
     monkeypatch.setattr(
-        "shoal_lab.bench.peers.llama_cpp.write_gguf", lambda *args: (written.append(args[1]), write(*args))
+        "shoal_lab.bench.baselines.llama_cpp.write_gguf", lambda *args: (written.append(args[1]), write(*args))
     )
     system = make(LlamaCpp)
     assert written[0].is_relative_to(tmp_path) and list(tmp_path.iterdir()) == []
@@ -269,10 +269,11 @@ def test_forwards_of_shoal_leave_its_cache_as_it_was(make: Make, monkeypatch: py
 
 
 def test_unknown_peers() -> None:
-    assert set(peers.PEERS).isdisjoint(peers.NOT_HERE)
-    assert [peers.load(name).__name__ for name in peers.PEERS] == ["HFGenerate", "HFGenerateCompiled", "LlamaCpp"]
+    assert set(baselines.PEERS).isdisjoint(baselines.NOT_HERE)
+    names = [baselines.load(name).__name__ for name in baselines.PEERS]
+    assert names == ["HFGenerate", "HFGenerateCompiled", "LlamaCpp"]
     with pytest.raises(ValueError, match="unknown peer 'llama_cpp'. Did you mean 'llama.cpp'"):
-        peers.load("llama_cpp")
+        baselines.load("llama_cpp")
 
 
 @needs_llama

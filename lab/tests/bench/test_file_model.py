@@ -14,13 +14,13 @@ import bench_file
 from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
 from shoal.errors import Unsupported
 from shoal_lab.bench import gguf_facts, report
-from shoal_lab.bench.peers.hf import HFGenerate
-from shoal_lab.bench.peers.llama_cpp import LlamaCpp
+from shoal_lab.bench.baselines.hf import HFGenerate
+from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.speed import dequantised, memory
 from shoal_lab.bench.speed import run as runner
 from shoal_lab.bench.speed.ours import Shoal
 from shoal_lab.bench.speed.run import Plan, cut, run
-from shoal_lab.bench.subject import FILE, MeasuredModel
 from shoal_lab.bench.system import NotMeasured, Setting, file_traffic
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal-lab[bench]'")
@@ -82,8 +82,8 @@ def test_llama_cpp_gets_the_file_and_no_copy(subject: MeasuredModel, monkeypatch
     def refuse(*_: Any) -> None:
         raise AssertionError("a copy is made")
 
-    monkeypatch.setattr("shoal_lab.bench.peers.llama_cpp.requantise", refuse)
-    monkeypatch.setattr("shoal_lab.bench.peers.llama_cpp.write_gguf", refuse)
+    monkeypatch.setattr("shoal_lab.bench.baselines.llama_cpp.requantise", refuse)
+    monkeypatch.setattr("shoal_lab.bench.baselines.llama_cpp.write_gguf", refuse)
     assert prepared(LlamaCpp, subject).generate([IDS], 2, None).tokens
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy as plain_cross_entropy
 
-from shoal_lab.train import laws
+from shoal_lab.train import distributions
 
 SIZES = [(5, 7, 11), (1, 3, 2), (9, 16, 300)]
 
@@ -27,9 +27,9 @@ def written_out(guesses: Tensor, states: Tensor, rows: Tensor) -> Tensor:
 def test_loss_words_and_gradient_are_those_of_the_laws_written_out(
     sizes: tuple[int, int, int], numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(laws, "_NUMBERS", numbers)
+    monkeypatch.setattr(distributions, "_NUMBERS", numbers)
     guesses, states, rows = drawn(*sizes)
-    loss, words = laws.cross_entropy(guesses, states, rows)
+    loss, words = distributions.cross_entropy(guesses, states, rows)
     (slope,) = torch.autograd.grad(3 * loss, guesses)
     expected = written_out(guesses, states, rows)
     (wanted,) = torch.autograd.grad(3 * expected, guesses)
@@ -41,7 +41,7 @@ def test_loss_words_and_gradient_are_those_of_the_laws_written_out(
 def test_large_scores_lose_nothing() -> None:
     guesses, states, rows = drawn(4, 6, 9, torch.float32)
     far = 1000 * rows
-    loss, _ = laws.cross_entropy(guesses, states, far)
+    loss, _ = distributions.cross_entropy(guesses, states, far)
     torch.testing.assert_close(loss, written_out(guesses, states, far))
     assert loss.isfinite() and torch.autograd.grad(loss, guesses)[0].isfinite().all()
 
@@ -49,7 +49,7 @@ def test_large_scores_lose_nothing() -> None:
 def test_under_autocast_products_are_rounded_and_nothing_else_is() -> None:
     guesses, states, rows = drawn(40, 32, 500, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, words = laws.cross_entropy(guesses, states, rows)
+        loss, words = distributions.cross_entropy(guesses, states, rows)
     (slope,) = torch.autograd.grad(loss, guesses)
     expected = written_out(*(one.bfloat16().float() for one in (guesses, states, rows)))
     (wanted,) = torch.autograd.grad(expected, guesses)
@@ -61,6 +61,6 @@ def test_under_autocast_products_are_rounded_and_nothing_else_is() -> None:
 def test_without_a_gradient_only_the_loss_is_made() -> None:
     guesses, states, rows = drawn(3, 4, 5)
     with torch.no_grad():
-        loss, _ = laws.cross_entropy(guesses, states, rows)
+        loss, _ = distributions.cross_entropy(guesses, states, rows)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, written_out(guesses, states, rows).detach())

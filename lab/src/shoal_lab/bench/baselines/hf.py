@@ -11,7 +11,7 @@ import torch
 from shoal import compat
 from shoal.engine.loading.checkpoint import hush_libraries
 from shoal.engine.loading.device import as_dtype
-from shoal_lab.bench.subject import FILE, MeasuredModel
+from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
 
 

@@ -12,9 +12,9 @@ from shoal.engine.request import Request
 from shoal.engine.scheduling.stream import Stream
 from shoal.methods.base import Method
 from shoal.model.kv.cache import copy_in
+from shoal_lab.bench.baselines.hf import Stamps, greedy
+from shoal_lab.bench.baselines.llama_drafts import LlamaDrafts
 from shoal_lab.bench.drafts.suite import Decoded, DraftTask
-from shoal_lab.bench.peers.hf import Stamps, greedy
-from shoal_lab.bench.peers.llama_drafts import LlamaDrafts
 from shoal_lab.eval.long.shared import dense_beginning
 
 

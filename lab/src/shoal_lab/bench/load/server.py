@@ -1,0 +1,142 @@
+"""Servers as processes of our own: started, held still while others take their turn, watched, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from shoal_lab.bench.load.http import Address, Failed, get
+from shoal_lab.bench.system import NotMeasured, Setting
+
+_PLACE = 2048
+"""Positions of one row in llama.cpp's server, whose context is divided among them."""
+
+
+class Server:
+    """A running server.
+
+    Args:
+        words: its command line.
+        port: where it listens once it is ready.
+        environment: added to ours.
+        minutes: most time until it is ready.
+
+    Raises:
+        NotMeasured: it ended or was not ready in time; the message holds the last line that it wrote.
+    """
+
+    def __init__(
+        self, words: Sequence[str], port: int, environment: Mapping[str, str] | None = None, minutes: float = 5.0
+    ) -> None:
+        self.words, self.url = list(words), f"http://127.0.0.1:{port}"
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server
+        self._process = subprocess.Popen(
+            self.words, stdout=self._log, stderr=self._log, env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        try:
+            self._wait(port, time.monotonic() + 60 * minutes)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self, port: int, until: float) -> None:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                return
+            except OSError:
+                if self._process.poll() is not None:
+                    raise NotMeasured(f"its server ended with code {self._process.returncode}: {self.said()}") from None
+                if time.monotonic() > until:
+                    raise NotMeasured(f"its server was not ready in time: {self.said()}") from None
+                time.sleep(0.1)
+
+    def until_healthy(self, minutes: float = 5.0) -> None:
+        """Wait until GET /health succeeds, for a server that listens while it loads; NotMeasured after that time."""
+        until = time.monotonic() + 60 * minutes
+        while True:
+            try:
+                get(Address(self.url), "/health")
+                return
+            except Failed as failure:
+                if not self.alive or time.monotonic() > until:
+                    raise NotMeasured(f"its server did not get ready ({failure}): {self.said()}") from None
+                time.sleep(0.1)
+
+    def said(self) -> str:
+        """The last line of its log."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "it wrote nothing"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def hold(self) -> None:
+        """Stop it where it is: it takes no processor from others."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo `hold`."""
+        self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End it, politely first."""
+        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGTERM)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._log.close()
+
+    def _signal(self, number: int) -> None:
+        if self.alive:
+            os.killpg(self._process.pid, number)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def shoal_words(model: Path, port: int, setting: Setting, more: Sequence[str] = ()) -> list[str]:
+    """The command line of Shoal's own server."""
+    quantised = [] if setting.quant is None else ["--quant", setting.quant]
+    start = [sys.executable, "-m", "shoal", "serve", "--model", str(model), "--served-model-name", str(model)]
+    return [*start, "--port", str(port), "--dtype", setting.dtype, "--device", setting.device, *quantised,
+            "--timeout", "0", *more]
+
+
+def transformers_words(model: Path, port: int, setting: Setting) -> list[str]:
+    """The command line of transformers' server with its continuous batching."""
+    start = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(model)]
+    return [*start, "--continuous-batching", "--port", str(port), "--dtype", setting.dtype,
+            "--device", setting.device, "--host", "127.0.0.1"]
+
+
+def llama_words(binary: str, model: Path, port: int, setting: Setting, rows: int) -> list[str]:
+    """The command line of llama.cpp's own server, with a place for every row and no memory of prompts."""
+    threads = str(setting.threads)
+    return [binary, "-m", str(model), "-a", str(model), "--host", "127.0.0.1", "--port", str(port), "-np", str(rows),
+            "-c", str(rows * _PLACE), "-t", threads, "-tb", threads, "--no-cache-prompt", "--cache-ram", "0"]
