@@ -112,10 +112,10 @@ def made(args: argparse.Namespace) -> Iterator[tuple[str, Decode]]:
     yield "shoal, all threads", with_threads(threads)
     yield "shoal, one thread", with_threads(1)
     for number in (threads, 1) if args.peer else ():
-        yield f"llama.cpp, {number} threads", peer(args.model, number)
+        yield f"llama.cpp, {number} threads", baseline(args.model, number)
 
 
-def peer(model: str, threads: int) -> Decode:
+def baseline(model: str, threads: int) -> Decode:
     """llama.cpp on the same file."""
     system = LlamaCpp(MeasuredModel(model=model), Setting("float32", FILE, threads=threads))
     system.prepare()

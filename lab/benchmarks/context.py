@@ -86,7 +86,7 @@ class Ours:
         return self._engine.generate(list(prompt), method=self._method, max_new_tokens=1, ignore_eos=True)
 
 
-class Peer:
+class Baseline:
     """llama.cpp."""
 
     def __init__(self, model: str, kv_numbers: float) -> None:
@@ -110,7 +110,7 @@ class Peer:
         return self._system.generate([prompt], 1, None)
 
 
-System = Ours | Peer
+System = Ours | Baseline
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     args = arguments(argv)
     engine = shoal.load(args.model, dtype=args.dtype)
     systems = dict(made(args, engine))
-    before, roofs = idle.watch(0.5), [read_bandwidth(0.3)]
+    before, bandwidths = idle.watch(0.5), [read_bandwidth(0.3)]
     steps = {context: {name: system.hold(context) for name, system in systems.items()} for context in args.contexts}
     found: dict[str, dict[int, dict[str, list[float]]]] = {
         what: {size: {name: [] for name in systems} for size in sizes}
@@ -132,13 +132,13 @@ def main(argv: Sequence[str]) -> int:
                                                                        for _ in range(args.ticks)))
             for size in args.prompts:
                 found["prompts"][size][name].append(timed(lambda: systems[name].read(words(size))))  # noqa: B023
-        roofs.append(read_bandwidth(0.3))
+        bandwidths.append(read_bandwidth(0.3))
     report.publish({
         **report.heading(env.collect(), ["python", "lab/benchmarks/context.py", *argv]), "kind": "context",
         "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
-        "rounds": args.rounds, "ticks": args.ticks, "idle": {"before": before}, "roof": roofs,
+        "rounds": args.rounds, "ticks": args.ticks, "idle": {"before": before}, "roof": bandwidths,
         "kv_bytes_per_position": {name: system.kv_bytes for name, system in systems.items()},
-        "steps": [row(context, times) | roof_parts(context, found["steps"], systems, roofs)
+        "steps": [row(context, times) | bandwidth_parts(context, found["steps"], systems, bandwidths)
                   for context, times in found["steps"].items()],
         "prompts": [row(size, times) for size, times in found["prompts"].items()],
     }, args.json)
@@ -169,7 +169,7 @@ def made(args: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, System
     for label, method in args.methods.items():
         yield f"shoal {label}", Ours(engine, method)
     if args.peer:
-        yield args.peer, Peer(args.model, sum(h * (k + v) for h, k, v in engine.stack.kv_sizes))
+        yield args.peer, Baseline(args.model, sum(h * (k + v) for h, k, v in engine.stack.kv_sizes))
 
 
 def words(count: int) -> list[int]:
@@ -192,8 +192,8 @@ def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
             "over_first": ratios}
 
 
-def roof_parts(
-    context: int, steps: dict[int, dict[str, list[float]]], systems: dict[str, System], roofs: list[float]
+def bandwidth_parts(
+    context: int, steps: dict[int, dict[str, list[float]]], systems: dict[str, System], bandwidths: list[float]
 ) -> dict[str, Any]:
     """`kv_roof` by system; of the first context nothing."""
     first = next(iter(steps), context)
@@ -201,7 +201,7 @@ def roof_parts(
         return {}
     more = {name: statistics.median(b - a for a, b in zip(steps[first][name], steps[context][name], strict=True))
             for name in systems}
-    return {"kv_roof": {name: (context - first) * system.kv_bytes / more[name] / statistics.median(roofs)
+    return {"kv_roof": {name: (context - first) * system.kv_bytes / more[name] / statistics.median(bandwidths)
                         for name, system in systems.items()}}
 
 

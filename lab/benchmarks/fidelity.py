@@ -84,10 +84,10 @@ def read_one(args: argparse.Namespace, name: str) -> None:
     """Let one system read, in this process."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    subject = MeasuredModel(model=args.model, dequantised=args.dequantised)
+    model = MeasuredModel(model=args.model, dequantised=args.dequantised)
     if readers.OURS.get(name, "file") != "file" and args.dequantised is None:
-        subject = MeasuredModel(model=args.model, dequantised=str(made(args, subject)))
-    ids, first = tokens_of(args, subject)
+        model = MeasuredModel(model=args.model, dequantised=str(made(args, model)))
+    ids, first = tokens_of(args, model)
     pieces = perplexity.windows(ids, args.tokens, args.window, first)
     record = args.work / f"{slug(name)}.json"
     about = {"model": Path(args.model).name, "text": args.text.name, "window": args.window, "first": first,
@@ -95,7 +95,7 @@ def read_one(args: argparse.Namespace, name: str) -> None:
     begun = perplexity.resume(record, about)
     if len(begun["losses"]) == len(pieces) and "greedy" in begun:
         return
-    reader = readers.open_reader(name, subject, torch.get_num_threads())
+    reader = readers.open_reader(name, model, torch.get_num_threads())
     if "greedy" not in begun:
         logits = reader.logits(pieces[0][:PROBE])
         numpy.save(args.work / f"{slug(name)}.npy", logits.float().numpy())
@@ -106,21 +106,21 @@ def read_one(args: argparse.Namespace, name: str) -> None:
     perplexity.read(reader, pieces, record, about, until)
 
 
-def made(args: argparse.Namespace, subject: MeasuredModel) -> Path:
+def made(args: argparse.Namespace, model: MeasuredModel) -> Path:
     """The dequantised folder, written once."""
     folder: Path = args.work / "dequantised"
     if not (folder / "model.safetensors").is_file() and not (folder / "model.safetensors.index.json").is_file():
-        dequantised.write(subject, folder)
+        dequantised.write(model, folder)
     return folder
 
 
-def tokens_of(args: argparse.Namespace, subject: MeasuredModel) -> tuple[list[int], int | None]:
+def tokens_of(args: argparse.Namespace, model: MeasuredModel) -> tuple[list[int], int | None]:
     """The text's ids without special tokens, and the token that begins every text, if one does; kept in the folder."""
     place = args.work / "ids.json"
     about = [Path(args.model).name, args.text.name, args.tokens]
     if place.is_file() and (kept := json.loads(place.read_text("utf-8")))["about"] == about:
         return kept["ids"], kept["first"]
-    tokenizer = subject.tokenizer()
+    tokenizer = model.tokenizer()
     words = args.text.read_text(encoding="utf-8")[: 12 * args.tokens]
     ids = tokenizer(words, add_special_tokens=False)["input_ids"][: args.tokens]
     start = tokenizer("a")["input_ids"]
@@ -133,7 +133,7 @@ def joined(
     args: argparse.Namespace, systems: Sequence[str], absent: dict[str, str], command: Sequence[str]
 ) -> dict[str, Any]:
     """The report from the records that there are."""
-    subject = MeasuredModel(model=args.model)
+    model = MeasuredModel(model=args.model)
     records = {name: args.work / f"{slug(name)}.json" for name in systems}
     found = {name: json.loads(path.read_text("utf-8")) for name, path in records.items() if path.is_file()}
     if readers.REFERENCE not in found:
@@ -141,7 +141,7 @@ def joined(
     return {
         **report.heading(env.collect(), command),
         "kind": "fidelity",
-        "subject": dict(subject.facts()),
+        "subject": dict(model.facts()),
         "text": args.text.name,
         "window": {"tokens": args.window, "stride": args.window, "judged": "all tokens but a window's first",
                    "begins_with": found[readers.REFERENCE]["about"]["first"]},

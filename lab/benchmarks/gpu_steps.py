@@ -30,26 +30,26 @@ from shoal_lab.bench.rounds import figure, in_order, ratio
 
 Generate = Callable[[int], object]
 """Generates that many tokens."""
-_PEER = "transformers"
+_BASELINE = "transformers"
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
     args = arguments(argv)
-    subject, cells = MeasuredModel(None if args.model else args.shape, args.model), list[dict[str, Any]]()
-    engines = {quant: subject.engine(torch.bfloat16, args.device, "auto", None if quant == "none" else quant)
+    model, cells = MeasuredModel(None if args.model else args.shape, args.model), list[dict[str, Any]]()
+    engines = {quant: model.engine(torch.bfloat16, args.device, "auto", None if quant == "none" else quant)
                for quant in args.quant.split(",")}
-    model = None if args.no_peer else subject.hf_model(torch.bfloat16, args.device)
+    hf_model = None if args.no_peer else model.hf_model(torch.bfloat16, args.device)
     for batch in map(int, args.batch.split(",")):
-        rows = [[(7 * place + row) % subject.text.vocab_size for place in range(args.context)] for row in range(batch)]
+        rows = [[(7 * place + row) % model.text.vocab_size for place in range(args.context)] for row in range(batch)]
         systems = dict(generators(engines, rows, D3(mean=args.mean, horizon=args.tokens)))
-        if model is not None:
-            systems[_PEER] = partial(by_transformers, model, torch.tensor(rows, device=args.device))
+        if hf_model is not None:
+            systems[_BASELINE] = partial(by_transformers, hf_model, torch.tensor(rows, device=args.device))
         cells.append({"batch": batch, "systems": measured(systems, args)})
         print(table(cells[-1]), flush=True)
     report.publish({
         **report.heading(env.collect(), ["python", "lab/benchmarks/gpu_steps.py", *argv]), "kind": "gpu steps",
-        "subject": subject.name, "context": args.context, "tokens": args.tokens, "cells": cells,
+        "subject": model.name, "context": args.context, "tokens": args.tokens, "cells": cells,
     }, args.json)  # fmt: skip
     return 0
 
@@ -100,8 +100,8 @@ def measured(systems: dict[str, Generate], args: argparse.Namespace) -> dict[str
     found: dict[str, Any] = {}
     for name, pairs in times.items():
         found[name] = {"first_seconds": figure([first for first, _ in pairs]), "step_seconds": figure(steps[name])}
-        if _PEER in systems and name != _PEER:
-            found[name]["speedup"] = ratio([a / b for a, b in zip(steps[_PEER], steps[name], strict=True)])
+        if _BASELINE in systems and name != _BASELINE:
+            found[name]["speedup"] = ratio([a / b for a, b in zip(steps[_BASELINE], steps[name], strict=True)])
     return found
 
 

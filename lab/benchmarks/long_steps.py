@@ -40,7 +40,7 @@ from shoal_lab.eval.long.budgets import at_budget, budgets_of, lengths_of
 from shoal_lab.eval.long.shared import SharedPrompts
 
 FULL, SHORT = "full", "short"
-PEER = {"llama.cpp": None, "llama.cpp q8_0": "q8_0"}
+BASELINE = {"llama.cpp": None, "llama.cpp q8_0": "q8_0"}
 """How llama.cpp keeps its KV, by name."""
 _READ, _FEWEST, _SHORTEST = 512, 64, 64
 
@@ -50,22 +50,22 @@ def main(argv: Sequence[str]) -> int:
     args = arguments(argv)
     engine = shoal.load(args.model)
     words: list[int] = engine.tokenizer(args.text.read_text("utf-8"))["input_ids"]
-    peer = Peer(args.model) if args.peer else None
-    before, roofs, contexts = idle.watch(0.5), [read_bandwidth(0.3)], []
+    baseline = Baseline(args.model) if args.peer else None
+    before, bandwidths, contexts = idle.watch(0.5), [read_bandwidth(0.3)], []
     most = ((engine.stack.max_positions or sys.maxsize) - args.most) // _READ * _READ  # what is written fits
     wanted = [min(most, length) for length in lengths_of(args.context, engine.stack.max_positions)]
     for length in (length if length < _READ else length // _READ * _READ for length in wanted):  # as the peer reads
-        systems = dict(rows(engine, words[:length], args)) | ({} if peer is None else peer.rows(words[:length]))
+        systems = dict(rows(engine, words[:length], args)) | ({} if baseline is None else baseline.rows(words[:length]))
         systems[SHORT] = going(engine, Full(), words[:_SHORTEST], args.most)
         times = measured(systems, args)
         contexts.append((length, {name: one.kv_bytes for name, one in systems.items()}, times))
         del systems  # and their KV
-        roofs.append(read_bandwidth(0.3))
+        bandwidths.append(read_bandwidth(0.3))
         print(length, {name: figure(found)["median"] for name, found in times.items()}, file=sys.stderr)
     report.publish({
         **report.heading(env.collect(), ["python", "lab/benchmarks/long_steps.py", *argv]), "kind": "long steps",
         "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
-        "budget": str(args.budget), "idle": {"before": before}, "roof": roofs,
+        "budget": str(args.budget), "idle": {"before": before}, "roof": bandwidths,
         "contexts": [told(*context) for context in contexts],
     }, args.json)
     return 0
@@ -94,7 +94,7 @@ def going(engine: Engine, method: Method, prompt: list[int], most: int, shared: 
     return Going(*forks.begin(prompt, {"max_new_tokens": most, "ignore_eos": True}))
 
 
-class Peer:
+class Baseline:
     """llama.cpp, on the same file."""
 
     def __init__(self, model: str) -> None:
@@ -103,7 +103,7 @@ class Peer:
 
     def rows(self, prompt: list[int]) -> dict[str, Going]:
         """Behind as many tokens: what 512 of them leave behind, over and over."""
-        return {name: Going(self._begin(prompt, form), None) for name, form in PEER.items()}
+        return {name: Going(self._begin(prompt, form), None) for name, form in BASELINE.items()}
 
     def _begin(self, prompt: list[int], form: str | None) -> Callable[[], object]:
         length = len(prompt)

@@ -39,8 +39,7 @@ from shoal.cli import env
 from shoal.cli.options.method_list import methods_from
 from shoal.engine.memory.amounts import parse
 from shoal_lab.bench import report
-from shoal_lab.bench.load.watch import MemorySampler
-from shoal_lab.bench.process import reset_peak_memory
+from shoal_lab.bench.process import MemorySampler, reset_peak_memory
 
 METHODS = ("full,prompt_lookup,kv_int8,streaming_llm:window=256,snapkv:budget=256,centroid_kv,d3,"
            "prompt_lookup+kv_int8")

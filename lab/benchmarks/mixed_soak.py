@@ -30,8 +30,7 @@ from shoal.cli import env
 from shoal_lab.bench import report
 from shoal_lab.bench.load import figures
 from shoal_lab.bench.load.run import thinned
-from shoal_lab.bench.load.watch import MemorySampler
-from shoal_lab.bench.process import resident, served
+from shoal_lab.bench.process import MemorySampler, resident, served
 
 KINDS = {"prefix": 5, "turns": 4, "leaves": 3, "call": 3, "schema": 2, "draws": 2, "completion": 1}
 """How often each is drawn."""

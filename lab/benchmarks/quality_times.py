@@ -22,7 +22,7 @@ from quality_tables import key_of
 from shoal import methods
 from shoal.cli import env
 from shoal_lab.eval import suites
-from shoal_lab.eval.decoders import Contender, Decoder, contender
+from shoal_lab.eval.decoders import Candidate, Decoder, candidate
 from shoal_lab.eval.items import encode
 from shoal_lab.eval.timing import alone
 
@@ -41,7 +41,7 @@ def main() -> int:
     engine = shoal.load(args.model)
     items = suites.get("known").items(None, limit=args.items, seed=1)
     samples = encode(items, engine.tokenizer, min(engine.eos_token_ids), engine.stack.max_positions)
-    who: list[Contender] = [contender(engine, methods.make(spec), args.max_new_tokens) for spec in specs]
+    who: list[Candidate] = [candidate(engine, methods.make(spec), args.max_new_tokens) for spec in specs]
     print(f"{len(who)} methods, {len(samples)} answers each", flush=True)
     timed = alone(Decoder(engine), samples, who, args.max_new_tokens)
     report = {

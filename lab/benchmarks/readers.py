@@ -16,9 +16,9 @@ from shoal.errors import unknown
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal_lab.bench import gguf_facts
+from shoal_lab.bench.baselines.gguf_file import FTYPES, requantise
 from shoal_lab.bench.baselines.hf import greedy
 from shoal_lab.bench.baselines.llama_cpp import LlamaCpp, library
-from shoal_lab.bench.baselines.requantise import FTYPES, requantise
 from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.system import Setting
 
@@ -47,7 +47,7 @@ class Reader(Protocol):
         ...
 
 
-def open_reader(name: str, subject: MeasuredModel, threads: int) -> Reader:
+def open_reader(name: str, model: MeasuredModel, threads: int) -> Reader:
     """Load a system.
 
     Args:
@@ -56,21 +56,21 @@ def open_reader(name: str, subject: MeasuredModel, threads: int) -> Reader:
         threads: CPU threads of llama.cpp; torch's are the process's.
     """
     if name == REFERENCE:
-        return _Transformers(subject)
+        return _Transformers(model)
     if name in OURS:
-        return _Shoal(subject, OURS[name])
+        return _Shoal(model, OURS[name])
     if name not in SYSTEMS:
         raise unknown("system", name, list(SYSTEMS))
-    return _Llama(subject, name.removeprefix(_LLAMA).strip(), threads)
+    return _Llama(model, name.removeprefix(_LLAMA).strip(), threads)
 
 
 class _Shoal:
-    def __init__(self, subject: MeasuredModel, quant: str | None) -> None:
+    def __init__(self, model: MeasuredModel, quant: str | None) -> None:
         dtype = default_dtype(torch.device("cpu")) if quant == FILE else torch.bfloat16
-        self._engine: Engine = subject.engine(dtype, "cpu", "auto", quant)
+        self._engine: Engine = model.engine(dtype, "cpu", "auto", quant)
         weights = getattr(self._engine.stack, "weights", None)
-        held = 32.0 if weights is None else 8 * weights.nbytes / subject.weights()
-        self.bits_per_weight = subject.file.bits_per_weight if quant == FILE else held
+        held = 32.0 if weights is None else 8 * weights.nbytes / model.weights()
+        self.bits_per_weight = model.file.bits_per_weight if quant == FILE else held
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         stack, plan = self._engine.stack, self._engine.recipe("full", 1).plan
@@ -89,8 +89,8 @@ class _Shoal:
 class _Transformers:
     bits_per_weight = 32.0
 
-    def __init__(self, subject: MeasuredModel) -> None:
-        self._model = MeasuredModel(model=subject.model).hf_model(torch.float32)
+    def __init__(self, model: MeasuredModel) -> None:
+        self._model = MeasuredModel(model=model.model).hf_model(torch.float32)
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
@@ -104,17 +104,17 @@ class _Transformers:
 
 
 class _Llama:
-    def __init__(self, subject: MeasuredModel, kind: str, threads: int) -> None:
+    def __init__(self, model: MeasuredModel, kind: str, threads: int) -> None:
         if not kind:
-            self.bits_per_weight = subject.file.bits_per_weight
-            self._open(subject, threads)
+            self.bits_per_weight = model.file.bits_per_weight
+            self._open(model, threads)
             return
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # mapped files stay without their names
             target = Path(folder) / f"{kind}.gguf"
-            requantise(library(), Path(str(subject.model)), target, kind, threads, pure=False)
+            requantise(library(), Path(str(model.model)), target, kind, threads, pure=False)
             made = MeasuredModel(model=str(target))
             self.bits_per_weight = gguf_facts.read(target).bits_per_weight
-            self._open(made, threads, subject)
+            self._open(made, threads, model)
 
     def _open(self, file: MeasuredModel, threads: int, like: MeasuredModel | None = None) -> None:
         if like is not None:

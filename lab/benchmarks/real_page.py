@@ -17,10 +17,10 @@ from shoal_lab.bench.speed.startup_table import NAMES, megabytes
 Report = Mapping[str, Any]
 Row = table.Row
 
-PEERS = {name: shown for name, shown in NAMES.items() if name != OURS}
+BASELINES = {name: shown for name, shown in NAMES.items() if name != OURS}
 """Column by column: a system's name in reports, and in tables."""
 
-HEADER = ["model", "what", "Shoal", *PEERS.values(), *(f"times better than {name}" for name in PEERS.values())]
+HEADER = ["model", "what", "Shoal", *BASELINES.values(), *(f"times better than {name}" for name in BASELINES.values())]
 
 
 def overview(reports: Sequence[Report]) -> str:
@@ -58,7 +58,7 @@ def _glance(report: Report) -> Row:
 
 def _glance_cell(row: Mapping[str, Any]) -> str:
     key = "tokens_per_second" if row["kind"] == "generate" else "prompt_tokens_per_second"
-    times = [f"{row['ratios'][peer]['median']:.2f}x" for peer in PEERS if peer in row["ratios"]]
+    times = [f"{row['ratios'][baseline]['median']:.2f}x" for baseline in BASELINES if baseline in row["ratios"]]
     return f"{_number(row[key]['median'])} ({', '.join(times)})"
 
 
@@ -122,8 +122,8 @@ def _speed_lines(results: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
                 if all(other[part] == ours[part] for part in ("kind", "context", "rows", "new_tokens"))}
         method = "" if ours["label"] == "full" else f" by {ours['label']}"
         what = f"decode{method}, tokens/s" if ours["kind"] == "generate" else f"prompt of {ours['context']}, tokens/s"
-        cells = [_number(same[peer][key]["median"]) if peer in same else "" for peer in PEERS]
-        ratios = [_ratio(ours["ratios"].get(peer)) for peer in PEERS]
+        cells = [_number(same[baseline][key]["median"]) if baseline in same else "" for baseline in BASELINES]
+        ratios = [_ratio(ours["ratios"].get(baseline)) for baseline in BASELINES]
         yield [what, _number(ours[key]["median"]), *cells, *ratios]
 
 
@@ -136,8 +136,8 @@ def _startup_lines(report: Report) -> Iterator[Row]:
     for condition, what, key in wanted:
         ours = found.get((OURS, condition))
         if ours is not None:
-            rows = [ours, *(found.get((peer, AGAINST[condition])) for peer in PEERS)]
-            ratios = [_ratio(ours["ratios"].get(f"{peer} {key}")) for peer in PEERS]
+            rows = [ours, *(found.get((baseline, AGAINST[condition])) for baseline in BASELINES)]
+            ratios = [_ratio(ours["ratios"].get(f"{baseline} {key}")) for baseline in BASELINES]
             yield [what, *("" if row is None else _measure(row[key]["median"], key) for row in rows), *ratios]
 
 

@@ -31,7 +31,7 @@ from shoal_lab.bench import report
 
 CONSTRAINTS = Path(__file__).parents[1] / "reports" / "constraints"
 SCHEMAS: dict[str, Any] = json.loads((CONSTRAINTS / "schemas.json").read_text("utf-8"))
-SUBJECTS = (
+MODELS = (
     "a lighthouse keeper", "the first railway", "a review of a pen", "rain in April", "a Python function",
     "the planet Mars", "a lost umbrella", "bread", "the city of Lisbon", "a chess game", "an old map", "two brothers",
     "a library card", "the price of tea", "a broken bicycle", "a school trip", "the sea at night", "a recipe for soup",
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=4.5)
     args = parser.parse_args(words)
     journal = args.json.with_suffix(".jsonl")
-    asked = [(name, place) for place in range(len(SUBJECTS)) for name in SCHEMAS][: args.most]
+    asked = [(name, place) for place in range(len(MODELS)) for name in SCHEMAS][: args.most]
     left = asked[len(_read(journal)) :]
     if left:
         _ask(args, left, journal)
@@ -84,7 +84,7 @@ def _ask(args: argparse.Namespace, left: Sequence[tuple[str, int]], journal: Pat
             name, place, handle = open_.popleft()
             tokens = sum(1 for _ in handle)
             (result,) = handle.results
-            print(json.dumps({"schema": name, "subject": SUBJECTS[place], "greedy": place < GREEDY, "tokens": tokens,
+            print(json.dumps({"schema": name, "subject": MODELS[place], "greedy": place < GREEDY, "tokens": tokens,
                               "verdict": verdict(SCHEMAS[name]["schema"], result.text, result.finish_reason),
                               "text": result.text}), file=file, flush=True)
 
@@ -96,7 +96,7 @@ def _next(waiting: Iterator[tuple[str, int]], most: int) -> Iterator[tuple[str, 
 def question(name: str, place: int) -> list[dict[str, str]]:
     """The messages that ask one schema's question about a subject."""
     schema = json.dumps(SCHEMAS[name]["schema"])
-    text = f"{SCHEMAS[name]['ask']}: {SUBJECTS[place]}. Answer in JSON under this schema: {schema}"
+    text = f"{SCHEMAS[name]['ask']}: {MODELS[place]}. Answer in JSON under this schema: {schema}"
     return [{"role": "user", "content": text}]
 
 

@@ -107,12 +107,12 @@ def stages(args: argparse.Namespace) -> dict[str, Stage]:
     both = ["--methods", f"full,{D3}"]
     mixed = [*both, "--answers", answers, "--admission", "join,waves"]
     arriving = ["--rate", rates, "--requests", str(args.requests)]
-    peers = ["--requests", "16", "--peer", "transformers", "--peer", "llama.cpp"]
+    baselines = ["--requests", "16", "--peer", "transformers", "--peer", "llama.cpp"]
     return {
         "streams": Stage(["--concurrency", "1,8,16", "--methods", "full"], 3, 3.0),
         "card": Stage([], 1, 2.0),
         "depth": Stage(["--concurrency", "8", *both, "--admission", "waves"], 6, 4.0),
-        "peers": Stage(["--concurrency", "8,16", *peers], 2, 7.0),
+        "peers": Stage(["--concurrency", "8,16", *baselines], 2, 7.0),
         "mixed": Stage(["--concurrency", "4,8,16", *mixed], 2, 5.0),
         "arrivals": Stage([*arriving, *mixed], 2, 4.0),
     }
@@ -127,11 +127,11 @@ def perform(name: str, stage: Stage, minutes: float, args: argparse.Namespace) -
     lengths = ["--context", str(args.words), "--new-tokens", str(16 if args.quick else args.new_tokens)]
     # a quarter of the time is for writing weights, loading and warming up, which the command does not count
     how = ["--rounds", str(rounds), "--minutes", f"{0.75 * minutes:.2f}"]
-    what = [*subject(args), "--dtype", args.dtype, *lengths, *stage.words, *how]
+    what = [*model(args), "--dtype", args.dtype, *lengths, *stage.words, *how]
     shoal(["bench-serve", *what, "--json", str(shown(args.out / f"{name}.json"))])
 
 
-def subject(args: argparse.Namespace) -> list[str]:
+def model(args: argparse.Namespace) -> list[str]:
     """The words that name the weights."""
     return ["--model", args.model] if args.model else ["--shape", args.shape or "1b"]
 
@@ -171,7 +171,7 @@ def measure_cards(args: argparse.Namespace) -> None:
     engine = what.engine(as_dtype(args.dtype), "cpu", "auto", None)
     contexts, began = (args.words, 4 * args.words), time.perf_counter()
     cards = [measure(engine, rows=rows, contexts=contexts).to_dict() for rows in CARD_ROWS]
-    words = ["lab/benchmarks/serving.py", *subject(args), "--dtype", args.dtype, "--words", str(args.words)]
+    words = ["lab/benchmarks/serving.py", *model(args), "--dtype", args.dtype, "--words", str(args.words)]
     found = report.framed(
         {"seconds": time.perf_counter() - began, "cost_cards": [{"quant": None, **card} for card in cards]},
         what, Setting(args.dtype, threads=_threads()), machine=env.collect(), command=[*words, "--only", "card"],

@@ -25,7 +25,7 @@ from shoal_lab.bench.rounds import figure
 from shoal_lab.cli import bench_serve
 from shoal_lab.components.cost import CostCard
 
-STREAMS, PEERS, KEPT = 3.0, 1.0, 0.8
+STREAMS, BASELINES, KEPT = 3.0, 1.0, 0.8
 """Aims: speed of many streams over one, ours over a peer's, and the share of the predicted gain that is measured."""
 MEAN = 0.6
 Report = dict[str, Any]
@@ -51,8 +51,8 @@ def aims(found: dict[str, Report]) -> Iterator[dict[str, Any]]:
             yield _aim(f"tokens/s of {streams} streams over one", speeds[streams] / speeds[1], STREAMS)
     if "peers" in found:
         for one in found["peers"]["results"]:
-            for peer, times in one["times_the_speed_of"].items() if one["system"] == "shoal" else ():
-                yield _aim(f"tokens/s over {peer.split()[0]}, {one['load']}", times["median"], PEERS)
+            for baseline, times in one["times_the_speed_of"].items() if one["system"] == "shoal" else ():
+                yield _aim(f"tokens/s over {baseline.split()[0]}, {one['load']}", times["median"], BASELINES)
     for gain in gains(found):
         if "in_phase" in gain:
             kept = (gain["measured"]["median"] - 1) / (gain["in_phase"] - 1)

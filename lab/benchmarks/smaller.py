@@ -38,7 +38,7 @@ PROMPT = "Write a long story about a lighthouse keeper and the sea.\n"
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
     args = arguments(argv)
-    systems = dict(contenders(args))
+    systems = dict(candidates(args))
     before, times = idle.watch(0.5), {name: list[float]() for name in systems}
     for number in range(-1, args.rounds):
         for name in in_order(list(systems), number):
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def contenders(args: argparse.Namespace) -> Iterator[tuple[str, tuple[Engine, Method]]]:
+def candidates(args: argparse.Namespace) -> Iterator[tuple[str, tuple[Engine, Method]]]:
     """Each with the engine that it runs on."""
     engine = shoal.load(args.model, dtype=args.dtype)
     yield FULL, (engine, Full())

@@ -36,8 +36,8 @@ from shoal.methods import make
 from shoal_lab.bench import report
 from shoal_lab.eval import suites, why
 from shoal_lab.eval.controls import ControlSetting, controls, schedule, setting
-from shoal_lab.eval.decoders import Contender, contender
-from shoal_lab.eval.distance import Distances, Subject, Told, subject
+from shoal_lab.eval.decoders import Candidate, candidate
+from shoal_lab.eval.distance import Distances, Told, Variant, model
 from shoal_lab.eval.distance_study import by_position, compared, figures, texts_of
 from shoal_lab.eval.equal_depth import Lengths
 from shoal_lab.eval.evaluate import BIN
@@ -103,20 +103,20 @@ class Asked:
 
     def depth(self) -> list[dict[str, Any]]:
         """KL by depth, of all tokens and of single ones, by position."""
-        subjects = {}
+        variants = {}
         for depth in range(self.layers - 1, self.layers - self.layers // 3 - 1, -1):
-            subjects["all", depth] = why.at_depth(self.stack, depth, self.at.order)
+            variants["all", depth] = why.at_depth(self.stack, depth, self.at.order)
             if depth in self.few:
-                subjects["one", depth] = why.judged_apart(self.stack, self.layers, depth, self.at.order)
-        rows = self.rows(subjects, ("which", "depth"), self.texts)
+                variants["one", depth] = why.judged_apart(self.stack, self.layers, depth, self.at.order)
+        rows = self.rows(variants, ("which", "depth"), self.texts)
         return [{**row, "by_position": by_position(found)} for row, found in rows]
 
     def context(self) -> list[dict[str, Any]]:
         """KL by depth of the context, for some depths of the judged token."""
-        subjects = {(judged, context): why.judged_apart(self.stack, context, judged, self.at.order)
+        variants = {(judged, context): why.judged_apart(self.stack, context, judged, self.at.order)
                     for judged in (self.layers, *self.few[:4]) for context in (self.layers, *self.few)
                     if (judged, context) != (self.layers, self.layers)}
-        return [row for row, _ in self.rows(subjects, ("judged", "context"), self.texts)]
+        return [row for row, _ in self.rows(variants, ("judged", "context"), self.texts)]
 
     def orders(self) -> list[dict[str, Any]]:
         """KL at some depths in other orders."""
@@ -126,9 +126,9 @@ class Asked:
         orders = {name: removal_order(name, self.layers, *core, scores) for name in names}
         orders |= {f"random {seed}": tuple(random.Random(seed).sample(self.at.order, len(self.at.order)))
                    for seed in range(3)}
-        subjects = {(name, depth): why.at_depth(self.stack, depth, order)
+        variants = {(name, depth): why.at_depth(self.stack, depth, order)
                     for name, order in {"the model's": self.at.order, **orders}.items() for depth in self.few[:3]}
-        return [row for row, _ in self.rows(subjects, ("order", "depth"), self.texts[::2])]
+        return [row for row, _ in self.rows(variants, ("order", "depth"), self.texts[::2])]
 
     def sublayers(self) -> list[dict[str, Any]]:
         """KL of leaving out one attention or one MLP, and the bytes of weights that this saves a token."""
@@ -160,30 +160,30 @@ class Asked:
         for speed in self.speedups:
             at = setting(self.engine, lengths, speed, self.distances.max_new_tokens, self.at.order, self.at.core.size)
             rivals = [*controls(at, ["constant", "budgets"]), self.best(at, losses, True), self.best(at, losses, False)]
-            outcomes = self.distances.measure(rest, [subject(self.stack, who) for who in rivals])
+            outcomes = self.distances.measure(rest, [model(self.stack, who) for who in rivals])
             if outcomes[0]:
                 found += [{"speedup": speed, "label": who.label, "method": who.spec,
                            **self.short(mine), "versus_d3": compared(outcomes[0], mine)}
                           for who, mine in zip(rivals, outcomes, strict=True)]
         return found
 
-    def best(self, at: ControlSetting, losses: why.Losses, falling: bool) -> Contender:
+    def best(self, at: ControlSetting, losses: why.Losses, falling: bool) -> Candidate:
         """The best depths by position, as something to compare."""
         counts = why.best_counts(losses, at.lengths, self.layers, BIN, at.mean, falling)
         if falling:
-            return contender(self.engine, schedule(counts, at.order, self.layers), at.max_new_tokens, "best falling")
+            return candidate(self.engine, schedule(counts, at.order, self.layers), at.max_new_tokens, "best falling")
         spec = {"method": "reversed_d3", "method_args": {"counts": list(counts), "order": list(at.order)}}
-        return Contender("best of any", spec, RisingPlan(counts, at.order, self.layers))
+        return Candidate("best of any", spec, RisingPlan(counts, at.order, self.layers))
 
     def rows(
-        self, subjects: Mapping[tuple[Any, ...], Subject], names: Sequence[str], texts: Sequence[Told]
+        self, variants: Mapping[tuple[Any, ...], Variant], names: Sequence[str], texts: Sequence[Told]
     ) -> list[tuple[dict[str, Any], OUTCOMES]]:
         """What each subject is called and its figures, with its outcomes; none where the time is over."""
-        found = self.distances.measure(texts, list(subjects.values()))
+        found = self.distances.measure(texts, list(variants.values()))
         if not found[0]:
             return []
         return [({**dict(zip(names, key, strict=True)), **self.short(mine)}, mine)
-                for key, mine in zip(subjects, found, strict=True)]
+                for key, mine in zip(variants, found, strict=True)]
 
     def short(self, found: OUTCOMES) -> dict[str, Any]:
         """The figures that all parts show."""

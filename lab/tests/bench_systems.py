@@ -12,7 +12,7 @@ from shoal_lab.bench.speed.cells import Grid
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting
 from shoal_lab.bench.worker import Factory, Host
 
-SUBJECT = MeasuredModel(shape="tiny")
+MODEL = MeasuredModel(shape="tiny")
 SETTING = Setting("float32", threads=1, card_seconds=0.01)
 D3 = {"method": "d3", "method_args": {"mean": 0.5}}
 GRID = Grid({"d3:mean=0.5": D3}, ["hf"], batches=(1, 2), contexts=(8,), new_tokens=5, positions=(1, 4), prefills=(16,))
@@ -25,7 +25,7 @@ class Fake:
     log: list[tuple[Any, ...]] = []
     name = "shoal"
 
-    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
+    def __init__(self, model: MeasuredModel, setting: Setting) -> None:
         self.setting = setting
 
     def prepare(self) -> About:
@@ -52,14 +52,14 @@ class Fake:
         self.log.append((self.name, "close"))
 
 
-class FakePeer(Fake):
+class FakeBaseline(Fake):
     name = "hf"
 
 
 class Moody:
     """Fails in whatever way it is asked to."""
 
-    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
+    def __init__(self, model: MeasuredModel, setting: Setting) -> None:
         self.setting = setting
 
     def prepare(self) -> About:
@@ -108,8 +108,8 @@ class Local:
 
     pid, alive = 0, True
 
-    def __init__(self, factory: Factory, subject: MeasuredModel, setting: Setting) -> None:
-        self._host = Host(factory(subject, setting), setting.device)
+    def __init__(self, factory: Factory, model: MeasuredModel, setting: Setting) -> None:
+        self._host = Host(factory(model, setting), setting.device)
 
     def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
         """See `SystemProcess.call`; nothing stops a call that takes long."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench_systems import SETTING, SUBJECT
+from bench_systems import MODEL, SETTING
 from shoal_lab.bench import baselines
 from shoal_lab.bench.baselines import gguf_file
 from shoal_lab.bench.baselines.gguf_file import KINDS, bits_of, encode
@@ -38,8 +38,8 @@ def make() -> Iterator[Make]:
     """Makes a prepared system, closed after the test."""
     made: list[System] = []
 
-    def prepared(kind: type[Any], setting: Setting = SETTING, subject: MeasuredModel = SUBJECT) -> Any:
-        made.append(kind(subject, setting))
+    def prepared(kind: type[Any], setting: Setting = SETTING, model: MeasuredModel = MODEL) -> Any:
+        made.append(kind(model, setting))
         made[-1].prepare()
         return made[-1]
 
@@ -52,7 +52,7 @@ def make() -> Iterator[Make]:
 def reference() -> torch.Tensor:
     """Logits [60, V] of transformers in float64."""
     with torch.no_grad():
-        logits: torch.Tensor = SUBJECT.hf_model(torch.float64)(torch.tensor([IDS])).logits[0]
+        logits: torch.Tensor = MODEL.hf_model(torch.float64)(torch.tensor([IDS])).logits[0]
     return logits
 
 
@@ -81,12 +81,12 @@ def test_a_wrong_description_shows_in_the_logits(
 ) -> None:
     """The comparison above can fail."""
     if broken == "rotary base":
-        subject = MeasuredModel(shape="tiny")
-        subject.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
+        model = MeasuredModel(shape="tiny")
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
     else:
-        subject = SUBJECT
+        model = MODEL
         monkeypatch.setattr(gguf_file, "interleaved", lambda weight, heads: weight)
-    assert error(make(LlamaCpp, SETTING, subject), reference) > 0.8
+    assert error(make(LlamaCpp, SETTING, model), reference) > 0.8
 
 
 @needs_llama
@@ -125,11 +125,11 @@ def test_the_file_is_removed(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_file_holds_the_weights(tmp_path: Path, kind: str) -> None:
     import gguf
 
-    subject = MeasuredModel(shape="tiny")
-    gguf_file.write_gguf(subject, tmp_path / "a.gguf", kind)
+    model = MeasuredModel(shape="tiny")
+    gguf_file.write_gguf(model, tmp_path / "a.gguf", kind)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
     assert len(tensors) == 2 + 9 * 4
-    source = subject.source(torch.float32)
+    source = model.source(torch.float32)
     for name, key in (("ffn_down", "mlp.down_proj"), ("attn_v", "self_attn.v_proj")):
         tensor = tensors[f"blk.2.{name}.weight"]
         assert tensor.tensor_type.name == kind
@@ -144,9 +144,9 @@ def test_the_file_holds_the_weights(tmp_path: Path, kind: str) -> None:
 def test_weights_are_rounded_as_the_other_systems_have_them(tmp_path: Path) -> None:
     import gguf
 
-    gguf_file.write_gguf(SUBJECT, tmp_path / "a.gguf", "F32", torch.bfloat16)
+    gguf_file.write_gguf(MODEL, tmp_path / "a.gguf", "F32", torch.bfloat16)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
-    rounded = SUBJECT.source(torch.bfloat16)["model.layers.0.mlp.up_proj.weight"].float()
+    rounded = MODEL.source(torch.bfloat16)["model.layers.0.mlp.up_proj.weight"].float()
     assert np.array_equal(tensors["blk.0.ffn_up.weight"].data, rounded.numpy())
 
 
@@ -180,11 +180,11 @@ def test_rows_of_a_head_are_interleaved() -> None:
     ],
 )
 def test_what_the_file_cannot_describe_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    subject = MeasuredModel(shape="tiny")
+    model = MeasuredModel(shape="tiny")
     for name, value in change.items():
-        vars(subject.config)[name] = value
+        vars(model.config)[name] = value
     with pytest.raises(NotMeasured, match=words):
-        gguf_file.write_gguf(subject, tmp_path / "a.gguf", "F32")
+        gguf_file.write_gguf(model, tmp_path / "a.gguf", "F32")
 
 
 @pytest.mark.parametrize("package", ["llama_cpp", "gguf"])
@@ -193,14 +193,14 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     if package == "gguf" and not HAS_LLAMA:
         pytest.skip("llama-cpp-python is not installed: pip install 'shoal-lab[bench]'")
     with pytest.raises(NotMeasured, match=r"missing; install it with: pip install 'shoal-lab\[bench\]'"):
-        LlamaCpp(SUBJECT, SETTING).prepare()
+        LlamaCpp(MODEL, SETTING).prepare()
 
 
 @needs_llama
 @pytest.mark.parametrize("setting", [Setting("float64"), Setting("float32", device="cuda")])
 def test_llama_cpp_refuses_what_it_has_not(setting: Setting) -> None:
     with pytest.raises(NotMeasured):
-        LlamaCpp(SUBJECT, setting).prepare()
+        LlamaCpp(MODEL, setting).prepare()
 
 
 def test_transformers_decodes_the_tokens_that_we_decode(make: Make) -> None:
@@ -220,7 +220,7 @@ def test_forwards_of_transformers_leave_its_cache_as_it_was(make: Make, monkeypa
 
 def test_transformers_has_no_quantised_weights_here() -> None:
     with pytest.raises(NotMeasured, match="not in int8"):
-        HFGenerate(SUBJECT, Setting("float32", "int8")).prepare()
+        HFGenerate(MODEL, Setting("float32", "int8")).prepare()
 
 
 def test_compiled_transformers_asks_for_compilation_and_refuses_blocks(make: Make) -> None:
@@ -241,9 +241,9 @@ def test_compiled_transformers_decodes_the_same_tokens(make: Make) -> None:
 def test_shoal_counts_the_bytes_of_its_packed_weights(make: Make) -> None:
     for quant, bits in ((None, 32.0), ("int8", 8.0), ("int4", 4.0)):
         system = make(Shoal, Setting("float32", quant))
-        step = system._traffic().mean_step(SUBJECT.full_plan(), 8, 4)
-        weights = (4 * SUBJECT.layer_weights() + SUBJECT.head_weights()) * bits / 8
-        kv = 4 * (8 + 2) * SUBJECT.kv_entries() * 4
+        step = system._traffic().mean_step(MODEL.full_plan(), 8, 4)
+        weights = (4 * MODEL.layer_weights() + MODEL.head_weights()) * bits / 8
+        kv = 4 * (8 + 2) * MODEL.kv_entries() * 4
         assert weights <= step - kv <= weights * 1.3
 
 
@@ -269,8 +269,8 @@ def test_forwards_of_shoal_leave_its_cache_as_it_was(make: Make, monkeypatch: py
 
 
 def test_unknown_peers() -> None:
-    assert set(baselines.PEERS).isdisjoint(baselines.NOT_HERE)
-    names = [baselines.load(name).__name__ for name in baselines.PEERS]
+    assert set(baselines.BASELINES).isdisjoint(baselines.NOT_HERE)
+    names = [baselines.load(name).__name__ for name in baselines.BASELINES]
     assert names == ["HFGenerate", "HFGenerateCompiled", "LlamaCpp"]
     with pytest.raises(ValueError, match="unknown peer 'llama_cpp'. Did you mean 'llama.cpp'"):
         baselines.load("llama_cpp")

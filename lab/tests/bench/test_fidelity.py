@@ -48,7 +48,7 @@ class Flat:
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
     return MeasuredModel(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
 
 
@@ -117,9 +117,9 @@ def test_a_difference_of_logits_is_relative_to_the_largest() -> None:
 
 
 @needs_llama
-def test_readers_of_a_file_agree(subject: MeasuredModel) -> None:
+def test_readers_of_a_file_agree(model: MeasuredModel) -> None:
     ids = [1, 200, 3, 4, 150, 6, 7, 80, 9]
-    opened = [readers.open_reader(name, subject, 1) for name in ("reference", "shoal", "llama.cpp", "llama.cpp Q8_0")]
+    opened = [readers.open_reader(name, model, 1) for name in ("reference", "shoal", "llama.cpp", "llama.cpp Q8_0")]
     reference, ours, theirs, eight = (one.logits(ids) for one in opened)
     assert perplexity.logit_error(ours, reference)["relative"] < ROUNDING
     assert perplexity.logit_error(theirs, reference)["relative"] < 0.01
@@ -128,14 +128,14 @@ def test_readers_of_a_file_agree(subject: MeasuredModel) -> None:
     assert expected == opened[1].greedy(ids, 6)[0] and len(margins) == 6 and min(margins) > 0
     assert [one.bits_per_weight for one in opened[:3]] == [32.0] * 3 and 8 < opened[3].bits_per_weight < 9
     with pytest.raises(ValueError, match="shoal int3"):
-        readers.open_reader("shoal int3", subject, 1)
+        readers.open_reader("shoal int3", model, 1)
 
 
 def test_the_script_reads_joins_and_reports(
-    script: ModuleType, subject: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    script: ModuleType, model: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "t.txt").write_text(TEXT, encoding="utf-8")
-    words = ["--model", str(subject.model), "--text", str(tmp_path / "t.txt"), "--work", str(tmp_path / "work"),
+    words = ["--model", str(model.model), "--text", str(tmp_path / "t.txt"), "--work", str(tmp_path / "work"),
              "--tokens", "400", "--window", "100", "--systems", "shoal,shoal int4", "--json", str(tmp_path / "a.json")]
     for name in ("reference", "shoal", "shoal int4"):
         assert script.main([*words, "--only", name]) == 0

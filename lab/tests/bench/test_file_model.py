@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bench_file
-from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
+from bench_systems import GRID, MODEL, SETTING, Fake, FakeBaseline, Local
 from shoal.errors import Unsupported
 from shoal_lab.bench import gguf_facts, report
 from shoal_lab.bench.baselines.hf import HFGenerate
@@ -33,7 +33,7 @@ ON_FILE = Setting("float32", FILE, threads=1, card_seconds=0.01)
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
     return MeasuredModel(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
 
 
@@ -45,21 +45,21 @@ def logits() -> torch.Tensor:
     return found
 
 
-def prepared(kind: type[Any], subject: MeasuredModel, setting: Setting = ON_FILE) -> Any:
-    system = kind(subject, setting)
+def prepared(kind: type[Any], model: MeasuredModel, setting: Setting = ON_FILE) -> Any:
+    system = kind(model, setting)
     system.prepare()
     return system
 
 
-def test_a_file_in_numbers(subject: MeasuredModel) -> None:
-    facts, model = subject.file, bench_file.model()
-    count = sum(weight.numel() for weight in model.parameters())
+def test_a_file_in_numbers(model: MeasuredModel) -> None:
+    facts, hf_model = model.file, bench_file.model()
+    count = sum(weight.numel() for weight in hf_model.parameters())
     assert (facts.weights, facts.tensor_bytes, facts.bits_per_weight) == (count, 4 * count, 32.0)
-    assert facts.head_bytes == 4 * model.lm_head.weight.numel()
-    assert facts.layer_bytes == 4 * sum(weight.numel() for weight in model.model.layers.parameters())
+    assert facts.head_bytes == 4 * hf_model.lm_head.weight.numel()
+    assert facts.layer_bytes == 4 * sum(weight.numel() for weight in hf_model.model.layers.parameters())
     assert facts.types == {"F32": 2 + 7 * 4} and facts.kinds == "F32"
-    assert facts.bytes == Path(str(subject.model)).stat().st_size > facts.tensor_bytes
-    traffic = file_traffic(subject, kv_bytes=2)
+    assert facts.bytes == Path(str(model.model)).stat().st_size > facts.tensor_bytes
+    traffic = file_traffic(model, kv_bytes=2)
     assert (traffic.layer * 4, traffic.head) == (facts.layer_bytes, facts.head_bytes)
 
 
@@ -70,49 +70,49 @@ def test_a_broken_file_is_refused_in_words(tmp_path: Path) -> None:
 
 
 @needs_llama
-def test_all_systems_run_the_numbers_of_the_file(subject: MeasuredModel, logits: torch.Tensor) -> None:
-    theirs = torch.from_numpy(prepared(LlamaCpp, subject).logits(IDS).copy())
+def test_all_systems_run_the_numbers_of_the_file(model: MeasuredModel, logits: torch.Tensor) -> None:
+    theirs = torch.from_numpy(prepared(LlamaCpp, model).logits(IDS).copy())
     assert float((theirs - logits).abs().max() / logits.abs().max()) < 0.01
-    answers = [prepared(kind, subject).generate([IDS], 8, None).tokens for kind in (Shoal, HFGenerate, LlamaCpp)]
+    answers = [prepared(kind, model).generate([IDS], 8, None).tokens for kind in (Shoal, HFGenerate, LlamaCpp)]
     assert answers[0] == answers[1] == answers[2]
 
 
 @needs_llama
-def test_llama_cpp_gets_the_file_and_no_copy(subject: MeasuredModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_gets_the_file_and_no_copy(model: MeasuredModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a copy is made")
 
     monkeypatch.setattr("shoal_lab.bench.baselines.llama_cpp.requantise", refuse)
     monkeypatch.setattr("shoal_lab.bench.baselines.llama_cpp.write_gguf", refuse)
-    assert prepared(LlamaCpp, subject).generate([IDS], 2, None).tokens
+    assert prepared(LlamaCpp, model).generate([IDS], 2, None).tokens
 
 
 @needs_llama
-def test_other_types_are_made_from_the_file(subject: MeasuredModel, logits: torch.Tensor) -> None:
+def test_other_types_are_made_from_the_file(model: MeasuredModel, logits: torch.Tensor) -> None:
     errors = []
     for quant in (None, "int8", "int4"):
-        theirs = torch.from_numpy(prepared(LlamaCpp, subject, Setting("bfloat16", quant)).logits(IDS).copy())
+        theirs = torch.from_numpy(prepared(LlamaCpp, model, Setting("bfloat16", quant)).logits(IDS).copy())
         errors.append(float((theirs - logits).square().mean().sqrt() / logits.std()))
     assert 0 < errors[0] < 0.05 and errors[0] < errors[1] < 0.2 < errors[2] < 1.0
 
 
-def test_transformers_says_what_it_runs(subject: MeasuredModel) -> None:
-    assert "dequantised to float32" in prepared(HFGenerate, subject).prepare().detail
+def test_transformers_says_what_it_runs(model: MeasuredModel) -> None:
+    assert "dequantised to float32" in prepared(HFGenerate, model).prepare().detail
     with pytest.raises(NotMeasured, match="int8"):
-        HFGenerate(subject, Setting("float32", "int8")).prepare()
+        HFGenerate(model, Setting("float32", "int8")).prepare()
 
 
-def test_formats_of_our_own_come_from_a_folder_that_goes(subject: MeasuredModel) -> None:
-    with dequantised.provided(subject, [FILE]) as same:
-        assert same is subject
-    with dequantised.provided(subject, [None, "int8"]) as whole:
+def test_formats_of_our_own_come_from_a_folder_that_goes(model: MeasuredModel) -> None:
+    with dequantised.provided(model, [FILE]) as same:
+        assert same is model
+    with dequantised.provided(model, [None, "int8"]) as whole:
         folder = Path(str(whole.dequantised))
         weights = whole.source(torch.bfloat16)["model.layers.0.mlp.up_proj.weight"]
         wanted = bench_file.model().model.layers[0].mlp.up_proj.weight
-        assert torch.equal(weights, wanted.to(torch.bfloat16)) and whole.model == subject.model
+        assert torch.equal(weights, wanted.to(torch.bfloat16)) and whole.model == model.model
         assert whole.tokenizer()("th")["input_ids"] == [256]
     assert not folder.exists()
-    with pytest.raises(ValueError, match="tiny is no GGUF file"), dequantised.provided(SUBJECT, [FILE]):
+    with pytest.raises(ValueError, match="tiny is no GGUF file"), dequantised.provided(MODEL, [FILE]):
         pass
 
 
@@ -128,15 +128,15 @@ def test_prompts_are_cut_from_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
             given.append(prompts)
             return Fake.generate(self, prompts, new_tokens, method)
 
-    class Peer(FakePeer):
+    class Baseline(FakeBaseline):
         generate = Reading.generate
 
     monkeypatch.setattr(Fake, "log", entries)
     monkeypatch.setattr(runner, "Shoal", Reading)
-    monkeypatch.setattr(runner.peers, "load", {"hf": Peer}.__getitem__)
+    monkeypatch.setattr(runner.baselines, "load", {"hf": Baseline}.__getitem__)
     monkeypatch.setattr(runner, "_IDLE_SECONDS", 0.0)
     text = "abcdefghijklmnopqrstuvwxyz"
-    run(SUBJECT, GRID, Plan(1, setting=SETTING, bandwidth_bytes=2**16, start=Local, text=text))
+    run(MODEL, GRID, Plan(1, setting=SETTING, bandwidth_bytes=2**16, start=Local, text=text))
     rows = {tuple("".join(map(chr, prompt)) for prompt in prompts) for prompts in given}
     assert rows == {("abcdefgh",), ("abcdefgh", "ijklmnop"), ("abcdefghijklmnop",)}
 
@@ -146,9 +146,9 @@ def test_a_text_that_is_too_short_is_refused() -> None:
         cut(range(10), 2, 6)
 
 
-def test_memory_counts_the_file_as_it_is(subject: MeasuredModel) -> None:
-    plain, whole = (memory.needed(subject, [Setting("float32", quant)]) for quant in (FILE, "int8"))
-    assert plain - memory._OVERHEAD == subject.file.bytes and whole != plain
+def test_memory_counts_the_file_as_it_is(model: MeasuredModel) -> None:
+    plain, whole = (memory.needed(model, [Setting("float32", quant)]) for quant in (FILE, "int8"))
+    assert plain - memory._OVERHEAD == model.file.bytes and whole != plain
 
 
 def test_a_command_is_shown_without_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_every_way_to_guess_gives_the_model_s_own_answer(file: str) -> None:
     found: dict[str, Any] = {}
-    wish = DraftsConfig([workloads.PROBLEMS], None, items=2, new_tokens=24, shortest=8, peers=NAMES, assistant=file)
+    wish = DraftsConfig([workloads.PROBLEMS], None, items=2, new_tokens=24, shortest=8, baselines=NAMES, assistant=file)
     measure.measure(MeasuredModel(model=file), SETTING, {}, wish, found, lambda: None)
     rows = {row["system"]: row for row in found["results"]}
     assert [rows[name]["equal"] for name in NAMES] == [2, 2, 2], found["texts"]
@@ -50,6 +50,6 @@ def test_prompts_may_be_longer_than_a_batch(file: str) -> None:
 
 
 def test_other_files_are_refused() -> None:
-    wish = DraftsConfig([workloads.PROBLEMS], None, peers=["llama.cpp"])
+    wish = DraftsConfig([workloads.PROBLEMS], None, baselines=["llama.cpp"])
     with pytest.raises(ValueError, match="GGUF"):
         measure.measure(MeasuredModel(model=str(FIXTURES / REFERENCE)), SETTING, {}, wish, {}, lambda: None)

@@ -27,12 +27,12 @@ from shoal_lab.bench.load.multi import _BatchLoop, _Sequence
 from shoal_lab.bench.load.prompts import Prompts, recorded
 from shoal_lab.bench.load.run import LoadConfig, measure, results
 from shoal_lab.bench.load.server import Server, free_port
-from shoal_lab.bench.load.servers import LoadTargets, Servers
+from shoal_lab.bench.load.servers import Servers, ServersConfig
 from shoal_lab.bench.load.soak import verdict
 from shoal_lab.bench.load.targets import Form, Http, look, own_fields
 from shoal_lab.bench.load.trace import Trace, ask, read
-from shoal_lab.bench.load.watch import MemorySampler
 from shoal_lab.bench.model import MeasuredModel
+from shoal_lab.bench.process import MemorySampler
 from shoal_lab.bench.system import NotMeasured, Setting
 
 
@@ -490,15 +490,15 @@ def test_llama_cpps_own_server_is_started_on_the_file_and_waited_for(tmp_path: P
     program = tmp_path / "llama-server"
     program.write_text(LLAMA.format(python=sys.executable), "utf-8")
     program.chmod(0o755)
-    lineup = LoadTargets(peers=["llama-server"], max_rows=4, llama_server=str(program))
-    with Servers(lineup) as servers:
+    config = ServersConfig(baselines=["llama-server"], max_rows=4, llama_server=str(program))
+    with Servers(config) as servers:
         servers._llama_server(MeasuredModel(model="some.gguf"), Setting("bfloat16", threads=2))
         (target,) = servers.targets
         (found,) = target.run(LoadPhase(Load(concurrency=1), requests=1), Prompts(new_tokens=(7,)))
     assert (found.error, found.tokens, found.prompt_tokens) == (None, 7, 3)
-    with Servers(lineup) as servers, pytest.raises(NotMeasured, match="GGUF files alone"):
+    with Servers(config) as servers, pytest.raises(NotMeasured, match="GGUF files alone"):
         servers._llama_server(MeasuredModel(model="folder"), Setting("bfloat16", threads=2))
-    with Servers(LoadTargets(llama_server="nobody")) as servers, pytest.raises(NotMeasured, match="'nobody'"):
+    with Servers(ServersConfig(llama_server="nobody")) as servers, pytest.raises(NotMeasured, match="'nobody'"):
         servers._llama_server(MeasuredModel(model="some.gguf"), Setting("bfloat16", threads=2))
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from bench_systems import SUBJECT
+from bench_systems import MODEL
 from shoal_lab.bench import bandwidth, idle, process
 from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.speed import memory, starters
@@ -105,7 +105,7 @@ def test_memory_that_systems_need(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = 2 * 32_000 * 4096
     assert memory.needed(big, [small] * 2) == pytest.approx(2 * ((6.738e9 * 4.5 + tables * 4) / 8 + half), rel=1e-3)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
-    memory.check(SUBJECT, [Setting("float32")])
+    memory.check(MODEL, [Setting("float32")])
     memory.check(big, [Setting("bfloat16", device="cuda")])
     with pytest.raises(ValueError, match="need about 13 GiB at once, and 1 GiB are free; measure fewer"):
         memory.check(big, [Setting("bfloat16")])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_systems import GRID, SETTING, SUBJECT, Fake, FakePeer, Local
+from bench_systems import GRID, MODEL, SETTING, Fake, FakeBaseline, Local
 from shoal_lab.bench import report as reports
 from shoal_lab.bench.rounds import figure, ratio
 from shoal_lab.bench.speed import run as runner
@@ -29,13 +29,13 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def made_up(monkeypatch: pytest.MonkeyPatch, grid: Grid = GRID, others: float | None = 0.0) -> dict[str, Any]:
     monkeypatch.setattr(Fake, "log", [])
     monkeypatch.setattr(runner, "Shoal", Fake)
-    monkeypatch.setattr(runner.peers, "load", {"hf": FakePeer}.__getitem__)
+    monkeypatch.setattr(runner.baselines, "load", {"hf": FakeBaseline}.__getitem__)
     monkeypatch.setattr(runner.bandwidth, "read_bandwidth", lambda *_: 10_000.0)
     monkeypatch.setattr(runner.idle, "watch", lambda *_: others)
     monkeypatch.setattr(runner.idle, "others", lambda *_: others)
     plan = Plan(3, setting=SETTING, start=Local)
-    found = findings(runner.run(SUBJECT, grid, plan), SETTING)
-    return reports.framed(found, SUBJECT, SETTING, machine={"cpu": "a chip"}, command=["shoal", "bench", "a b"])
+    found = findings(runner.run(MODEL, grid, plan), SETTING)
+    return reports.framed(found, MODEL, SETTING, machine={"cpu": "a chip"}, command=["shoal", "bench", "a b"])
 
 
 def pick(found: dict[str, Any], **wanted: Any) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> Non
     calls = iter(range(1000))
     original = Fake.generate
     monkeypatch.setattr(Fake, "generate", lambda self, *args: stretched(original(self, *args), 1 + next(calls) // 2))
-    grid = Grid(peers=["hf"], contexts=(8,), new_tokens=5)
+    grid = Grid(baselines=["hf"], contexts=(8,), new_tokens=5)
     full = pick(made_up(monkeypatch, grid), system="shoal")
     assert full["tpot_seconds"]["max"] > 1.5 * full["tpot_seconds"]["min"]
     assert {key: full["ratios"]["hf"][key] for key in FIGURE} == pytest.approx({"median": 2.5, "min": 2.5, "max": 2.5})
@@ -157,15 +157,15 @@ def stretched(run: Any, factor: float) -> Any:
 
 
 def test_a_quantised_system_is_compared_with_its_like_or_says_that_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unquantised(FakePeer):
+    class Unquantised(FakeBaseline):
         def prepare(self) -> Any:
             if self.setting.quant is not None:
                 raise runner.NotMeasured("no")
             return super().prepare()
 
-    both = Grid(peers=["hf"], quants=(None, "int8"), contexts=(8,), new_tokens=5)
+    both = Grid(baselines=["hf"], quants=(None, "int8"), contexts=(8,), new_tokens=5)
     assert set(pick(made_up(monkeypatch, both), system="shoal", quant="int8")["ratios"]) == {"hf"}
-    monkeypatch.setattr(f"{__name__}.FakePeer", Unquantised)
+    monkeypatch.setattr(f"{__name__}.FakeBaseline", Unquantised)
     assert set(pick(made_up(monkeypatch, both), system="shoal", quant="int8")["ratios"]) == {"hf unquantised"}
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from transformers import GPT2Config
 
-from bench_systems import D3, GRID, SETTING, SUBJECT, Fake, FakePeer, Local, failing
+from bench_systems import D3, GRID, MODEL, SETTING, Fake, FakeBaseline, Local, failing
 from shoal.errors import Unsupported
 from shoal_lab.bench import rounds as rounds_of
 from shoal_lab.bench.model import MeasuredModel
@@ -35,14 +35,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
 
     monkeypatch.setattr(Fake, "log", entries)
     monkeypatch.setattr(runner, "Shoal", Fake)
-    monkeypatch.setattr(runner.peers, "load", {"hf": FakePeer}.__getitem__)
+    monkeypatch.setattr(runner.baselines, "load", {"hf": FakeBaseline}.__getitem__)
     monkeypatch.setattr(runner.bandwidth, "read_bandwidth", read)
     monkeypatch.setattr(runner, "_IDLE_SECONDS", 0.0)
     yield entries
 
 
 def peer(monkeypatch: pytest.MonkeyPatch, cls: type[Fake]) -> None:
-    monkeypatch.setattr(runner.peers, "load", lambda name: cls)
+    monkeypatch.setattr(runner.baselines, "load", lambda name: cls)
 
 
 def turns(log: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -50,7 +50,7 @@ def turns(log: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def test_rounds_are_interleaved_and_turn_around(log: list[tuple[Any, ...]]) -> None:
-    outcome = run(SUBJECT, GRID, PLAN)
+    outcome = run(MODEL, GRID, PLAN)
     cells = [(m.cell.system, m.cell.job.kind) for m in outcome.measured]
     assert len(cells) == 2 * 3 + 2 + 2 * 2
     made = [entry[:2] for entry in turns(log) if entry != ("roof",)]
@@ -61,7 +61,7 @@ def test_rounds_are_interleaved_and_turn_around(log: list[tuple[Any, ...]]) -> N
 
 
 def test_the_roof_is_read_before_and_after_every_turn(log: list[tuple[Any, ...]]) -> None:
-    outcome = run(SUBJECT, GRID, PLAN)
+    outcome = run(MODEL, GRID, PLAN)
     rounds = turns(log)[len(outcome.measured) + 1 :]
     per_round = 2 * len(outcome.measured) + 1
     for number in range(3):
@@ -70,7 +70,7 @@ def test_the_roof_is_read_before_and_after_every_turn(log: list[tuple[Any, ...]]
 
 
 def test_every_cell_has_a_run_per_round(log: list[tuple[Any, ...]]) -> None:
-    outcome = run(SUBJECT, GRID, PLAN)
+    outcome = run(MODEL, GRID, PLAN)
     assert outcome.rounds.to_dict() == {"asked": 3, "done": 3, "stopped_early": False}
     for measured in outcome.measured:
         assert [one["round"] for one in measured.runs] == [0, 1, 2]
@@ -78,7 +78,7 @@ def test_every_cell_has_a_run_per_round(log: list[tuple[Any, ...]]) -> None:
 
 
 def test_systems_get_the_same_prompts_and_the_method_goes_to_shoal_alone(log: list[tuple[Any, ...]]) -> None:
-    run(SUBJECT, GRID, PLAN)
+    run(MODEL, GRID, PLAN)
     generated = [entry for entry in log if entry[1:2] == ("generate",)]
     assert {entry[0]: [e[5] for e in generated if e[0] == entry[0]][:2] for entry in generated} == {
         "shoal": [dict(FULL), D3], "hf": [None, None],
@@ -91,7 +91,7 @@ def test_systems_get_the_same_prompts_and_the_method_goes_to_shoal_alone(log: li
 
 def test_a_peer_that_cannot_load_is_absent_with_its_reason(log, monkeypatch: pytest.MonkeyPatch) -> None:
     peer(monkeypatch, failing("hf", "prepare"))
-    outcome = run(SUBJECT, GRID, PLAN)
+    outcome = run(MODEL, GRID, PLAN)
     assert {m.cell.system for m in outcome.measured} == {"shoal"}
     assert [(a.system, a.what, a.reason) for a in outcome.absent if a.system == "hf"] == [
         ("hf", None, "hf cannot prepare")
@@ -100,14 +100,14 @@ def test_a_peer_that_cannot_load_is_absent_with_its_reason(log, monkeypatch: pyt
 
 def test_a_job_that_a_peer_cannot_do_leaves_its_others(log, monkeypatch: pytest.MonkeyPatch) -> None:
     peer(monkeypatch, failing("hf", "forward"))
-    outcome = run(SUBJECT, GRID, PLAN)
+    outcome = run(MODEL, GRID, PLAN)
     assert {m.cell.job.kind for m in outcome.measured if m.cell.system == "hf"} == {"generate", "prefill"}
     assert {a.what for a in outcome.absent if a.system == "hf"} == {"forward"}
 
 
 def test_a_cell_that_fails_in_a_round_is_left_out_and_the_rest_goes_on(log, monkeypatch: pytest.MonkeyPatch) -> None:
     peer(monkeypatch, failing("hf", "forward", after=3))
-    outcome = run(SUBJECT, GRID, PLAN)
+    outcome = run(MODEL, GRID, PLAN)
     kinds = [m.cell.job.kind for m in outcome.measured if m.cell.system == "hf"]
     assert kinds == ["generate", "generate", "prefill"]
     assert all(len(m.runs) == 3 for m in outcome.measured)
@@ -116,13 +116,13 @@ def test_a_cell_that_fails_in_a_round_is_left_out_and_the_rest_goes_on(log, monk
 def test_shoal_itself_must_not_fail(log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "Shoal", failing("shoal", "prepare"))
     with pytest.raises(ValueError, match="Shoal itself could not be measured: shoal cannot prepare"):
-        run(SUBJECT, GRID, PLAN)
+        run(MODEL, GRID, PLAN)
 
 
 def test_systems_are_closed_even_after_a_failure(log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.idle, "watch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run(SUBJECT, GRID, PLAN)
+        run(MODEL, GRID, PLAN)
     assert {entry[0] for entry in log if entry[1:] == ("close",)} == {"shoal", "hf"}
 
 
@@ -132,7 +132,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float, rounds: int = 9) ->
     for module in (runner, rounds_of):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     plan = Plan(rounds, minutes, SETTING, 2**16, start=Local)
-    return run(SUBJECT, Grid(peers=["hf"], contexts=(8,), new_tokens=5), plan)
+    return run(MODEL, Grid(baselines=["hf"], contexts=(8,), new_tokens=5), plan)
 
 
 def test_the_time_box_stops_before_a_round_that_would_not_fit(log, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,16 +144,16 @@ def test_the_time_box_stops_before_a_round_that_would_not_fit(log, monkeypatch: 
 
 
 def test_systems_that_nobody_measures_are_named(log: list[tuple[Any, ...]]) -> None:
-    outcome = run(SUBJECT, GRID, PLAN)
+    outcome = run(MODEL, GRID, PLAN)
     assert {"vllm", "sglang", "tensorrt-llm"} <= {absent.system for absent in outcome.absent}
 
 
 def test_what_does_not_fit_is_refused_before_anything_starts(log, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs 2005 positions, and tiny has 1024"):
-        run(SUBJECT, Grid(contexts=(2000,), new_tokens=5), PLAN)
+        run(MODEL, Grid(contexts=(2000,), new_tokens=5), PLAN)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
     with pytest.raises(ValueError, match="2 systems with the weights of tiny need about 1 GiB at once"):
-        run(SUBJECT, GRID, PLAN)
+        run(MODEL, GRID, PLAN)
     assert log == []
 
 

@@ -15,7 +15,7 @@ from tool_tokenizer import speaking
 
 
 def test_there_are_fifty_schemas_and_a_thousand_questions() -> None:
-    assert len(schemas.SCHEMAS) * len(schemas.SUBJECTS) == 1000
+    assert len(schemas.SCHEMAS) * len(schemas.MODELS) == 1000
     assert len({json.dumps(one["schema"]) for one in schemas.SCHEMAS.values()}) == 50
     for one in schemas.SCHEMAS.values():
         jsonschema.Draft202012Validator.check_schema(one["schema"])

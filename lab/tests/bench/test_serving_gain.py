@@ -40,14 +40,14 @@ def card(rows: int, layer: float) -> dict[str, Any]:
 def reports() -> dict[str, Any]:
     times = {"shoal full, waves": {"median": 1.3, "min": 1.2, "max": 1.4}}
     rounds = {"done": 2}
-    peers = {"llama.cpp batches": {"median": 0.9}, "transformers serve": {"median": 4.0}}
+    baselines = {"llama.cpp batches": {"median": 0.9}, "transformers serve": {"median": 4.0}}
     streams = ((1, 10.0), (8, 40.0), (16, 25.0))
     waves = [result("full, waves", 10.0), result("d3:mean=0.6, waves", 13.0, times_the_speed_of=times)]
     mixed = f"{COMMAND} --answers 8,32 --methods full,d3:mean=0.6"
     return {
         "card": {"subject": {"num_hidden_layers": 16}, "cost_cards": [card(1, 0.004), card(8, 0.005)]},
         "streams": {"results": [result("full", speed, clients) for clients, speed in streams]},
-        "peers": {"results": [result("full", 10.0, times_the_speed_of=peers)]},
+        "peers": {"results": [result("full", 10.0, times_the_speed_of=baselines)]},
         "depth": {"command": f"{COMMAND} --new-tokens 64 --concurrency 8 --admission waves", "rounds": rounds,
                   "results": waves},
         "arrivals": {"command": f"{mixed} --rate 2 --requests 6", "rounds": rounds,

@@ -82,30 +82,30 @@ def test_a_model_takes_the_weights_as_they_are() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "hf"])
 def test_an_engine_of_a_shape_runs_the_weights_of_the_shape(backend: str) -> None:
-    subject = MeasuredModel(shape="tiny")
-    engine = subject.engine(torch.float32, "cpu", backend, None)
+    model = MeasuredModel(shape="tiny")
+    engine = model.engine(torch.float32, "cpu", backend, None)
     ids = list(range(3, 20))
     tokens = engine.generate(ids, max_new_tokens=12).tokens
-    model, expected = subject.hf_model(torch.float32), list(ids)
+    hf_model, expected = model.hf_model(torch.float32), list(ids)
     for _ in range(12):
-        expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+        expected.append(int(hf_model(torch.tensor([expected])).logits[0, -1].argmax()))
     assert list(tokens) == expected[len(ids) :]
 
 
 def test_a_subject_counts_its_weights() -> None:
     for name, billions in BILLIONS.items():
-        subject = MeasuredModel(shape=name)
-        shape = shapes.weight_shapes(subject.config)
+        model = MeasuredModel(shape=name)
+        shape = shapes.weight_shapes(model.config)
         matrices = sum(torch.Size(size).numel() for size in shape.values() if len(size) > 1)
-        assert subject.weights() == matrices == pytest.approx(1e9 * billions, rel=1e-3)
+        assert model.weights() == matrices == pytest.approx(1e9 * billions, rel=1e-3)
     llama = MeasuredModel(shape="7b")
     assert llama.kv_entries() == 2 * 32 * 128 and llama.layer_weights() == 4 * 4096**2 + 3 * 4096 * 11008
 
 
 def test_a_subject_travels_to_another_process() -> None:
-    subject = MeasuredModel(shape="tiny")
-    assert subject.text.hidden_size == 64
-    assert pickle.loads(pickle.dumps(subject)) == subject
+    model = MeasuredModel(shape="tiny")
+    assert model.text.hidden_size == 64
+    assert pickle.loads(pickle.dumps(model)) == model
 
 
 def test_a_subject_is_a_shape_or_a_model() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import bench_file
-from bench_systems import SUBJECT, Local
+from bench_systems import MODEL, Local
 from shoal.compat import installed_version
 from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.speed import startup, startup_table
@@ -23,7 +23,7 @@ SECONDS = {"shoal": (4.0, 1.0, 8.0, 2.0), "llama.cpp": (3.0, 5.0), "hf": (20.0,)
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
     return MeasuredModel(model=str(bench_file.write(tmp_path_factory.mktemp("file") / "tiny.gguf")))
 
 
@@ -34,7 +34,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def starter(name: str) -> type[Any]:
         class Made:
-            def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
+            def __init__(self, model: MeasuredModel, setting: Setting) -> None:
                 pass
 
             def begin(self, cache: str) -> None:
@@ -64,14 +64,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return entries
 
 
-def measured(subject: MeasuredModel, peers: Sequence[str], rounds: int = 2) -> dict[str, Any]:
-    return measure(subject, Setting("float32"), StartupConfig(peers, rounds, start=Local))
+def measured(model: MeasuredModel, baselines: Sequence[str], rounds: int = 2) -> dict[str, Any]:
+    return measure(model, Setting("float32"), StartupConfig(baselines, rounds, start=Local))
 
 
 def test_every_condition_finds_the_cache_and_the_disk_that_it_names(
-    log: list[tuple[Any, ...]], subject: MeasuredModel
+    log: list[tuple[Any, ...]], model: MeasuredModel
 ) -> None:
-    measured(subject, ["llama.cpp"], rounds=1)
+    measured(model, ["llama.cpp"], rounds=1)
     file, cache = "tiny.gguf", "weights"
     assert log == [
         ("shoal", "empty"), ("warm", file), ("warm", cache), ("shoal", "full"), ("warm", file), ("warm", cache),
@@ -80,8 +80,8 @@ def test_every_condition_finds_the_cache_and_the_disk_that_it_names(
     ]
 
 
-def test_ratios_are_taken_between_fitting_conditions(log: list[tuple[Any, ...]], subject: MeasuredModel) -> None:
-    found = measured(subject, ["llama.cpp", "hf"])
+def test_ratios_are_taken_between_fitting_conditions(log: list[tuple[Any, ...]], model: MeasuredModel) -> None:
+    found = measured(model, ["llama.cpp", "hf"])
     ratios = {row["condition"]: row["ratios"] for row in found["results"] if row["system"] == "shoal"}
     medians = {name: {key: value["median"] for key, value in one.items()} for name, one in ratios.items()}
     assert medians["first"] == {"llama.cpp load_seconds": 0.75, "llama.cpp peak_bytes": 0.75, "hf load_seconds": 5.0,
@@ -89,14 +89,14 @@ def test_ratios_are_taken_between_fitting_conditions(log: list[tuple[Any, ...]],
     assert medians["cached"]["llama.cpp load_seconds"] == 3.0 and medians["cached"]["hf load_seconds"] == 20.0
     assert medians["cold"] == {"llama.cpp load_seconds": 2.5, "llama.cpp peak_bytes": 2.5}
     assert all(not row["ratios"] for row in found["results"] if row["system"] != "shoal")
-    assert found["rounds"]["done"] == 2 and found["model_bytes"] == Path(str(subject.model)).stat().st_size
+    assert found["rounds"]["done"] == 2 and found["model_bytes"] == Path(str(model.model)).stat().st_size
     assert "2 rounds show no spread" in found["warnings"][0]
     table = startup_table.text(found)
     assert "llama.cpp 0.75" in table and "transformers 20.00" in table
 
 
-def test_a_peer_that_cannot_is_named(log: list[tuple[Any, ...]], subject: MeasuredModel) -> None:
-    found = measured(subject, ["broken"], rounds=1)
+def test_a_peer_that_cannot_is_named(log: list[tuple[Any, ...]], model: MeasuredModel) -> None:
+    found = measured(model, ["broken"], rounds=1)
     assert [one["reason"] for one in found["not_measured"]] == ["not today"]
     assert {row["system"] for row in found["results"]} == {"shoal"}
     with pytest.raises(ValueError, match="'vllm'"):
@@ -104,7 +104,7 @@ def test_a_peer_that_cannot_is_named(log: list[tuple[Any, ...]], subject: Measur
     with pytest.raises(ValueError, match="rounds is 0"):
         StartupConfig(rounds=0)
     with pytest.raises(ValueError, match="no local file"):
-        measured(SUBJECT, [])
+        measured(MODEL, [])
 
 
 def test_dropping_and_warming_leave_a_file_as_it_was(tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_dropping_and_warming_leave_a_file_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ShoalStarter, HFStarter, LlamaStarter])
 def test_a_start_counts_seconds_and_bytes(
-    kind: type[Any], subject: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Any], model: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind is LlamaStarter and importlib.util.find_spec("llama_cpp") is None:
         pytest.skip("llama-cpp-python is not installed: pip install 'shoal-lab[bench]'")
     monkeypatch.setenv("XDG_CACHE_HOME", "overwritten")
     monkeypatch.setenv("SHOAL_WEIGHTS", "overwritten")
-    starter = kind(subject, Setting("float32", FILE))
+    starter = kind(model, Setting("float32", FILE))
     starter.begin(str(tmp_path))
     if kind is HFStarter and installed_version("transformers") == "5.0.0":  # it makes nothing of this file's tokenizer
         with pytest.raises(NotMeasured, match="transformers cannot read the tokenizer"):

@@ -23,11 +23,12 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
-from shoal_lab.bench import tokenizer, workloads
+from shoal_lab.bench import workloads
 from shoal_lab.bench.drafts import judge, measure, stories, suite, summary
-from shoal_lab.bench.drafts.decoders import HF_OPTIONS, ShoalRun, ShoalSpeaker
+from shoal_lab.bench.drafts.decoders import HF_OPTIONS, ShoalDecoder, ShoalRun
 from shoal_lab.bench.drafts.measure import DraftsConfig
 from shoal_lab.bench.drafts.suite import Decoded, DraftTask
+from shoal_lab.bench.load.folder import train_tokenizer
 from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import Setting
 from shoal_lab.eval.scoring import losses
@@ -94,7 +95,7 @@ def test_a_prompt_that_was_read_before_gives_the_same_text(method: Any) -> None:
     task, plain = measure._begun(engine, "Tom has 15 cups and buys 4 more. How many cups has he?\n", 24)
     assert task.held is not None
     for asked in (task, replace(task, held=None)):
-        made = suite.together(asked, {"one": ShoalSpeaker(engine, method)})["one"]
+        made = suite.together(asked, {"one": ShoalDecoder(engine, method)})["one"]
         assert made.tokens == plain and made.seconds > 0
         assert made.timed <= len(plain) - 2 and (made.timed == len(plain) - 2 or made.accepted)
 
@@ -160,7 +161,7 @@ def test_bad_wishes(wish: dict[str, Any], said: str) -> None:
 
 
 def test_the_tokenizer_of_a_shape_goes_there_and_back() -> None:
-    made = tokenizer.train(["def add(a, b):\n    return a + b\n", "Tom adds 3 and 4."], size=300)
+    made = train_tokenizer(["def add(a, b):\n    return a + b\n", "Tom adds 3 and 4."], size=300)
     text = "def add(a, b):\n    return ä + b"
     ids = made.encode(text).ids
     assert made.decode(ids) == text and max(ids) < 300
@@ -178,19 +179,19 @@ class Reports:
 
     def measure(self, methods: dict[str, Any], **wish: Any) -> dict[str, Any]:
         fixed = {"kinds": [workloads.PROBLEMS], "data": None, "items": 2, "new_tokens": 12, "shortest": 8}
-        subject = MeasuredModel(model=str(FIXTURES / REFERENCE))
-        measure.measure(subject, PLAIN_FLOAT, methods, DraftsConfig(**{**fixed, **wish}), self.found, self.keep)
+        model = MeasuredModel(model=str(FIXTURES / REFERENCE))
+        measure.measure(model, PLAIN_FLOAT, methods, DraftsConfig(**{**fixed, **wish}), self.found, self.keep)
         return self.found
 
 
 def test_every_peer_gives_the_model_s_own_answer() -> None:
     # transformers 5.0's own early exit ends in a TypeError
-    peers = [one for one in HF_OPTIONS if one != "hf-early-exit" or not transformers.__version__.startswith("5.0.")]
+    baselines = [one for one in HF_OPTIONS if one != "hf-early-exit" or not transformers.__version__.startswith("5.0.")]
     draft = str(FIXTURES / DRAFT)
-    found = Reports({}).measure({"draft_model": DraftModel(draft=draft, length=3)}, items=1, peers=peers,
+    found = Reports({}).measure({"draft_model": DraftModel(draft=draft, length=3)}, items=1, baselines=baselines,
                                 assistant=draft)
     rows = {row["system"]: row for row in found["results"]}
-    assert set(rows) == {suite.PLAIN, "draft_model", *peers}
+    assert set(rows) == {suite.PLAIN, "draft_model", *baselines}
     assert all(row["equal"] == 1 and row["times_faster"] for row in rows.values()), rows
     assert rows["draft_model"]["tokens_per_forward"] > 1
     assert found["exact"] == [suite.PLAIN, "draft_model"]
@@ -303,7 +304,7 @@ def test_methods_that_hear_a_prompt_s_end_hear_it_behind_a_copied_beginning_too(
     engine = load(str(FIXTURES / REFERENCE), dtype="float32")
     task, _ = measure._begun(engine, next(iter(workloads.prompts(None, workloads.PROBLEMS, 1))), 16)
     assert task.held is not None and len(task.prompt) > 20
-    run = ShoalSpeaker(engine, method).begin(task)
+    run = ShoalDecoder(engine, method).begin(task)
     while run.step():
         pass
     assert run.decoded().tokens == engine.generate(list(task.prompt), method=method, max_new_tokens=16).tokens

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench_systems import SUBJECT, Local, Moody
+from bench_systems import MODEL, Local, Moody
 from shoal_lab.bench.process import peak_memory, reset_peak_memory
 from shoal_lab.bench.system import NotMeasured, Setting
 from shoal_lab.bench.worker import SystemProcess
@@ -15,7 +15,7 @@ from shoal_lab.bench.worker import SystemProcess
 
 @pytest.fixture
 def worker() -> Iterator[SystemProcess]:
-    started = SystemProcess(Moody, SUBJECT, Setting("float32", threads=1))
+    started = SystemProcess(Moody, MODEL, Setting("float32", threads=1))
     yield started
     started.stop()
 
@@ -44,7 +44,7 @@ def test_a_call_that_takes_too_long_ends_the_process(worker: SystemProcess) -> N
 
 
 def test_the_same_without_a_process() -> None:
-    local = Local(Moody, SUBJECT, Setting("float32", threads=1))
+    local = Local(Moody, MODEL, Setting("float32", threads=1))
     assert local.call("prepare").weight_bytes == os.getpid()
     with pytest.raises(NotMeasured):
         local.call("absent")

@@ -15,7 +15,7 @@ from shoal.methods.full import Full
 from shoal.methods.schedule import Schedule
 from shoal_lab.calibrate import calibration
 from shoal_lab.calibrate.trials import OutOfTrials, TrialRunner
-from shoal_lab.eval.decoders import Decoder, contender
+from shoal_lab.eval.decoders import Decoder, candidate
 from shoal_lab.eval.items import Item, Sample
 
 
@@ -30,7 +30,7 @@ def samples(count: int) -> list[Sample]:
 @pytest.mark.parametrize("backend", ["hf", "packed"])
 def test_answers_end_with_the_time(backend: str) -> None:
     one = engine(backend)
-    decoder, who = Decoder(one), contender(one, Full(), 4)
+    decoder, who = Decoder(one), candidate(one, Full(), 4)
     assert len(decoder.answers([[1, 2]], who, 4)[0].tokens) == 4
     decoder.deadline = time.monotonic() + 60
     assert len(decoder.answers([[1, 2]], who, 4)[0].tokens) == 4

@@ -170,9 +170,9 @@ def test_what_another_command_does_is_named(capsys, words, option, command):
 
 
 def test_no_compile_leaves_out_what_compiles():
-    assert bench._peers(_args(peer=["hf", "hf-static-compiled"], no_compile=True)) == ["hf"]
-    assert bench._peers(_args(peer=None, no_compile=True)) == ["hf"]
-    assert bench._peers(_args(peer=["none"], no_compile=False)) == []
+    assert bench._baselines(_args(peer=["hf", "hf-static-compiled"], no_compile=True)) == ["hf"]
+    assert bench._baselines(_args(peer=None, no_compile=True)) == ["hf"]
+    assert bench._baselines(_args(peer=["none"], no_compile=False)) == []
 
 
 def _args(**values):

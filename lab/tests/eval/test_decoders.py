@@ -30,7 +30,7 @@ from shoal.model.packed.native_stack import NativeStack
 from shoal.model.packed.source import ModelSource
 from shoal_lab.eval import scoring
 from shoal_lab.eval.controls import GROUPS, controls, setting
-from shoal_lab.eval.decoders import Contender, Decoder, contender
+from shoal_lab.eval.decoders import Candidate, Decoder, candidate
 from shoal_lab.eval.equal_depth import Lengths
 from shoal_lab.eval.evaluate import Evaluator, apart
 from shoal_lab.eval.items import Item, Sample
@@ -119,7 +119,7 @@ def test_depth_that_rises_agrees_with_passing_by(family: str, kernels: bool) -> 
         engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
     assert isinstance(engine.stack, NativeStack) is kernels
     engine.eos_token_ids = frozenset()
-    who, decoder, prompts = Contender("reversed d3", {}, RISING), Decoder(engine), ids(6, 3)
+    who, decoder, prompts = Candidate("reversed d3", {}, RISING), Decoder(engine), ids(6, 3)
     answers = decoder.answers(prompts, who, 14)
     assert [found.tokens for found in answers] == [slow_answer(model, prompt, RISING, 14) for prompt in prompts]
     assert [found.layer_tokens for found in answers] == [sum((6, 3, 3, 4, 3, 5, 6, 4, *[6] * 6))] * 2
@@ -135,7 +135,7 @@ def test_depth_rises_on_packed_models_only() -> None:
     decoder = Decoder(engine_for(tiny("llama"), backend="hf"))
     assert isinstance(decoder.engine.stack, hf.HFStack)
     with pytest.raises(Unsupported, match='backend="packed"'):
-        decoder.answers([[1]], Contender("reversed d3", {}, RISING), 4)
+        decoder.answers([[1]], Candidate("reversed d3", {}, RISING), 4)
     with pytest.raises(Unsupported, match="brings layers back"):
         decoder.losses([[1]], [[2]], [RISING])
 
@@ -150,7 +150,7 @@ def test_a_rising_plan_is_checked() -> None:
 def test_no_loss_is_measured_of_a_method_that_is_more_than_a_plan() -> None:
     engine = engine_for(tiny("llama"), chat_tokenizer())
     with pytest.raises(Unsupported, match="under kv_int8: .* without its store"):
-        Evaluator(engine).losses("texts", [], [contender(engine, KVInt8(), 4)])
+        Evaluator(engine).losses("texts", [], [candidate(engine, KVInt8(), 4)])
 
 
 def test_parts_of_a_group_can_be_asked_for_alone(tiny_engine: Engine) -> None:
@@ -161,7 +161,7 @@ def test_parts_of_a_group_can_be_asked_for_alone(tiny_engine: Engine) -> None:
 
 def test_an_item_that_is_put_or_judged_otherwise_is_answered_anew() -> None:
     engine = engine_for(tiny("llama"), chat_tokenizer())
-    evaluator, who = Evaluator(engine, max_new_tokens=3), contender(engine, Full(), 3)
+    evaluator, who = Evaluator(engine, max_new_tokens=3), candidate(engine, Full(), 3)
     evaluated: list[str] = []
     each_answer = evaluator.decoder.each_answer
 
@@ -186,7 +186,7 @@ def test_answers_join_and_leave_without_touching_each_other() -> None:
     engine.eos_token_ids = frozenset()
     prompts = ids(5, 30, 2, 9, 1)
     prompts += [[*prompts[1], 7], [*prompts[1][:20], 3, 4]]
-    who = Contender("d3", {}, PLANS["d3"], D3(alpha=0.9))
+    who = Candidate("d3", {}, PLANS["d3"], D3(alpha=0.9))
     alone = [Decoder(engine).answers([prompt], who, 12)[0] for prompt in prompts]
     assert Decoder(engine, rows=2).answers(prompts, who, 12) == alone
     assert [found.finish_reason for found in alone] == ["length"] * len(prompts)
@@ -207,7 +207,7 @@ def test_what_prompts_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatc
         return forward(chunks, *rest, **more)
 
     monkeypatch.setattr(engine.stack, "forward", counted)
-    Decoder(engine, rows=1).answers(prompts, contender(engine, Full(), 2), 2)
+    Decoder(engine, rows=1).answers(prompts, candidate(engine, Full(), 2), 2)
     assert read == 41 + 5 * 1 + 6  # the first prompt, the last token of the others, and a step for each
 
 
@@ -228,7 +228,7 @@ def test_prompts_that_begin_alike_are_kept_apart() -> None:
 def test_drawn_answers_are_those_of_lone_requests_and_their_seeds_differ(tiny_engine: Engine) -> None:
     prompts = [[5, 6, 7, 8 + number] for number in range(6)]
     decoder = Decoder(tiny_engine, 3, temperature=1.0)
-    who = contender(tiny_engine, BestOf(3), 12)
+    who = candidate(tiny_engine, BestOf(3), 12)
     found = decoder.answers(prompts, who, 12)
     assert len({decoder.drawn(prompt)["seed"] for prompt in prompts}) == 6
     for prompt, answered in zip(prompts, found, strict=True):

@@ -29,12 +29,12 @@ from shoal.speculative import part_file
 from shoal_lab.components.router import ExpertRouter
 from shoal_lab.eval import distance
 from shoal_lab.eval.controls import GROUPS, controls, setting
-from shoal_lab.eval.decoders import Contender, Decoder, contender
+from shoal_lab.eval.decoders import Candidate, Decoder, candidate
 from shoal_lab.eval.distance import Distances, FullReading, Told, bin_sizes, binned
 from shoal_lab.eval.distance_study import compared, figures
 from shoal_lab.eval.equal_depth import Lengths
 from shoal_lab.eval.outcomes import Outcomes
-from shoal_lab.eval.rising import RisingPlan, way
+from shoal_lab.eval.rising import RisingPlan, executor
 from shoal_lab.eval.why import apart
 from shoal_lab.methods.read_me import ReadME
 from trained_parts import part_for, target
@@ -93,7 +93,7 @@ def test_every_control_is_as_far_off_as_its_twin(group: str, tiny_model: Any, ti
     judge = FullReading(tiny_engine, read)
     check(tiny_model, judge.full, read, FULL)
     for who in controls(at, [group]):
-        found = judge.under(way(tiny_engine.stack, who.plan))
+        found = judge.under(executor(tiny_engine.stack, who.plan))
         check(tiny_model, found, read, who.plan)
         assert sum(map(sum, (one.kl for one in found))) > 0.1
 
@@ -106,7 +106,7 @@ def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
     engine, read = engine_for(model, backend="packed"), texts(300, 2, 70, 9, prompts=(30, 11, 6, 1))
     judge = FullReading(engine, read)
     for _ in range(2):
-        check(model, judge.under(way(engine.stack, PLANS[name])), read, PLANS[name], 2e-3)
+        check(model, judge.under(executor(engine.stack, PLANS[name])), read, PLANS[name], 2e-3)
 
 
 def test_neurons_that_a_router_chooses_are_those_of_decoding() -> None:
@@ -125,8 +125,8 @@ def test_neurons_that_a_router_chooses_are_those_of_decoding() -> None:
             cache.commit(0, range(1))
         truth, law = slow_log_probs(engine.model, text, FULL), torch.stack(said).log_softmax(-1)
         alone.append((truth.exp() * (truth - law)).sum(-1))
-    who = contender(engine, ReadME(part_for("read_me", "llama"), experts=2), 80)
-    for mine, kl in zip(distance.subject(engine.stack, who).read(FullReading(engine, read)), alone, strict=True):
+    who = candidate(engine, ReadME(part_for("read_me", "llama"), experts=2), 80)
+    for mine, kl in zip(distance.variant(engine.stack, who).read(FullReading(engine, read)), alone, strict=True):
         assert mine.kl == pytest.approx(kl.tolist(), abs=1e-4) and sum(mine.kl) > 0.01
 
 
@@ -170,18 +170,18 @@ def test_bins_add_up() -> None:
 def outcomes_of(engine: Engine, plan: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[dict[str, Any]]:
     read = [Told("s", str(at), tuple(prompt), tuple(answer))
             for at, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
-    return [one.outcome(0.0, True) for one in FullReading(engine, read).under(way(engine.stack, plan))]
+    return [one.outcome(0.0, True) for one in FullReading(engine, read).under(executor(engine.stack, plan))]
 
 
 def test_common_tokens_are_those_of_free_running_answers(tiny_engine: Engine) -> None:
     decoder, prompts = Decoder(tiny_engine), ids(5, 2, 9, 4, 7, 3)
-    answers = [found.tokens for found in decoder.answers(prompts, contender(tiny_engine, Full(), 40), 40)]
+    answers = [found.tokens for found in decoder.answers(prompts, candidate(tiny_engine, Full(), 40), 40)]
     kept = [at for at, answer in enumerate(answers) if len(answer) > 1]
     prompts, answers = [prompts[at] for at in kept], [answers[at] for at in kept]
     falling = [Schedule((4, 3), steps) for steps in ((1, 2), (3, 9), (6, 6), (12, 14))]
-    rivals = [contender(tiny_engine, method, 40) for method in falling]
+    rivals = [candidate(tiny_engine, method, 40) for method in falling]
     seen = set()
-    for who in [*rivals, Contender("reversed d3", {}, RISING)]:
+    for who in [*rivals, Candidate("reversed d3", {}, RISING)]:
         free = [found.tokens for found in decoder.answers(prompts, who, 40)]
         for mine, theirs, found in zip(answers, free, outcomes_of(tiny_engine, who.plan, prompts, answers),
                                        strict=True):
@@ -196,9 +196,9 @@ def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: 
     monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * tiny_engine.stack.vocab_size * 20)
     read = texts(18, 7, 12, 15, 9)
     at = setting(tiny_engine, Lengths((18, 7, 12)), 1.2, 18, order="late_middle", core=2)
-    rivals = [contender(tiny_engine, Full(), 18, "full"), *controls(at, ["budgets"])]
-    subjects = [distance.subject(tiny_engine.stack, who) for who in rivals]
-    whole = Distances(tiny_engine, Outcomes(tmp_path / "whole")).measure(read, subjects)
+    rivals = [candidate(tiny_engine, Full(), 18, "full"), *controls(at, ["budgets"])]
+    variants = [distance.variant(tiny_engine.stack, who) for who in rivals]
+    whole = Distances(tiny_engine, Outcomes(tmp_path / "whole")).measure(read, variants)
     plain, calls = FullReading.under, []
 
     def tired(self: FullReading, *args: Any) -> Any:
@@ -210,23 +210,23 @@ def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: 
     monkeypatch.setattr(FullReading, "under", tired)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects)
+            Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, variants)
     kept = (tmp_path / "parts").read_text()
     (tmp_path / "parts").write_text(kept + '{"run": "unfinis')
-    again = Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects)
+    again = Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, variants)
     assert again == whole and len(whole[0]) == 5
     lines = [sorted((tmp_path / part).read_text().splitlines()) for part in ("whole", "parts")]
     assert lines[0] == lines[1]
     assert len(calls) == 2 + 4 * (len(rivals) - 1)  # of four batches
     monkeypatch.delattr(distance, "FullReading")
-    assert Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, subjects) == whole
+    assert Distances(tiny_engine, Outcomes(tmp_path / "parts")).measure(read, variants) == whole
 
 
 def test_more_texts_are_put_together_otherwise_and_only_they_are_measured(tmp_path: Path, tiny_engine: Engine) -> None:
-    who, read = Contender("d", {"method": "d"}, PLANS["d3"]), texts(9, 7, 12)
-    subjects = [distance.subject(tiny_engine.stack, who)]
-    first = Distances(tiny_engine, Outcomes(tmp_path / "kept")).measure(read[1:], subjects)
-    both = Distances(tiny_engine, Outcomes(tmp_path / "kept")).measure(read, subjects)
+    who, read = Candidate("d", {"method": "d"}, PLANS["d3"]), texts(9, 7, 12)
+    variants = [distance.variant(tiny_engine.stack, who)]
+    first = Distances(tiny_engine, Outcomes(tmp_path / "kept")).measure(read[1:], variants)
+    both = Distances(tiny_engine, Outcomes(tmp_path / "kept")).measure(read, variants)
     assert list(both[0]) == ["s/0", "s/1", "s/2"] and first[0] == {key: both[0][key] for key in ("s/1", "s/2")}
     assert len((tmp_path / "kept").read_text().splitlines()) == 1 + 3
 
@@ -235,7 +235,7 @@ def test_without_time_only_whole_texts_are_compared(tiny_engine: Engine, monkeyp
     monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * tiny_engine.stack.vocab_size * 20)
     clock = iter(range(100))
     monkeypatch.setattr(distance, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    who = distance.subject(tiny_engine.stack, Contender("d", {"method": "d"}, PLANS["d3"]))
+    who = distance.variant(tiny_engine.stack, Candidate("d", {"method": "d"}, PLANS["d3"]))
     (found,) = Distances(tiny_engine, until=1.5).measure(texts(18, 7, 12, 15), [who])
     assert list(found) == ["s/0", "s/1", "s/2"]
 

@@ -1,1 +1,1 @@
-"""Benchmarks: Shoal and its peers on the same weights, in interleaved rounds, with the machine's roof beside them."""
+"""Benchmarks: Shoal and other software on the same weights, in interleaved rounds, beside the memory bandwidth."""

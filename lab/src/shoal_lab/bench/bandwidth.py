@@ -1,4 +1,4 @@
-"""The roof: how fast this machine reads memory, by a plain loop. Decoding at batch 1 cannot beat it."""
+"""Memory bandwidth of this machine, measured by a plain read loop: decoding at batch 1 cannot beat it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BUFFER = 512 * 2**20
 
 
 def read_bandwidth(seconds: float, device: str = "cpu", size: int = BUFFER) -> float:
-    """Bytes per second: the median over passes of a plain read loop, with as many threads as torch uses.
+    """Median bytes per second over passes of a plain read loop, with as many threads as torch uses.
 
     Args:
-        seconds: how long to read; one pass at least.
-        device: whose memory.
+        seconds: how long to read; at least one pass.
+        device: the device whose memory is read.
         size: bytes per pass.
     """
     read = _cpu_loop(size, torch.get_num_threads()) if device == "cpu" else _device_loop(size, device)
@@ -35,9 +35,9 @@ def read_bandwidth(seconds: float, device: str = "cpu", size: int = BUFFER) -> f
 
 @cache
 def _cpu_loop(size: int, threads: int) -> Callable[[], object]:
-    """Integer sums in numpy, one contiguous part per thread: measured ahead of torch's reductions and its dot."""
+    """Sum integers in numpy, one contiguous part per thread. Faster than torch's reductions and its dot product."""
     parts = np.array_split(np.ones(size // 8, dtype=np.int64), threads)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="roof")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="bandwidth")
 
     def read() -> object:
         return list(pool.map(np.add.reduce, parts))

@@ -1,4 +1,4 @@
-"""What lies in a GGUF file, as far as a benchmark has to know: bytes and types of its tensors."""
+"""Sizes and types of a GGUF file's tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.errors import Unsupported, needs
 
 @dataclass(frozen=True)
 class Facts:
-    """A file in numbers.
+    """Sizes of a file.
 
     Attributes:
         bytes: of the whole file.
@@ -21,7 +21,7 @@ class Facts:
         layer_bytes: of all tensors of the layers.
         head_bytes: of the LM head, which may be the embedding.
         weights: numbers in all tensors.
-        types: GGML's name of a type -> how many matrices are held in it, the most frequent first.
+        types: GGML type -> number of matrices of that type, the most frequent first.
     """
 
     bytes: int
@@ -33,12 +33,12 @@ class Facts:
 
     @property
     def kinds(self) -> str:
-        """The types in words, such as "Q5_0 and Q6_K"."""
+        """The types as text, such as "Q5_0 and Q6_K"."""
         return " and ".join(self.types)
 
     @property
     def bits_per_weight(self) -> float:
-        """Over all tensors; the vocabulary is left out."""
+        """Mean over all tensors; the vocabulary is left out."""
         return 8 * self.tensor_bytes / self.weights
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def read(path: str | Path) -> Facts:
     """Read the tensor table of a file.
 
     Raises:
-        Unsupported: the `gguf` package is missing, or the file is none of its kind.
+        Unsupported: the `gguf` package is missing, or the file is not a whole GGUF file.
     """
     with needs("bench", f"a benchmark of {path}", "shoal-lab"):
         from gguf import GGUFReader

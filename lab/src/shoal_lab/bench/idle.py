@@ -1,4 +1,4 @@
-"""Whether the machine is busy with something else."""
+"""Whether other processes keep the machine busy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from shoal_lab.bench.process import cpu_seconds, library
 
 BUSY = 0.1
-"""Cores kept busy by others from which on a measurement is suspect."""
+"""Cores kept busy by others above which a measurement is suspect."""
 
 _FIELDS = ("user", "nice", "system", "irq", "softirq", "steal")
-"""A processor's time without its rest; guests count as users already. Other systems have some of them."""
+"""Fields of a processor's busy time; guests count as users already. Some systems lack some of them."""
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Counters at one moment, in seconds: of all processors, of our own processes, of the clock."""
+    """Seconds so far: busy time of all processors, time of our own processes, wall clock."""
 
     busy: float
     own: float
@@ -26,7 +26,7 @@ class CpuTimes:
 
 
 def snapshot(pids: Sequence[int] = ()) -> CpuTimes | None:
-    """Read the counters, of this process and our others `pids`; None where one of these has ended."""
+    """Read the counters of the machine, this process and our others `pids`; None if one of these has ended."""
     own = [cpu_seconds(pid) for pid in {os.getpid(), *pids}]
     if None in own:
         return None
@@ -36,7 +36,7 @@ def snapshot(pids: Sequence[int] = ()) -> CpuTimes | None:
 
 
 def others(before: CpuTimes | None, after: CpuTimes | None) -> float | None:
-    """Cores that other processes kept busy between two snapshots; None where that is unknown."""
+    """Cores that other processes kept busy between two snapshots; None if unknown."""
     if before is None or after is None or after.clock <= before.clock:
         return None
     return max(0.0, (after.busy - before.busy) - (after.own - before.own)) / (after.clock - before.clock)

@@ -1,4 +1,4 @@
-"""What is measured on: a shape with random weights, or a model from files. Cheap to hand to another process."""
+"""The model that is measured: a shape with random weights, or a model from files. Cheap to send to another process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shoal.model.packed.shape import FAMILIES
 from shoal_lab.bench import gguf_facts, shapes
 
 FILE = "file"
-"""The weight format of a GGUF file: its own numbers, as they are."""
+"""Format of a GGUF file's own weights."""
 
 _COUNTED = (*FAMILIES, "gemma2", "gemma3_text", "olmo2")
-"""Model types whose layer holds the seven matrices that are counted here."""
+"""Model types whose layers hold the seven matrices that are counted here."""
 
 if TYPE_CHECKING:
     from shoal.model.packed.source import Source
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A shape, or a model from files, of which exactly one is given.
+    """A shape or a model from files; exactly one of them is given.
 
     Attributes:
         shape: a name in `shapes.SHAPES`.
@@ -39,7 +39,7 @@ class MeasuredModel:
         revision: branch, tag or commit of `model`.
         trust_remote_code: whether the model's own Python code may run.
         seed: of a shape's weights.
-        dequantised: folder that holds the weights of a `.gguf` file as safetensors, for formats other than its own.
+        dequantised: folder with the weights of a `.gguf` file as safetensors, for formats other than its own.
     """
 
     shape: str | None = None
@@ -57,7 +57,7 @@ class MeasuredModel:
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """Name in reports."""
         return self.shape or str(self.model)
 
     @cached_property
@@ -67,7 +67,7 @@ class MeasuredModel:
 
     @property
     def text(self) -> Any:
-        """The config of the decoder."""
+        """The decoder's config."""
         return self.config.get_text_config()
 
     @property
@@ -77,7 +77,7 @@ class MeasuredModel:
 
     @cached_property
     def file(self) -> gguf_facts.Facts:
-        """What lies in the GGUF file; slow to read, so the parent of the processes asks for it once."""
+        """Facts of the GGUF file. Slow to read, so the parent process reads them once for all."""
         return gguf_facts.read(str(self.model))
 
     def _files(self) -> Any:
@@ -103,7 +103,7 @@ class MeasuredModel:
         return cast("Source", source)
 
     def hf_model(self, dtype: torch.dtype, device: str = "cpu") -> Any:
-        """The transformers model; of a GGUF file as transformers itself reads and dequantises it."""
+        """The transformers model; transformers itself reads and dequantises a GGUF file."""
         if self.shape is not None:
             return shapes.model_of(self.config, shapes.RandomWeights(self.config, dtype, device, self.seed), dtype)
         if self.is_file and self.dequantised is None:
@@ -115,10 +115,10 @@ class MeasuredModel:
         return self._files().model(dtype).to(device).eval()
 
     def engine(self, dtype: torch.dtype, device: str, backend: Any, quant: Any) -> Engine:
-        """Shoal's engine; a shape's is packed straight from its weights unless `backend` is "hf".
+        """Shoal's engine; a shape's weights are packed directly unless `backend` is "hf".
 
-        Of a GGUF file, `quant` "file" loads the file itself, another one the dequantised folder where there is one. A
-        number type that would be chosen anyway is left to `load`, as a user leaves it.
+        For a GGUF file, `quant` "file" loads the file itself, and any other one the dequantised folder if there is
+        one. The default dtype is left to `load`, as a user leaves it.
         """
         place = self.model if quant == FILE else self.dequantised or self.model
         quant = None if quant == FILE else quant
@@ -153,15 +153,15 @@ class MeasuredModel:
             self.file  # noqa: B018 (read here, before the processes start, which inherit it)
 
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window per layer."""
+        """Sliding window of each layer."""
         return windows_of(self.text)
 
     def full_plan(self) -> DepthPlan:
-        """Every layer, always."""
+        """The plan that runs every layer."""
         return DepthPlan.full(self.text.num_hidden_layers)
 
     def layer_weights(self) -> int:
-        """Weights in the matrices of one layer of the Llama form."""
+        """Weights in the matrices of one Llama-shaped layer."""
         c, head_dim = self.text, self._head_dim()
         attention = 2 * c.hidden_size * head_dim * (c.num_attention_heads + c.num_key_value_heads)
         total: int = attention + 3 * c.hidden_size * c.intermediate_size
@@ -173,16 +173,16 @@ class MeasuredModel:
         return size
 
     def weights(self) -> int:
-        """Weights in all matrices, a tied LM head counted once."""
+        """Weights in all matrices; a tied LM head counts once."""
         layers: int = self.text.num_hidden_layers
         return layers * self.layer_weights() + self.table_weights()
 
     def table_weights(self) -> int:
-        """Weights of embedding and LM head, a tied one counted once."""
+        """Weights of embedding and LM head; a tied one counts once."""
         return (1 if self.text.tie_word_embeddings else 2) * self.head_weights()
 
     def kv_entries(self) -> int:
-        """Numbers that one layer keeps of one position."""
+        """Numbers that one layer stores per position."""
         heads: int = self.text.num_key_value_heads
         return 2 * heads * self._head_dim()
 
@@ -191,7 +191,7 @@ class MeasuredModel:
         return size
 
     def facts(self) -> Iterator[tuple[str, Any]]:
-        """What a report says about it."""
+        """The fields of a report."""
         yield "name", self.shape or shown_name(str(self.model))
         model = "GGUF file" if self.is_file else "model"
         yield "kind", "shape with random weights" if self.shape is not None else model

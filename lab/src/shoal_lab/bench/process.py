@@ -1,4 +1,4 @@
-"""Memory and time of processes, from outside and from within."""
+"""Memory and processor time of processes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import needs
 
-# psutil knows no peak that can begin anew.
+# psutil cannot reset a peak, so it is read from procfs.
 _STATUS = Path("/proc/self/status")
 
 
 def library() -> Any:
-    """The package psutil.
+    """Import psutil.
 
     Raises:
         Unsupported: it is not installed.
@@ -30,7 +31,7 @@ def library() -> Any:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """User and system time that a process has used; None where it has ended."""
+    """User and system time that a process has used; None if it has ended."""
     psutil = library()
     try:
         times = psutil.Process(pid).cpu_times()
@@ -40,7 +41,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def resident(pid: int | None = None) -> int | None:
-    """Bytes of a process, or of this one, that are in memory; None where it has ended."""
+    """Resident bytes of a process, or of this one; None if it has ended."""
     psutil = library()
     try:
         return int(psutil.Process(pid).memory_info().rss)
@@ -49,7 +50,7 @@ def resident(pid: int | None = None) -> int | None:
 
 
 def peak_memory(device: str = "cpu") -> int | None:
-    """Largest resident set in bytes since the last reset, or memory of the device where it is not the CPU."""
+    """Largest resident set in bytes since the last reset; on another device, its peak allocated memory."""
     if device != "cpu":
         import torch
 
@@ -63,7 +64,7 @@ def peak_memory(device: str = "cpu") -> int | None:
 
 
 def reset_peak_memory(device: str = "cpu") -> None:
-    """Begin a new peak, where the system lets us."""
+    """Reset the peak, if the system allows it."""
     if device != "cpu":
         import torch
 
@@ -93,3 +94,38 @@ def served(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]
         finally:
             server.kill()
             server.wait()
+
+
+class MemorySampler(AbstractContextManager["MemorySampler"]):
+    """Reads memory repeatedly while its context lasts.
+
+    Args:
+        read: returns bytes, or None if there is nothing to read.
+        period: seconds between two readings.
+
+    Attributes:
+        curve: points of `seconds` since the start and `bytes`.
+    """
+
+    def __init__(self, read: Callable[[], int | None], period: float = 0.5) -> None:
+        self._read, self._period = read, period
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.curve: list[dict[str, float]] = []
+
+    def __enter__(self) -> MemorySampler:
+        self._start = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            value = self._read()
+            if value is not None:
+                self.curve.append({"seconds": round(time.perf_counter() - self._start, 2), "bytes": value})
+            if self._over.wait(self._period):
+                return

@@ -1,4 +1,4 @@
-"""The report of a benchmark: one JSON object that says what ran, where, how, and everything that was read."""
+"""The report of a benchmark: one JSON object with the command, the machine, and all readings."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _NUMBERS = re.compile(r"\[[-+.,\de\s]*\]")
 
 def framed(
     found: Mapping[str, Any],
-    subject: MeasuredModel,
+    model: MeasuredModel,
     setting: Setting,
     *,
     machine: Mapping[str, Any],
     command: Sequence[str],
 ) -> dict[str, Any]:
-    """Findings with the facts before them."""
+    """Findings with the heading, the model and the setting before them."""
     return {
         **heading(machine, command),
-        "subject": dict(subject.facts()),
+        "subject": dict(model.facts()),
         "setting": dataclasses.asdict(setting),
         **found,
     }
 
 
 def heading(machine: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
-    """What every report begins with."""
+    """The fields that every report begins with."""
     return {
         "schema": SCHEMA,
         "command": shown(command),
@@ -47,15 +47,15 @@ def heading(machine: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any
     }
 
 
-def shown(words: Sequence[str]) -> str:
-    """A command line without the folders of this machine: GGUF files stand in $SHOAL_MODELS, other files are named."""
-    return " ".join(_shown(word) for word in words)
+def shown(argv: Sequence[str]) -> str:
+    """A command line without folders of this machine: GGUF files stand in $SHOAL_MODELS, other files by their name."""
+    return " ".join(_shown(argument) for argument in argv)
 
 
-def _shown(word: str) -> str:
-    path = Path(word)
+def _shown(argument: str) -> str:
+    path = Path(argument)
     if not path.is_absolute():
-        return shlex.quote(word)
+        return shlex.quote(argument)
     if path.suffix == ".gguf":
         return f"$SHOAL_MODELS/{shlex.quote(path.name)}"
     inside = path.is_relative_to(Path.cwd()) and path != Path.cwd()
@@ -63,20 +63,20 @@ def _shown(word: str) -> str:
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:
-    """Write a report to a file, lists of numbers on one line."""
+    """Write a report to a file, each list of numbers on one line."""
     text = json.dumps(found, indent=1)
     path.write_text(_NUMBERS.sub(lambda list_: " ".join(list_[0].split()), text) + "\n", encoding="utf-8")
 
 
 def publish(report: Mapping[str, Any], path: Path | None) -> None:
-    """Write a report, if a path is given, and print it on one line: what a script of `benchmarks/` ends with."""
+    """Write a report if a path is given, and print it on one line: the last step of a script in `benchmarks/`."""
     if path is not None:
         write(report, path)
     print(json.dumps(report))
 
 
 def commit(folder: Path | None = None) -> str | None:
-    """The git commit that this code is at, `-dirty` added where tracked files have changed; None outside a clone."""
+    """The git commit of this code, with `-dirty` if tracked files have changed; None outside a clone."""
     where = folder or Path(__file__).parent
     try:
         head = _git(where, "rev-parse", "HEAD")
@@ -85,6 +85,6 @@ def commit(folder: Path | None = None) -> str | None:
         return None
 
 
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+def _git(folder: Path, *argv: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *argv], capture_output=True, text=True, check=True)
     return done.stdout.strip()

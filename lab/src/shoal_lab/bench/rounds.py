@@ -1,4 +1,4 @@
-"""Rounds: how many fit into the time, in which order the systems take their turns, and what their figures come to."""
+"""Rounds: how many fit into the time, in which order systems take turns, and figures over rounds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def figure(values: Iterable[float]) -> Figure:
 
 
 def ratio(values: Iterable[float]) -> Ratio:
-    """A figure, and between `low` and `high` the median of what is measured, with a `confidence` of at least 95 %.
+    """A figure with an interval `low` to `high` of the median, at a `confidence` of at least 95 %.
 
-    Whatever the distribution: a value lies below its median in half of all cases (David and Nagaraja, "Order
-    Statistics", 7.1). All three are None below 6 values, among which even the whole range is not as sure.
+    It holds for any distribution: a value lies below the median in half of all cases (David and Nagaraja, "Order
+    Statistics", 7.1). All three are None below 6 values, when even the whole range is not that sure.
     """
     listed = sorted(values)
     count = len(listed)
@@ -43,7 +43,7 @@ def in_order(items: Sequence[T], round_number: int) -> list[T]:
 
 
 def check_rounds(rounds: int, minutes: float | None = None) -> None:
-    """ValueError for what `Rounds` cannot be."""
+    """Check arguments of `Rounds`; ValueError."""
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1, 3 to show a spread, and 6 for 95 % intervals")
     if minutes is not None and not minutes > 0:
@@ -51,14 +51,14 @@ def check_rounds(rounds: int, minutes: float | None = None) -> None:
 
 
 class Rounds:
-    """Numbers of rounds from 0, once; a round is only begun if it should end within the time. The clock starts here.
+    """Iterates over round numbers from 0, once. A round only begins if it should end in time; the clock starts here.
 
     Args:
         asked: most rounds.
-        minutes: the time; None for no limit.
+        minutes: time limit; None for no limit.
 
     Attributes:
-        done: how many have been gone through.
+        done: rounds finished so far.
     """
 
     def __init__(self, asked: int, minutes: float | None = None) -> None:
@@ -75,5 +75,5 @@ class Rounds:
                 return
 
     def to_dict(self) -> dict[str, Any]:
-        """What a report says about them."""
+        """The fields of a report."""
         return {"asked": self.asked, "done": self.done, "stopped_early": self.done < self.asked}

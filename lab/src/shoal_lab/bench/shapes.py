@@ -1,7 +1,7 @@
 """Well-known model shapes with random weights, for speed alone.
 
-A tensor is a slice of one small random block, taken from a place that its name decides: making one runs at the speed
-of memory, any order gives the same weights, and nothing is ever initialised twice or held in a wider type.
+A tensor is a slice of one small random block, at a place that follows from its name: making it runs at the speed of
+memory, any order gives the same weights, and nothing is initialised twice or held in a wider type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.errors import unknown
 
 _BLOCK = 1_048_573
-"""A prime, so that rows of a matrix begin at ever new places of the block."""
+"""A prime, so that the rows of a matrix begin at different places of the block."""
 
 _COMMON: Mapping[str, Any] = MappingProxyType(
     {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "head_dim": None}
@@ -75,7 +75,7 @@ class RandomWeights:
         config: a LlamaConfig.
         dtype: of the tensors.
         device: where they are made.
-        seed: another seed, other weights.
+        seed: decides the weights.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class RandomWeights:
         self._block = (_block(seed) * config.initializer_range).to(device, dtype)
 
     def names(self) -> tuple[str, ...]:
-        """All tensors, in the order of the model."""
+        """Names of all tensors, in the order of the model."""
         return tuple(self._shapes)
 
     def blocks(self, name: str) -> None:
-        """See `Source`."""
+        """None: no weights come in blocks."""
         return None
 
     def has(self, name: str) -> bool:

@@ -1,6 +1,6 @@
-"""What is measured: systems behind one protocol, and the runs they return.
+"""What is measured: the protocol of a system, and the results it returns.
 
-A system holds one set of weights in one number format and decodes greedily, never stopping before the asked length.
+A system holds one set of weights in one number format, decodes greedily, and never stops before the asked length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoal_lab.components.cost import Traffic
 
 
 class NotMeasured(Exception):
-    """A system that cannot run here; the message says why, and what would help."""
+    """A system cannot run here; the message says why, and what would help."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Setting:
     Attributes:
         dtype: of unquantised weights and of the computation.
         quant: "int8", "int4", "file" (a GGUF file's own numbers) or None.
-        backend: Shoal's own choice of executor.
+        backend: executor of Shoal.
         device: such as "cpu" or "cuda:0".
         threads: CPU threads.
-        compile_minutes: most time that a peer's warm-up may take.
-        card_seconds: time that each step measurement of Shoal's cost card takes.
+        compile_minutes: time limit of a baseline's warm-up.
+        card_seconds: time for each step measurement of Shoal's cost card.
     """
 
     dtype: str
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def weights(self) -> str:
-        """What the weights are held in."""
+        """Format of the weights."""
         return self.quant or self.dtype
 
 
@@ -51,7 +51,7 @@ class Run:
 
     Attributes:
         times: seconds from the call until token i of every row was there.
-        tokens: the first row's.
+        tokens: the first row's tokens.
         mean_layers: decoder layers per token, token 0 at L, as realised.
         ideal_speedup: by layers alone; 1 at full depth.
     """
@@ -64,11 +64,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to be expected of a generation.
+    """What a generation should read and take.
 
     Attributes:
         step_bytes: mean bytes read per decoding step.
-        seconds, tpot: the cost card's prediction; None where a system has none.
+        seconds, tpot: prediction of the cost card; None if a system has none.
     """
 
     step_bytes: float
@@ -78,13 +78,13 @@ class Expected:
 
 @dataclass(frozen=True)
 class About:
-    """A system that is ready.
+    """A system that is ready to run.
 
     Attributes:
         version: of the software.
-        detail: what ran, in a few words, such as "packed" or "Q8_0, flash attention auto".
-        weight_bytes: of all weights that a full step reads.
-        extra: anything else worth a place in the report.
+        detail: what ran, such as "packed" or "Q8_0, flash attention auto".
+        weight_bytes: size of all weights that a full step reads.
+        extra: more fields of the report.
     """
 
     version: str | None
@@ -94,24 +94,24 @@ class About:
 
 
 class System(Protocol):
-    """One way of running the subject's weights. Methods are called in a process of the system's own."""
+    """Runs the model's weights. Its methods are called in a process of the system's own."""
 
-    def __init__(self, subject: MeasuredModel, setting: Setting) -> None: ...
+    def __init__(self, model: MeasuredModel, setting: Setting) -> None: ...
 
     def prepare(self) -> About:
         """Load the weights.
 
         Raises:
-            NotMeasured: it cannot be done here.
+            NotMeasured: the system cannot run here.
         """
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
-        """Decode `new_tokens` for every prompt; `method` is for Shoal alone."""
+        """Decode `new_tokens` tokens for every prompt; `method` is for Shoal only."""
         ...
 
     def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
-        """Seconds of `repeats` forwards of `positions` tokens after `prompt`, logits of all of them wanted."""
+        """Seconds of each of `repeats` forwards of `positions` tokens after `prompt`, with logits for all of them."""
         ...
 
     def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
@@ -123,15 +123,15 @@ class System(Protocol):
         ...
 
 
-def traffic_of(subject: MeasuredModel, bits: float, kv_bytes: int) -> Traffic:
-    """Bytes by arithmetic: every matrix at `bits` per weight, KV entries of `kv_bytes` each."""
-    layer, head = subject.layer_weights(), subject.head_weights()
-    kv = subject.kv_entries() * kv_bytes
-    return Traffic(layer * bits / 8, head * bits / 8, kv, subject.windows(), layer_weights=layer)
+def traffic_of(model: MeasuredModel, bits: float, kv_bytes: int) -> Traffic:
+    """Traffic by arithmetic: every matrix at `bits` per weight, KV entries of `kv_bytes` each."""
+    layer, head = model.layer_weights(), model.head_weights()
+    kv = model.kv_entries() * kv_bytes
+    return Traffic(layer * bits / 8, head * bits / 8, kv, model.windows(), layer_weights=layer)
 
 
-def file_traffic(subject: MeasuredModel, kv_bytes: int) -> Traffic:
-    """Bytes of a GGUF file's tensors as they lie in it, KV entries of `kv_bytes` each."""
-    plain, facts = traffic_of(subject, 0.0, kv_bytes), subject.file
-    layer = facts.layer_bytes / subject.text.num_hidden_layers
+def file_traffic(model: MeasuredModel, kv_bytes: int) -> Traffic:
+    """Traffic of a GGUF file: its tensors as stored, KV entries of `kv_bytes` each."""
+    plain, facts = traffic_of(model, 0.0, kv_bytes), model.file
+    layer = facts.layer_bytes / model.text.num_hidden_layers
     return Traffic(layer, facts.head_bytes, plain.kv, plain.windows, plain.layer_weights)

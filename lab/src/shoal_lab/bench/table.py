@@ -9,25 +9,25 @@ Row = list[str]
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
-    """Lines in which the columns stand under each other."""
+    """Pad cells so that columns are aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return [("  " + "  ".join(row)).rstrip() for row in padded]
 
 
 def spread(figure: Mapping[str, float], form: str) -> str:
-    """Median, with smallest and largest in parentheses."""
+    """Median, with minimum and maximum in parentheses."""
     return f"{form.format(figure['median'])} ({form.format(figure['min'])}-{form.format(figure['max'])})"
 
 
 def paired(ratio: Mapping[str, float | None]) -> str:
-    """Median, with its 95 % interval in brackets where there is one."""
+    """Median, with its 95 % interval in brackets if there is one."""
     interval = "" if ratio.get("low") is None else f" [{ratio['low']:.2f}-{ratio['high']:.2f}]"
     return f"{ratio['median']:.2f}{interval}"
 
 
 def intervals(report: Mapping[str, Any]) -> str:
-    """A note on the brackets of `paired` in a report's tables, or why there are none; nothing for old reports."""
+    """A note on the brackets of `paired` in a report's tables; empty for reports without intervals."""
     ratios = [one for result in report["results"] for one in result.get("ratios", {}).values() if "low" in one]
     if any(one["low"] is not None for one in ratios):
         return ", [95 % interval of a ratio]"

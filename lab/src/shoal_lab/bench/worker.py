@@ -1,6 +1,6 @@
-"""A process per system: its memory, its threads and its crashes are its own, and it can be stopped.
+"""One process per system, with its own memory and threads: it can crash or be stopped without the others.
 
-Parent and child talk through a pipe: (name of a method, arguments) one way, ("ok" | "absent" | "error", value) back.
+Parent and child talk through a pipe: (method name, arguments) one way, ("ok" | "absent" | "error", value) back.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class SystemProcess:
 
     Args:
         factory: makes the system; must be importable by name.
-        subject: what to run.
-        setting: how.
+        model: the model to run.
+        setting: how to run it.
     """
 
-    def __init__(self, factory: Factory, subject: MeasuredModel, setting: Setting) -> None:
+    def __init__(self, factory: Factory, model: MeasuredModel, setting: Setting) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, factory, subject, setting), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, factory, model, setting), daemon=True)
         self._process.start()
         theirs.close()
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid or 0
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process is running."""
         return self._process.is_alive()
 
     def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a method of the system and wait for what it returns.
 
         Raises:
-            NotMeasured: the system says so, ended, or did not answer within `timeout` seconds.
+            NotMeasured: the system says so, has ended, or did not answer within `timeout` seconds.
             RuntimeError: the method failed.
         """
         try:
@@ -82,7 +82,7 @@ class SystemProcess:
 
 
 class Host:
-    """Answers calls for a system, and those about the process that holds it."""
+    """Answers calls to a system, and calls about the process that holds it."""
 
     def __init__(self, system: System, device: str) -> None:
         self._system, self._device = system, device
@@ -98,7 +98,7 @@ class Host:
         return getattr(self._system, name)(*args)
 
 
-def _serve(pipe: Connection, factory: Factory, subject: MeasuredModel, setting: Setting) -> None:
+def _serve(pipe: Connection, factory: Factory, model: MeasuredModel, setting: Setting) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted parent ends its workers itself
@@ -111,11 +111,11 @@ def _serve(pipe: Connection, factory: Factory, subject: MeasuredModel, setting: 
         except EOFError:
             name, args = "close", ()
         try:
-            host = host or Host(factory(subject, setting), setting.device)
+            host = host or Host(factory(model, setting), setting.device)
             answer = ("ok", host.call(name, *args))
         except NotMeasured as reason:
             answer = ("absent", str(reason))
-        except Exception:  # whatever a peer raises is the parent's to report
+        except Exception:  # whatever a baseline raises is for the parent to report
             answer = ("error", traceback.format_exc())
         try:
             pipe.send(answer)

@@ -1,6 +1,6 @@
-"""Requests that people make of models, by kind, read from files laid out like the project's data folder.
+"""Requests by kind, read from files laid out like the project's data folder.
 
-Of these kinds edits copy by their nature, and retrieval and summaries may.
+Edits copy much of their prompt; retrieval and summaries may.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shoal_lab import reference
 PROBLEMS = "problems"
 """Word problems that ship with the package."""
 _DOCUMENT = 3000
-"""Characters of a document that a prompt holds."""
+"""Most characters of a document in a prompt."""
 
 
 def prompts(data: Path | None, kind: str, count: int, seed: int = 0) -> list[str]:
-    """At most `count` requests of a kind, drawn with `seed`; the first ones of the problems.
+    """At most `count` requests of a kind, drawn with `seed`; of the problems, the first ones.
 
     Raises:
-        ValueError: see `check`; or the kind's file is not in `data`.
+        ValueError: as for `check`, or the kind's file is not in `data`.
     """
     check(data, [kind])
     if data is None or kind == PROBLEMS:
@@ -38,9 +38,9 @@ def prompts(data: Path | None, kind: str, count: int, seed: int = 0) -> list[str
     return random.Random(f"{seed}/{kind}").sample(found, min(count, len(found)))
 
 
-def check(data: Path | None, kinds: Sequence[str], beside: Sequence[str] = ()) -> None:
-    """ValueError for a kind that is unknown, here and `beside`, or for one that needs a folder where there is none."""
-    known = [*KINDS, PROBLEMS, *beside]
+def check(data: Path | None, kinds: Sequence[str], more: Sequence[str] = ()) -> None:
+    """Check kinds of text; ValueError for one that is neither known here nor in `more`, or that needs a folder."""
+    known = [*KINDS, PROBLEMS, *more]
     for kind in kinds:
         if kind not in known:
             raise unknown("kind of text", kind, known)

@@ -33,7 +33,7 @@ from shoal_lab.calibrate.search import (
     orders,
 )
 from shoal_lab.calibrate.trials import OutOfTrials, Trial, TrialRunner
-from shoal_lab.eval.decoders import contender
+from shoal_lab.eval.decoders import candidate
 from shoal_lab.eval.evaluate import Evaluator
 from shoal_lab.eval.items import Item, Sample
 from shoal_lab.eval.study import model_name
@@ -196,8 +196,8 @@ def _choose(found: SearchResult, evaluator: Evaluator, items: Sequence[Item], ai
 
 def _judge(evaluator: Evaluator, samples: Sequence[Sample], trial: Trial, aim: Aim) -> dict[str, Any]:
     engine = evaluator.engine
-    full = contender(engine, Full(), evaluator.max_new_tokens)
-    who = contender(engine, trial.schedule, evaluator.max_new_tokens, trial.label)
+    full = candidate(engine, Full(), evaluator.max_new_tokens)
+    who = candidate(engine, trial.schedule, evaluator.max_new_tokens, trial.label)
     base, mine = (evaluator.answers("calibration", samples, each) for each in (full, who))
     row = answers_row(base, mine, engine.stack.num_layers, engine.stack.head_layers)
     drop = -row["difference"]["mean"] if aim.metric == "accuracy" else 1 - row["rouge_l"]

@@ -78,12 +78,12 @@ def observe(
         raise ValueError("reference solutions need a tokenizer; load the model with one")
     eos = min(engine.eos_token_ids, default=None)
     samples = encode(items, engine.tokenizer, eos, engine.stack.max_positions)
-    way = engine.stack, DepthPlan.full(engine.stack.num_layers)
+    executor = engine.stack, DepthPlan.full(engine.stack.num_layers)
     found: list[Tensor] = []
     hidden = None if progress is None else not progress
     for first in tqdm(range(0, len(samples), batch), desc="solutions", disable=hidden):
         part = samples[first : first + batch]
-        found += scoring.losses([one.prompt for one in part], [one.reference for one in part], [way], _sureness)[0]
+        found += scoring.losses([one.prompt for one in part], [one.reference for one in part], [executor], _sureness)[0]
     seen = torch.cat([torch.zeros(0, 2), *found])
     return seen[:, 0], seen[:, 1] > 0
 

@@ -73,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
     from shoal_lab.bench import process, report
     from shoal_lab.bench.speed import dequantised, run, summary, table
 
-    subject = _subject(args)
-    grid, plan = _grid(args, subject), _plan(args)
+    model = _model(args)
+    grid, plan = _grid(args, model), _plan(args)
     process.library()
     common.check_plot(args.plot)
-    with dequantised.provided(subject, grid.quants) as whole:
+    with dequantised.provided(model, grid.quants) as whole:
         outcome = run.run(whole, grid, plan)
     found = report.framed(
-        summary.findings(outcome, plan.setting), subject, plan.setting, machine=env.collect(), command=args.words
+        summary.findings(outcome, plan.setting), model, plan.setting, machine=env.collect(), command=args.words
     )
     if args.plot is not None:
         from shoal_lab.bench.speed.plot import draw
@@ -96,32 +96,32 @@ def _startup(args: argparse.Namespace) -> int:
 
     if args.model is None:
         raise ValueError("--startup measures how a model file loads; give one with --model")
-    subject = measuring.subject_of(args, trust_remote_code=args.trust_remote_code)
+    model = measuring.model_of(args, trust_remote_code=args.trust_remote_code)
     setting = measuring.setting_of(args, backend=args.backend)
-    wish = startup.StartupConfig(measuring.peers_from(args.peer or ["hf"]), args.rounds, args.minutes)
+    wish = startup.StartupConfig(measuring.baselines_from(args.peer or ["hf"]), args.rounds, args.minutes)
     process.library()
-    found = startup.measure(subject, setting, wish)
-    found = report.framed(found, subject, setting, machine=env.collect(), command=args.words)
+    found = startup.measure(model, setting, wish)
+    found = report.framed(found, model, setting, machine=env.collect(), command=args.words)
     measuring.publish(found, args, startup_table.text)
     return 0
 
 
-def _subject(args: argparse.Namespace) -> MeasuredModel:
+def _model(args: argparse.Namespace) -> MeasuredModel:
     args.shape = args.shape or (None if args.model is not None else "135m")
-    return measuring.subject_of(args, revision=args.revision, trust_remote_code=args.trust_remote_code,
+    return measuring.model_of(args, revision=args.revision, trust_remote_code=args.trust_remote_code,
                                 dequantised=args.dequantised)
 
 
-def _grid(args: argparse.Namespace, subject: MeasuredModel) -> Grid:
+def _grid(args: argparse.Namespace, model: MeasuredModel) -> Grid:
     from shoal_lab.bench.speed.cells import Grid
 
     chosen = methods_from(args.methods)
     if args.method.name != "full":
         chosen[label_of(args.method)] = args.method
-    usual = "file" if subject.is_file else "none"
+    usual = "file" if model.is_file else "none"
     return Grid(
         methods={label: method.to_dict() for label, method in chosen.items()},
-        peers=_peers(args),
+        baselines=_baselines(args),
         quants=measuring.quants_from(usual if args.quant is None else args.quant, ("none", "int8", "int4", "file")),
         batches=numbers("--batch", args.batch, int),
         contexts=numbers("--context", args.context, int),
@@ -139,13 +139,13 @@ def _plan(args: argparse.Namespace) -> Plan:
     return Plan(args.rounds, args.minutes, setting, text=text)
 
 
-def _peers(args: argparse.Namespace) -> list[str]:
+def _baselines(args: argparse.Namespace) -> list[str]:
     """The peers that are asked for, checked before anything is loaded."""
     from shoal.errors import unknown
     from shoal_lab.bench import baselines
 
-    asked = measuring.peers_from(args.peer or ["hf"])
+    asked = measuring.baselines_from(args.peer or ["hf"])
     for name in asked:
-        if name not in baselines.PEERS and name not in baselines.NOT_HERE:
-            raise unknown("peer", name, [*baselines.PEERS, *baselines.NOT_HERE, "none"])
+        if name not in baselines.BASELINES and name not in baselines.NOT_HERE:
+            raise unknown("peer", name, [*baselines.BASELINES, *baselines.NOT_HERE, "none"])
     return [name for name in asked if not (args.no_compile and name == "hf-static-compiled")]

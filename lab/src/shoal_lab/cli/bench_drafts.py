@@ -46,11 +46,11 @@ def add_arguments(parser: Parser) -> None:
     texts.add_argument("--shortest", metavar="N", type=int, default=32, help="texts with a shorter answer are replaced")
     texts.add_argument("--tolerance", metavar="T", type=float, default=0.25, help="nats between tokens that may tie")
     texts.add_argument("--seed", metavar="N", type=int, default=0, help="of the choice of texts")
-    peers = parser.add_argument_group("other software")
-    peers.add_argument("--peer", metavar="P", action="append", help="hf, hf-prompt-lookup, hf-early-exit, "
+    baselines = parser.add_argument_group("other software")
+    baselines.add_argument("--peer", metavar="P", action="append", help="hf, hf-prompt-lookup, hf-early-exit, "
                        "hf-draft-model, llama.cpp, llama.cpp-prompt-lookup or llama.cpp-draft-model; can be repeated")
-    peers.add_argument("--exit-at", metavar="N", type=int, help="layer of transformers' own early exit")
-    peers.add_argument("--assistant", metavar="M", help="smaller model that drafts for other software")
+    baselines.add_argument("--exit-at", metavar="N", type=int, help="layer of transformers' own early exit")
+    baselines.add_argument("--assistant", metavar="M", help="smaller model that drafts for other software")
     group = measuring.add_procedure(parser)
     group.add_argument("--minutes", metavar="T", type=float, help="begin no text after that long")
 
@@ -62,17 +62,17 @@ def run(args: argparse.Namespace) -> int:
     from shoal_lab.bench.drafts import measure, summary
 
     (quant,) = measuring.quants_from(args.quant)
-    subject = measuring.subject_of(args, revision=args.revision, trust_remote_code=args.trust_remote_code)
+    model = measuring.model_of(args, revision=args.revision, trust_remote_code=args.trust_remote_code)
     setting = measuring.setting_of(args, quant, args.backend)
     wish, chosen = _wish(args), methods_from(args.methods)
     process.library()
-    found = report.framed(_earlier(args.json), subject, setting, machine=env.collect(), command=args.words)
+    found = report.framed(_earlier(args.json), model, setting, machine=env.collect(), command=args.words)
 
     def keep() -> None:
         if args.json:
             report.write(found, Path(args.json))
 
-    measure.measure(subject, setting, chosen, wish, found, keep)
+    measure.measure(model, setting, chosen, wish, found, keep)
     measuring.publish(found, args, lambda whole: f"{summary.text(whole['results'])}\n{_gate(whole['lossless'])}")
     return int(found["lossless"]["wrong"] > 0)
 
@@ -97,7 +97,7 @@ def _wish(args: argparse.Namespace) -> DraftsConfig:
     usual = [workloads.PROBLEMS] if args.data is None else list(workloads.KINDS)
     return DraftsConfig(
         [word for word in args.texts.split(",") if word] if args.texts else usual, args.data,
-        peers=measuring.peers_from(args.peer), exit_layer=args.exit_at,
+        baselines=measuring.baselines_from(args.peer), exit_layer=args.exit_at,
         **{one.name: getattr(args, one.name) for one in dataclasses.fields(DraftsConfig) if hasattr(args, one.name)
            and one.name not in ("data",)},
     )

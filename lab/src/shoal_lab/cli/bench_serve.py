@@ -25,7 +25,7 @@ from shoal_lab.cli.measuring import numbers
 
 if TYPE_CHECKING:
     from shoal_lab.bench.load.run import LoadConfig
-    from shoal_lab.bench.load.servers import LoadTargets, Servers
+    from shoal_lab.bench.load.servers import Servers, ServersConfig
 
 FAILED = 1
 EXAMPLES = """examples:
@@ -82,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
     from shoal_lab.bench.load import http, plot, table
     from shoal_lab.bench.load.servers import Servers
 
-    wish, lineup = wish_of(args), _lineup(args)
-    _check(args, wish, lineup)
+    wish, config = wish_of(args), _servers_config(args)
+    _check(args, wish, config)
     process.library()
     http.library()
     common.check_plot(args.plot)
-    with _terminable(), Servers(lineup, wish.prompts.texts) as servers:
+    with _terminable(), Servers(config, wish.prompts.texts) as servers:
         facts = _fill(servers, args, wish)
         found = _soak(args, wish, servers) if args.soak else _measure(wish, servers)
     found = {**report.heading(env.collect(), args.words), **facts, **found}
@@ -107,11 +107,11 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check(args: argparse.Namespace, wish: LoadConfig, lineup: LoadTargets) -> None:
+def _check(args: argparse.Namespace, wish: LoadConfig, config: ServersConfig) -> None:
     """Before anything is loaded."""
-    if args.url is not None and (args.model or args.shape or lineup.peers):
+    if args.url is not None and (args.model or args.shape or config.baselines):
         raise ValueError("--url names a server that runs already; it goes with no --model, --shape or --peer")
-    single = len(wish.loads) == len(lineup.methods) == len(lineup.admissions) == 1 and not lineup.peers
+    single = len(wish.loads) == len(config.methods) == len(config.admissions) == 1 and not config.baselines
     if args.soak and (args.minutes is None or not single):
         raise ValueError("a soak takes --minutes, one load, one method and no peer, such as "
                          "--soak --concurrency 16 --minutes 10")
@@ -126,10 +126,10 @@ def _fill(servers: Servers, args: argparse.Namespace, wish: LoadConfig) -> dict[
         servers.attach(Address(args.url, key), args.served_model)
         return {"subject": {"name": args.url}, "setting": None, "not_measured": servers.absent, "notes": servers.notes}
     (quant,) = measuring.quants_from(args.quant)
-    subject, setting = measuring.subject_of(args), measuring.setting_of(args, quant)
-    servers.start(subject, setting, wish.prompts)
+    model, setting = measuring.model_of(args), measuring.setting_of(args, quant)
+    servers.start(model, setting, wish.prompts)
     return {
-        "subject": dict(subject.facts()),
+        "subject": dict(model.facts()),
         "setting": dataclasses.asdict(setting),
         "not_measured": servers.absent,
         "notes": servers.notes,
@@ -150,16 +150,16 @@ def _measure(wish: LoadConfig, servers: Servers) -> dict[str, Any]:
     return {"rounds": rounds.to_dict(), "results": results(cells, wish.objective)}
 
 
-def _lineup(args: argparse.Namespace) -> LoadTargets:
-    from shoal_lab.bench.load.servers import LoadTargets
+def _servers_config(args: argparse.Namespace) -> ServersConfig:
+    from shoal_lab.bench.load.servers import ServersConfig
 
     chosen = methods_from(args.methods)
     if args.method.name != "full" or not chosen:
         chosen[label_of(args.method)] = args.method
-    return LoadTargets(
+    return ServersConfig(
         {label: method.to_dict() for label, method in chosen.items()},
         [word for word in args.admission.split(",") if word],
-        measuring.peers_from(args.peer),
+        measuring.baselines_from(args.peer),
         args.max_rows,
         not args.natural_ends,
         args.chat,

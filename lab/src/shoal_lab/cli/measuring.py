@@ -60,7 +60,7 @@ def check_outputs(*paths: str | Path | None) -> None:
             raise ValueError(f"there is no folder {str(path.parent)!r} to write {path.name} to")
 
 
-def subject_of(args: argparse.Namespace, **more: Any) -> MeasuredModel:
+def model_of(args: argparse.Namespace, **more: Any) -> MeasuredModel:
     """What is measured; the default model if nothing is named."""
     from shoal import catalog
     from shoal_lab.bench.model import MeasuredModel
@@ -96,7 +96,7 @@ def quants_from(text: str, known: Iterable[str] = ("none", "int8", "int4")) -> l
     return [None if word == "none" else word for word in words]
 
 
-def peers_from(asked: Iterable[str] | None) -> list[str]:
+def baselines_from(asked: Iterable[str] | None) -> list[str]:
     """Names of other software, each once; "none" is nobody."""
     return [name for name in dict.fromkeys(asked or ()) if name != "none"]
 

@@ -58,7 +58,7 @@ class _Block(Growth):
         row: whose it is.
         text: what is read of its tokens.
         masks: how many stand behind its tokens.
-        laws: logits [masks, V] of their places, once they are known.
+        all_logits: logits [masks, V] of their places, once they are known.
         goes_on: whether another guess is wanted.
     """
 
@@ -67,13 +67,13 @@ class _Block(Growth):
         self.row, self.masks = row, min(length, row.stop.room)
         self.text = row.tokens if window is None else row.tokens[-window:]
         self._most = min(limit, self.masks)
-        self.laws: Tensor | None = None
+        self.all_logits: Tensor | None = None
         self.goes_on = self._most > 0
 
-    def law(self) -> Tensor:
+    def logits(self) -> Tensor:
         """Logits [V] of the next place."""
-        assert self.laws is not None
-        return self.laws[len(self.tokens) - 1]
+        assert self.all_logits is not None
+        return self.all_logits[len(self.tokens) - 1]
 
     def extend(self, tokens: Sequence[int], probs: Tensor | None) -> None:
         """Add the guess, if there is one: behind an end of the text nothing is of use."""
@@ -106,7 +106,7 @@ class MaskedDrafter(Drafter):
         check_context(self._stack, how.name, longest if how.window is None else min(longest, how.window + how.length))
         blocks = [_Block(row, limit, how.length, how.window) for row, limit in zip(rows, limits, strict=True)]
         self._read([block for block in blocks if block.goes_on])
-        grow(blocks, lambda some: torch.stack([block.law() for block in some]), _extend)
+        grow(blocks, lambda some: torch.stack([block.logits() for block in some]), _extend)
         return [block.tree() for block in blocks]
 
     def _read(self, blocks: list[_Block]) -> None:
@@ -118,7 +118,7 @@ class MaskedDrafter(Drafter):
             blocks = blocks[count:]
 
     def _forward(self, blocks: Sequence[_Block]) -> None:
-        """The laws of some blocks. A block whose text the model cannot read, lacking a padded id, ends."""
+        """Logits of some blocks. A block whose text the model cannot read, lacking a padded id, ends."""
         for block in blocks:
             block.goes_on = max(block.text) < self._stack.vocab_size
         blocks = [block for block in blocks if block.goes_on]
@@ -136,7 +136,7 @@ class MaskedDrafter(Drafter):
         if mask < self._vocabulary:
             logits[:, mask] = -torch.inf
         for block, lines in zip(blocks, logits.split([chunk.wanted for chunk in chunks]), strict=True):
-            block.laws = lines[: block.masks]
+            block.all_logits = lines[: block.masks]
 
 
 def _extend(blocks: Sequence[_Block], logits: Tensor) -> None:

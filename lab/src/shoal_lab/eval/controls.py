@@ -19,14 +19,14 @@ from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.schedule import Schedule
 from shoal.methods.unified_layer_skipping import evenly_spaced
-from shoal_lab.eval.decoders import Contender, contender
+from shoal_lab.eval.decoders import Candidate, candidate
 from shoal_lab.eval.equal_depth import Counts, Lengths, linear, power_law, rising, two_levels
 from shoal_lab.eval.rising import RisingPlan
 from shoal_lab.methods.skipdecode import SkipDecode
 
 _BLENDS = 200
 _PLACES = ("center_out", "late_middle", "low_first", "spread")
-Make = Callable[[], Contender]
+Make = Callable[[], Candidate]
 STARTS = (0.2, 0.4, 0.6)
 GROUPS = ("constant", "budgets", "geometry", "random", "orders", "starts")
 """In D3's order a constant depth, other budgets; the published geometries; random and named orders; a delayed decay."""
@@ -81,7 +81,7 @@ def setting(
     return ControlSetting(engine, lengths, mean, removal, kept, max_new_tokens, tuple(seeds), tuple(curve))
 
 
-def controls(at: ControlSetting, groups: Sequence[str] = GROUPS) -> list[Contender]:
+def controls(at: ControlSetting, groups: Sequence[str] = GROUPS) -> list[Candidate]:
     """D3 first, then the controls of the given groups, all at the setting's mean depth.
 
     A control that cannot reach the mean is left out.
@@ -106,17 +106,17 @@ def check_groups(groups: Sequence[str]) -> Sequence[str]:
     return groups
 
 
-def _d3(at: ControlSetting, label: str, start: float, order: tuple[int, ...]) -> Contender:
+def _d3(at: ControlSetting, label: str, start: float, order: tuple[int, ...]) -> Candidate:
     alpha, _ = power_law(at.lengths, at.num_layers, at.core.size, at.mean, start)
     method = D3(alpha=alpha, start=start, order=order, core=at.core.size, horizon=at.lengths.horizon)
     return _named(at, method, label)
 
 
-def _named(at: ControlSetting, method: Method, label: str) -> Contender:
-    return contender(at.engine, method, at.max_new_tokens, label)
+def _named(at: ControlSetting, method: Method, label: str) -> Candidate:
+    return candidate(at.engine, method, at.max_new_tokens, label)
 
 
-def _scheduled(at: ControlSetting, label: str, table: Counts, order: Sequence[int]) -> Contender:
+def _scheduled(at: ControlSetting, label: str, table: Counts, order: Sequence[int]) -> Candidate:
     return _named(at, schedule(table, order, at.num_layers), label)
 
 
@@ -138,11 +138,11 @@ def _linear(at: ControlSetting) -> list[Make]:
 
 
 def _reversed(at: ControlSetting) -> list[Make]:
-    def backwards() -> Contender:
+    def backwards() -> Candidate:
         counts = rising(at.lengths, at.num_layers, at.core.size, at.mean)
         plan = RisingPlan(counts, at.order, at.num_layers)
         spec = {"method": "reversed_d3", "method_args": {"counts": list(counts), "order": list(at.order)}}
-        return Contender("reversed d3", spec, plan)
+        return Candidate("reversed d3", spec, plan)
 
     return [backwards]
 
@@ -150,15 +150,15 @@ def _reversed(at: ControlSetting) -> list[Make]:
 def _geometry(at: ControlSetting) -> list[Make]:
     layers = at.num_layers
 
-    def skipdecode() -> Contender:
+    def skipdecode() -> Candidate:
         budget, horizon, _ = linear(at.lengths, layers, 1, at.mean)
         return _named(at, SkipDecode(maximum=1.0, minimum=budget.minimum, warm_up=1, horizon=horizon), "skipdecode")
 
-    def evenly() -> Contender:
+    def evenly() -> Candidate:
         levels = two_levels(at.lengths, layers, 1, at.mean)
         return _scheduled(at, "unified layer skipping", levels, even_order(layers, min(levels)))
 
-    def exits() -> Contender:
+    def exits() -> Candidate:
         levels = two_levels(at.lengths, layers, 1, at.mean)
         return _scheduled(at, "early exit", levels, tuple(range(layers - 1, 0, -1)))
 
@@ -177,7 +177,7 @@ def even_order(num_layers: int, count: int) -> tuple[int, ...]:
     return (*gone, many[last])
 
 
-def _calibrated(at: ControlSetting) -> Iterator[Contender]:
+def _calibrated(at: ControlSetting) -> Iterator[Candidate]:
     """Between the two schedules of the curve that enclose the mean; none where the curve does not reach it."""
     longest = max(at.lengths.tokens)
     plans = [_named(at, schedule, "calibrated") for schedule in (Schedule((), ()), *at.curve)]

@@ -19,7 +19,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
 from shoal.types import Stats
 from shoal_lab.eval import scoring
-from shoal_lab.eval.rising import RisingPlan, way
+from shoal_lab.eval.rising import RisingPlan, executor
 
 Plan = DepthPlan | RisingPlan
 WORK = ("second_tokens", "switches", "branches", "thrown_away")
@@ -27,7 +27,7 @@ WORK = ("second_tokens", "switches", "branches", "thrown_away")
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """A way of decoding that is compared with others.
 
     Attributes:
@@ -50,10 +50,10 @@ class Contender:
             self.recipe.check_scored(self.label, *read)
 
 
-def contender(engine: Engine, method: Method, max_new_tokens: int, label: str | None = None) -> Contender:
+def candidate(engine: Engine, method: Method, max_new_tokens: int, label: str | None = None) -> Candidate:
     """The contender that a method is on this model, for answers of up to that length."""
     recipe = engine.recipe(method, max_new_tokens)
-    return Contender(label or method.name, method.to_dict(), recipe.plan, method, recipe)
+    return Candidate(label or method.name, method.to_dict(), recipe.plan, method, recipe)
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class Decoder:
         self._risen: tuple[RisingPlan, Engine] | None = None
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int, stop: Sequence[str] = ()
+        self, prompts: Sequence[Sequence[int]], who: Candidate, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> list[Answered]:
         """Answers in the order of the prompts; see `each_answer`."""
         found = dict(self.each_answer(prompts, who, max_new_tokens, stop))
         return [found[number] for number in range(len(prompts))]
 
     def each_answer(
-        self, prompts: Sequence[Sequence[int]], who: Contender, max_new_tokens: int, stop: Sequence[str] = ()
+        self, prompts: Sequence[Sequence[int]], who: Candidate, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Answered]]:
         """Answers as they end, each with the number of its prompt.
 
@@ -142,7 +142,7 @@ class Decoder:
         """Options of a request with that prompt; each has a seed of its own, else all would draw the same numbers."""
         return {"temperature": self.temperature, "seed": zlib.crc32(repr(list(prompt)).encode())}
 
-    def _layers(self, who: Contender, stats: Stats) -> float:
+    def _layers(self, who: Candidate, stats: Stats) -> float:
         """The layers of a plain loop that reads as much: the same where nothing is guessed."""
         if isinstance(who.plan, RisingPlan):
             return who.plan.layer_tokens(stats.new_tokens)
@@ -159,12 +159,12 @@ class Decoder:
         Raises:
             Unsupported: a plan that rises, on a model that is not packed.
         """
-        return scoring.losses(prompts, references, [way(self.engine.stack, plan) for plan in plans])
+        return scoring.losses(prompts, references, [executor(self.engine.stack, plan) for plan in plans])
 
     def _rising(self, plan: RisingPlan) -> Engine:
         """An engine whose full depth is the plan; the last one made is kept."""
         if self._risen is None or self._risen[0] != plan:
-            engine, (stack, _) = self.engine, way(self.engine.stack, plan)
+            engine, (stack, _) = self.engine, executor(self.engine.stack, plan)
             twin = Engine(stack, engine.tokenizer, eos_token_ids=engine.eos_token_ids)
             twin.card = engine.card
             self._risen = plan, twin

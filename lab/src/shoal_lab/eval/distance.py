@@ -23,11 +23,11 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.companions import same_tokens
 from shoal.errors import Unsupported
 from shoal.model.stack import Stack
-from shoal_lab.eval.decoders import Contender
+from shoal_lab.eval.decoders import Candidate
 from shoal_lab.eval.evaluate import BIN, precision
 from shoal_lab.eval.outcomes import Outcomes, RunKey
 from shoal_lab.eval.reread import BLOCK, Reread, Take
-from shoal_lab.eval.rising import Way, way
+from shoal_lab.eval.rising import Executor, executor
 
 LONGEST = 192
 """Tokens of an answer, where nobody says otherwise."""
@@ -113,19 +113,19 @@ class FullReading:
         self._truth = [_Truth.room(len(text.answer) - 1, engine.stack) for text in texts]
         self.full = [Readings() for _ in texts]
         self._rows = 1 if engine.stack.device.type == "cpu" else BLOCK
-        self._reread.under(way(engine.stack, engine.recipe("full", 1).plan), self._by_rows(self._learn))
+        self._reread.under(executor(engine.stack, engine.recipe("full", 1).plan), self._by_rows(self._learn))
 
-    def under(self, how: Way, experts: Experts | None = None) -> list[Readings]:
+    def under(self, how: Executor, experts: Experts | None = None) -> list[Readings]:
         """Every text under a plan, and with the neurons that a recipe's part chooses."""
         return self._found(lambda take: self._reread.under(how, take, experts))
 
     def beside(self, stack: Stack) -> list[Readings]:
         """Every text as another model reads it, prompts included, with all its layers."""
         reread = Reread(stack, [(text.prompt, text.answer) for text in self._texts])
-        how = way(stack, DepthPlan.full(stack.num_layers))
+        how = executor(stack, DepthPlan.full(stack.num_layers))
         return self._found(lambda take: reread.under(how, take))
 
-    def apart(self, how: Way) -> list[Readings]:
+    def apart(self, how: Executor) -> list[Readings]:
         """Every text where step 1 of a plan makes what later tokens see, and step 2 what is judged."""
         return self._found(lambda take: self._reread.apart(how, take))
 
@@ -201,7 +201,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Variant:
     """Something whose distance to the full model is measured.
 
     Attributes:
@@ -215,19 +215,19 @@ class Subject:
     layers: Callable[[int], float]
 
 
-def subject(stack: Stack, who: Contender) -> Subject:
+def variant(stack: Stack, who: Candidate) -> Variant:
     """A contender as what is measured.
 
     Raises:
         Unsupported: its plan and its experts do not say how likely a token is, or it needs a packed model.
     """
     who.check_scored("experts")
-    how, experts = way(stack, who.plan), None if who.recipe is None else who.recipe.experts
+    how, experts = executor(stack, who.plan), None if who.recipe is None else who.recipe.experts
     whole = who.spec["method"] == "full"
-    return Subject(who.spec, lambda judge: judge.full if whole else judge.under(how, experts), who.plan.layer_tokens)
+    return Variant(who.spec, lambda judge: judge.full if whole else judge.under(how, experts), who.plan.layer_tokens)
 
 
-def other_model(engine: Engine, beside: Engine) -> Subject:
+def other_model(engine: Engine, beside: Engine) -> Variant:
     """Another model of the same tokens as what is measured.
 
     Args:
@@ -241,7 +241,7 @@ def other_model(engine: Engine, beside: Engine) -> Subject:
         raise Unsupported(f"the distance of {engine.model_name!r} from {beside.model_name!r}",
                           "they have different tokens", "Name models with the tokenizer of --model")
     spec = {"method": "full", "method_args": {}, "of": engine.fingerprint, **precision(engine)}
-    return Subject(spec, lambda judge: judge.beside(engine.stack), lambda count: float(count * engine.stack.num_layers))
+    return Variant(spec, lambda judge: judge.beside(engine.stack), lambda count: float(count * engine.stack.num_layers))
 
 
 @dataclass
@@ -306,14 +306,14 @@ class Distances:
                 pass
             return [list(result.tokens) for result in stream.results]
 
-    def measure(self, texts: Sequence[Told], subjects: Sequence[Subject]) -> list[dict[str, dict[str, Any]]]:
+    def measure(self, texts: Sequence[Told], variants: Sequence[Variant]) -> list[dict[str, dict[str, Any]]]:
         """Read every text as every subject does; outcomes by suite/item, subject after subject.
 
         After `until` the texts that are not read yet are left out, for all subjects alike. Measure many subjects at
         once: they share the reading at full depth.
         """
         for batch in self._batches(texts):
-            open_ones = [who for who in subjects if self._missing(batch, who)]
+            open_ones = [who for who in variants if self._missing(batch, who)]
             if not open_ones:
                 continue
             if self.late:
@@ -321,17 +321,17 @@ class Distances:
             judge = FullReading(self.engine, batch)
             for who in open_ones:
                 self._keep(batch, who, who.read(judge))
-        done = [text for text in texts if not any(self._missing([text], who) for who in subjects)]
+        done = [text for text in texts if not any(self._missing([text], who) for who in variants)]
         return [{f"{text.suite}/{text.id}": self.outcomes.of(self._run(text.suite, who))[text.id] for text in done}
-                for who in subjects]
+                for who in variants]
 
-    def _run(self, suite: str, who: Subject) -> RunKey:
+    def _run(self, suite: str, who: Variant) -> RunKey:
         return self.run_of(suite, "distance", who.spec)
 
-    def _missing(self, texts: Sequence[Told], who: Subject) -> list[Told]:
+    def _missing(self, texts: Sequence[Told], who: Variant) -> list[Told]:
         return [text for text in texts if text.id not in self.outcomes.of(self._run(text.suite, who))]
 
-    def _keep(self, texts: Sequence[Told], who: Subject, readings: Sequence[Readings]) -> None:
+    def _keep(self, texts: Sequence[Told], who: Variant, readings: Sequence[Readings]) -> None:
         for suite in dict.fromkeys(text.suite for text in texts):
             run = self._run(suite, who)
             rows = zip(texts, readings, strict=True)

@@ -19,8 +19,8 @@ from shoal.methods.full import Full
 from shoal.model.packed.stack import PackedStack
 from shoal_lab.components.cost import CostCard
 from shoal_lab.eval.controls import controls, setting
-from shoal_lab.eval.decoders import Contender, Decoder, contender
-from shoal_lab.eval.distance import Distances, Told, bin_sizes, other_model, subject
+from shoal_lab.eval.decoders import Candidate, Decoder, candidate
+from shoal_lab.eval.distance import Distances, Told, bin_sizes, other_model, variant
 from shoal_lab.eval.equal_depth import Lengths
 from shoal_lab.eval.evaluate import BIN
 from shoal_lab.eval.items import Item, Sample, encode
@@ -71,8 +71,8 @@ def run(
         TimeoutError: no text was read in time.
     """
     beside = [(label, other, other_model(other, distances.engine)) for label, other in (others or {}).items()]
-    groups = contenders_of(distances, texts, study)
-    everyone = [subject(distances.engine.stack, who) for _, rivals in groups for who in rivals]
+    groups = candidates_of(distances, texts, study)
+    everyone = [variant(distances.engine.stack, who) for _, rivals in groups for who in rivals]
     found = distances.measure(texts, [*everyone, *(who for *_, who in beside)])
     if not found[0]:
         raise TimeoutError("no time was left to read any text; the same command goes on from here")
@@ -107,13 +107,13 @@ def step_bytes(engine: Engine) -> int:
     return sum(weights.nbytes for weights in engine.model.parameters())
 
 
-def contenders_of(
+def candidates_of(
     distances: Distances, texts: Sequence[Told], study: Study
-) -> list[tuple[float | None, list[Contender]]]:
+) -> list[tuple[float | None, list[Candidate]]]:
     """The full model and the methods asked for, then D3 and its controls for every speed-up."""
     engine, longest = distances.engine, distances.max_new_tokens
-    fixed = [contender(engine, method, longest, label) for label, method in study.methods.items()]
-    groups: list[tuple[float | None, list[Contender]]] = [(None, [contender(engine, Full(), longest, "full"), *fixed])]
+    fixed = [candidate(engine, method, longest, label) for label, method in study.methods.items()]
+    groups: list[tuple[float | None, list[Candidate]]] = [(None, [candidate(engine, Full(), longest, "full"), *fixed])]
     lengths = Lengths(tuple(len(text.answer) for text in texts))
     for speed in study.speedups:
         at = setting(engine, lengths, speed, longest, study.order, study.core, study.seeds, study.curve)
@@ -179,7 +179,7 @@ def times(
         card: what steps cost on this machine, now.
     """
     chosen = [texts[index * len(texts) // count] for index in range(min(count, len(texts)))]
-    groups = contenders_of(distances, texts, study)
+    groups = candidates_of(distances, texts, study)
     labelled = [(speed, who) for speed, who in _labelled(groups) if who.label in ("full", "d3", "constant")]
     samples = [Sample(Item(text.id, "", ""), text.prompt, ()) for text in chosen]
     measured = alone(Decoder(distances.engine), samples, [who for _, who in labelled], distances.max_new_tokens,
@@ -201,11 +201,11 @@ def _prefixes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             "never_parts": mean(row["prefix"] > row["count"] for row in rows)}
 
 
-def _labelled(groups: Sequence[tuple[float | None, list[Contender]]]) -> list[tuple[float | None, Contender]]:
+def _labelled(groups: Sequence[tuple[float | None, list[Candidate]]]) -> list[tuple[float | None, Candidate]]:
     return [(speed, who) for speed, rivals in groups for who in rivals]
 
 
-def _firsts(groups: Sequence[tuple[float | None, list[Contender]]], found: Sequence[Found]) -> list[Found]:
+def _firsts(groups: Sequence[tuple[float | None, list[Candidate]]], found: Sequence[Found]) -> list[Found]:
     """For every contender the outcomes of the first of its group, which is D3 where there is a speed-up."""
     firsts, place = [], 0
     for _, rivals in groups:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from shoal.engine.engine import Engine
 from shoal.model.packed.stack import PackedStack
-from shoal_lab.eval.decoders import Answered, Contender, Decoder
+from shoal_lab.eval.decoders import Answered, Candidate, Decoder
 from shoal_lab.eval.items import Item, Sample, encode
 from shoal_lab.eval.judging import Judging
 from shoal_lab.eval.outcomes import Outcomes, RunKey
@@ -63,7 +63,7 @@ class Evaluator:
             raise ValueError("no item fits the model's context; give shorter ones")
         return sorted(found, key=lambda sample: (len(sample.prompt) + len(sample.reference), sample.item.id))
 
-    def run_of(self, suite: str, kind: str, who: Contender) -> RunKey:
+    def run_of(self, suite: str, kind: str, who: Candidate) -> RunKey:
         """The run under which outcomes are kept."""
         settings = precision(self.engine)
         if kind == "answers":
@@ -71,7 +71,7 @@ class Evaluator:
             settings |= {"temperature": self.temperature} if self.temperature else {}
         return RunKey(suite, kind, who.spec, self.engine.fingerprint, settings)
 
-    def answers(self, suite: str, samples: Sequence[Sample], who: Contender) -> dict[str, dict[str, Any]]:
+    def answers(self, suite: str, samples: Sequence[Sample], who: Candidate) -> dict[str, dict[str, Any]]:
         """Generate and judge the answer to every sample; outcomes by item id, each kept as soon as it is there."""
         run = self.run_of(suite, "answers", who)
         known = self.outcomes.of(run)
@@ -87,7 +87,7 @@ class Evaluator:
             self._keep(run, judging.rest(), found)
         return self._chosen(run, samples)
 
-    def _answered(self, samples: Sequence[Sample], who: Contender) -> Iterator[tuple[Sample, Answered]]:
+    def _answered(self, samples: Sequence[Sample], who: Candidate) -> Iterator[tuple[Sample, Answered]]:
         for stop in dict.fromkeys(sample.item.stop for sample in samples):
             part = [sample for sample in samples if sample.item.stop == stop]
             prompts = [sample.prompt for sample in part]
@@ -123,7 +123,7 @@ class Evaluator:
         }
 
     def losses(
-        self, suite: str, samples: Sequence[Sample], contenders: Sequence[Contender]
+        self, suite: str, samples: Sequence[Sample], candidates: Sequence[Candidate]
     ) -> list[dict[str, dict[str, Any]]]:
         """Score every sample's reference under every contender's plan; outcomes by item id, contender after contender.
 
@@ -132,12 +132,12 @@ class Evaluator:
         Raises:
             Unsupported: a contender's plan alone does not say how likely a reference is.
         """
-        for who in contenders:
+        for who in candidates:
             who.check_scored()
-        runs = [self.run_of(suite, "loss", who) for who in contenders]
+        runs = [self.run_of(suite, "loss", who) for who in candidates]
         for batch in self._batches(samples, runs, f"{suite}: loss"):
             open_runs = [
-                (run, who) for run, who in zip(runs, contenders, strict=True)
+                (run, who) for run, who in zip(runs, candidates, strict=True)
                 if any(sample.item.id not in self.outcomes.of(run) for sample in batch)
             ]
             scored = self.decoder.losses(
@@ -177,7 +177,7 @@ def precision(engine: Engine) -> dict[str, Any]:
     return found
 
 
-def _loss(who: Contender, values: Sequence[float]) -> dict[str, Any]:
+def _loss(who: Candidate, values: Sequence[float]) -> dict[str, Any]:
     bins = [round(sum(values[start : start + BIN]), 4) for start in range(0, len(values), BIN)]
     return {"nll": bins, "count": len(values), "layers": who.plan.layer_tokens(len(values))}
 

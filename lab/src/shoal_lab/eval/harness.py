@@ -37,11 +37,11 @@ def compare(
     Raises:
         Unsupported: lm-evaluation-harness is not installed.
     """
-    subject = _model_class()(model, **options)
+    lm = _model_class()(model, **options)
     found: dict[str, dict[str, Any]] = {}
     for label, method in {"full": "full", **methods}.items():
-        subject.method = make(method)
-        found[label] = _run(subject, tasks, data, limit, task_options or {})
+        lm.method = make(method)
+        found[label] = _run(lm, tasks, data, limit, task_options or {})
     rows = [row for label, run in found.items() for row in _rows(label, found["full"], run)]
     compared = [row for row in rows if row["label"] != "full"]
     for row, p in zip(compared, holm([row["difference"]["p"] for row in compared]), strict=True):

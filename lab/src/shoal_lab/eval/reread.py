@@ -14,7 +14,7 @@ from shoal.decode.worker import Experts, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
-from shoal_lab.eval.rising import Way
+from shoal_lab.eval.rising import Executor
 
 BLOCK = 64
 """Tokens of a forward: what the native kernels take at most."""
@@ -39,17 +39,17 @@ class Reread:
         self._cache = KVCache(stack.windows, len(texts), [longest] * stack.num_layers)
         self._read_prompts()
 
-    def under(self, way: Way, take: Take, experts: Experts | None = None) -> None:
+    def under(self, executor: Executor, take: Take, experts: Experts | None = None) -> None:
         """Run every answer, token j at step j + 1 of the plan, and show what decides tokens 1, 2, ..."""
-        self._again(*way, take, worker=None if experts is None else experts.begin(way[0], self._cache))
+        self._again(*executor, take, worker=None if experts is None else experts.begin(executor[0], self._cache))
 
-    def apart(self, way: Way, take: Take) -> None:
+    def apart(self, executor: Executor, take: Take) -> None:
         """The same where what a token is judged by and what later tokens see of it differ.
 
         Every token runs twice: at step 1 of the plan for those after it, and at step 2 to be judged, seeing the
         tokens before it as step 1 left them.
         """
-        self._again(*way, take, twins=True)
+        self._again(*executor, take, twins=True)
 
     def _again(
         self, stack: Stack, plan: DepthPlan, take: Take, twins: bool = False, worker: Worker | None = None

@@ -24,7 +24,7 @@ from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack, Start
 
-Way = tuple[Stack, DepthPlan]
+Executor = tuple[Stack, DepthPlan]
 """Who runs a plan, and the plan that it is given."""
 
 
@@ -127,7 +127,7 @@ class RisingStack(PackedStack):
         return NativeMatrix(native.pack(zeros, "int8")) if isinstance(like, NativeMatrix) else Dense(zeros)
 
 
-def way(stack: Stack, plan: DepthPlan | RisingPlan) -> Way:
+def executor(stack: Stack, plan: DepthPlan | RisingPlan) -> Executor:
     """How a plan is run on a model.
 
     Raises:

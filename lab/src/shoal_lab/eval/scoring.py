@@ -24,25 +24,25 @@ def loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def losses(
-    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], ways: Sequence[tuple[Stack, DepthPlan]],
+    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], executors: Sequence[tuple[Stack, DepthPlan]],
     measure: Measure = loss,
 ) -> list[list[Tensor]]:
     """What is measured of every reference token, each way: [way][item] -> [tokens, ...].
 
-    The prompt runs every layer and is read once for all ways, up to its last token; reference token j is decided at
+    The prompt runs every layer and is read once for all executors, up to its last token; reference token j is
     step j.
 
     Args:
         prompts: at least one token each.
         references: the tokens that follow, at least one each.
-        ways: plans and who runs them; stacks that read a prompt alike.
+        executors: plans and who runs them; stacks that read a prompt alike.
         measure: what is measured.
     """
     texts = [_Text(row, list(prompt), list(reference))
              for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True))]
-    windows = ways[0][0].windows if ways else ()
+    windows = executors[0][0].windows if executors else ()
     cache = KVCache(windows, len(texts), [max(len(text.tokens) for text in texts)] * len(windows))
-    return [_read(texts, cache, stack, plan, measure) for stack, plan in ways]
+    return [_read(texts, cache, stack, plan, measure) for stack, plan in executors]
 
 
 @dataclass(frozen=True)

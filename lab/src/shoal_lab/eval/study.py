@@ -14,7 +14,7 @@ from shoal.methods.base import Method
 from shoal.methods.schedule import Schedule
 from shoal.sandbox.process import find
 from shoal_lab.eval.controls import GROUPS, ControlSetting, controls, setting
-from shoal_lab.eval.decoders import Contender, contender
+from shoal_lab.eval.decoders import Candidate, candidate
 from shoal_lab.eval.equal_depth import Lengths
 from shoal_lab.eval.evaluate import BIN, Evaluator
 from shoal_lab.eval.floors import floors
@@ -83,8 +83,8 @@ def run(
     """
     samples = evaluator.samples(items)
     plain = make("full" if evaluator.engine.masked is None else "diffusion")
-    full = contender(evaluator.engine, plain, evaluator.max_new_tokens, plain.name)
-    fixed = [contender(evaluator.engine, m, evaluator.max_new_tokens, label) for label, m in study.methods.items()
+    full = candidate(evaluator.engine, plain, evaluator.max_new_tokens, plain.name)
+    fixed = [candidate(evaluator.engine, m, evaluator.max_new_tokens, label) for label, m in study.methods.items()
              if m != plain]
     if "loss" in study.measures:
         for who in (full, *fixed):  # before answers are made, which takes much longer
@@ -112,14 +112,14 @@ def run(
 
 
 def _answers(
-    evaluator: Evaluator, suite: str, samples: Sequence[Sample], full: Contender, fixed: Sequence[Contender],
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], full: Candidate, fixed: Sequence[Candidate],
     known: Mapping[str, Found], study: Study, warn: Say,
 ) -> list[dict[str, Any]]:
     base = evaluator.answers(suite, samples, full)
     stack = evaluator.engine.stack
     longest = evaluator.max_new_tokens
 
-    def row(who: Contender, found: Found, **more: Any) -> dict[str, Any]:
+    def row(who: Candidate, found: Found, **more: Any) -> dict[str, Any]:
         figures = answers_row(base, found, stack.num_layers, stack.head_layers)
         planned = who.plan.layer_tokens(longest) / longest
         said = idle_warning(who.label, suite, figures["mean_layers"], stack.num_layers, planned)
@@ -154,7 +154,7 @@ def _between(found: Mapping[str, Found]) -> list[dict[str, Any]]:
 
 def settled(
     evaluator: Evaluator, suite: str, samples: Sequence[Sample], base: Found, study: Study, speedup: float
-) -> list[Contender]:
+) -> list[Candidate]:
     """D3 and its controls, each solved for the lengths of its own answers, which depend on what it leaves out."""
     lengths = Lengths(tuple(len(row["tokens"]) for row in base.values()))
     at = _setting(evaluator, study, lengths, speedup)
@@ -164,8 +164,8 @@ def settled(
 
 def _settle(
     evaluator: Evaluator, suite: str, samples: Sequence[Sample], pilot: Sequence[Sample], at: ControlSetting,
-    who: Contender, study: Study,
-) -> Contender:
+    who: Candidate, study: Study,
+) -> Candidate:
     """The contender whose realised mean is nearest: tried on a pilot, then on all, solved again where it is off.
 
     Each try changes the lengths that the next one is solved for, so those of all tries are taken together: that damps
@@ -191,7 +191,7 @@ def _settle(
     return best
 
 
-def _again(at: ControlSetting, who: Contender, study: Study) -> Contender | None:
+def _again(at: ControlSetting, who: Candidate, study: Study) -> Candidate | None:
     """The same control for another setting; None where it cannot reach the mean there."""
     with suppress(ValueError):
         return next((rival for rival in controls(at, study.groups) if rival.label == who.label), None)
@@ -204,7 +204,7 @@ def _setting(evaluator: Evaluator, study: Study, lengths: Lengths, speedup: floa
 
 
 def _losses(
-    evaluator: Evaluator, suite: str, samples: Sequence[Sample], full: Contender, fixed: Sequence[Contender],
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], full: Candidate, fixed: Sequence[Candidate],
     study: Study, lengths: Lengths,
 ) -> dict[str, Any]:
     stack = evaluator.engine.stack
@@ -230,7 +230,7 @@ def _losses(
 
 
 def _own_losses(
-    evaluator: Evaluator, suite: str, samples: Sequence[Sample], answers: Found, full: Contender, limit: int | None
+    evaluator: Evaluator, suite: str, samples: Sequence[Sample], answers: Found, full: Candidate, limit: int | None
 ) -> list[dict[str, float]]:
     """The full model's loss on its own greedy answers, by position."""
     own = [replace(sample, reference=tuple(answers[sample.item.id]["tokens"])) for sample in samples]

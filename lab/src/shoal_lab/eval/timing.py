@@ -8,12 +8,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal_lab.eval.decoders import Contender, Decoder
+from shoal_lab.eval.decoders import Candidate, Decoder
 from shoal_lab.eval.items import Sample
 
 
 def alone(
-    decoder: Decoder, samples: Sequence[Sample], contenders: Sequence[Contender], max_new_tokens: int,
+    decoder: Decoder, samples: Sequence[Sample], candidates: Sequence[Candidate], max_new_tokens: int,
     progress: bool | None = None,
 ) -> list[dict[str, Any] | None]:
     """Seconds per answer and per token of each contender at batch 1, by the engine's own loop.
@@ -28,12 +28,12 @@ def alone(
     Returns:
         For each contender its figures, or None where it is no method that the engine runs.
     """
-    seconds: list[list[float]] = [[] for _ in contenders]
-    paces: list[list[float]] = [[] for _ in contenders]
+    seconds: list[list[float]] = [[] for _ in candidates]
+    paces: list[list[float]] = [[] for _ in candidates]
     hidden = None if progress is None else not progress
     for number, sample in enumerate(tqdm([samples[0], *samples], desc="alone", disable=hidden)):
-        for who in _rotated(list(range(len(contenders))), number):
-            method = contenders[who].method
+        for who in _rotated(list(range(len(candidates))), number):
+            method = candidates[who].method
             if method is None:
                 continue
             options = {"max_new_tokens": max_new_tokens, **decoder.drawn(sample.prompt)}

@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.stack import Stack
-from shoal_lab.eval.distance import FullReading, Readings, Subject
+from shoal_lab.eval.distance import FullReading, Readings, Variant
 from shoal_lab.eval.equal_depth import Counts, Lengths
-from shoal_lab.eval.rising import RisingPlan, Way, way
+from shoal_lab.eval.rising import Executor, RisingPlan, executor
 
 _HALVINGS = 40
 Losses = Sequence[Sequence[float]]
 """KL in nats of a token, by bin of positions and by layers left out: [bin][L - depth]."""
 
 
-def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Way:
+def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Executor:
     """Tokens judged at one depth that see tokens computed at another: see `Reread.apart`.
 
     A layer that a token runs and its context did not still finds keys and values there, of the stream that passed by:
@@ -30,7 +30,7 @@ def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Way:
     """
     layers = stack.num_layers
     if judged > context:
-        return way(stack, RisingPlan((layers, context, judged), tuple(order), layers))
+        return executor(stack, RisingPlan((layers, context, judged), tuple(order), layers))
     steps = [NEVER] * layers
     for layer in order[: layers - judged]:
         steps[layer] = 2
@@ -39,7 +39,7 @@ def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Way:
     return stack, DepthPlan.whole_layers(steps)
 
 
-def judged_apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Subject:
+def judged_apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Variant:
     """Tokens at one depth, their context at another."""
     how = apart(stack, context, judged, order)
 
@@ -47,26 +47,26 @@ def judged_apart(stack: Stack, context: int, judged: int, order: Sequence[int]) 
         return judge.apart(how)
 
     spec = {"method": "apart", "method_args": {"context": context, "judged": judged, "order": list(order)}}
-    return Subject(spec, read, _layers(stack, judged))
+    return Variant(spec, read, _layers(stack, judged))
 
 
-def at_depth(stack: Stack, depth: int, order: Sequence[int]) -> Subject:
+def at_depth(stack: Stack, depth: int, order: Sequence[int]) -> Variant:
     """Every token after the first at one depth."""
     drops = [1 if layer in order[: stack.num_layers - depth] else NEVER for layer in range(stack.num_layers)]
     return _planned(stack, DepthPlan.whole_layers(drops))
 
 
-def without(stack: Stack, layer: int, part: str) -> Subject:
+def without(stack: Stack, layer: int, part: str) -> Variant:
     """Every token after the first without the attention, the MLP, or both, of one layer."""
     every = (NEVER,) * stack.num_layers
     less = (*every[:layer], 1, *every[layer + 1 :])
     return _planned(stack, DepthPlan(every if part == "mlp" else less, every if part == "attention" else less))
 
 
-def _planned(stack: Stack, plan: DepthPlan) -> Subject:
+def _planned(stack: Stack, plan: DepthPlan) -> Variant:
     drops = {part: [None if drop == NEVER else drop for drop in drops]
              for part, drops in (("attention", plan.attention), ("mlp", plan.mlp))}
-    return Subject({"method": "plan", "method_args": drops}, lambda judge: judge.under((stack, plan)),
+    return Variant({"method": "plan", "method_args": drops}, lambda judge: judge.under((stack, plan)),
                    plan.layer_tokens)
 
 

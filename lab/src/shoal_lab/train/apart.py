@@ -49,9 +49,9 @@ class Apart:
         first = 1 + max(self.answers, default=-1)
         self.answers += (first + torch.arange(len(asked))[:, None].expand_as(asked)[asked]).tolist()
         for mine, theirs in zip(states[asked].split(_PIECE), own_states[asked].split(_PIECE), strict=True):
-            law, own = (linear(one.float(), rows).log_softmax(-1) for one in (mine, theirs))
-            self.nats += kl_div(law, own, log_target=True, reduction="none").sum(-1).tolist()
-            self.same += (law.argmax(-1) == own.argmax(-1)).float().tolist()
+            found, own = (linear(one.float(), rows).log_softmax(-1) for one in (mine, theirs))
+            self.nats += kl_div(found, own, log_target=True, reduction="none").sum(-1).tolist()
+            self.same += (found.argmax(-1) == own.argmax(-1)).float().tolist()
 
     def means(self) -> dict[str, float]:
         """`distance` in nats and `kept_words`, means over places."""

@@ -166,9 +166,9 @@ class ContextGateModule(ShippedModule):
 
     def _apart(self, states: Tensor, whole: Tensor) -> Tensor:
         """Sums over places [n, D] of the divergence and of likeliest words that are the same, [2]."""
-        law, own = (linear(one.float(), self.head.rows).log_softmax(-1) for one in (states, whole))
-        same = (law.argmax(-1) == own.argmax(-1)).sum()
-        return torch.stack([kl_div(law, own, log_target=True, reduction="sum"), same.float()])
+        gated, own = (linear(one.float(), self.head.rows).log_softmax(-1) for one in (states, whole))
+        same = (gated.argmax(-1) == own.argmax(-1)).sum()
+        return torch.stack([kl_div(gated, own, log_target=True, reduction="sum"), same.float()])
 
     def exported(self) -> dict[str, Tensor]:
         """See `ShippedModule`; scores lie about 0 where tokens are cut."""

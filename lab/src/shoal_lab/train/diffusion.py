@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_lab.eval.sources import parallel
-from shoal_lab.train.optimizer import Descent
+from shoal_lab.train.optimizer import CheckpointedOptimizer
 
 CHECKPOINT = "training.pt"
 EOS, MASK, UNKNOWN = "<eos>", "<mask>", "<unk>"
@@ -170,12 +170,12 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(parallel.words())
     model = fresh_model(tokenizer, how)
-    descent = _descent(model, how, folder / CHECKPOINT)
-    card: dict[str, Any] = descent.resume() or {"step": 0, "seconds": 0.0, "losses": {}}
+    optimizer = _optimizer(model, how, folder / CHECKPOINT)
+    card: dict[str, Any] = optimizer.resume() or {"step": 0, "seconds": 0.0, "losses": {}}
     began, kept, losses = time.monotonic() - card["seconds"], time.monotonic(), list[float]()
     while card["step"] < how.steps and not late():
         loss = loss_of(model, batch_of(card["step"], tokenizer, how))
-        losses.append(descent.step(loss, card["step"], _share(card["step"], how.steps)))
+        losses.append(optimizer.step(loss, card["step"], _share(card["step"], how.steps)))
         card["step"] += 1
         card["seconds"] = round(time.monotonic() - began, 1)
         if card["step"] % 100 == 0 or card["step"] == how.steps:
@@ -183,9 +183,9 @@ def train(
             tell(f"step {card['step']} of {how.steps}, {card['seconds']:.0f} s, loss {sum(losses) / len(losses):.4f}")
             losses = []
         if time.monotonic() - kept > 60:
-            descent.save(card)
+            optimizer.save(card)
             kept = time.monotonic()
-    descent.save(card)
+    optimizer.save(card)
     card = {**asdict(how), **card}
     _export(folder, model, tokenizer, card)
     return card
@@ -196,11 +196,11 @@ def _share(step: int, steps: int) -> float:
     return min((step + 1) / (_WARM * steps), (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def _descent(model: Any, how: DiffusionTraining, path: Path) -> Descent:
+def _optimizer(model: Any, how: DiffusionTraining, path: Path) -> CheckpointedOptimizer:
     """Muon for the layers' matrices, where torch has it, and AdamW for the rest."""
     muon = hasattr(torch.optim, "Muon")
     matrices = [weight for weight in model.model.layers.parameters() if muon and weight.dim() == 2]
-    return Descent(model, matrices, (3 * how.rate, how.rate), (0.9, 0.98), 0.01, 1.0, path, asdict(how))
+    return CheckpointedOptimizer(model, matrices, (3 * how.rate, how.rate), (0.9, 0.98), 0.01, 1.0, path, asdict(how))
 
 
 def _export(folder: Path, model: Any, tokenizer: Any, card: dict[str, Any]) -> None:

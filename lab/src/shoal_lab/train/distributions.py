@@ -44,20 +44,20 @@ class _CrossEntropy(torch.autograd.Function):
     def _pieces(ctx: Any, guesses: Tensor, states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         count, piece = len(guesses), max(1, _NUMBERS // len(rows))
         wide = torch.promote_types(rows.dtype, torch.float32)
-        law, own = (torch.empty(min(piece, count), len(rows), dtype=wide) for _ in range(2))
+        guessed, own = (torch.empty(min(piece, count), len(rows), dtype=wide) for _ in range(2))
         total, words, slope = torch.zeros((), dtype=wide), guesses.new_empty(count, dtype=torch.int64), None
         if ctx.needs_input_grad[0]:
             slope = torch.empty_like(guesses)
         for first in range(0, count, piece):
             some = slice(first, min(first + piece, count))
-            mine, theirs = law[: some.stop - first], own[: some.stop - first]
+            mine, theirs = guessed[: some.stop - first], own[: some.stop - first]
             theirs.copy_(states[some].to(rows.dtype) @ rows.T)
-            _to_law(theirs.sub_(theirs.amax(-1, keepdim=True)))
+            _to_probabilities(theirs.sub_(theirs.amax(-1, keepdim=True)))
             mine.copy_(guesses[some].to(rows.dtype) @ rows.T)
             most, words[some] = mine.max(-1)
             mine -= most[:, None]
             total -= (theirs[:, None] @ mine[..., None]).sum()
-            total += _to_law(mine).log().sum()
+            total += _to_probabilities(mine).log().sum()
             if slope is not None:
                 slope[some] = mine.sub_(theirs).to(rows.dtype) @ rows
         if slope is not None:
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0] * slope, None, None
 
 
-def _to_law(scores: Tensor) -> Tensor:
+def _to_probabilities(scores: Tensor) -> Tensor:
     """Turn scores of at most 0 into probabilities, in place; what their exponentials came to [n, 1]."""
     whole = scores.exp_().sum(-1, keepdim=True)
     scores /= whole

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.heap import give_back
 from shoal_lab.train.corpus import Corpus, Tell, batches
-from shoal_lab.train.optimizer import Descent
+from shoal_lab.train.optimizer import CheckpointedOptimizer
 from shoal_lab.train.part import Guessed, TextBatch, TrainedModule, acceptance
 
 CHECKPOINT = "checkpoint.pt"
@@ -104,9 +104,11 @@ class Trainer:
         key = {**asdict(how), "kind": module.kind, "answers": corpus.digest,
                **{f"shape.{name}": value for name, value in module.shape().items()}}
         matrices = [weight for weight in module.parameters() if how.muon and weight.dim() == 2]
-        self._descent = Descent(module, matrices, (how.rate, _ADAM * how.rate), (0.9, 0.95), how.decay, how.clip,
-                                folder / CHECKPOINT, key, module.epsilon)
-        held = self._descent.resume()
+        self._optimizer = CheckpointedOptimizer(
+            module, matrices, (how.rate, _ADAM * how.rate), (0.9, 0.95), how.decay, how.clip, folder / CHECKPOINT, key,
+            module.epsilon,
+        )
+        held = self._optimizer.resume()
         self.run = TrainingRun(how.epochs * sum(self._sizes)) if held is None else TrainingRun(**held)
 
     def train(self, until: Callable[[], bool] = lambda: False, every: int = 50, keep: float = 60.0) -> TrainingRun:
@@ -140,7 +142,7 @@ class Trainer:
     def _step(self, batch: TextBatch) -> float:
         run = self.run
         loss, depths = self._judged(batch)
-        value = self._descent.step(loss, run.step, _rate(run.step, run.steps))
+        value = self._optimizer.step(loss, run.step, _rate(run.step, run.steps))
         run.step += 1
         run.tokens += int(depths[0].asked.sum())
         give_back()  # texts of other lengths leave holes: without this a 1.5B model grew by half a gigabyte a minute
@@ -166,7 +168,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        self._descent.save(asdict(self.run))
+        self._optimizer.save(asdict(self.run))
 
     def _ahead(self) -> Iterator[TextBatch]:
         """The batches of the steps that are left."""

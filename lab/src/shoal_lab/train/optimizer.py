@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal_lab.train import files
 
 
-class Descent:
+class CheckpointedOptimizer:
     """Muon for a module's matrices and AdamW for the rest, with the file that a later run goes on from.
 
     Args:

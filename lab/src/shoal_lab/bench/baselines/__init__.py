@@ -1,4 +1,4 @@
-"""Other people's software on the same weights; one file each, imported when it is asked for."""
+"""Other software on the same weights: one file each, imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 from shoal.errors import unknown
 from shoal_lab.bench.worker import Factory
 
-PEERS: Mapping[str, str] = MappingProxyType(
+BASELINES: Mapping[str, str] = MappingProxyType(
     {
         "hf": "shoal_lab.bench.baselines.hf:HFGenerate",
         "hf-static-compiled": "shoal_lab.bench.baselines.hf:HFGenerateCompiled",
@@ -26,12 +26,12 @@ NOT_HERE: Mapping[str, str] = MappingProxyType(
         "tensorrt-llm": "no adapter; it needs an engine built for one GPU",
     }
 )
-"""Systems that a reader will ask about, and why they are not measured."""
+"""Systems that a reader will ask about -> why they are not measured."""
 
 
 def load(name: str) -> Factory:
-    """The class of a peer; ValueError with the nearest known name for an unknown one."""
-    if name not in PEERS:
-        raise unknown("peer", name, [*PEERS, *NOT_HERE])
-    module, attribute = PEERS[name].split(":")
+    """The class of a baseline; ValueError names the nearest known one."""
+    if name not in BASELINES:
+        raise unknown("peer", name, [*BASELINES, *NOT_HERE])
+    module, attribute = BASELINES[name].split(":")
     return cast("Factory", getattr(import_module(module), attribute))

@@ -1,10 +1,11 @@
-"""Write a subject's weights as a GGUF file for llama.cpp: the same numbers, tensor by tensor, no second copy in memory.
+"""Write a model's weights as a GGUF file for llama.cpp, tensor by tensor, without a second copy in memory.
 
 The file holds no vocabulary: token ids go in and logits come out.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.errors import unknown
 from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import NotMeasured
 
+FTYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0",
+          "Q4_1": "MOSTLY_Q4_1", "Q4_K_M": "MOSTLY_Q4_K_M"}
+"""Name of a mix of types -> its name in llama.cpp's enumeration."""
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-"""What the weights are held in -> GGML's name for it."""
+"""Format of the weights -> GGML's name for it."""
 _OUTER = {"Q4_0": "Q8_0"}
-"""Type of the embedding and the head: in 4 bits nobody runs them, neither llama.cpp's quantiser nor Shoal."""
+"""Type of the embedding and the LM head: neither llama.cpp's quantiser nor Shoal holds them in 4 bits."""
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -41,21 +46,21 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class _TensorEntry:
-    """A tensor of the file: its names there and in the checkpoint, and the heads whose rows are reordered."""
+    """A tensor of the file: its names in the file and in the checkpoint, and the heads whose rows are reordered."""
 
     name: str
     source: str
     heads: int = 0
 
 
-def write_gguf(subject: MeasuredModel, path: Path, kind: str, dtype: torch.dtype = torch.float32) -> None:
+def write_gguf(model: MeasuredModel, path: Path, kind: str, dtype: torch.dtype = torch.float32) -> None:
     """Write the file.
 
     Args:
-        subject: a model of the Llama architecture with plain rotary embeddings.
-        path: where to.
-        kind: a value of `KINDS`; norms are F32 in all of them.
-        dtype: what the weights are rounded to before they are encoded, as every other system has them.
+        model: a model of the Llama architecture with plain rotary embeddings.
+        path: the file to write.
+        kind: a value of `KINDS`; norms are always F32.
+        dtype: the weights are rounded to it before they are encoded, as every other system has them.
 
     Raises:
         NotMeasured: the `gguf` package is missing, or the model is of another architecture.
@@ -64,11 +69,11 @@ def write_gguf(subject: MeasuredModel, path: Path, kind: str, dtype: torch.dtype
         import gguf
     except ImportError as error:
         raise NotMeasured("the package gguf is missing; install it with: pip install 'shoal-lab[bench]'") from error
-    _check(subject)
+    _check(model)
     writer = gguf.GGUFWriter(path, "llama")
-    _describe(writer, subject)
-    source, layers, outer = subject.source(dtype), _Encoder(gguf, kind), _Encoder(gguf, _OUTER.get(kind, kind))
-    entries = [(entry, layers if entry.name.startswith("blk.") else outer) for entry in _entries(subject)]
+    _describe(writer, model)
+    source, layers, outer = model.source(dtype), _Encoder(gguf, kind), _Encoder(gguf, _OUTER.get(kind, kind))
+    entries = [(entry, layers if entry.name.startswith("blk.") else outer) for entry in _entries(model)]
     for entry, encoder in entries:
         shape = tuple(source[entry.source].shape)
         size = encoder.nbytes(shape)
@@ -84,9 +89,9 @@ def write_gguf(subject: MeasuredModel, path: Path, kind: str, dtype: torch.dtype
     writer.close()
 
 
-def _check(subject: MeasuredModel) -> None:
-    """Refuse what the plain Llama description cannot say."""
-    config = subject.text
+def _check(model: MeasuredModel) -> None:
+    """Refuse what the metadata of a plain Llama file cannot describe."""
+    config = model.text
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type != "llama":
         raise NotMeasured(f"no GGUF is written for model type {config.model_type!r}, only for llama")
@@ -96,8 +101,8 @@ def _check(subject: MeasuredModel) -> None:
         raise NotMeasured("no GGUF is written for a Llama with biases")
 
 
-def _describe(writer: Any, subject: MeasuredModel) -> None:
-    config = subject.text
+def _describe(writer: Any, model: MeasuredModel) -> None:
+    config = model.text
     rope = getattr(config, "rope_parameters", None) or {}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_tokenizer_model("no_vocab")
@@ -115,8 +120,8 @@ def _describe(writer: Any, subject: MeasuredModel) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
-def _entries(subject: MeasuredModel) -> Iterator[_TensorEntry]:
-    config = subject.text
+def _entries(model: MeasuredModel) -> Iterator[_TensorEntry]:
+    config = model.text
     heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for theirs, ours in _GLOBAL.items():
         if theirs != "lm_head" or not config.tie_word_embeddings:
@@ -128,13 +133,13 @@ def _entries(subject: MeasuredModel) -> Iterator[_TensorEntry]:
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows of q or k reordered: transformers rotates pairs (j, j + d/2) of a head, llama.cpp pairs (2j, 2j + 1)."""
+    """Reorder rows of q or k: transformers rotates pairs (j, j + d/2) of a head, llama.cpp pairs (2j, 2j + 1)."""
     halves = weight.view(heads, 2, -1, weight.shape[1])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 class _Encoder:
-    """Tensors to the bytes of a GGML type; vectors stay F32."""
+    """Encodes tensors as bytes of a GGML type; vectors stay F32."""
 
     def __init__(self, gguf: Any, kind: str) -> None:
         self._gguf, self._kind = gguf, kind
@@ -151,14 +156,14 @@ class _Encoder:
         return math.prod(shape) // block * size
 
     def __call__(self, tensor: Tensor) -> Any:
-        """In pieces of some rows: quantising makes temporary copies in float32."""
+        """Encode some rows at a time, because quantising makes temporary copies in float32."""
         if tensor.ndim == 1:
             return tensor.float().numpy()
         return np.concatenate([encode(piece, self._kind) for piece in tensor.split(_ROWS)])
 
 
 def encode(matrix: Tensor, kind: str) -> Any:
-    """The bytes of a matrix in a GGML type, uint8 [rows, bytes per row]; what is quantised, by GGML's own package."""
+    """Bytes of a matrix in a GGML type, uint8 [rows, bytes per row]; GGML's own package quantises."""
     import gguf
 
     if kind in _FLOATS:
@@ -172,3 +177,27 @@ def bits_of(kind: str) -> float:
 
     block, size = map(int, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]])
     return 8 * size / block
+
+
+def requantise(api: Any, source: Path, target: Path, kind: str, threads: int, *, pure: bool = True) -> None:
+    """Write `target` from `source`.
+
+    Args:
+        api: llama-cpp-python's low-level module.
+        source: a GGUF file of any type.
+        target: the file to write.
+        kind: a key of `FTYPES`.
+        threads: CPU threads.
+        pure: hold every matrix in the type itself. Otherwise llama.cpp gives some, such as the LM head, more bits.
+
+    Raises:
+        NotMeasured: the quantiser refuses.
+    """
+    if kind not in FTYPES:
+        raise unknown("type of weights", kind, list(FTYPES))
+    params = api.llama_model_quantize_default_params()
+    params.ftype = getattr(api, f"LLAMA_FTYPE_{FTYPES[kind]}")
+    params.nthread, params.allow_requantize, params.pure = threads, True, pure
+    code = api.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
+    if code:
+        raise NotMeasured(f"llama.cpp could not make {kind} from {source.name} (code {code})")

@@ -12,32 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from shoal import compat
 from shoal.engine.loading.device import as_dtype
-from shoal_lab.bench.baselines.gguf_file import KINDS, bits_of, write_gguf
-from shoal_lab.bench.baselines.requantise import requantise
+from shoal_lab.bench.baselines.gguf_file import KINDS, bits_of, requantise, write_gguf
 from shoal_lab.bench.model import FILE, MeasuredModel
-from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, file_traffic, traffic_of
+from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, System, file_traffic, traffic_of
 
 _BATCH = 2048
 _KV_BYTES = 2
 """llama.cpp keeps keys and values in float16 unless told otherwise."""
 
 
-class LlamaCpp:
-    """See `shoal_lab.bench.system.System`."""
+class LlamaCpp(System):
+    """Measures llama.cpp in a process of its own."""
 
-    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
-        self._subject, self._setting = subject, setting
-        self._kind = subject.file.kinds if setting.quant == FILE else KINDS.get(setting.weights, "")
+    def __init__(self, model: MeasuredModel, setting: Setting) -> None:
+        self._model, self._setting = model, setting
+        self._kind = model.file.kinds if setting.quant == FILE else KINDS.get(setting.weights, "")
         self._api: Any = None
-        self._model: Any = None
+        self._loaded: Any = None
         self._vocab = 0
         self._context: Context | None = None
 
+    @override
     def prepare(self) -> About:
-        """Load the subject's GGUF file, or one that is written for the purpose."""
         api = library()
         if not self._kind:
             raise NotMeasured(f"llama.cpp has no weights in {self._setting.weights}")
@@ -45,12 +45,12 @@ class LlamaCpp:
             raise NotMeasured("its adapter here runs on the CPU only")
         self._api = api
         if self._setting.quant == FILE:
-            self._load(Path(str(self._subject.model)))
+            self._load(Path(str(self._model.model)))
         else:
             self._load_written()
-        if not self._model:
+        if not self._loaded:
             raise NotMeasured("llama.cpp could not load the file")
-        self._vocab = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
+        self._vocab = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._loaded)))
         traffic = self._traffic()
         weight_bytes = traffic.layer * len(traffic.windows) + traffic.head
         system = api.llama_print_system_info().decode(errors="replace").strip()
@@ -58,22 +58,22 @@ class LlamaCpp:
         return About(version, f"{self._kind}, KV F16, flash attention auto", weight_bytes, {"system_info": system})
 
     def _load(self, path: Path) -> None:
-        self._model = self._api.llama_model_load_from_file(str(path).encode(), self._api.llama_model_default_params())
+        self._loaded = self._api.llama_model_load_from_file(str(path).encode(), self._api.llama_model_default_params())
 
     def _load_written(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
         try:
             target = folder / "model.gguf"
-            if self._subject.is_file:
-                requantise(self._api, Path(str(self._subject.model)), target, self._kind, self._setting.threads)
+            if self._model.is_file:
+                requantise(self._api, Path(str(self._model.model)), target, self._kind, self._setting.threads)
             else:
-                write_gguf(self._subject, target, self._kind, as_dtype(self._setting.dtype))
+                write_gguf(self._model, target, self._kind, as_dtype(self._setting.dtype))
             self._load(target)
         finally:  # what is mapped into memory stays there without its name
             shutil.rmtree(folder, ignore_errors=True)
 
+    @override
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
-        """Prefill all rows, then decode them together."""
         context = self._room(len(prompts), len(prompts[0]) + new_tokens)
         times, first_row = [], []
         start = time.perf_counter()
@@ -84,10 +84,10 @@ class LlamaCpp:
                 last = context.decode([(token, place, row, True) for row, token in enumerate(last)])
             times.append(time.perf_counter() - start)
             first_row.append(last[0])
-        return Run(tuple(times), tuple(first_row), float(self._subject.text.num_hidden_layers))
+        return Run(tuple(times), tuple(first_row), float(self._model.text.num_hidden_layers))
 
+    @override
     def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
-        """Time single forwards after a prefill."""
         context = self._room(1, len(prompt) + positions)
         context.prefill([prompt])
         tokens = [(prompt[i % len(prompt)], len(prompt) + i, 0, True) for i in range(positions)]
@@ -100,30 +100,30 @@ class LlamaCpp:
         return times
 
     def logits(self, tokens: Sequence[int]) -> Any:
-        """Logits float32 [len(tokens), V] of a sequence, to compare systems by."""
+        """Logits float32 [len(tokens), V] of a sequence, for comparing systems."""
         context = self._room(1, len(tokens))
         context.clear()
         return context.logits([(token, place, 0, True) for place, token in enumerate(tokens)])
 
+    @override
     def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
-        """Bytes of a full step."""
-        return Expected(self._traffic().mean_step(self._subject.full_plan(), context, new_tokens, rows))
+        return Expected(self._traffic().mean_step(self._model.full_plan(), context, new_tokens, rows))
 
+    @override
     def close(self) -> None:
-        """Free the model."""
         if self._context is not None:
             self._context.close()
-        if self._model is not None:
-            self._api.llama_model_free(self._model)
-        self._context = self._model = None
+        if self._loaded is not None:
+            self._api.llama_model_free(self._loaded)
+        self._context = self._loaded = None
 
     def _traffic(self) -> Any:
         if self._setting.quant == FILE:
-            return file_traffic(self._subject, _KV_BYTES)
-        return traffic_of(self._subject, bits_of(self._kind), _KV_BYTES)
+            return file_traffic(self._model, _KV_BYTES)
+        return traffic_of(self._model, bits_of(self._kind), _KV_BYTES)
 
     def _room(self, rows: int, length: int) -> Context:
-        """An empty context for so many sequences of that length."""
+        """An empty context for that many sequences of that length."""
         if self._context is None or self._context.size != (rows, length):
             if self._context is not None:
                 self._context.close()
@@ -131,18 +131,18 @@ class LlamaCpp:
         return self._context
 
     def new_context(self, rows: int, length: int, unified: bool = False, kv_form: str | None = None) -> Context:
-        """Another one, which is the caller's to close.
+        """Make another context, which the caller must close.
 
         Args:
-            rows, length: sequences, and tokens of each.
-            unified: sequences share the memory of `length` tokens.
-            kv_form: a type of GGML for keys and values, such as "q8_0"; None for float16.
+            rows, length: number of sequences, and tokens of each.
+            unified: whether the sequences share memory for `length` tokens.
+            kv_form: GGML type of keys and values, such as "q8_0"; None for float16.
         """
-        return Context(self._api, self._model, rows, length, self._setting.threads, self._vocab, unified, kv_form)
+        return Context(self._api, self._loaded, rows, length, self._setting.threads, self._vocab, unified, kv_form)
 
 
 def library() -> Any:
-    """llama.cpp's functions, begun without a word; NotMeasured where the package is missing."""
+    """llama.cpp's functions, with its log switched off; NotMeasured if the package is missing."""
     try:
         from llama_cpp import llama_cpp as api
     except ImportError as error:
@@ -154,7 +154,7 @@ def library() -> Any:
 
 @cache
 def _start(api: Any) -> object:
-    """Begin without a word. What is returned must live on: the library calls it for every message."""
+    """Start the library silently. Keep the returned callback alive: the library calls it for every message."""
     silent = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(silent, ctypes.c_void_p(0))
     api.llama_backend_init()
@@ -166,7 +166,7 @@ _Token = tuple[int, int, int, bool]
 
 
 class Context:
-    """A llama_context and one llama_batch that is filled anew for every call."""
+    """A llama_context with one llama_batch that is refilled for every call."""
 
     def __init__(self, api: Any, model: Any, rows: int, length: int, threads: int, vocab: int,
                  unified: bool = False, kv_form: str | None = None) -> None:
@@ -186,7 +186,7 @@ class Context:
         self._batch = api.llama_batch_init(self.capacity, 0, 1)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Run the prompts from the beginning; the likeliest next token of each."""
+        """Run the prompts from the beginning; returns the argmax token after each."""
         self.clear()
         every = [
             (token, place, row, place == len(prompt) - 1)
@@ -199,7 +199,7 @@ class Context:
         return chosen
 
     def decode(self, tokens: Sequence[_Token]) -> list[int]:
-        """The likeliest next token after each token whose logits are wanted."""
+        """The argmax token after each token whose logits are wanted."""
         found: list[int] = self.logits(tokens).argmax(-1).tolist()
         return found
 
@@ -233,10 +233,10 @@ class Context:
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._handle), row, -1, -1)
 
     def repeat(self, tokens: Sequence[int], times: int) -> None:
-        """Give the first sequence what `tokens` leave behind, over and over: read once, in the second one, and copied.
+        """Repeat the state that `tokens` leave in the first sequence: read them once in the second one, and copy.
 
         Raises:
-            RuntimeError: it does not fit.
+            RuntimeError: the context is too small.
         """
         api, memory = self._api, self._api.llama_get_memory(self._handle)
         self.decode([(token, place, 1, False) for place, token in enumerate(tokens)])
@@ -251,6 +251,6 @@ class Context:
             self.drop(1)
 
     def close(self) -> None:
-        """Free both."""
+        """Free the context and the batch."""
         self._api.llama_batch_free(self._batch)
         self._api.llama_free(self._handle)

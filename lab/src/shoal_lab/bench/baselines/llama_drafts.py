@@ -1,7 +1,7 @@
-"""llama.cpp with drafts, as llama-cpp-python offers them: prompt lookup, and a hook for a draft model of one's own.
+"""llama.cpp with drafts through llama-cpp-python: prompt lookup, and a second model behind the package's draft hook.
 
-The package has no draft model ready-made, and llama.cpp's library, which it binds, has no speculative decoding: that is
-in its programs. The hook is `LlamaDraftModel`; a second model behind it takes the few lines that are here.
+The package ships no draft model, and the llama.cpp library that it binds has no speculative decoding, only its programs
+do. A second model behind the hook `LlamaDraftModel` takes the few lines below.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from shoal_lab.bench.baselines.llama_cpp import library
 
 NAMES = ("llama.cpp", "llama.cpp-prompt-lookup", "llama.cpp-draft-model")
-"""Plain, and who guesses."""
+"""Plain decoding, and one name per drafter."""
 _GUESSES = 10
-"""Of prompt lookup: the package's own default, and what transformers' documentation uses."""
+"""Tokens guessed by prompt lookup: the default of the package and of transformers' documentation."""
 _SECOND = 4
-"""Of a second model: as many as `draft_model` guesses here."""
+"""Tokens guessed by a second model: as many as `draft_model` guesses here."""
 _SKIPPED = 2
-"""Forwards that are not timed: the prompt's, and the first one that guesses, in which a second model reads it too."""
+"""Forwards that are not timed: the prompt's, and the first one that guesses, which reads the prompt again."""
 _GREEDY = {"temp": 0.0, "repeat_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class LlamaAnswer:
-    """What came of a prompt: all tokens; how many of them `seconds` covers; tokens per forward after the prompt's."""
+    """An answer: all tokens, how many of them `seconds` covers, and tokens per forward after the prompt's."""
 
     tokens: tuple[int, ...]
     timed: int
@@ -36,14 +36,14 @@ class LlamaAnswer:
 
 
 class LlamaDrafts:
-    """A GGUF file as `llama_cpp.Llama` decodes it.
+    """Decodes a GGUF file with `llama_cpp.Llama`.
 
     Args:
-        file: the file.
-        context: most tokens of prompt and answer.
+        file: the GGUF file.
+        context: most tokens of prompt and answer together.
         threads: CPU threads.
         name: one of `NAMES`.
-        assistant: file of the model that drafts for "llama.cpp-draft-model".
+        assistant: GGUF file of the model that drafts for "llama.cpp-draft-model".
 
     Raises:
         NotMeasured: the package is missing.
@@ -60,7 +60,7 @@ class LlamaDrafts:
             drafts = LlamaPromptLookupDecoding(num_pred_tokens=_GUESSES)
         elif name == NAMES[2]:
             drafts = _second(Llama(str(assistant), **options))
-        # The package wants all logits for drafts, but makes room for them only where it is told so as well.
+        # Drafts need all logits, and the package only makes room for them if it is told so here as well.
         self._model = Llama(file, draft_model=drafts, logits_all=drafts is not None, **options)
         self._forwards, self._eval = 0, self._model.eval
         self._model.eval = self._counted
@@ -70,7 +70,7 @@ class LlamaDrafts:
         self._forwards += 1
 
     def decode(self, prompt: Sequence[int], new_tokens: int, eos: frozenset[int]) -> LlamaAnswer:
-        """The likeliest tokens to `new_tokens` or an end."""
+        """Decode greedily up to `new_tokens` tokens or an end of sequence."""
         self._model.reset()
         self._forwards = 0
         tokens, moments, forwards = list[int](), list[float](), list[int]()
@@ -88,7 +88,7 @@ class LlamaDrafts:
 
 
 def _second(model: Any) -> Any:
-    """A second model as the package's hook wants it."""
+    """Wrap a second model in the package's draft hook."""
     import numpy as np
     from llama_cpp.llama_speculative import LlamaDraftModel
 

@@ -1,1 +1,1 @@
-"""What drafts bring on texts of different kinds: every system on the same text, in turn."""
+"""Speed of drafting on texts of different kinds: every system decodes the same texts in turn."""

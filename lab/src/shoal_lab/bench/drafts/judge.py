@@ -18,15 +18,16 @@ from shoal_lab.eval.agreement import agreement
 
 @dataclass(frozen=True)
 class Departure:
-    """Where a text leaves plain decoding's, and what that costs.
+    """Where a text departs from plain decoding's text, and what that costs.
 
     Attributes:
         place: index of the first token that differs.
-        margin: nats between the full model's two likeliest tokens there.
-        tie: whether these are so close that rounding may decide: a forward over several positions rounds otherwise.
-        nats: how much less likely a token is than the likeliest one after the same text, by the full model: the mean
-            over the text's tokens.
-        agreement: equal tokens at equal places, as a share.
+        margin: nats between the full model's two most probable tokens there.
+        tie: whether these are so close that rounding may decide; a forward over several positions rounds
+            differently.
+        nats: how much less probable a token is than the argmax after the same text, by the full model; mean over
+            the text's tokens.
+        agreement: share of tokens that are equal at equal places.
     """
 
     place: int
@@ -43,13 +44,13 @@ class Departure:
 def difference(
     engine: Engine, task: DraftTask, plain: Sequence[int], other: Sequence[int], tolerance: float
 ) -> Departure | None:
-    """`other` against plain decoding's tokens; None where they are equal.
+    """Compare `other` with plain decoding's tokens; None if they are equal.
 
     Args:
-        engine: the model in full.
-        task: what was asked.
+        engine: the full model.
+        task: the prompt.
         plain: plain decoding's answer.
-        other: another one.
+        other: the other system's answer.
         tolerance: nats between two tokens that may tie.
     """
     found = agreement(plain, other)

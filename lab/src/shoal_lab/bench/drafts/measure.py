@@ -1,4 +1,4 @@
-"""The suite of drafts from its options to its report: which texts, which systems, how often, and what came of it."""
+"""The suite of drafts from its options to its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.model.kv.cache import copy_out
 from shoal_lab.bench import idle, workloads
 from shoal_lab.bench.baselines import llama_drafts
 from shoal_lab.bench.drafts import stories, summary
-from shoal_lab.bench.drafts.decoders import HF_OPTIONS, HFSpeaker, LlamaSpeaker, ShoalSpeaker
+from shoal_lab.bench.drafts.decoders import HF_OPTIONS, HFDecoder, LlamaDecoder, ShoalDecoder
 from shoal_lab.bench.drafts.judge import difference
 from shoal_lab.bench.drafts.suite import PLAIN, Decoded, DecodingSystem, DraftTask, together
 from shoal_lab.bench.model import FILE, MeasuredModel
@@ -35,29 +35,29 @@ from shoal_lab.bench.system import Setting
 
 T = TypeVar("T")
 _TRIES = 3
-"""Times as many rounds as are wanted, at most, where others keep the machine busy."""
+"""Most rounds measured, as a multiple of the rounds wanted, if other processes keep the machine busy."""
 _CONTEXT = 2048
-"""Tokens of prompt and answer that llama.cpp gets room for at least: its drafts make it keep the logits of them all."""
+"""Least context for llama.cpp, in tokens of prompt and answer: with drafts it keeps the logits of all of them."""
 _FRAME = 256
-"""Tokens of a question on stories and of the form that it is put in, at most."""
+"""Most tokens of a question about stories, its chat template included."""
 
 
 @dataclass(frozen=True)
 class DraftsConfig:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
         kinds: names in `workloads.KINDS`, `workloads.PROBLEMS`, or `stories.STORIES`.
         data: folder with the texts.
-        items: texts of each kind.
+        items: texts per kind.
         new_tokens: most tokens per text.
-        rounds: how often each text is decoded by each system.
-        peers: names in `HF_OPTIONS` or `llama_drafts.NAMES`.
-        exit_layer: of transformers' early exit; None for a third of the layers.
-        assistant: folder, Hub id or file of the smaller model that other software's drafts come from.
+        rounds: how often each system decodes each text.
+        baselines: names in `HF_OPTIONS` or `llama_drafts.NAMES`.
+        exit_layer: for transformers' early exit; None for a third of the layers.
+        assistant: folder, Hub id or file of the smaller model that drafts for other software.
         shortest: texts with a shorter answer are replaced by others.
         tolerance: nats between two tokens that may tie.
-        minutes: begin no text after that long; None for no limit.
+        minutes: begin no text after that time; None for no limit.
         seed: of the choice of texts.
         context: tokens of `stories.STORIES`.
     """
@@ -67,7 +67,7 @@ class DraftsConfig:
     items: int = 4
     new_tokens: int = 64
     rounds: int = 1
-    peers: Sequence[str] = ()
+    baselines: Sequence[str] = ()
     exit_layer: int | None = None
     assistant: str | None = None
     shortest: int = 32
@@ -84,15 +84,15 @@ class DraftsConfig:
             raise ValueError(f"new_tokens is {self.new_tokens}; time per token needs at least 4")
         if self.context < 1:
             raise ValueError(f"context is {self.context}; it must be at least 1 token of the stories")
-        for peer in self.peers:
-            if peer not in (*HF_OPTIONS, *llama_drafts.NAMES):
-                raise unknown("peer of this suite", peer, [*HF_OPTIONS, *llama_drafts.NAMES])
-        if any("draft-model" in peer for peer in self.peers) != (self.assistant is not None):
+        for baseline in self.baselines:
+            if baseline not in (*HF_OPTIONS, *llama_drafts.NAMES):
+                raise unknown("peer of this suite", baseline, [*HF_OPTIONS, *llama_drafts.NAMES])
+        if any("draft-model" in baseline for baseline in self.baselines) != (self.assistant is not None):
             raise ValueError("a peer with a draft model and --assistant, the model that drafts for it, go together")
-        workloads.check(self.data, self.kinds, beside=[stories.STORIES])
+        workloads.check(self.data, self.kinds, more=[stories.STORIES])
 
     def asked(self) -> dict[str, Any]:
-        """What makes runs comparable, as JSON values."""
+        """The options that must be equal for two runs to be comparable, as JSON values."""
         names = ["items", "new_tokens", "rounds", "shortest", "tolerance", "seed"]
         names += ["context"] * (stories.STORIES in self.kinds)
         return {**{name: getattr(self, name) for name in names}, "kinds": list(self.kinds)}
@@ -103,42 +103,42 @@ class DraftsConfig:
         return max(_CONTEXT, self.context + _FRAME + self.new_tokens if stories.STORIES in self.kinds else 0)
 
     def prompts(self, kind: str, tokenizer: Any) -> Iterator[str]:
-        """Requests of a kind, more than are wanted, since some have answers that are too short."""
+        """Requests of a kind, more than are wanted, because some get answers that are too short."""
         if kind == stories.STORIES:
             return stories.prompts(self.data, tokenizer, self.context, 10 * self.items, self.seed)
         return iter(workloads.prompts(self.data, kind, 10 * self.items, self.seed))
 
 
 def measure(
-    subject: MeasuredModel,
+    model: MeasuredModel,
     setting: Setting,
     methods: Mapping[str, Method],
     wish: DraftsConfig,
     found: dict[str, Any],
     keep: Callable[[], None],
 ) -> None:
-    """Decode texts by all systems until there are enough, and write what came of it into the report `found`.
+    """Decode texts with all systems until there are enough, and write the results into the report `found`.
 
     Args:
-        subject: the model.
+        model: the model.
         setting: number formats, device, threads.
-        methods: by label; plain decoding is always there.
-        wish: what else is wanted.
-        found: a report; `texts` that it holds are not decoded again.
+        methods: methods by label; plain decoding is always measured.
+        config: what else is wanted.
+        found: a report; the `texts` that it already holds are not decoded again.
         keep: called after every text.
 
     Raises:
-        ValueError: texts that are not there, a shape, or a report of other texts or systems.
+        ValueError: texts are missing, the model is a shape, or the report is of other texts or systems.
     """
-    if subject.shape is not None:
+    if model.shape is not None:
         raise ValueError("guesses about a shape's random weights say nothing; give a model")
     until = math.inf if wish.minutes is None else time.monotonic() + 60 * wish.minutes
-    quant = FILE if subject.is_file and setting.quant is None else setting.quant
-    engine = subject.engine(as_dtype(setting.dtype), setting.device, setting.backend, quant)
-    systems: dict[str, DecodingSystem] = {PLAIN: ShoalSpeaker(engine, Full())}
-    systems |= {label: ShoalSpeaker(engine, method) for label, method in methods.items() if label != PLAIN}
+    quant = FILE if model.is_file and setting.quant is None else setting.quant
+    engine = model.engine(as_dtype(setting.dtype), setting.device, setting.backend, quant)
+    systems: dict[str, DecodingSystem] = {PLAIN: ShoalDecoder(engine, Full())}
+    systems |= {label: ShoalDecoder(engine, method) for label, method in methods.items() if label != PLAIN}
     exact = [PLAIN, *(name for name, method in methods.items() if engine.recipe(method, 9).exact_to == "full")]
-    systems |= _peers(subject, setting, engine, wish)
+    systems |= _baselines(model, setting, engine, wish)
     asked = {**wish.asked(), "model": shown_name(engine.model_name), "systems": list(systems),
              "executor": type(engine.stack).__name__, "computes_in": str(engine.stack.dtype).removeprefix("torch.")}
     if found.setdefault("asked", asked) != asked:
@@ -171,7 +171,7 @@ def _lossless(found: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _wanted(wish: DraftsConfig, tokenizer: Any, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Kind after kind in turn, so that a run cut short has seen all of them; until each has enough usable texts."""
+    """Texts of all kinds in turn until each kind has enough usable texts: a run cut short has seen every kind."""
     waiting = {kind: wish.prompts(kind, tokenizer) for kind in wish.kinds}
     known = {(text["kind"], text["prompt"]) for text in done}
     while waiting:
@@ -184,14 +184,14 @@ def _wanted(wish: DraftsConfig, tokenizer: Any, done: Sequence[Mapping[str, Any]
 
 
 def _fingerprint(prompt: str) -> str:
-    """Tells prompts apart."""
+    """A short hash that tells prompts apart."""
     return hashlib.sha256(prompt.encode()).hexdigest()[:12]
 
 
 def _text(
     engine: Engine, systems: Mapping[str, DecodingSystem], prompt: str, wish: DraftsConfig, number: int
 ) -> dict[str, Any]:
-    """One text by all systems, as JSON values; the first of all is decoded once more before, to warm up."""
+    """Decode one text with all systems, as JSON values; the first system decodes it once more before, to warm up."""
     task, plain = _begun(engine, prompt, wish.new_tokens)
     about = {"prompt_tokens": len(task.prompt), "new_tokens": len(plain)}
     if len(plain) < min(wish.shortest, wish.new_tokens):
@@ -207,7 +207,7 @@ def _text(
 
 
 def _quietest(decode: Callable[[int], T], rounds: int, spare: int = 0) -> list[tuple[float, T]]:
-    """So many rounds, each with the cores that others kept busy meanwhile; out of more where these were not spare."""
+    """Results of `rounds` rounds, each with the cores that others kept busy: the quietest of up to `spare` more."""
     made: list[tuple[float, T]] = []
     while len(made) < _TRIES * rounds and sum(busy <= idle.BUSY + spare for busy, _ in made) < rounds:
         before = idle.snapshot()
@@ -217,10 +217,10 @@ def _quietest(decode: Callable[[int], T], rounds: int, spare: int = 0) -> list[t
 
 
 def _begun(engine: Engine, prompt: str, new_tokens: int) -> tuple[DraftTask, tuple[int, ...]]:
-    """A text in tokens, as a user's message where the model has a form for these, and plain decoding's answer."""
+    """Tokenise a text, as a user's message if the model has a chat template, and decode it plainly."""
     chat = getattr(engine.tokenizer, "chat_template", None)
-    words = chat_ids([{"role": "user", "content": prompt}], engine.tokenizer) if chat else prompt
-    ids = prompt_ids(words, engine.tokenizer, engine.stack.vocab_size, engine.stack.max_positions)
+    request = chat_ids([{"role": "user", "content": prompt}], engine.tokenizer) if chat else prompt
+    ids = prompt_ids(request, engine.tokenizer, engine.stack.vocab_size, engine.stack.max_positions)
     rows = engine.rows([ids], Request.from_options({"max_new_tokens": new_tokens}))
     cache = engine.cache_for(rows, new_tokens)
     stream = Stream(engine, rows, cache)
@@ -235,7 +235,7 @@ def _begun(engine: Engine, prompt: str, new_tokens: int) -> tuple[DraftTask, tup
 def _system(
     engine: Engine, task: DraftTask, plain: Sequence[int], runs: Sequence[Decoded], tolerance: float
 ) -> dict[str, Any]:
-    """One system on one text."""
+    """Figures of one system on one text."""
     apart = [found for run in runs if (found := difference(engine, task, plain, run.tokens, tolerance)) is not None]
     worst = min(apart, key=lambda found: (found.tie, -found.nats), default=None)
     last = runs[-1]
@@ -250,31 +250,31 @@ def _system(
     }
 
 
-def _peers(subject: MeasuredModel, setting: Setting, engine: Engine, wish: DraftsConfig) -> dict[str, DecodingSystem]:
-    """Other software, by name."""
-    speakers: dict[str, DecodingSystem] = {}
+def _baselines(model: MeasuredModel, setting: Setting, engine: Engine, wish: DraftsConfig) -> dict[str, DecodingSystem]:
+    """Baselines by name."""
+    decoders: dict[str, DecodingSystem] = {}
     small = None if wish.assistant is None else MeasuredModel(model=catalog.find(wish.assistant))
-    for name in (peer for peer in wish.peers if peer in llama_drafts.NAMES):
-        if not subject.is_file or (small is not None and not small.is_file):
+    for name in (baseline for baseline in wish.baselines if baseline in llama_drafts.NAMES):
+        if not model.is_file or (small is not None and not small.is_file):
             raise ValueError(f"{name} reads GGUF files; give one as --model, and as --assistant")
         assistant = None if small is None else str(small.model)
-        model = llama_drafts.LlamaDrafts(str(subject.model), wish.room, setting.threads, name, assistant)
-        speakers[name] = LlamaSpeaker(model, engine.eos_token_ids)
-    return speakers | _transformers(subject, setting, engine, wish, small)
+        llama = llama_drafts.LlamaDrafts(str(model.model), wish.room, setting.threads, name, assistant)
+        decoders[name] = LlamaDecoder(llama, engine.eos_token_ids)
+    return decoders | _transformers(model, setting, engine, wish, small)
 
 
 def _transformers(
-    subject: MeasuredModel, setting: Setting, engine: Engine, wish: DraftsConfig, small: MeasuredModel | None
+    model: MeasuredModel, setting: Setting, engine: Engine, wish: DraftsConfig, small: MeasuredModel | None
 ) -> dict[str, DecodingSystem]:
     """Transformers' own decoding, plain and assisted."""
-    peers = [peer for peer in wish.peers if peer in HF_OPTIONS]
-    if not peers:
+    baselines = [baseline for baseline in wish.baselines if baseline in HF_OPTIONS]
+    if not baselines:
         return {}
     dtype = as_dtype(setting.dtype)
-    model = subject.hf_model(dtype, setting.device)
+    hf_model = model.hf_model(dtype, setting.device)
     filled: dict[str, Any] = {"assistant_early_exit": wish.exit_layer or max(1, engine.stack.num_layers // 3)}
-    if "hf-draft-model" in peers and small is not None:
+    if "hf-draft-model" in baselines and small is not None:
         filled["assistant_model"] = small.hf_model(dtype, setting.device)
     eos = sorted(engine.eos_token_ids)
-    return {peer: HFSpeaker(model, {key: filled.get(key, value) for key, value in HF_OPTIONS[peer].items()}, eos)
-            for peer in peers}
+    options = {name: {key: filled.get(key, value) for key, value in HF_OPTIONS[name].items()} for name in baselines}
+    return {name: HFDecoder(hf_model, given, eos) for name, given in options.items()}

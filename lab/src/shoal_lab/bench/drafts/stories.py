@@ -1,4 +1,4 @@
-"""Long requests: stories of SQuALITY in a row, as long as is wanted, and a question about the first of them."""
+"""Long requests: stories of SQuALITY in a row, as many as are wanted, and a question about the first of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from shoal_lab.eval.sources import squality
 
 STORIES = "stories"
-"""The kind of text, beside those of `shoal_lab.bench.workloads`; its length is in tokens of a model."""
+"""A kind of text beside those of `shoal_lab.bench.workloads`, whose length is given in tokens."""
 _ASKED = "Answer in a paragraph, with words of the story where you can."
 
 
@@ -20,8 +20,8 @@ def prompts(data: Path | None, tokenizer: Any, context: int, count: int, seed: i
 
     Args:
         data: the data folder.
-        tokenizer: of the model.
-        context: tokens of the stories; the question comes behind them.
+        tokenizer: the model's tokenizer.
+        context: tokens of the stories; the question follows them.
         count: how many.
         seed: of the order of the stories.
 

@@ -1,7 +1,7 @@
 """One text decoded by several systems side by side.
 
-They take turns token by token where they can: a shared machine's speed changes within seconds, and is then lower for
-all.
+They take turns token by token if they can, because the speed of a shared machine changes within seconds: a slow moment
+then hits all of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class DraftTask:
 
     Attributes:
         prompt: token ids.
-        new_tokens: how many to decode at most.
-        held: the prompt's keys and values, so that not every method reads it anew; None where nobody has read it.
+        new_tokens: most tokens to decode.
+        held: the prompt's keys and values, so that methods need not read it again; None if nobody has read it.
     """
 
     prompt: tuple[int, ...]
@@ -32,15 +32,15 @@ class DraftTask:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one system made of a task.
+    """What one system decoded.
 
     Attributes:
-        tokens: all that were generated.
+        tokens: all generated tokens.
         timed: how many of them `seconds` covers: those after the first forward that guesses, in which a draft model
             still reads the prompt.
         seconds: time for them.
-        per_forward: tokens per forward of the target; None where it is not known, as are the following.
-        drafted, accepted: guesses, and those that were kept.
+        per_forward: tokens per forward of the target; None if unknown, as are the following.
+        drafted, accepted: number of guesses, and of those that were kept.
         ideal: `Stats.ideal_speedup`.
     """
 
@@ -54,19 +54,19 @@ class Decoded:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds per timed token; None where there is none."""
+        """Seconds per timed token; None if no token was timed."""
         return self.seconds / self.timed if self.timed > 0 else None
 
 
 class TaskRun(Protocol):
-    """A task under way."""
+    """A task in progress."""
 
     def step(self) -> bool:
-        """Decode a little, a token where that is possible; False once there is nothing left."""
+        """Decode one token, or more if the system cannot stop there; False at the end."""
         ...
 
     def decoded(self) -> Decoded:
-        """What was made of the task."""
+        """The result of the task."""
         ...
 
 
@@ -74,12 +74,12 @@ class DecodingSystem(Protocol):
     """A system that can decode a task."""
 
     def begin(self, task: DraftTask) -> TaskRun:
-        """Greedily, to the task's length or the model's own end; what is not timed is done here."""
+        """Prepare to decode greedily, to the task's length or an end of sequence; what is not timed happens here."""
         ...
 
 
 def together(task: DraftTask, systems: Mapping[str, DecodingSystem]) -> dict[str, Decoded]:
-    """All systems on one task, in turn."""
+    """Decode one task with all systems in turn."""
     runs = {label: system.begin(task) for label, system in systems.items()}
     going = list(runs.values())
     while going:

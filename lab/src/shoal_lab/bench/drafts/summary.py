@@ -1,4 +1,4 @@
-"""What the suite of drafts found out about a kind of text, in a few figures, and as a table."""
+"""Figures of the suite of drafts by kind of text, and their table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RESAMPLES = 10_000
 
 
 def usable(texts: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """The texts of a kind that were timed."""
+    """The timed texts of a kind."""
     return [text for text in texts if text["kind"] == kind and "systems" in text]
 
 
@@ -48,13 +48,13 @@ def row(kind: str, label: str, texts: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def times_faster(text: Mapping[str, Any], label: str) -> float | None:
-    """Plain decoding's median seconds per token over those of a system, on one text; None where one timed nothing."""
+    """Median seconds per token of plain decoding over those of a system, on one text; None if one timed nothing."""
     plain, other = (text["systems"][name]["seconds_per_token"] for name in (PLAIN, label))
     return statistics.median(plain) / statistics.median(other) if plain and other else None
 
 
 def mean_of(ratios: Sequence[float], key: str) -> dict[str, Any]:
-    """Geometric mean with a 95 % interval, by drawing texts with replacement; `key` seeds the draws."""
+    """Geometric mean with a 95 % bootstrap interval; `key` seeds the draws."""
     dice = random.Random(key)
     means = sorted(statistics.geometric_mean(dice.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
     low, high = means[int(0.025 * _RESAMPLES)], means[int(0.975 * _RESAMPLES)]
@@ -67,7 +67,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _share(found: Sequence[Mapping[str, Any]]) -> float | None:
-    """Guesses kept, of all texts together; None where none was made."""
+    """Accepted share of the guesses of all texts; None if there were no guesses."""
     drafted = sum(one["drafted"] or 0 for one in found)
     return sum(one["accepted"] or 0 for one in found) / drafted if drafted else None
 
@@ -76,7 +76,7 @@ HEADER = ["text", "system", "texts", "times faster than plain", "guesses kept", 
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a table for people."""
+    """The rows as a text table."""
     return "\n".join(table.aligned([HEADER, *map(_line, rows)]))
 
 

@@ -1,4 +1,4 @@
-"""Load on servers: requests that come at a rate or as fast as they are answered, and what the clients saw of it.
+"""Load tests of servers: requests come at a rate, or each client waits for its answer, and the clients keep the times.
 
-Everything goes over OpenAI's HTTP face, so that any server can be measured.
+Everything goes through OpenAI's HTTP API, so that any server can be measured.
 """

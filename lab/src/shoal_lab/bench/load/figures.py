@@ -1,4 +1,4 @@
-"""Traces to figures: speed, percentiles of the times that a user feels, and the share within an objective."""
+"""Figures of traces: speed, percentiles of the times that a user feels, and the share within an objective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHARES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Objective:
-    """What a request must keep to count as good; every one that is given.
+    """Limits that a good request keeps; those that are None do not count.
 
     Attributes:
         ttft: most seconds until the first text.
@@ -33,7 +33,7 @@ class Objective:
 
     @classmethod
     def parse(cls, text: str) -> Objective:
-        """From `ttft=1,tpot=0.2`; ValueError for anything else."""
+        """Parse text such as `ttft=1,tpot=0.2`; ValueError for anything else."""
         known = [field.name for field in fields(cls)]
         found: dict[str, float] = {}
         for word in filter(None, text.split(",")):
@@ -47,34 +47,34 @@ class Objective:
         return cls(**found)
 
     def kept(self, trace: Trace) -> bool:
-        """Whether a request was good; one that failed is not."""
+        """Whether a request kept the limits; a failed one did not."""
         if trace.error is not None or trace.ttft is None:
             return False
         latency = trace.end - trace.due
         return trace.ttft <= self.ttft and (trace.tpot or 0.0) <= self.tpot and latency <= self.latency
 
     def to_dict(self) -> dict[str, float]:
-        """What is asked for."""
+        """The limits that are given."""
         limits = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: limit for name, limit in limits.items() if limit != math.inf}
 
 
 def seconds_of(traces: Sequence[Trace]) -> float:
-    """From the first request until the last is over."""
+    """Seconds from the first request until the last one is over."""
     return max(trace.end for trace in traces) - min(trace.due for trace in traces)
 
 
 def speed(traces: Sequence[Trace]) -> float:
-    """Tokens a second of all requests together, over the whole turn, its end included where fewer and fewer run."""
+    """Tokens per second of all requests together over the whole turn, its end with fewer requests included."""
     return sum(trace.tokens for trace in traces) / max(seconds_of(traces), 1e-9) if traces else 0.0
 
 
 def figures(turns: Sequence[Sequence[Trace]], objective: Objective) -> dict[str, Any]:
-    """Everything about one load on one system.
+    """All figures of one load on one system.
 
     Args:
         turns: the traces of each round.
-        objective: see `Objective`.
+        objective: limits of a good request.
     """
     traces = [trace for turn in turns for trace in turn]
     whole = [trace for trace in traces if trace.error is None]
@@ -103,7 +103,7 @@ def figures(turns: Sequence[Sequence[Trace]], objective: Objective) -> dict[str,
 
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean, p50, p90, p99 of what is known; None where nothing is."""
+    """Mean, p50, p90, p99 of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -111,20 +111,20 @@ def percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def ratio(ours: Sequence[Sequence[Trace]], theirs: Sequence[Sequence[Trace]]) -> dict[str, float]:
-    """Tokens a second of ours over theirs, round by round."""
+    """Our tokens per second over theirs, round by round."""
     return figure(speed(one) / max(speed(other), 1e-9) for one, other in zip(ours, theirs, strict=True))
 
 
 def flat(curve: Sequence[Mapping[str, float]], share: float, windows: int = 10) -> dict[str, Any] | None:
-    """How far memory moves after the first tenth: medians of equal stretches of time, each against the first.
+    """How far memory moves after the first tenth: medians of equal stretches of time, each over the first.
 
     Args:
         curve: points with `seconds` and `bytes`.
-        share: most change that counts as flat, 0.02 for 2 %.
+        share: largest change that counts as flat, 0.02 for 2 %.
         windows: stretches.
 
     Returns:
-        None where a stretch holds no point.
+        None if a stretch holds no point.
     """
     seconds, held = (np.array([point[key] for point in curve], float) for key in ("seconds", "bytes"))
     edges = np.linspace(0.1, 1.0, windows + 1) * seconds.max(initial=0.0)

@@ -1,6 +1,6 @@
-"""Streams over HTTP, each with the moments at which its events came.
+"""Streams over HTTP, with the time at which each event came.
 
-Every event costs the client some time of a processor, which a server on the same machine goes without.
+Every event costs the client processor time, which a server on the same machine then lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def library() -> Any:
-    """The package httpx.
+    """Import httpx.
 
     Raises:
         Unsupported: it is not installed.
@@ -31,7 +31,7 @@ def library() -> Any:
 
 
 class Failed(Exception):
-    """No answer, or not the one that was asked for; the message says what came instead."""
+    """There was no answer, or not the expected one; the message says what came instead."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Address:
     """Where a server is.
 
     Attributes:
-        url: its root, such as http://127.0.0.1:8000; a path is put before every route.
-        key: sent as a bearer token; None for none.
+        url: its root, such as http://127.0.0.1:8000; a path in it comes before every route.
+        key: bearer token; None to send none.
     """
 
     url: str
@@ -52,7 +52,7 @@ class Address:
             raise ValueError(f"the address is {self.url!r}; it must look like http://127.0.0.1:8000")
 
     def options(self) -> dict[str, Any]:
-        """Of httpx's clients: a connection for every request, plain bytes, no proxy, no limits."""
+        """Options of httpx's clients: a new connection for every request, plain bytes, no proxy, no limits."""
         headers = {"accept-encoding": "identity", "connection": "close"}
         if self.key is not None:
             headers["authorization"] = f"Bearer {self.key}"
@@ -64,9 +64,9 @@ class Address:
 async def events(
     client: httpx.AsyncClient, route: str, body: Mapping[str, Any]
 ) -> AsyncIterator[tuple[float, bytes]]:
-    """Ask, and yield every server-sent event with the moment at which it came (`time.perf_counter`).
+    """Send a request, and yield every server-sent event with the time at which it came (`time.perf_counter`).
 
-    Lines are cut here: httpx would also cut where a JSON string holds one of Unicode's line ends.
+    Lines are split here, because httpx would also split at Unicode's line ends within JSON strings.
 
     Raises:
         Failed: the server cannot be reached, breaks off, or answers with another status than 200.
@@ -88,7 +88,7 @@ async def events(
 
 
 def get(address: Address, route: str) -> bytes:
-    """The body of an answer to GET; raises like `events`."""
+    """The body of a GET request; raises like `events`."""
     with _failing(), library().Client(**address.options()) as client:
         answer = client.get(route)
         _check(answer)

@@ -1,4 +1,4 @@
-"""When requests are sent: at a rate, whatever becomes of them, or each as soon as one before it is answered."""
+"""When requests are sent: open loops send at a rate, closed loops after each answer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from shoal_lab.bench.load.trace import Trace
 
 Send = Callable[[int, float, float], Awaitable[Trace]]
-"""Sends request number i, due at so many seconds after a start on `time.perf_counter`."""
+"""Sends request number i, due at that many seconds after a start on `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One kind of load, of which exactly one is given.
+    """One kind of load; exactly one attribute is given.
 
     Attributes:
-        concurrency: closed loop: so many clients, each of which waits for its answer and asks again.
-        rate: open loop: so many requests a second on average, at random moments (Poisson).
+        concurrency: closed loop with this many clients, each of which waits for its answer and asks again.
+        rate: open loop with this many requests per second on average, at random times (Poisson).
     """
 
     concurrency: int | None = None
@@ -36,18 +36,18 @@ class Load:
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} a second"
 
 
 @dataclass(frozen=True)
 class LoadPhase:
-    """A load for a while.
+    """A load for some time.
 
     Attributes:
-        load: which.
+        load: the load.
         requests: how many; None for as many as the time allows.
-        seconds: none is sent later; None for no limit.
+        seconds: no request is sent later; None for no limit.
         seed: of the arrivals.
     """
 
@@ -61,7 +61,7 @@ class LoadPhase:
             raise ValueError("a turn needs an end: a number of requests, or seconds")
 
     def arrivals(self) -> Iterator[float]:
-        """The moments of an open loop, the first at 0."""
+        """Times of an open loop's requests, the first at 0."""
         chooser, moment, count = random.Random(self.seed), 0.0, 0
         while self._goes_on(count, moment):
             yield moment
@@ -72,7 +72,7 @@ class LoadPhase:
         return not enough and (self.seconds is None or moment < self.seconds)
 
     async def run(self, send: Send) -> list[Trace]:
-        """Send, and wait for everything that was sent."""
+        """Send requests, and wait for all answers."""
         return await (self._closed(send) if self.load.rate is None else self._open(send))
 
     async def _open(self, send: Send) -> list[Trace]:
@@ -90,7 +90,7 @@ class LoadPhase:
                 number, taken[0] = taken[0], taken[0] + 1
                 traces[number] = await send(number, due, start)
                 if traces[number].error is not None:
-                    await asyncio.sleep(0.05)  # a server that is gone must not be asked a thousand times a second
+                    await asyncio.sleep(0.05)  # do not ask a dead server a thousand times per second
 
         taken = [0]
         await asyncio.gather(*(client() for _ in range(self.load.concurrency or 0)))

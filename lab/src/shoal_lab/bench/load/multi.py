@@ -1,7 +1,7 @@
-"""llama.cpp under load: its multi-sequence batches, driven in a process of their own.
+"""llama.cpp under load: batches of many sequences, driven in a process of their own.
 
-Its Python package serves one request at a time, so rows join and leave one batch here as they do in its C++ server. No
-HTTP is in the way, and no text is made of tokens: that is in its favour.
+Its Python package serves one request at a time, so requests join and leave one batch here as in its C++ server. That is
+in its favour: there is no HTTP, and tokens are not turned into text.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 from shoal_lab.bench.load.loops import LoadPhase
 from shoal_lab.bench.load.prompts import Prompts
+from shoal_lab.bench.load.targets import LoadTarget
 from shoal_lab.bench.load.trace import Trace
 from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.process import cpu_seconds, resident
@@ -21,12 +24,12 @@ from shoal_lab.bench.system import Setting
 from shoal_lab.bench.worker import SystemProcess
 
 _STEP = 256
-"""Lengths of contexts are multiples of this, so that one serves many turns."""
+"""Context lengths are rounded up to a multiple of this, so that one context serves many turns."""
 
 
 @dataclass
 class _Sequence:
-    """A request in one of the places of the batch."""
+    """A request in a slot of the batch."""
 
     number: int
     due: float
@@ -41,14 +44,14 @@ class _Sequence:
 
 
 class LlamaMulti(LlamaCpp):
-    """See `shoal_lab.bench.system.System`; `serve` is its own."""
+    """Adds `serve` to llama.cpp's system."""
 
     def serve(self, jobs: Sequence[tuple[float, list[int], int]], rows: int, at_once: int | None) -> list[Trace]:
-        """Answer jobs.
+        """Answer requests.
 
         Args:
-            jobs: (due, prompt, new tokens), in order; in a closed loop `due` is not looked at.
-            rows: places of the batch.
+            jobs: (due, prompt, new tokens), in order; a closed loop ignores `due`.
+            rows: slots of the batch.
             at_once: clients of a closed loop; None for an open one.
         """
         length = max(len(ids) + new for _, ids, new in jobs)
@@ -59,7 +62,7 @@ class LlamaMulti(LlamaCpp):
 
 
 class _BatchLoop:
-    """Rows that join a batch when they are due and there is a place, and leave it when they are done."""
+    """Requests join a batch when they are due and a slot is free, and leave it when they are done."""
 
     def __init__(self, context: Any, rows: int, timed: bool) -> None:
         self._context, self._timed = context, timed
@@ -68,7 +71,7 @@ class _BatchLoop:
         context.clear()
 
     def through(self, waiting: list[_Sequence]) -> list[Trace]:
-        """Until all have been answered."""
+        """Run until all requests have been answered."""
         traces: dict[int, Trace] = {}
         while waiting or any(self._places):
             self._admit(waiting)
@@ -94,7 +97,7 @@ class _BatchLoop:
                     joined.due = self._now()
 
     def _step(self) -> None:
-        """One batch: a token of every row that decodes, and as much of the prompts as fits beside them."""
+        """Run one batch: a token of every request that decodes, and as much of the prompts as fits."""
         tokens: list[tuple[int, int, int, bool]] = []
         ending: list[_Sequence] = []
         busy = [(place, one) for place, one in enumerate(self._places) if one is not None]
@@ -116,29 +119,30 @@ class _BatchLoop:
             one.times.append(now)
 
 
-class Multi:
-    """A `LoadTarget` over `LlamaMulti`.
+class Multi(LoadTarget):
+    """A target that runs `LlamaMulti`.
 
     Args:
-        subject: a model folder.
+        model: a model folder.
         setting: number format, threads.
-        rows: places of the batch.
-        tokenizer: makes ids of prompts.
+        rows: slots of the batch.
+        tokenizer: tokenizes prompts.
     """
 
     name, label = "llama.cpp", "batches of sequences, no HTTP"
 
-    def __init__(self, subject: MeasuredModel, setting: Setting, rows: int, tokenizer: Any) -> None:
+    def __init__(self, model: MeasuredModel, setting: Setting, rows: int, tokenizer: Any) -> None:
         self._rows, self._tokenizer = rows, tokenizer
-        self._worker = SystemProcess(LlamaMulti, subject, setting)
+        self._worker = SystemProcess(LlamaMulti, model, setting)
         try:
             self.about = self._worker.call("prepare")
         except BaseException:
             self._worker.stop()
             raise
 
+    @override
     def run(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
-        """See `LoadTarget`; a closed loop needs a number of requests, which it always gets through."""
+        # A closed loop needs a number of requests here, and answers them all.
         moments = list(turn.arrivals()) if turn.load.rate is not None else [0.0] * (turn.requests or 1)
         jobs = []
         for number, due in enumerate(moments):
@@ -147,17 +151,18 @@ class Multi:
         found: list[Trace] = self._worker.call("serve", jobs, self._rows, turn.load.concurrency)
         return found
 
+    @override
     def hold(self) -> None:
-        """It waits for calls and takes nothing meanwhile."""
+        pass  # the process waits for calls and takes no processor meanwhile
 
+    @override
     def resident(self) -> int | None:
-        """See `LoadTarget`."""
         return resident(self._worker.pid)
 
+    @override
     def cpu_seconds(self) -> float | None:
-        """See `LoadTarget`."""
         return cpu_seconds(self._worker.pid)
 
+    @override
     def stop(self) -> None:
-        """See `LoadTarget`."""
         self._worker.stop()

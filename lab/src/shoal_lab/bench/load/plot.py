@@ -1,4 +1,4 @@
-"""A load's report as a picture: speed and waiting by load, or memory over time."""
+"""Plots of a load report: speed and waiting over load, or memory over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.errors import needs
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write the picture; ValueError where matplotlib is missing."""
+    """Write the plot; ValueError if matplotlib is missing."""
     with needs("plot", "--plot", "shoal-lab"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(11, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""What the clients ask: recorded texts, word problems, or made-up sentences of a given length."""
+"""Prompts of the clients: recorded texts, word problems, or made-up sentences of a given length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ITEMS = 200
 _STARTS = ("b", "c", "d", "f", "g", "h", "l", "m", "n", "p", "r", "s", "t", "w", "st", "tr")
 _ENDS = ("at", "en", "ill", "ock", "un", "ar", "ead", "ing", "oon", "ame")
 WORDS = tuple(start + end for start, end in product(_STARTS, _ENDS))
-"""Short words, most of which take a token or two in any English vocabulary."""
+"""Short words, most of which are one or two tokens in any English vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Prompts:
-    """An endless row of prompts, the same for every system and every round.
+    """An endless sequence of prompts, the same for every system and every round.
 
     Attributes:
         texts: recorded prompts; none for made-up ones.
-        lengths: words of made-up prompts, drawn from by chance.
-        new_tokens: lengths of the answers, drawn from by chance; one for equal lengths.
+        lengths: words per made-up prompt, drawn at random.
+        new_tokens: answer lengths, drawn at random; a single one for equal lengths.
         seed: of the draws.
     """
 
@@ -61,5 +61,5 @@ class Prompts:
 
 
 def recorded(names: Sequence[str], data: Path | None) -> list[str]:
-    """The requests of some kinds; arguments and ValueError as of `workloads.prompts`."""
+    """Requests of some kinds; arguments and ValueError as for `workloads.prompts`."""
     return [text for name in names for text in workloads.prompts(data, name, _ITEMS)]

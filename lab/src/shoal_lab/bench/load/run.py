@@ -15,23 +15,23 @@ from shoal_lab.bench.load.loops import Load, LoadPhase
 from shoal_lab.bench.load.prompts import Prompts
 from shoal_lab.bench.load.targets import LoadTarget
 from shoal_lab.bench.load.trace import Trace
-from shoal_lab.bench.load.watch import MemorySampler
+from shoal_lab.bench.process import MemorySampler
 from shoal_lab.bench.rounds import Rounds, check_rounds, figure, in_order
 
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
-        loads: each in turn.
-        prompts: what is asked.
-        requests: of a turn; None for what `waves` and `seconds` make of the load.
-        waves: requests of a closed loop's turn per client, where `requests` is not given.
+        loads: measured in turn.
+        prompts: the clients' prompts.
+        requests: per turn; None to derive it from `waves` and `seconds`.
+        waves: requests per client in a turn of a closed loop, if `requests` is not given.
         seconds: no request of a turn is sent later; None for no limit.
         rounds: how often every target takes its turn at every load.
-        minutes: a round is only begun if it should end within that time of the start; None for no limit.
-        objective: what counts as good.
+        minutes: a round only begins if it should end within that time; None for no limit.
+        objective: limits of a good request.
         period: seconds between two readings of memory.
     """
 
@@ -61,7 +61,7 @@ class LoadConfig:
             raise ValueError("requests at a rate need an end: give seconds or a number of requests")
 
     def turn(self, load: Load, number: int) -> LoadPhase:
-        """The turn at a load in a round: the same arrivals for every target, others in every round."""
+        """The turn at a load in a round: arrivals are equal for all targets, and differ between rounds."""
         requests = self.requests
         if requests is None and load.concurrency is not None:
             requests = self.waves * load.concurrency
@@ -75,13 +75,13 @@ class LoadConfig:
 
 @dataclass
 class LoadResult:
-    """A target at a load.
+    """A target under a load.
 
     Attributes:
-        target, load: which.
+        target, load: the target and the load.
         turns: the traces of each round.
         curve: memory during the last turn.
-        cores: processors that the server's process kept busy, per round; empty where unknown.
+        cores: processors that the server's process kept busy, per round; empty if unknown.
     """
 
     target: LoadTarget
@@ -92,7 +92,7 @@ class LoadResult:
 
 
 def measure(targets: Sequence[LoadTarget], wish: LoadConfig) -> tuple[list[LoadResult], Rounds]:
-    """All rounds; and how many the time allowed."""
+    """Run all rounds; returns the results, and how many rounds the time allowed."""
     cells = [LoadResult(target, load) for load in wish.loads for target in targets]
     rounds = Rounds(wish.rounds, wish.minutes)
     with tqdm(total=wish.rounds * len(cells), desc="turns", disable=None) as bar:
@@ -105,7 +105,7 @@ def measure(targets: Sequence[LoadTarget], wish: LoadConfig) -> tuple[list[LoadR
 
 
 def take_turn(cell: LoadResult, wish: LoadConfig, number: int) -> None:
-    """One target, one load, one round."""
+    """Run one target under one load in one round."""
     target, start, cpu = cell.target, time.perf_counter(), cell.target.cpu_seconds()
     with MemorySampler(target.resident, wish.period) as watch:
         cell.turns.append(target.run(wish.turn(cell.load, number), wish.prompts_of(number)))
@@ -117,7 +117,7 @@ def take_turn(cell: LoadResult, wish: LoadConfig, number: int) -> None:
 
 
 def results(cells: Sequence[LoadResult], objective: Objective) -> list[dict[str, Any]]:
-    """Figures in JSON values, each cell's speed beside that of the others at the same load."""
+    """Figures as JSON values, each with its speed over that of the others under the same load."""
     return [{**_head(cell), **figures.figures(cell.turns, objective), **_rest(cell, cells)} for cell in cells]
 
 
@@ -153,6 +153,6 @@ def _memory(curve: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
 
 
 def thinned(curve: Sequence[Mapping[str, float]], most: int = 600) -> list[list[float]]:
-    """Pairs of seconds and bytes, at most so many."""
+    """At most `most` pairs of seconds and bytes."""
     step = -(-len(curve) // most)
     return [[point["seconds"], point["bytes"]] for point in curve[::step]]

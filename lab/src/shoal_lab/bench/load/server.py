@@ -1,4 +1,4 @@
-"""Servers as processes of our own: started, held still while others take their turn, watched, ended."""
+"""Server processes: start them, hold them still while others take their turn, end them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from shoal_lab.bench.load.http import Address, Failed, get
 from shoal_lab.bench.system import NotMeasured, Setting
 
 _PLACE = 2048
-"""Positions of one row in llama.cpp's server, whose context is divided among them."""
+"""Positions per request in llama.cpp's server, whose context is divided among its slots."""
 
 
 class Server:
     """A running server.
 
     Args:
-        words: its command line.
+        argv: its command line.
         port: where it listens once it is ready.
         environment: added to ours.
-        minutes: most time until it is ready.
+        minutes: time limit for getting ready.
 
     Raises:
-        NotMeasured: it ended or was not ready in time; the message holds the last line that it wrote.
+        NotMeasured: it ended or was not ready in time; the message holds the last line of its log.
     """
 
     def __init__(
-        self, words: Sequence[str], port: int, environment: Mapping[str, str] | None = None, minutes: float = 5.0
+        self, argv: Sequence[str], port: int, environment: Mapping[str, str] | None = None, minutes: float = 5.0
     ) -> None:
-        self.words, self.url = list(words), f"http://127.0.0.1:{port}"
+        self.argv, self.url = list(argv), f"http://127.0.0.1:{port}"
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server
         self._process = subprocess.Popen(
-            self.words, stdout=self._log, stderr=self._log, env={**os.environ, **(environment or {})},
+            self.argv, stdout=self._log, stderr=self._log, env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
         try:
@@ -61,7 +61,7 @@ class Server:
                 time.sleep(0.1)
 
     def until_healthy(self, minutes: float = 5.0) -> None:
-        """Wait until GET /health succeeds, for a server that listens while it loads; NotMeasured after that time."""
+        """Wait until GET /health succeeds, for a server that listens while it loads; NotMeasured at the time limit."""
         until = time.monotonic() + 60 * minutes
         while True:
             try:
@@ -80,20 +80,20 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def hold(self) -> None:
-        """Stop it where it is: it takes no processor from others."""
+        """Suspend it, so that it takes no processor from others."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Undo `hold`."""
+        """Resume it after `hold`."""
         self._signal(signal.SIGCONT)
 
     def stop(self) -> None:
@@ -120,7 +120,7 @@ def free_port() -> int:
         return port
 
 
-def shoal_words(model: Path, port: int, setting: Setting, more: Sequence[str] = ()) -> list[str]:
+def shoal_argv(model: Path, port: int, setting: Setting, more: Sequence[str] = ()) -> list[str]:
     """The command line of Shoal's own server."""
     quantised = [] if setting.quant is None else ["--quant", setting.quant]
     start = [sys.executable, "-m", "shoal", "serve", "--model", str(model), "--served-model-name", str(model)]
@@ -128,15 +128,15 @@ def shoal_words(model: Path, port: int, setting: Setting, more: Sequence[str] = 
             "--timeout", "0", *more]
 
 
-def transformers_words(model: Path, port: int, setting: Setting) -> list[str]:
+def transformers_argv(model: Path, port: int, setting: Setting) -> list[str]:
     """The command line of transformers' server with its continuous batching."""
     start = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(model)]
     return [*start, "--continuous-batching", "--port", str(port), "--dtype", setting.dtype,
             "--device", setting.device, "--host", "127.0.0.1"]
 
 
-def llama_words(binary: str, model: Path, port: int, setting: Setting, rows: int) -> list[str]:
-    """The command line of llama.cpp's own server, with a place for every row and no memory of prompts."""
+def llama_argv(binary: str, model: Path, port: int, setting: Setting, rows: int) -> list[str]:
+    """The command line of llama.cpp's own server, with a slot per request and no prompt cache."""
     threads = str(setting.threads)
     return [binary, "-m", str(model), "-a", str(model), "--host", "127.0.0.1", "--port", str(port), "-np", str(rows),
             "-c", str(rows * _PLACE), "-t", threads, "-tb", threads, "--no-cache-prompt", "--cache-ram", "0"]

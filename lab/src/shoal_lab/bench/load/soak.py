@@ -1,4 +1,4 @@
-"""A long load on one server: no request may fail, and memory must stay where it is once the server is warm."""
+"""A long load on one server: no request may fail, and memory must stay flat once the server is warm."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tqdm import tqdm
 from shoal_lab.bench.load import figures
 from shoal_lab.bench.load.run import LoadConfig, LoadResult, results, take_turn, thinned
 from shoal_lab.bench.load.targets import LoadTarget
-from shoal_lab.bench.load.watch import MemorySampler
+from shoal_lab.bench.process import MemorySampler
 
 FLAT = 0.02
-"""Most that memory may move after the warm-up, as a share of what it was then."""
+"""Most that memory may change after the warm-up, as a share of its size then."""
 _WINDOWS = 10
 
 
 def soak(target: LoadTarget, wish: LoadConfig, minutes: float) -> dict[str, Any]:
-    """Keep the first load up for so long.
+    """Keep the first load up for that long.
 
     Returns:
-        The figures, and under `verdict` whether it passed and why not.
+        The figures, with `verdict`: whether it passed, and why not.
     """
     seconds = 60 * minutes
     longer = replace(wish, requests=None, waves=10**9, seconds=seconds, rounds=1, minutes=None,
@@ -32,7 +32,7 @@ def soak(target: LoadTarget, wish: LoadConfig, minutes: float) -> dict[str, Any]
     with tqdm(total=round(seconds), desc="seconds", disable=None) as bar, MemorySampler(partial(_tick, bar), 1.0):
         take_turn(cell, longer, 0)
     (found,) = results([cell], wish.objective)
-    within = [point for point in cell.curve if point["seconds"] <= seconds]  # afterwards rows leave one by one
+    within = [point for point in cell.curve if point["seconds"] <= seconds]  # after that, requests end one by one
     if found["memory"] is not None:
         found["memory"]["curve"] = thinned(within)
     memory = figures.flat(within, FLAT, _WINDOWS)
@@ -40,7 +40,7 @@ def soak(target: LoadTarget, wish: LoadConfig, minutes: float) -> dict[str, Any]
 
 
 def verdict(found: Mapping[str, Any], memory: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Whether a soak passed; memory that cannot be read is no pass."""
+    """Whether a soak passed; it fails if memory cannot be read."""
     why = [f"{found['errors']} of {found['requests']} requests failed"] if found["errors"] else []
     if not found["requests"]:
         why.append("nothing was asked")
@@ -52,6 +52,6 @@ def verdict(found: Mapping[str, Any], memory: Mapping[str, Any] | None) -> dict[
 
 
 def _tick(bar: Any) -> None:
-    """A second has gone by."""
+    """Advance the bar by a second."""
     if bar.n < bar.total:
         bar.update()

@@ -1,4 +1,4 @@
-"""A load's report for a terminal."""
+"""A load report as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEADER = ["system", "load", "requests", "errors", "tokens/s", "TTFT p50 p90 p99
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """Everything; times in milliseconds."""
+    """The whole report; times in milliseconds."""
     lines = [_first_line(report), *aligned([_HEADER, *map(_row, report["results"])])]
     lines += [f"error: {message} ({count} times)" for one in report["results"] for message, count in
               one["messages"].items()]

@@ -1,4 +1,4 @@
-"""What a load is put on: a server over HTTP, held still between its turns where it is ours."""
+"""Targets of a load: servers over HTTP, which are suspended between their turns if we started them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from typing_extensions import override
 
 from shoal_lab.bench.load.http import Address, Failed, get, library
 from shoal_lab.bench.load.loops import Load, LoadPhase
@@ -20,44 +22,44 @@ _RESIDENT = re.compile(rb"^process_resident_memory_bytes\s+(\S+)", re.M)
 
 
 class LoadTarget(Protocol):
-    """Something that answers.
+    """A server under load.
 
     Attributes:
-        name: the system.
-        label: what sets it apart from others of its name: method, policy.
+        name: name of the system.
+        label: its method or policy, which tells it from others of the same name.
     """
 
     name: str
     label: str
 
     def run(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
-        """Put a load on it."""
+        """Send the requests of a turn."""
         ...
 
     def hold(self) -> None:
-        """Let it take no processor until the next turn."""
+        """Suspend it until its next turn."""
         ...
 
     def resident(self) -> int | None:
-        """Bytes that it holds in memory."""
+        """Resident bytes; None if unknown."""
         ...
 
     def cpu_seconds(self) -> float | None:
-        """Processor time that it has used."""
+        """Processor time that it has used; None if unknown."""
         ...
 
     def stop(self) -> None:
-        """End it, where it is ours."""
+        """End it, if we started it."""
         ...
 
 
 @dataclass(frozen=True)
 class Form:
-    """How requests are put.
+    """Form of the requests.
 
     Attributes:
-        model: the name that the server knows.
-        chat: whether as chats; else as plain completions.
+        model: the model's name on the server.
+        chat: send chats instead of plain completions.
         fields: more fields of every request.
         limit: seconds after which a request is given up.
     """
@@ -69,31 +71,31 @@ class Form:
 
     @property
     def route(self) -> str:
-        """Where they go."""
+        """The route that requests go to."""
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, text: str, new_tokens: int) -> dict[str, Any]:
-        """A request for a stream of likeliest tokens."""
+        """The body of a request for a greedy stream."""
         what = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
         return {"model": self.model, **what, "max_tokens": new_tokens, "temperature": 0, "stream": True, **self.fields}
 
 
-class Http:
+class Http(LoadTarget):
     """A server at an address.
 
     Args:
-        name, label: see `LoadTarget`.
-        address: where.
-        form: how requests are put.
-        server: the process, where it is ours.
+        name, label: as in `LoadTarget`.
+        address: the server's address.
+        form: form of the requests.
+        server: the process, if we started it.
     """
 
     def __init__(self, name: str, label: str, address: Address, form: Form, server: Server | None = None) -> None:
         self.name, self.label = name, label
         self._address, self._form, self._server = address, form, server
 
+    @override
     def run(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
-        """See `LoadTarget`."""
         if self._server is not None:
             self._server.go_on()
 
@@ -109,13 +111,14 @@ class Http:
 
         return asyncio.run(run())
 
+    @override
     def hold(self) -> None:
-        """See `LoadTarget`."""
         if self._server is not None:
             self._server.hold()
 
+    @override
     def resident(self) -> int | None:
-        """By the process where it is ours, else by what the server tells Prometheus."""
+        # The process is asked if it is ours, otherwise the server's Prometheus metrics.
         if self._server is not None:
             return resident(self._server.pid)
         try:
@@ -124,12 +127,12 @@ class Http:
             return None
         return None if found is None else int(float(found[1]))
 
+    @override
     def cpu_seconds(self) -> float | None:
-        """See `LoadTarget`."""
         return None if self._server is None else cpu_seconds(self._server.pid)
 
+    @override
     def stop(self) -> None:
-        """See `LoadTarget`."""
         if self._server is not None:
             self._server.stop()
 
@@ -139,7 +142,7 @@ class ServerFacts:
     """What a server says about itself.
 
     Attributes:
-        model: the name of its first model.
+        model: name of its first model.
         shoal: whether it understands Shoal's own fields.
     """
 
@@ -148,10 +151,10 @@ class ServerFacts:
 
 
 def look(address: Address) -> ServerFacts:
-    """Ask a server what it serves.
+    """Ask a server which model it serves.
 
     Raises:
-        ValueError: it does not answer as OpenAI's API does.
+        ValueError: it does not answer like OpenAI's API.
     """
     try:
         models = json.loads(get(address, "/v1/models"))["data"]
@@ -161,14 +164,14 @@ def look(address: Address) -> ServerFacts:
 
 
 def own_fields(method: Mapping[str, Any], equal_lengths: bool) -> dict[str, Any]:
-    """Fields that Shoal's server understands: the method, no early end, and its own account of waiting."""
+    """Fields that Shoal's server understands: the method, no early end, and its own metrics."""
     asked = {"method": method["method"], "method_args": method.get("method_args", {})}
     told = {"metrics": True, "stream_options": {"include_usage": True}}
     return {**asked, **told, **({"ignore_eos": True} if equal_lengths else {})}
 
 
 def warm_up(targets: Sequence[LoadTarget], rows: int, prompts: Prompts) -> dict[int, str]:
-    """Let every target answer once with `rows` at a time; what went wrong, by place in `targets`."""
+    """Let every target answer `rows` requests at a time once; returns the errors by index in `targets`."""
     failed = {}
     for place, target in enumerate(targets):
         traces = target.run(LoadPhase(Load(concurrency=rows), requests=rows), prompts)

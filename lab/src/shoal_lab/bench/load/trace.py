@@ -1,4 +1,4 @@
-"""What one client saw of one request."""
+"""What a client saw of a request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trace:
-    """Moments in seconds, from the start of the turn.
+    """Times in seconds, from the start of the turn.
 
     Attributes:
         due: when it was to be sent.
-        chunks: when text came, chunk by chunk.
+        chunks: when each chunk of text came.
         end: when it was over.
-        prompt_tokens, tokens: as the server counts them; where it does not, every chunk counts as a token.
-        queue_seconds: what the server says about waiting; None where it says nothing.
+        prompt_tokens, tokens: as the server counts them; otherwise every chunk counts as a token.
+        queue_seconds: waiting time that the server reports; None if it reports none.
         error: why there is no whole answer.
     """
 
@@ -38,7 +38,7 @@ class Trace:
 
     @property
     def ttft(self) -> float | None:
-        """From the moment it was due until the first text."""
+        """Seconds from the time it was due to the first text."""
         return self.chunks[0] - self.due if self.chunks else None
 
     @property
@@ -57,11 +57,11 @@ class Trace:
 async def ask(
     client: httpx.AsyncClient, route: str, body: Mapping[str, Any], due: float, start: float, limit: float
 ) -> Trace:
-    """Send one request and follow its stream to the end; what goes wrong stands in the trace.
+    """Send one request and follow its stream to the end; the trace holds errors.
 
     Args:
-        client, route, body: where to and what; `body` asks for a stream.
-        due: seconds after `start` at which it is to be sent, that is now.
+        client, route, body: where to send what; `body` asks for a stream.
+        due: seconds after `start` at which it is sent, that is now.
         start: `time.perf_counter` at the start of the turn.
         limit: seconds after which it is given up.
     """
@@ -84,7 +84,7 @@ async def _collect(
 
 
 def read(came: Sequence[tuple[float, bytes]], due: float, end: float, error: str | None) -> Trace:
-    """The trace in a stream's events."""
+    """The trace of a stream's events."""
     chunks: list[float] = []
     usage: Mapping[str, Any] = {}
     queue: float | None = None

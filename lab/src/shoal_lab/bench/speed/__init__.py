@@ -1,1 +1,1 @@
-"""Speed of decoding, of prompts, of single forwards and of loading: Shoal and other software in interleaved rounds."""
+"""Speed of decoding, prefill, single forwards and loading: Shoal and other software in interleaved rounds."""

@@ -1,4 +1,4 @@
-"""The grid of a benchmark: which system does what."""
+"""The grid of a benchmark: which system runs which job."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Job:
 
 @dataclass(frozen=True)
 class SpeedJob:
-    """A job for one system.
+    """A job of one system.
 
     Attributes:
-        system: "shoal" or a peer's name.
+        system: "shoal" or a baseline's name.
         quant: "int8", "int4", "file" or None.
-        job: what to do.
-        method: of Shoal, as `Method.to_dict` gives it; None for a peer.
-        label: of the method, for tables.
+        job: the job.
+        method: Shoal's method as `Method.to_dict` gives it; None for a baseline.
+        label: the method's name in tables.
     """
 
     system: str
@@ -54,12 +54,12 @@ class SpeedJob:
 
 @dataclass(frozen=True)
 class Grid:
-    """Everything that is to be measured.
+    """Everything to measure.
 
     Attributes:
-        methods: label -> method of Shoal; the plain loop, labelled "full", is always measured as well.
-        peers: their names.
-        quants: number formats of the weights, None for unquantised.
+        methods: Shoal's methods by label; the plain loop, "full", is always measured.
+        baselines: names of other software.
+        quants: number formats of the weights; None for unquantised.
         batches, contexts: rows and prompt tokens of the generations.
         new_tokens: tokens per generation.
         positions: sizes of single forwards, measured at the first context.
@@ -67,7 +67,7 @@ class Grid:
     """
 
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    peers: Sequence[str] = ()
+    baselines: Sequence[str] = ()
     quants: Sequence[str | None] = (None,)
     batches: Sequence[int] = (1,)
     contexts: Sequence[int] = (64,)
@@ -86,7 +86,7 @@ class Grid:
             raise ValueError("there is nothing to measure; give at least one batch, one context and one weight format")
 
     def cells(self) -> list[SpeedJob]:
-        """One per measurement of a round, the systems of a job side by side."""
+        """One cell per measurement of a round; the systems of a job stand side by side."""
         return [cell for quant, job in product(self.quants, self._jobs()) for cell in self._side_by_side(quant, job)]
 
     def _jobs(self) -> Iterator[Job]:
@@ -101,19 +101,19 @@ class Grid:
         methods = {"full": FULL, **self.methods} if job.kind == "generate" else {"full": FULL}
         for label, method in methods.items():
             yield SpeedJob(OURS, quant, job, method, label)
-        for peer in self.peers:
-            yield SpeedJob(peer, quant, job)
+        for baseline in self.baselines:
+            yield SpeedJob(baseline, quant, job)
 
     def longest(self) -> int:
-        """Positions that a row needs at most."""
+        """Most positions that a row needs."""
         sizes = (self.new_tokens, *self.positions)
         return max(max(self.contexts) + max(sizes), *(length + 1 for length in self.prefills), 0)
 
-    def check(self, subject: MeasuredModel) -> None:
-        """Refuse what does not fit the model's context."""
-        limit = getattr(subject.text, "max_position_embeddings", None)
+    def check(self, model: MeasuredModel) -> None:
+        """Refuse a grid that does not fit the model's context."""
+        limit = getattr(model.text, "max_position_embeddings", None)
         if limit is not None and self.longest() > limit:
             raise ValueError(
-                f"the longest measurement needs {self.longest()} positions, and {subject.name} has {limit}; "
+                f"the longest measurement needs {self.longest()} positions, and {model.name} has {limit}; "
                 "ask for a shorter context"
             )

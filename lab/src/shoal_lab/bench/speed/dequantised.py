@@ -1,4 +1,4 @@
-"""A GGUF file's weights as a folder of safetensors, so that every system can have them in formats of its own."""
+"""A GGUF file's weights as a folder of safetensors, so that every system can quantise them in its own format."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from shoal_lab.bench.model import FILE, MeasuredModel
 
 
 @contextmanager
-def provided(subject: MeasuredModel, quants: Sequence[str | None]) -> Iterator[MeasuredModel]:
-    """The subject with such a folder, where one of the formats needs it; ours goes when the block ends.
+def provided(model: MeasuredModel, quants: Sequence[str | None]) -> Iterator[MeasuredModel]:
+    """The model with such a folder if one of the formats needs it; a folder made here is deleted afterwards.
 
     Raises:
-        ValueError: the file's own numbers are asked of what is no GGUF file, or a folder is given that nothing needs.
+        ValueError: the model is not a GGUF file but its own format is asked for, or a folder is given and not needed.
     """
-    if not subject.is_file:
-        if FILE in quants or subject.dequantised is not None:
-            raise ValueError(f"{subject.name} is no GGUF file; 'file' and a dequantised folder belong to one")
-        yield subject
-    elif subject.dequantised is not None or set(quants) <= {FILE}:
-        yield subject
+    if not model.is_file:
+        if FILE in quants or model.dequantised is not None:
+            raise ValueError(f"{model.name} is no GGUF file; 'file' and a dequantised folder belong to one")
+        yield model
+    elif model.dequantised is not None or set(quants) <= {FILE}:
+        yield model
     else:
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-            write(subject, Path(folder))
-            yield replace(subject, dequantised=folder)
+            write(model, Path(folder))
+            yield replace(model, dequantised=folder)
 
 
-def write(subject: MeasuredModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Dequantise by transformers and save the model, and the tokenizer where the file has one."""
-    model = subject.hf_model(dtype)
-    # Dequantised as it is, the model still says that it came from a quantised file, and would not be saved.
-    model.hf_quantizer = None
-    vars(model.config).pop("quantization_config", None)
-    model.save_pretrained(folder)
-    words = subject.tokenizer()
-    if words is not None:  # else random ids are measured on
-        words.save_pretrained(folder)
+def write(model: MeasuredModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Let transformers dequantise, and save the model, and the tokenizer if the file has one."""
+    hf_model = model.hf_model(dtype)
+    # The dequantised model still claims to come from a quantised file, and would refuse to be saved.
+    hf_model.hf_quantizer = None
+    vars(hf_model.config).pop("quantization_config", None)
+    hf_model.save_pretrained(folder)
+    tokenizer = model.tokenizer()
+    if tokenizer is not None:  # otherwise the benchmark uses random ids
+        tokenizer.save_pretrained(folder)

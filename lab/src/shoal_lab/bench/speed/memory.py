@@ -1,4 +1,4 @@
-"""Whether all systems fit into memory at once, as interleaved rounds need it."""
+"""Whether all systems fit into memory at once, as interleaved rounds need."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from shoal_lab.bench.process import library
 from shoal_lab.bench.system import Setting
 
 _BITS = {"int8": (8.5, 8.5), "int4": (4.5, 8.5)}
-"""Bits per weight of layers, and of embedding and head, by format."""
+"""Bits per weight of layers, and of embedding and LM head, by format."""
 _OVERHEAD = 2**29
-"""Bytes of a process with its libraries, beside the weights."""
+"""Bytes of a process with its libraries, without weights."""
 
 
-def needed(subject: MeasuredModel, settings: Iterable[Setting]) -> int:
+def needed(model: MeasuredModel, settings: Iterable[Setting]) -> int:
     """Bytes that systems with these settings hold together, roughly."""
-    return sum(_weights(subject, setting) + _OVERHEAD for setting in settings)
+    return sum(_weights(model, setting) + _OVERHEAD for setting in settings)
 
 
-def _weights(subject: MeasuredModel, setting: Setting) -> int:
+def _weights(model: MeasuredModel, setting: Setting) -> int:
     if setting.quant == FILE:
-        return subject.file.bytes
+        return model.file.bytes
     plain = as_dtype(setting.dtype).itemsize * 8
     layers, tables = _BITS.get(setting.quant or "", (plain, plain))
-    held = subject.table_weights()
-    return int(((subject.weights() - held) * layers + held * tables) / 8)
+    held = model.table_weights()
+    return int(((model.weights() - held) * layers + held * tables) / 8)
 
 
-def check(subject: MeasuredModel, settings: Iterable[Setting]) -> None:
-    """Refuse what would not fit.
+def check(model: MeasuredModel, settings: Iterable[Setting]) -> None:
+    """Refuse systems that would not fit.
 
     Raises:
-        ValueError: says how much is needed and how much there is.
+        ValueError: the message says how much is needed and how much there is.
     """
     listed = [setting for setting in settings if setting.device == "cpu"]
-    want, have = needed(subject, listed), library().virtual_memory().available
+    want, have = needed(model, listed), library().virtual_memory().available
     if want > have:
         raise ValueError(
-            f"{len(listed)} systems with the weights of {subject.name} need about {want / 2**30:.0f} GiB at once, and "
+            f"{len(listed)} systems with the weights of {model.name} need about {want / 2**30:.0f} GiB at once, and "
             f"{have / 2**30:.0f} GiB are free; measure fewer peers or number formats in one command"
         )

@@ -1,4 +1,4 @@
-"""Shoal itself, through its public engine: the loop, the sampling and the bookkeeping are all in the time."""
+"""Shoal through its public engine: the time includes the loop, sampling and bookkeeping."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from shoal import __version__
 from shoal.engine.engine import Engine
@@ -15,7 +16,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.stack import SequenceChunk, Stack
 from shoal_lab.bench.model import MeasuredModel
-from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, traffic_of
+from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, System, traffic_of
 from shoal_lab.calibrate.cost import measure
 from shoal_lab.components.cost import CostCard, Traffic
 
@@ -27,26 +28,26 @@ _EXECUTORS = {
 }
 
 
-class Shoal:
-    """See `shoal_lab.bench.system.System`."""
+class Shoal(System):
+    """Measures Shoal's engine."""
 
-    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
-        self._subject, self._setting = subject, setting
+    def __init__(self, model: MeasuredModel, setting: Setting) -> None:
+        self._model, self._setting = model, setting
         self._dtype = as_dtype(setting.dtype)
         self._cards: dict[int, CostCard] = {}
         self._engine: Engine | None = None
 
     @property
     def engine(self) -> Engine:
-        """The engine, once prepared."""
+        """The engine; call `prepare` first."""
         if self._engine is None:
             raise RuntimeError("the system has not been prepared")
         return self._engine
 
+    @override
     def prepare(self) -> About:
-        """Load or pack the weights."""
         setting = self._setting
-        self._engine = self._subject.engine(self._dtype, setting.device, setting.backend, setting.quant)
+        self._engine = self._model.engine(self._dtype, setting.device, setting.backend, setting.quant)
         traffic = self._traffic()
         weight_bytes = traffic.layer * self.engine.stack.num_layers + traffic.head
         executor = type(self.engine.stack).__name__
@@ -54,8 +55,8 @@ class Shoal:
         extra = {"native_kernels": native.why_not()} if executor == "PackedStack" and on_cpu else {}
         return About(__version__, _EXECUTORS.get(executor, executor), weight_bytes, extra)
 
+    @override
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, method: Mapping[str, Any] | None) -> Run:
-        """Decode through `Engine.stream`."""
         times: list[float] = []
         start = time.perf_counter()
         stream = self.engine.stream(
@@ -73,9 +74,9 @@ class Shoal:
             raise NotMeasured("the model has no tokenizer, and the prompts are to be made from a text")
         return list(self.engine.tokenizer(text)["input_ids"])
 
+    @override
     def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
-        """Time single forwards of the stack."""
-        stack, plan = self.engine.stack, self._subject.full_plan()
+        stack, plan = self.engine.stack, self._model.full_plan()
         cache = KVCache(stack.windows, 1, [len(prompt) + positions] * stack.num_layers)
         for first in range(0, len(prompt), _CHUNK):
             piece = prompt[first : first + _CHUNK]
@@ -85,8 +86,9 @@ class Shoal:
         chunk = SequenceChunk(0, tokens, list(range(1, positions + 1)), plan, wanted=positions, likeliest=True)
         return [_timed(stack, chunk, cache) for _ in range(repeats)]
 
+    @override
     def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
-        """The cost card's prediction; the card is measured when a number of rows is first asked for."""
+        # The cost card is measured when a number of rows is first asked for.
         plan = self.engine.recipe(method or "full", new_tokens).plan
         step_bytes = self._traffic().mean_step(plan, context, new_tokens, rows)
         if rows not in self._cards:
@@ -98,19 +100,19 @@ class Shoal:
         """The cost card for that many rows, if `expect` measured one."""
         return self._cards[rows].to_dict() if rows in self._cards else None
 
+    @override
     def close(self) -> None:
-        """Let the engine go."""
         self._engine = None
 
     def _traffic(self) -> Traffic:
-        """Bytes as packed; by arithmetic where the model's own modules run."""
-        plain = traffic_of(self._subject, self._dtype.itemsize * 8, self._dtype.itemsize)
+        """Traffic of the packed weights; by arithmetic if the model's own modules run."""
+        plain = traffic_of(self._model, self._dtype.itemsize * 8, self._dtype.itemsize)
         weights = getattr(self.engine.stack, "weights", None)
         if weights is None:
             return plain
         layer = sum(one.nbytes for one in weights.layers) / len(weights.layers)
         head = weights.head.nbytes
-        if self._subject.shape is None:  # among random words none stands out, so bounds spare little
+        if self._model.shape is None:  # among random words none stands out, so bounds spare little
             head = getattr(self.engine.stack, "head_reads", head)
         return Traffic(layer, head, plain.kv, plain.windows, plain.layer_weights)
 

@@ -1,4 +1,4 @@
-"""What a benchmark brings home, before anything is computed from it."""
+"""Raw results of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shoal_lab.bench.system import About, Expected
 
 @dataclass
 class CellResult:
-    """One cell's runs.
+    """The runs of one cell.
 
     Attributes:
-        cell: what was asked.
+        cell: what was measured.
         about: the system.
         expected: bytes and predicted time, of generations.
         runs: one per round, each with `round`, `roof` (bytes/s before and after), `others` (cores kept busy by other
@@ -38,9 +38,9 @@ class Skipped:
     """Something that was not measured, and why.
 
     Attributes:
-        system, quant: which.
+        system, quant: the system and its weights.
         what: the kind of job, or None for all of them.
-        reason: in words.
+        reason: text for the reader.
     """
 
     system: str
@@ -51,13 +51,13 @@ class Skipped:
 
 @dataclass
 class Measurements:
-    """A whole benchmark.
+    """All results of a benchmark.
 
     Attributes:
-        rounds: how many there were.
+        rounds: rounds that were run.
         measured: the cells that were measured.
-        absent: what was not.
-        idle_before: cores kept busy by other processes before the first round; None where unknown.
+        absent: what was not measured.
+        idle_before: cores kept busy by other processes before the first round; None if unknown.
         cards: (quant, rows) -> cost card of Shoal.
     """
 

@@ -1,4 +1,4 @@
-"""A picture of a report: tokens per second of every generation, with its spread and the roof's limit."""
+"""A plot of a report: tokens per second of every generation, with its spread and the limit set by bandwidth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal_lab.bench.speed.table import name
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write the picture.
+    """Write the plot.
 
     Raises:
         ValueError: matplotlib is missing, or the report holds no generation.

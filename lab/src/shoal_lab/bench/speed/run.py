@@ -1,4 +1,4 @@
-"""Run a benchmark: rounds in which every system takes its turn, the roof read beside each turn."""
+"""Run a benchmark: in every round each system takes its turn, and bandwidth is read before and after each turn."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shoal_lab.bench.speed.outcome import CellResult, Measurements, Skipped
 from shoal_lab.bench.system import About, NotMeasured, Run, Setting
 from shoal_lab.bench.worker import Factory, SystemProcess
 
-_ROOF_SECONDS = 0.2
+_BANDWIDTH_SECONDS = 0.2
 _IDLE_SECONDS = 1.0
 _FORWARDS = 8
 
 
 Start = Callable[[Factory, MeasuredModel, Setting], SystemProcess]
 Key = tuple[str, str | None]
-"""A system and a quantisation: what shares one process."""
+"""A system and a quantisation; both together share one process."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Plan:
 
     Attributes:
         rounds: how often every cell is measured.
-        minutes: a round is only begun if it should end within that time of the start; None for no limit.
+        minutes: a round only begins if it should end within that time; None for no limit.
         setting: number format, device, threads; `quant` comes from the cells.
-        roof_bytes: size of the buffer that the roof is read from.
-        text: what the prompts are cut from, by the model's own tokenizer; None for random token ids.
+        bandwidth_bytes: size of the buffer that bandwidth is read from.
+        text: text that prompts are cut from, with the model's own tokenizer; None for random token ids.
         start: makes the process of a system.
     """
 
@@ -55,42 +55,42 @@ class Plan:
         check_rounds(self.rounds, self.minutes)
 
 
-def run(subject: MeasuredModel, grid: Grid, plan: Plan) -> Measurements:
+def run(model: MeasuredModel, grid: Grid, plan: Plan) -> Measurements:
     """Measure the grid.
 
     Raises:
-        ValueError: the grid does not fit the model or the memory, a peer is unknown, or Shoal itself cannot run it.
+        ValueError: the grid does not fit the model or the memory, a baseline is unknown, or Shoal cannot run it.
     """
-    subject.check()
-    grid.check(subject)
+    model.check()
+    grid.check(model)
     factories: dict[str, Factory] = {OURS: Shoal}
-    factories |= {name: baselines.load(name) for name in grid.peers if name not in baselines.NOT_HERE}
+    factories |= {name: baselines.load(name) for name in grid.baselines if name not in baselines.NOT_HERE}
     cells = [cell for cell in grid.cells() if cell.system in factories]
-    memory.check(subject, [_held(plan, *key) for key in dict.fromkeys((c.system, c.quant) for c in cells)])
+    memory.check(model, [_held(plan, *key) for key in dict.fromkeys((c.system, c.quant) for c in cells)])
     outcome = Measurements(Rounds(plan.rounds, plan.minutes))
     outcome.absent += [Skipped(name, None, None, reason) for name, reason in baselines.NOT_HERE.items()]
-    with _Bench(subject, plan, factories, outcome) as bench:
+    with _Bench(model, plan, factories, outcome) as bench:
         bench.prepare(cells)
         bench.measure()
     return outcome
 
 
 def _held(plan: Plan, system: str, quant: str | None) -> Setting:
-    """How a system holds its weights: transformers runs a file's in the computation's type."""
+    """The setting of a system: transformers runs a GGUF file's weights in the dtype of the computation."""
     return replace(plan.setting, quant=None if quant == FILE and system.startswith("hf") else quant)
 
 
 class _Bench:
-    """The systems while they are alive."""
+    """The running systems."""
 
     def __init__(
-        self, subject: MeasuredModel, plan: Plan, factories: Mapping[str, Factory], outcome: Measurements
+        self, model: MeasuredModel, plan: Plan, factories: Mapping[str, Factory], outcome: Measurements
     ) -> None:
-        self._subject, self._plan, self._factories, self._outcome = subject, plan, factories, outcome
+        self._model, self._plan, self._factories, self._outcome = model, plan, factories, outcome
         self._workers: dict[Key, SystemProcess] = {}
         self._ready: dict[Key, tuple[About, float, int | None]] = {}
         self._lost: set[Key] = set()
-        self._last_roof = 0.0
+        self._last_bandwidth = 0.0
         self._ids: list[int] = []
 
     def __enter__(self) -> _Bench:
@@ -113,7 +113,7 @@ class _Bench:
 
     @contextmanager
     def _or_absent(self, cell: SpeedJob, whole: bool = False) -> Iterator[None]:
-        """Note what cannot be measured and why; where a process is gone, all of its cells are. Ours must not fail."""
+        """Note what cannot be measured and why; if a process is gone, all of its cells. Shoal itself must not fail."""
         key = cell.system, cell.quant
         try:
             yield
@@ -128,10 +128,10 @@ class _Bench:
                 self._workers.pop(key).stop()
 
     def _load(self, key: Key) -> tuple[About, float, int | None]:
-        """What the system is, how long loading took, and what its process weighed before."""
+        """Facts of the system, seconds of loading, and bytes that its process held before."""
         system, quant = key
         setting = replace(self._plan.setting, quant=quant)
-        worker = self._workers[key] = self._plan.start(self._factories[system], self._subject, setting)
+        worker = self._workers[key] = self._plan.start(self._factories[system], self._model, setting)
         before = worker.call("memory")
         start = time.perf_counter()
         about = worker.call("prepare")
@@ -150,13 +150,13 @@ class _Bench:
         return measured
 
     def measure(self) -> None:
-        """Measure, round after round, as long as the time box allows."""
+        """Run rounds as long as the time limit allows."""
         outcome, plan = self._outcome, self._plan
         self._bandwidth()
         outcome.idle_before = idle.watch(_IDLE_SECONDS, self._pids())
         with tqdm(total=plan.rounds * len(outcome.measured), desc="rounds", disable=None) as bar:
             for number in outcome.rounds:
-                self._last_roof = self._bandwidth()
+                self._last_bandwidth = self._bandwidth()
                 for measured in in_order(outcome.measured, number):
                     with self._or_absent(measured.cell):
                         self._turn(measured, number)
@@ -169,17 +169,17 @@ class _Bench:
             return
         worker, (_, _, base) = self._workers[key], self._ready[key]
         worker.call("reset_memory")
-        before, cpu = self._last_roof, idle.snapshot(self._pids())
+        before, cpu = self._last_bandwidth, idle.snapshot(self._pids())
         run = self._once(measured.cell)
         others = idle.others(cpu, idle.snapshot(self._pids()))
-        self._last_roof = self._bandwidth()
-        measured.runs.append({"round": number, **run, "roof": [before, self._last_roof], "others": others})
+        self._last_bandwidth = self._bandwidth()
+        measured.runs.append({"round": number, **run, "roof": [before, self._last_bandwidth], "others": others})
         peak = worker.call("memory") if number == 0 else None
         if peak is not None and base is not None:
             measured.peak_memory = max(0, peak - base)
 
     def _bandwidth(self) -> float:
-        return bandwidth.read_bandwidth(_ROOF_SECONDS, self._plan.setting.device, self._plan.bandwidth_bytes)
+        return bandwidth.read_bandwidth(_BANDWIDTH_SECONDS, self._plan.setting.device, self._plan.bandwidth_bytes)
 
     def _pids(self) -> list[int]:
         return [worker.pid for worker in self._workers.values() if worker.pid]
@@ -196,7 +196,7 @@ class _Bench:
 
     def _prompts(self, rows: int, length: int) -> list[list[int]]:
         if self._plan.text is None:
-            return prompts_for(rows, length, self._subject.text.vocab_size)
+            return prompts_for(rows, length, self._model.text.vocab_size)
         if not self._ids:
             ours = next(worker for (system, _), worker in self._workers.items() if system == OURS)
             self._ids = ours.call("encode", self._plan.text)
@@ -204,14 +204,14 @@ class _Bench:
 
 
 def cut(ids: Sequence[int], rows: int, length: int) -> list[list[int]]:
-    """Prompts one after the other out of a text's tokens; ValueError where it is too short."""
+    """Cut consecutive prompts out of a text's tokens; ValueError if it is too short."""
     if rows * length > len(ids):
         raise ValueError(f"the text has {len(ids)} tokens; {rows} prompts of {length} need a longer one")
     return [list(ids[row * length : (row + 1) * length]) for row in range(rows)]
 
 
 def _rounded(seconds: Sequence[float]) -> list[float]:
-    """To tenths of a microsecond, which no clock here beats."""
+    """Round to tenths of a microsecond, finer than any clock here."""
     return [round(value, 7) for value in seconds]
 
 

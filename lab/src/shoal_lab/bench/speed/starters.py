@@ -1,4 +1,4 @@
-"""Systems that load a model file once, in a process that has done its imports, and count seconds and memory."""
+"""Systems that load a model file once, in a process that has done its imports, and report seconds and memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+
+from typing_extensions import override
 
 from shoal.engine.loading.device import as_dtype
 from shoal.model.packed import native
@@ -22,15 +24,15 @@ Generate = Callable[[Sequence[int], int], object]
 
 
 class Starter(ABC):
-    """One system in a fresh process: `begin`, then `start`, once each."""
+    """One system in a fresh process: call `begin`, then `start`, once each."""
 
-    def __init__(self, subject: MeasuredModel, setting: Setting) -> None:
-        self._subject, self._setting = subject, setting
+    def __init__(self, model: MeasuredModel, setting: Setting) -> None:
+        self._model, self._setting = model, setting
 
     def begin(self, cache: str) -> None:
-        """Do the imports; `cache` is the folder under which this user's caches are from now on.
+        """Do the imports. `cache` becomes the folder of this user's caches.
 
-        The compiled kernels stay: they belong to the installation, not to a model.
+        The compiled kernels stay, because they belong to the installation and not to a model.
         """
         kernels = native_build.cache_folder()
         there = Path(cache) / "shoal" / "native"
@@ -68,7 +70,7 @@ class Starter(ABC):
 
     @abstractmethod
     def imports(self) -> None:
-        """Import what the load needs, as a program would that is about to call it."""
+        """Import what the load needs, as a program does before it loads."""
 
     @abstractmethod
     def load(self) -> Generate:
@@ -78,69 +80,69 @@ class Starter(ABC):
         """Free what was loaded; the process ends anyway."""
 
 
-def _model_code(subject: MeasuredModel) -> None:
-    """Import what transformers only imports when a model of the type is asked for."""
+def _model_code(model: MeasuredModel) -> None:
+    """Import the model's code, which transformers imports only when a model of the type is asked for."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(subject.text), None)
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.text), None)
 
 
 class ShoalStarter(Starter):
-    """`shoal.load` of a file."""
+    """Loads a file with `shoal.load`."""
 
+    @override
     def imports(self) -> None:
-        """Shoal, its kernels, and the model's code in transformers."""
         from shoal.engine.loading import load  # noqa: F401
 
         native.available()
-        _model_code(self._subject)
+        _model_code(self._model)
 
+    @override
     def load(self) -> Generate:
-        """See `Starter`."""
         dtype, device = as_dtype(self._setting.dtype), self._setting.device
-        engine = self._subject.engine(dtype, device, self._setting.backend, self._setting.quant)
+        engine = self._model.engine(dtype, device, self._setting.backend, self._setting.quant)
         return lambda prompt, count: engine.generate(list(prompt), max_new_tokens=count, ignore_eos=True)
 
 
 class HFStarter(Starter):
-    """transformers' `from_pretrained` of model and tokenizer."""
+    """Loads model and tokenizer with transformers' `from_pretrained`."""
 
+    @override
     def imports(self) -> None:
-        """The library, its two classes and the model's code."""
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-        _model_code(self._subject)
+        _model_code(self._model)
 
+    @override
     def load(self) -> Generate:
-        """See `Starter`."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        path = Path(str(self._subject.model))
-        place, options = (path.parent, {"gguf_file": path.name}) if self._subject.is_file else (path, {})
+        path = Path(str(self._model.model))
+        place, options = (path.parent, {"gguf_file": path.name}) if self._model.is_file else (path, {})
         try:
             AutoTokenizer.from_pretrained(place, **options)
-        except (ImportError, OSError, ValueError) as error:  # transformers 5.0 asks for protobuf where it is at a loss
+        except (ImportError, OSError, ValueError) as error:  # transformers 5.0 asks for protobuf for unknown tokenizers
             raise NotMeasured(f"transformers cannot read the tokenizer: {str(error).strip()}") from error
         model = AutoModelForCausalLM.from_pretrained(place, dtype=as_dtype(self._setting.dtype), **options).eval()
         return lambda prompt, count: greedy(model, [prompt], count)
 
 
 class LlamaStarter(Starter):
-    """llama.cpp's model and a context."""
+    """Loads llama.cpp's model and a context."""
 
+    @override
     def imports(self) -> None:
-        """The library."""
         from shoal_lab.bench.baselines.llama_cpp import library
 
         library()
 
+    @override
     def load(self) -> Generate:
-        """See `Starter`."""
         from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 
-        if not self._subject.is_file:
+        if not self._model.is_file:
             raise NotMeasured("llama.cpp loads GGUF files only")
-        system = LlamaCpp(self._subject, self._setting)
+        system = LlamaCpp(self._model, self._setting)
         system.prepare()
         return lambda prompt, count: system.generate([prompt], count, None)
 
@@ -148,11 +150,11 @@ class LlamaStarter(Starter):
 STARTERS: Mapping[str, type[Starter]] = MappingProxyType(
     {"shoal": ShoalStarter, "hf": HFStarter, "llama.cpp": LlamaStarter}
 )
-"""Name of a system -> how it starts."""
+"""Name of a system -> its starter."""
 
 
 def _memory() -> dict[str, float]:
-    """Counters of this process that only grow by what it holds; zeros where the system does not say."""
+    """Memory counters of this process; zero if the system does not report one."""
     process = library().Process()
     held = process.memory_full_info()
     private = getattr(held, "uss", 0)

@@ -1,8 +1,8 @@
-"""From a file on disk to the first token: seconds and memory of loading, a fresh process for every sample.
+"""From a file on disk to the first token: seconds and memory of loading, in a fresh process for every sample.
 
-Shoal keeps repacked weights in the user's cache, so that its first load of a file is another than the next: `first`
-has an empty cache, `cached` a full one, both with the file in the page cache; `cold` comes before whatever the systems
-read has been in memory. Others know `warm` and `cold`.
+Shoal keeps repacked weights in the user's cache, so its first load of a file differs from later ones: `first` has an
+empty cache and `cached` a full one, both with the file in the page cache; for `cold`, nothing that the systems read is
+in the page cache. Other systems know `warm` and `cold`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from shoal_lab.bench.worker import SystemProcess
 CONDITIONS: Mapping[str, Sequence[str]] = MappingProxyType(
     {OURS: ("first", "cached", "cold-first", "cold"), "llama.cpp": ("warm", "cold"), "hf": ("warm",)}
 )
-"""System -> conditions, in an order in which each finds the cache that it needs."""
+"""System -> its conditions, ordered so that each finds the cache that it needs."""
 
 AGAINST: Mapping[str, str] = MappingProxyType({"first": "warm", "cached": "warm", "cold-first": "cold", "cold": "cold"})
-"""Condition of Shoal -> the one of others that it is compared with."""
+"""Condition of Shoal -> condition of other systems that it is compared with."""
 
-_ROOF_SECONDS = 0.2
+_BANDWIDTH_SECONDS = 0.2
 _PROMPT = 64
 
 
 @dataclass(frozen=True)
 class StartupConfig:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
-        peers: names in `STARTERS`, besides Shoal.
+        baselines: names in `STARTERS`, besides Shoal.
         rounds: samples of each system and condition.
-        minutes: a round is only begun if it should end within that time; None for no limit.
+        minutes: a round only begins if it should end within that time; None for no limit.
         new_tokens: tokens decoded after the load.
         start: makes the process of a system.
     """
 
-    peers: Sequence[str] = ()
+    baselines: Sequence[str] = ()
     rounds: int = 3
     minutes: float | None = None
     new_tokens: int = 16
@@ -58,21 +58,21 @@ class StartupConfig:
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds, self.minutes)
-        wrong = [name for name in self.peers if name not in STARTERS]
+        wrong = [name for name in self.baselines if name not in STARTERS]
         if wrong:
             raise ValueError(f"peer is {wrong[0]!r}; startup is measured of {', '.join(STARTERS)}")
 
 
-def measure(subject: MeasuredModel, setting: Setting, wish: StartupConfig) -> dict[str, Any]:
-    """Load again and again; JSON values.
+def measure(model: MeasuredModel, setting: Setting, wish: StartupConfig) -> dict[str, Any]:
+    """Load again and again; results as JSON values.
 
     Raises:
-        ValueError: a shape, which lies in no file, or a model that is not a local file or folder.
+        ValueError: the model is a shape, which has no file, or is not a local file or folder.
     """
-    if subject.model is None or not Path(subject.model).exists():
-        raise ValueError(f"{subject.name} is no local file or folder; give one with --model")
-    subject.check()
-    samples, turns = _Samples(subject, setting, wish), Rounds(wish.rounds, wish.minutes)
+    if model.model is None or not Path(model.model).exists():
+        raise ValueError(f"{model.name} is no local file or folder; give one with --model")
+    model.check()
+    samples, turns = _Samples(model, setting, wish), Rounds(wish.rounds, wish.minutes)
     before = idle.watch(1.0)
     for number in turns:
         samples.round(number)
@@ -83,7 +83,7 @@ def measure(subject: MeasuredModel, setting: Setting, wish: StartupConfig) -> di
         "roof": {"unit": "bytes/s", **figure(samples.bandwidths), "readings": samples.bandwidths},
         "idle": {"unit": "cores kept busy by other processes", "before": before, "busy_above": idle.BUSY},
         "warnings": _warnings(before, turns.done),
-        "model_bytes": sum(path.stat().st_size for path in files(Path(subject.model))),
+        "model_bytes": sum(path.stat().st_size for path in files(Path(model.model))),
         "new_tokens": wish.new_tokens,
         "prompt_tokens": _PROMPT,
         "results": found,
@@ -100,17 +100,17 @@ def _warnings(busy: float | None, rounds: int) -> list[str]:
 
 
 class _Samples:
-    """All loads so far."""
+    """All samples so far."""
 
-    def __init__(self, subject: MeasuredModel, setting: Setting, wish: StartupConfig) -> None:
-        self._subject, self._setting, self._wish = subject, setting, wish
+    def __init__(self, model: MeasuredModel, setting: Setting, wish: StartupConfig) -> None:
+        self._model, self._setting, self._wish = model, setting, wish
         self._runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.absent: dict[str, str] = {}
         self.bandwidths: list[float] = []
 
     def round(self, number: int) -> None:
-        """Every system in every condition once; every other round takes the systems backwards."""
-        systems = in_order([OURS, *self._wish.peers], number)
+        """Sample every system in every condition once; every other round takes the systems in reverse."""
+        systems = in_order([OURS, *self._wish.baselines], number)
         for system in tqdm(systems, desc=f"round {number + 1}", disable=None):
             with tempfile.TemporaryDirectory(prefix="shoal-bench-") as first:
                 self._system(system, number, Path(first))
@@ -130,15 +130,15 @@ class _Samples:
 
     def _load(self, system: str, condition: str, cache: Path, number: int) -> dict[str, Any]:
         cache.mkdir(exist_ok=True)
-        setting = Setting(self._setting.dtype, FILE if self._subject.is_file else None, self._setting.backend,
+        setting = Setting(self._setting.dtype, FILE if self._model.is_file else None, self._setting.backend,
                           self._setting.device, self._setting.threads)
-        self.bandwidths.append(bandwidth.read_bandwidth(_ROOF_SECONDS, self._setting.device))
-        worker = self._wish.start(cast("Any", STARTERS[system]), self._subject, setting)
+        self.bandwidths.append(bandwidth.read_bandwidth(_BANDWIDTH_SECONDS, self._setting.device))
+        worker = self._wish.start(cast("Any", STARTERS[system]), self._model, setting)
         try:
             worker.call("begin", str(cache))
-            for path in (*files(Path(str(self._subject.model))), *files(cache)):
+            for path in (*files(Path(str(self._model.model))), *files(cache)):
                 (drop if condition.startswith("cold") else warm)(path)
-            prompt = prompts_for(1, _PROMPT, self._subject.text.vocab_size)[0]
+            prompt = prompts_for(1, _PROMPT, self._model.text.vocab_size)[0]
             return {"round": number, **worker.call("start", prompt, self._wish.new_tokens)}
         finally:
             worker.stop()
@@ -158,13 +158,13 @@ class _Samples:
         ]
 
     def _ratios(self, system: str, condition: str) -> Iterator[tuple[str, Ratio]]:
-        """Times that the load is faster than another's, and the other's peak over ours, round by round."""
-        for peer in self._wish.peers if system == OURS else ():
-            theirs = self._runs.get((peer, AGAINST[condition]), [])
+        """How many times faster our load is than another's, and the other's peak over ours, round by round."""
+        for baseline in self._wish.baselines if system == OURS else ():
+            theirs = self._runs.get((baseline, AGAINST[condition]), [])
             for key in ("load_seconds", "peak_bytes"):
                 pairs = list(zip(theirs, self._runs[system, condition], strict=False))
                 if pairs:
-                    yield f"{peer} {key}", ratio(b[key] / max(a[key], 1e-9) for b, a in pairs)
+                    yield f"{baseline} {key}", ratio(b[key] / max(a[key], 1e-9) for b, a in pairs)
 
 
 def files(place: Path) -> list[Path]:
@@ -173,7 +173,7 @@ def files(place: Path) -> list[Path]:
 
 
 def drop(path: Path) -> None:
-    """Let the page cache forget a file; it is written out before, as changed pages stay."""
+    """Drop a file from the page cache; it is written out first, because changed pages stay."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -183,7 +183,7 @@ def drop(path: Path) -> None:
 
 
 def warm(path: Path) -> None:
-    """Read a file, so that it lies in the page cache."""
+    """Read a file into the page cache."""
     with path.open("rb", buffering=0) as file:
         while file.read(1 << 24):
             pass

@@ -8,18 +8,18 @@ from typing import Any
 from shoal_lab.bench.table import Row, aligned, paired, spread
 
 NAMES = {"shoal": "Shoal", "llama.cpp": "llama.cpp", "hf": "transformers"}
-"""A system's name in reports -> in tables."""
+"""A system's name in reports -> its name in tables."""
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """For a terminal."""
+    """The report for a terminal."""
     lines = aligned(rows(report))
     lines += [f"not measured: {one['system']}: {one['reason']}" for one in report["not_measured"]]
     return "\n".join([*lines, *(f"warning: {warning}" for warning in report["warnings"])])
 
 
 def rows(report: Mapping[str, Any]) -> list[Row]:
-    """Header and a row per system and way of starting."""
+    """Header, and a row per system and condition."""
     header = ["system", "start", "load s", "first token s", "peak MB", "of the file", "PSS MB", "read from disk MB",
               "times faster to load than"]
     return [header, *(_row(row, report["model_bytes"]) for row in report["results"])]

@@ -1,6 +1,6 @@
-"""From raw runs to figures: medians with their spread, memory-bandwidth use, ratios round by round.
+"""Figures from raw runs: medians with their spread, use of the memory bandwidth, ratios round by round.
 
-TTFT, TPOT = (E2E - TTFT) / (n - 1), tokens/s = rows / TPOT: decoding alone, as everybody defines them.
+As usual, TPOT = (E2E - TTFT) / (n - 1), and tokens/s = rows / TPOT, of decoding alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Raw = Mapping[str, Any]
 
 
 def findings(outcome: Measurements, setting: Setting) -> dict[str, Any]:
-    """What a report says of an outcome, in JSON values; of the setting everything but the weights' format."""
+    """The results as JSON values; the setting without the weights' format, which varies by cell."""
     return {
         "setting": {key: value for key, value in asdict(setting).items() if key != "quant"},
         "rounds": outcome.rounds.to_dict(),
@@ -41,7 +41,7 @@ def tpot(run: Raw) -> float:
 
 
 def main_seconds(run: Raw, job: Job) -> float:
-    """The figure that systems are compared by: TPOT, time to the first token of a prefill, or a forward's median."""
+    """The figure by which systems are compared: TPOT, a prefill's time to first token, or a forward's median."""
     if job.kind == "forward":
         return float(statistics.median(run["seconds"]))
     return tpot(run) if job.kind == "generate" else float(run["times"][0])
@@ -114,7 +114,7 @@ _FIGURES: Mapping[str, Callable[[CellResult], dict[str, Any]]] = {
 
 
 def _against_full(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Any]:
-    """Beside the plain loop with the same weights: what the cost card expected, and how many leading tokens agree."""
+    """Compare with the plain loop on the same weights: the cost card's prediction, and how many first tokens agree."""
     cell = measured.cell
     full = next((other for other in every if other.cell.system == OURS and other.cell.label == "full"
                  and (other.cell.quant, other.cell.job) == (cell.quant, cell.job)), None)
@@ -127,9 +127,10 @@ def _against_full(measured: CellResult, every: Sequence[CellResult]) -> dict[str
 
 
 def _ratios(measured: CellResult, every: Sequence[CellResult]) -> dict[str, Ratio]:
-    """How many times faster than the plain loop, than each peer, and (forwards) the cost against one position.
+    """How many times faster than the plain loop and each baseline; for forwards, the cost over that of one position.
 
-    Round by round, so that what slows both down cancels. A peer without these quantised weights counts unquantised.
+    Ratios are taken round by round, so that what slows both down cancels. A baseline without these quantised weights is
+    compared unquantised.
     """
     cell, found = measured.cell, dict[str, Ratio]()
     for other in every:
@@ -155,7 +156,7 @@ def _same_system(one: SpeedJob, other: SpeedJob) -> bool:
 
 
 def _ratio_name(cell: SpeedJob, other: SpeedJob, every: Sequence[CellResult]) -> str | None:
-    """What a ratio to `other` is called; None where there is nothing to compare."""
+    """The name of a ratio to `other`; None if the two cannot be compared."""
     if cell.system != OURS or other.job != cell.job:
         return None
     if other.system == OURS:
@@ -167,7 +168,7 @@ def _ratio_name(cell: SpeedJob, other: SpeedJob, every: Sequence[CellResult]) ->
 
 
 def bandwidth_of(outcome: Measurements) -> dict[str, Any]:
-    """All readings of the roof."""
+    """All readings of the bandwidth."""
     readings = [reading for measured in outcome.measured for run in measured.runs for reading in run["roof"]]
     return {"unit": "bytes/s", **(figure(readings) if readings else {}), "readings": readings}
 
@@ -184,7 +185,7 @@ def idle_of(outcome: Measurements) -> dict[str, Any]:
 
 
 def warnings_of(outcome: Measurements) -> list[str]:
-    """What makes the figures doubtful."""
+    """Reasons to doubt the figures."""
     idle, rounds, found = idle_of(outcome), outcome.rounds, []
     seen = [idle["before"], (idle["during"] or {}).get("median")]
     worst = max((value for value in seen if value is not None), default=None)

@@ -12,10 +12,10 @@ Result = Mapping[str, Any]
 
 def text(report: Mapping[str, Any]) -> str:
     """The whole report for a terminal."""
-    machine, subject = report["machine"], report["subject"]
+    machine, model = report["machine"], report["subject"]
     setting = report["setting"]
     lines = [
-        f"{subject['name']} ({subject['kind']}), {setting['dtype']}, {processor(machine)}, "
+        f"{model['name']} ({model['kind']}), {setting['dtype']}, {processor(machine)}, "
         f"{setting['threads']} threads, {report['rounds']['done']} rounds{intervals(report)}, "
         f"roof {_bandwidth(report)}"
     ]
@@ -28,7 +28,7 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def systems(report: Mapping[str, Any]) -> dict[str, str]:
-    """What stands behind each system's name."""
+    """Description of each system by name."""
     found: dict[str, str] = {}
     for result in report["results"]:
         found.setdefault(result["system"], f"{result['version'] or 'unknown version'}, {result['detail']}")
@@ -36,7 +36,7 @@ def systems(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sections(report: Mapping[str, Any]) -> list[tuple[str, Row, list[Row]]]:
-    """Title, header and rows of every kind of measurement that there is."""
+    """Title, header and rows of every kind of measurement in the report."""
     found = []
     for kind, (title, header, make) in _SECTIONS.items():
         rows = [make(result, report) for result in report["results"] if result["kind"] == kind]
@@ -46,13 +46,13 @@ def sections(report: Mapping[str, Any]) -> list[tuple[str, Row, list[Row]]]:
 
 
 def name(result: Result, dtype: str) -> str:
-    """System and weights, with Shoal's method."""
+    """Name of the system with its weights, and Shoal's method."""
     label = f" {result['label']}" if result["label"] else ""
     return f"{result['system']}{label}, {weights(result, dtype)}"
 
 
 def weights(result: Result, dtype: str) -> str:
-    """What the weights are held in, in the system's own words where it has them."""
+    """Format of the weights, as the system itself calls it if it does."""
     first = str(result["detail"]).split(",")[0]
     if result["system"] == "llama.cpp":
         return first
@@ -104,14 +104,14 @@ _SECTIONS: Mapping[str, tuple[str, Row, Callable[[Result, Mapping[str, Any]], Ro
 
 
 def _speedups(result: Result) -> str:
-    """Of a method over the plain loop: by layers alone, and by the cost card; what was measured is among the ratios."""
+    """Speed-ups of a method over the plain loop by layers and by cost card; the measured one is among the ratios."""
     if "predicted_speedup" not in result:
         return ""
     return f"{result['ideal_speedup']:.2f}, {result['predicted_speedup']:.2f}"
 
 
 def ratios(result: Result) -> str:
-    """Every ratio but the one within a system."""
+    """Every ratio except those within a system."""
     found = result["ratios"].items()
     return ", ".join(f"{other} {paired(value)}" for other, value in found if other != "cost_of_one_position")
 
