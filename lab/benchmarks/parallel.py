@@ -22,7 +22,7 @@ from shoal.types import Result
 from shoal_lab.bench import report
 from shoal_lab.eval import suites
 from shoal_lab.eval.items import Item
-from shoal_lab.eval.judges import listed
+from shoal_lab.eval.judges.texts import listed
 from shoal_lab.eval.paired import wilson
 from shoal_lab.eval.plots import axes_of
 from shoal_lab.eval.sources.parallel import TASKS, total_correlation
@@ -100,7 +100,7 @@ def scored(engine: Engine, items: Sequence[Item], method: Method, masks: int) ->
 
 def right_of(items: Sequence[Item], answers: Sequence[Result]) -> int:
     """How many answers are right."""
-    return sum(listed.judge(one.text, item)["right"] for one, item in zip(answers, items, strict=True))
+    return sum(listed(one.text, item)["right"] for one, item in zip(answers, items, strict=True))
 
 
 def draw(tasks: Mapping[str, Any], path: Path) -> None:

@@ -11,7 +11,7 @@ from shared_models import data_path
 from shoal.errors import Unsupported
 from shoal_lab.eval import judging, suites
 from shoal_lab.eval.items import Item
-from shoal_lab.eval.judges import contains, get, number
+from shoal_lab.eval.judges import get, number, texts
 from shoal_lab.eval.judges import tests as code
 from shoal_lab.eval.judging import Judging
 
@@ -60,14 +60,14 @@ def test_the_reference_solutions_of_gsm8k_are_right():
     ("anything", "", False),
 ])
 def test_contained_answers(text, gold, right):
-    assert contains.judge(text, Item("a", "", "", gold))["right"] is right
+    assert texts.contains(text, Item("a", "", "", gold))["right"] is right
 
 
 def test_f1_is_the_best_gold_s():
     item = Item("a", "", "", "x", golds=("red brick house", "brick"))
-    assert contains.judge("the brick", item) == {"right": True, "f1": 1.0}
-    assert contains.judge("red brick", item)["f1"] == 0.8
-    assert contains.f1(["x", "x"], ["x"]) == pytest.approx(2 / 3)
+    assert texts.contains("the brick", item) == {"right": True, "f1": 1.0}
+    assert texts.contains("red brick", item)["f1"] == 0.8
+    assert texts.f1(["x", "x"], ["x"]) == pytest.approx(2 / 3)
 
 
 def test_unknown_judges_are_named():

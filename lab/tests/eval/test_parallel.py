@@ -115,7 +115,7 @@ def test_total_correlations_are_the_closed_forms() -> None:
 
 
 def test_prompts_of_the_parts_differ_and_answers_use_known_words() -> None:
-    suite, known = suites.get("parallel"), set(parallel.words())
+    suite, known = suites.get("parallel"), set(parallel.vocabulary())
     evaluation, calibration = (suite.items(None, part) for part in ("evaluation", "calibration"))
     assert not {item.prompt for item in evaluation} & {item.prompt for item in calibration}
     assert evaluation == suite.items(None) and {item.group for item in evaluation} == set(parallel.TASKS)

@@ -20,7 +20,7 @@ from shoal_lab.train.diffusion import DiffusionTraining
 
 SMALL = DiffusionTraining(steps=4, batch=12, hidden=16, layers=1, heads=2, inner=24)
 TWIN = dataclasses.replace(SMALL, causal=True)
-WORDS = diffusion.tokenizer_of(parallel.words())
+WORDS = diffusion.tokenizer_of(parallel.vocabulary())
 
 
 def test_words_come_back_as_they_were() -> None:

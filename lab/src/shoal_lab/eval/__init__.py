@@ -1,1 +1,1 @@
-"""Quality: what a way of decoding gets right, loses and costs, on the same items as the full model."""
+"""Quality: what a decoding method gets right, loses and costs, on the same items as the full model."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two token sequences compared.
+    """Comparison of two token sequences.
 
     Attributes:
-        first_divergence: index of the first token that differs; the length where they are equal.
+        first_divergence: index of the first token that differs; the length if they are equal.
         same: whether they are equal.
-        token_agreement: equal tokens at equal places, as a share of the longer sequence.
+        token_agreement: share of equal tokens at equal places, of the longer sequence.
         rouge_l: F1 of the longest common subsequence (Lin 2004), over tokens.
     """
 
@@ -44,7 +44,7 @@ def rouge_l(base: Sequence[int], other: Sequence[int]) -> float:
 
 
 def common_subsequence(base: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common subsequence; time and bits len(base) x len(other) (Hyyro 2004)."""
+    """Length of the longest common subsequence, in len(base) x len(other) time and bits (Hyyro 2004)."""
     places: dict[int, int] = {}
     for index, token in enumerate(base):
         places[token] = places.get(token, 0) | 1 << index

@@ -1,4 +1,4 @@
-"""The final answer of a worked solution: what stands after `####`."""
+"""The final answer of a worked solution: the text after `####`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ MARK = "####"
 
 
 def final_answer(text: str) -> str | None:
-    """The text after the first `####`, without spaces, thousands separators and a closing full stop; None if none.
+    """The text after the first `####`, without spaces, thousands separators and a closing full stop; None without one.
 
-    The first, since a model that goes on after its answer has answered already. A number ends at the line's end.
+    The first one counts, because a model that goes on after its answer has answered already. A number ends with its
+    line.
     """
     _, mark, rest = text.partition(MARK)
     if not mark:

@@ -1,6 +1,6 @@
-"""Statistics of two methods on items that come in clusters, such as questions on one article. Knows numbers only.
+"""Statistics of two methods on items that come in clusters, such as questions on one article.
 
-Items of a cluster are not independent, so clusters are drawn, and clusters change sides, as a whole.
+Items of a cluster are not independent, so whole clusters are drawn, and whole clusters change sides.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def clustered_difference(
 ) -> Difference:
     """Mean paired difference, with the percentile interval of a bootstrap over clusters (Field and Welsh 2007).
 
-    The p-value is that of the sign-flip test: were both methods alike, a whole cluster might as well have had them the
-    other way round.
+    The p-value is that of the sign-flip test: if both methods were alike, the outcomes of a whole cluster could as well
+    be swapped.
 
     Args:
         base, other: outcomes of the same items.
-        clusters: the cluster of each.
+        clusters: the cluster of each item.
         seed: of the draws.
     """
     if not len(base) == len(other) == len(clusters) or not base:

@@ -1,4 +1,4 @@
-"""What D3 has to beat: other schedules at the same mean depth as realised.
+"""Controls for D3: other schedules with the same realised mean depth.
 
 A depth schedule makes three choices: how many layers, when, and which. Each control changes one of them and keeps the
 mean. Speeds are ideal speed-ups, (L + e) / (mean + e).
@@ -29,7 +29,7 @@ _PLACES = ("center_out", "late_middle", "low_first", "spread")
 Make = Callable[[], Candidate]
 STARTS = (0.2, 0.4, 0.6)
 GROUPS = ("constant", "budgets", "geometry", "random", "orders", "starts")
-"""In D3's order a constant depth, other budgets; the published geometries; random and named orders; a delayed decay."""
+"""In D3's order, a constant depth and other budgets; published geometries; random and named orders; a delayed decay."""
 _PARTS = {"budgets": ("linear", "reversed")}
 """Groups whose controls can also be asked for one by one."""
 
@@ -41,7 +41,7 @@ class ControlSetting:
     Attributes:
         engine: the model.
         lengths: answer lengths for which means are solved.
-        mean: layers per token, as realised.
+        mean: realised layers per token.
         order: removal order of D3 and of every control that does not change it.
         core: layers that always run.
         max_new_tokens: the longest answer.
@@ -68,7 +68,7 @@ def setting(
     engine: Engine, lengths: Lengths, speedup: float, max_new_tokens: int, order: str | Sequence[int] = "auto",
     core: int | None = None, seeds: Sequence[int] = (0, 1, 2), curve: Sequence[Schedule] = (),
 ) -> ControlSetting:
-    """The setting of an ideal speed-up; ValueError where the core alone costs more."""
+    """The setting of an ideal speed-up; ValueError if the core alone costs more."""
     layers, head = engine.stack.num_layers, engine.stack.head_layers
     kept = default_core(layers) if core is None else Core(core - core // 2, core // 2)
     mean = (layers + head) / speedup - head
@@ -91,13 +91,13 @@ def controls(at: ControlSetting, groups: Sequence[str] = GROUPS) -> list[Candida
     found = [_d3(at, "d3", 0.0, at.order)]
     for group in dict.fromkeys(part for name in check_groups(groups) for part in _PARTS.get(name, (name,))):
         for make in makers[group](at):
-            with suppress(ValueError):  # out of this control's reach
+            with suppress(ValueError):  # this control cannot reach the mean
                 found.append(make())
     return found + list(_calibrated(at))
 
 
 def check_groups(groups: Sequence[str]) -> Sequence[str]:
-    """The groups; ValueError where one of them is none."""
+    """Check names of groups; ValueError for an unknown one."""
     parts = [part for names in _PARTS.values() for part in names]
     for group in groups:
         if group not in (*GROUPS, *parts):
@@ -121,7 +121,7 @@ def _scheduled(at: ControlSetting, label: str, table: Counts, order: Sequence[in
 
 
 def schedule(table: Counts, order: Sequence[int], num_layers: int) -> Schedule:
-    """k(i) x order as a method."""
+    """The method with budget k(i) and a removal order."""
     least = min(table)
     steps = [next(i for i, k in enumerate(table) if k < num_layers - gone) for gone in range(num_layers - least)]
     return Schedule(tuple(order[: num_layers - least]), tuple(max(step, 1) for step in steps))
@@ -166,9 +166,9 @@ def _geometry(at: ControlSetting) -> list[Make]:
 
 
 def even_order(num_layers: int, count: int) -> tuple[int, ...]:
-    """An order whose first drops leave count + 1 evenly spaced layers, and the next one the most even subset of these.
+    """An order whose first drops leave count + 1 evenly spaced layers, and the next drop the most even subset of these.
 
-    Evenly spaced sets of different sizes are not nested; this is the nearest that a depth between two integers has.
+    Evenly spaced sets of different sizes are not nested, so this is the nearest match to a depth between two integers.
     """
     many = evenly_spaced(num_layers, min(count + 1, num_layers))
     gone = [layer for layer in range(num_layers) if layer not in many]
@@ -178,7 +178,7 @@ def even_order(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def _calibrated(at: ControlSetting) -> Iterator[Candidate]:
-    """Between the two schedules of the curve that enclose the mean; none where the curve does not reach it."""
+    """A blend of the two schedules of the curve that enclose the mean; none if the curve does not reach it."""
     longest = max(at.lengths.tokens)
     plans = [_named(at, schedule, "calibrated") for schedule in (Schedule((), ()), *at.curve)]
     for deeper, shallower in zip(plans, plans[1:], strict=False):
@@ -191,12 +191,12 @@ def _calibrated(at: ControlSetting) -> Iterator[Candidate]:
 
 
 def blend(deeper: Any, shallower: Any, share: float, longest: int) -> Schedule:
-    """A schedule between two that drop layers in one order: each layer goes at a step between its two.
+    """A schedule between two that drop layers in the same order: each layer goes at a step between its two steps.
 
     Args:
-        deeper, shallower: schedules, the order of the first being the beginning of the second's.
-        share: 0 is the first, 1 the second.
-        longest: stands for the step of a layer that never goes.
+        deeper, shallower: schedules; the order of the first is the beginning of the second's.
+        share: 0 gives the first, 1 the second.
+        longest: step of a layer that never goes.
     """
     late = [*deeper.steps, *[longest] * (len(shallower.order) - len(deeper.order))]
     steps = [max(1, round(a + share * (b - a))) for a, b in zip(late, shallower.steps, strict=True)]

@@ -1,4 +1,4 @@
-"""The engine at work on an evaluation: it answers the prompts and scores the references, under any contender's plan."""
+"""Decodes for an evaluation: answers prompts and scores references under any candidate's plan."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from shoal_lab.eval.rising import RisingPlan, executor
 
 Plan = DepthPlan | RisingPlan
 WORK = ("second_tokens", "switches", "branches", "thrown_away")
-"""Counts of `Stats` that an answer's outcome keeps: of two models that write, and of a search."""
+"""Counts of `Stats` that an outcome keeps: of methods with two models, and of searches."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way of decoding that is compared with others.
+    """A decoding method that is compared with others.
 
     Attributes:
         label: its name in tables.
-        spec: what it is, as JSON; outcomes are kept under it.
-        plan: the layers that its target runs.
-        method: the method; None for a plan that no method makes, one that rises.
-        recipe: what the method comes to on the model; None where there is no method.
+        spec: its JSON; outcomes are kept under it.
+        plan: the layers that the target runs.
+        method: the method; None for a plan that rises, which no method makes.
+        recipe: the method's recipe for the model; None without a method.
     """
 
     label: str
@@ -45,26 +45,26 @@ class Candidate:
     recipe: Recipe | None = None
 
     def check_scored(self, *read: str) -> None:
-        """Refuse to measure losses that would be another method's: see `Recipe.check_scored`."""
+        """Refuse losses that would be another method's; see `Recipe.check_scored`."""
         if self.recipe is not None:
             self.recipe.check_scored(self.label, *read)
 
 
 def candidate(engine: Engine, method: Method, max_new_tokens: int, label: str | None = None) -> Candidate:
-    """The contender that a method is on this model, for answers of up to that length."""
+    """A method as a candidate on this model, for answers of up to that length."""
     recipe = engine.recipe(method, max_new_tokens)
     return Candidate(label or method.name, method.to_dict(), recipe.plan, method, recipe)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What a prompt was answered.
+    """The answer to a prompt.
 
     Attributes:
-        tokens: generated ids, the end-of-sequence token included where one came.
-        layer_tokens: layers summed over them, of the model that wrote each; for a method that guesses, those it read.
-        finish_reason: why it ended; "length" where it was cut off.
-        work: what it took beside, as far as it took any: see `WORK`.
+        tokens: generated ids, with the end-of-sequence token if there is one.
+        layer_tokens: layers summed over the tokens, of the model that wrote each; for a drafting method, of those read.
+        finish_reason: why it ended; "length" if it was cut off.
+        work: its counts of `WORK` that are not zero.
     """
 
     tokens: list[int]
@@ -78,11 +78,11 @@ class Decoder:
 
     Args:
         engine: the model.
-        rows: answers under way at once; where one ends, the next begins.
-        temperature: of the answers; 0 for greedy ones. What is drawn follows from the prompt.
+        rows: answers in progress at once; when one ends, the next begins.
+        temperature: of the answers; 0 for greedy ones. Draws depend on the prompt only.
 
     Attributes:
-        deadline: `time.monotonic()` after which `answers` gives up with a TimeoutError; None for never.
+        deadline: `time.monotonic()` after which `answers` raises a TimeoutError; None for never.
     """
 
     def __init__(self, engine: Engine, rows: int = 64, temperature: float = 0.0) -> None:
@@ -100,19 +100,19 @@ class Decoder:
     def each_answer(
         self, prompts: Sequence[Sequence[int]], who: Candidate, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Answered]]:
-        """Answers as they end, each with the number of its prompt.
+        """Answers as they end, each with the index of its prompt.
 
-        Prompts join in their order, and what they begin with in common is read once if it was read before they join.
+        Prompts join in order. A common prefix is read once, if it was read before the next prompt joins.
 
         Args:
             prompts: token ids.
-            who: how they are answered.
+            who: the candidate that answers.
             max_new_tokens: the longest answer.
             stop: texts that end an answer.
 
         Raises:
             TimeoutError: after the deadline.
-            Unsupported: a plan that rises, on a model that is not packed.
+            Unsupported: a rising plan on a model that is not packed.
         """
         engine = self._rising(who.plan) if isinstance(who.plan, RisingPlan) else self.engine
         scheduler = Scheduler(engine, max_rows=self.rows, max_waiting=max(len(prompts), 1), start=False)
@@ -139,11 +139,11 @@ class Decoder:
             done.clear()
 
     def drawn(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Options of a request with that prompt; each has a seed of its own, else all would draw the same numbers."""
+        """Options of a request with that prompt. Each has its own seed, or all would draw the same numbers."""
         return {"temperature": self.temperature, "seed": zlib.crc32(repr(list(prompt)).encode())}
 
     def _layers(self, who: Candidate, stats: Stats) -> float:
-        """The layers of a plain loop that reads as much: the same where nothing is guessed."""
+        """Layers that a plain loop runs for as many tokens; the same unless the method drafts."""
         if isinstance(who.plan, RisingPlan):
             return who.plan.layer_tokens(stats.new_tokens)
         if "second_tokens" in stats.beside:
@@ -157,12 +157,12 @@ class Decoder:
         """Negative log-likelihoods in nats: [plan][item] -> [tokens]; see `scoring.losses`.
 
         Raises:
-            Unsupported: a plan that rises, on a model that is not packed.
+            Unsupported: a rising plan on a model that is not packed.
         """
         return scoring.losses(prompts, references, [executor(self.engine.stack, plan) for plan in plans])
 
     def _rising(self, plan: RisingPlan) -> Engine:
-        """An engine whose full depth is the plan; the last one made is kept."""
+        """An engine whose full depth is the plan; the last one is kept."""
         if self._risen is None or self._risen[0] != plan:
             engine, (stack, _) = self.engine, executor(self.engine.stack, plan)
             twin = Engine(stack, engine.tokenizer, eos_token_ids=engine.eos_token_ids)
@@ -172,6 +172,6 @@ class Decoder:
 
 
 def _ending(done: list[tuple[int, BaseException | None]], number: int, item: Item) -> None:
-    """Note that a prompt's answer has ended, or failed."""
+    """Record that a prompt's answer has ended, or failed."""
     if item is None or isinstance(item, BaseException):
         done.append((number, item))

@@ -1,8 +1,8 @@
 """Distance to the full model: how far next-token distributions move when tokens of an answer run fewer layers.
 
-Texts are the full model's own answers, made once, or given ones. Every contender reads the same tokens after the same
-prompts, which run every layer. What is kept of a text are sums over bins of positions, so that any set of texts can be
-put together later. The first token of an answer comes from the prompt and is not judged.
+Texts are given, or the full model's own answers, made once. Every candidate reads the same tokens after the same
+prompts, which run every layer. Each text keeps sums over bins of positions, so that any set of texts can be combined
+later. The first token of an answer comes from the prompt and is not judged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal_lab.eval.reread import BLOCK, Reread, Take
 from shoal_lab.eval.rising import Executor, executor
 
 LONGEST = 192
-"""Tokens of an answer, where nobody says otherwise."""
+"""Default number of tokens of an answer."""
 _TRUTH_BYTES = 400_000_000
 _TOGETHER = 16
 
@@ -40,9 +40,9 @@ class Told:
     """A text that is read again.
 
     Attributes:
-        suite: where its prompt comes from.
+        suite: the suite of its prompt.
         id: its name there.
-        prompt, answer: token ids; at least one, and at least two.
+        prompt, answer: token ids; at least one and two.
         greedy: whether the answer is the full model's greedy one.
     """
 
@@ -55,13 +55,13 @@ class Told:
 
 @dataclass
 class Readings:
-    """What one plan makes of one text, token by token from the answer's second on.
+    """Readings of one text under one plan, token by token from the answer's second one.
 
     Attributes:
         kl: KL(full || plan) in nats.
         nll: negative log-likelihoods of the tokens, in nats.
-        kept: whether the likeliest token is the full model's.
-        own: whether the likeliest token is the text's.
+        kept: whether the argmax is the full model's.
+        own: whether the argmax is the text's token.
     """
 
     kl: list[float] = field(default_factory=list)
@@ -70,12 +70,12 @@ class Readings:
     own: list[bool] = field(default_factory=list)
 
     def outcome(self, layers: float, greedy: bool) -> dict[str, Any]:
-        """Sums by position, as they are kept; the first bin is one token short, the one that is not judged.
+        """Sums by position, as they are kept; the first bin lacks the token that is not judged.
 
         Args:
-            layers: what the answer ran, its first token included.
-            greedy: whether the text is the full model's greedy answer. Up to where the likeliest token is another
-                one, it is then also what the plan would have answered: the prefix that they have in common.
+            layers: layers that the answer ran, its first token included.
+            greedy: whether the text is the full model's greedy answer. Until the argmax differs, the text is then also
+                what the plan would have answered: their common prefix.
         """
         prefix = {"prefix": 1 + len(list(takewhile(bool, self.own)))} if greedy else {}
         return {
@@ -89,13 +89,13 @@ class Readings:
 
 
 def binned(values: Sequence[float]) -> list[float]:
-    """Sums of what tokens 1, 2, ... of an answer have, token i in bin i // BIN."""
+    """Sums over tokens 1, 2, ... of an answer; token i goes to bin i // BIN."""
     starts = range(-1, len(values), BIN)
     return [round(float(sum(values[max(start, 0) : start + BIN])), 5) for start in starts]
 
 
 def bin_sizes(count: int) -> list[int]:
-    """How many of `count` judged tokens each bin has."""
+    """Number of judged tokens in each bin, of `count`."""
     return [int(n) for n in binned([1] * count)]
 
 
@@ -116,17 +116,17 @@ class FullReading:
         self._reread.under(executor(engine.stack, engine.recipe("full", 1).plan), self._by_rows(self._learn))
 
     def under(self, how: Executor, experts: Experts | None = None) -> list[Readings]:
-        """Every text under a plan, and with the neurons that a recipe's part chooses."""
+        """Readings of every text under a plan, with the neurons that a recipe's component chooses."""
         return self._found(lambda take: self._reread.under(how, take, experts))
 
     def beside(self, stack: Stack) -> list[Readings]:
-        """Every text as another model reads it, prompts included, with all its layers."""
+        """Readings of every text by another model with all its layers, prompts included."""
         reread = Reread(stack, [(text.prompt, text.answer) for text in self._texts])
         how = executor(stack, DepthPlan.full(stack.num_layers))
         return self._found(lambda take: reread.under(how, take))
 
     def apart(self, how: Executor) -> list[Readings]:
-        """Every text where step 1 of a plan makes what later tokens see, and step 2 what is judged."""
+        """Readings of every text if step 1 of a plan computes what later tokens see, and step 2 what is judged."""
         return self._found(lambda take: self._reread.apart(how, take))
 
     def _found(self, read: Callable[[Take], None]) -> list[Readings]:
@@ -143,9 +143,9 @@ class FullReading:
         return found
 
     def _by_rows(self, take: Take) -> Take:
-        """`take` for a few tokens at a time, on one thread.
+        """Call `take` for a few tokens at a time, on one thread.
 
-        150,000 columns of one token fit a processor's cache, and small operations on several threads stall wherever
+        150,000 logits of one token fit a processor's cache, and small operations on several threads stall whenever
         another process runs.
         """
         def taken(row: int, first: int, logits: Tensor) -> None:
@@ -176,7 +176,7 @@ class FullReading:
 
 @dataclass(frozen=True)
 class _Truth:
-    """The full model's distributions [n, V], float32, the negatives of their entropies [n], and argmaxes [n]."""
+    """The full model's distributions [n, V], float32, their negative entropies [n], and argmaxes [n]."""
 
     probs: Tensor
     certainty: Tensor
@@ -184,7 +184,7 @@ class _Truth:
 
     @classmethod
     def room(cls, count: int, stack: Stack) -> _Truth:
-        """Room for so many tokens."""
+        """Allocate room for that many tokens."""
         device = stack.device
         return cls(torch.empty(count, stack.vocab_size, device=device), torch.empty(count, device=device),
                    torch.empty(count, dtype=torch.long, device=device))
@@ -196,18 +196,18 @@ def _log_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Row by row [n]; several times as fast as `vecdot` here."""
+    """Dot product by row [n]; several times as fast as `vecdot` here."""
     return torch.bmm(one[:, None], other[:, :, None])[:, 0, 0]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Something whose distance to the full model is measured.
+    """A model variant whose distance to the full model is measured.
 
     Attributes:
-        spec: what it is, as JSON; outcomes are kept under it.
+        spec: its JSON; outcomes are kept under it.
         read: reads texts.
-        layers: layers summed over so many tokens of an answer.
+        layers: layers summed over that many tokens of an answer.
     """
 
     spec: Mapping[str, Any]
@@ -216,10 +216,10 @@ class Variant:
 
 
 def variant(stack: Stack, who: Candidate) -> Variant:
-    """A contender as what is measured.
+    """The variant of a candidate.
 
     Raises:
-        Unsupported: its plan and its experts do not say how likely a token is, or it needs a packed model.
+        Unsupported: plan and experts do not determine how probable a token is, or it needs a packed model.
     """
     who.check_scored("experts")
     how, experts = executor(stack, who.plan), None if who.recipe is None else who.recipe.experts
@@ -227,18 +227,18 @@ def variant(stack: Stack, who: Candidate) -> Variant:
     return Variant(who.spec, lambda judge: judge.full if whole else judge.under(how, experts), who.plan.layer_tokens)
 
 
-def other_model(engine: Engine, beside: Engine) -> Variant:
-    """Another model of the same tokens as what is measured.
+def other_model(engine: Engine, base: Engine) -> Variant:
+    """The variant that is another model with the same tokens.
 
     Args:
-        engine: the other one, such as a smaller model that was made of `beside`.
-        beside: the model that it is compared with.
+        engine: the other model, such as a smaller one made of `base`.
+        base: the model that it is compared with.
 
     Raises:
-        Unsupported: it has other tokens.
+        Unsupported: the models have different tokens.
     """
-    if not same_tokens(beside, engine) or engine.stack.vocab_size != beside.stack.vocab_size:
-        raise Unsupported(f"the distance of {engine.model_name!r} from {beside.model_name!r}",
+    if not same_tokens(base, engine) or engine.stack.vocab_size != base.stack.vocab_size:
+        raise Unsupported(f"the distance of {engine.model_name!r} from {base.model_name!r}",
                           "they have different tokens", "Name models with the tokenizer of --model")
     spec = {"method": "full", "method_args": {}, "of": engine.fingerprint, **precision(engine)}
     return Variant(spec, lambda judge: judge.beside(engine.stack), lambda count: float(count * engine.stack.num_layers))
@@ -246,14 +246,14 @@ def other_model(engine: Engine, beside: Engine) -> Variant:
 
 @dataclass
 class Distances:
-    """Measures subjects on texts, each outcome kept as soon as it is there.
+    """Measures variants on texts, and keeps each outcome at once.
 
     Attributes:
         engine: the model.
-        outcomes: where outcomes are kept, and found again.
+        outcomes: where outcomes are kept and looked up.
         max_new_tokens: the longest answer.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
-        until: `time.monotonic()` after which no further texts are begun; None for never.
+        until: `time.monotonic()` after which no more texts are begun; None for never.
     """
 
     engine: Engine
@@ -267,7 +267,7 @@ class Distances:
 
     @property
     def late(self) -> bool:
-        """Whether no further work is begun."""
+        """Whether no more work is begun."""
         return self.until is not None and time.monotonic() > self.until
 
     def run_of(self, suite: str, kind: str, spec: Mapping[str, Any]) -> RunKey:
@@ -275,15 +275,15 @@ class Distances:
         return RunKey(suite, kind, spec, self.engine.fingerprint, self._settings)
 
     def answered(self, suite: str, prompts: Mapping[str, Sequence[int]], sampled: bool) -> list[Told]:
-        """The full model's answers to prompts by item id, those left out that are shorter than two tokens.
+        """The full model's answers to prompts by item id; answers shorter than two tokens are left out.
 
         Args:
-            suite: their suite.
+            suite: the prompts' suite.
             prompts: token ids.
-            sampled: whether they are drawn at temperature 1, as models that do not chat go round in circles.
+            sampled: draw at temperature 1, because base models go round in circles greedily.
 
         Raises:
-            TimeoutError: after `until`; what is answered is kept.
+            TimeoutError: after `until`; finished answers are kept.
         """
         run = self.run_of(suite, "sampled" if sampled else "greedy", {"method": "full"})
         missing = [item for item in prompts if item not in self.outcomes.of(run)]
@@ -307,10 +307,10 @@ class Distances:
             return [list(result.tokens) for result in stream.results]
 
     def measure(self, texts: Sequence[Told], variants: Sequence[Variant]) -> list[dict[str, dict[str, Any]]]:
-        """Read every text as every subject does; outcomes by suite/item, subject after subject.
+        """Read every text with every variant; outcomes by suite/item, variant by variant.
 
-        After `until` the texts that are not read yet are left out, for all subjects alike. Measure many subjects at
-        once: they share the reading at full depth.
+        After `until`, texts that are not read yet are left out for all variants alike. Measure many variants at once:
+        they share the reading at full depth.
         """
         for batch in self._batches(texts):
             open_ones = [who for who in variants if self._missing(batch, who)]
@@ -340,7 +340,7 @@ class Distances:
                                     for text, reading in rows if text.suite == suite and text.id not in known])
 
     def _batches(self, texts: Sequence[Told]) -> Iterator[Sequence[Told]]:
-        """Texts read together: as many as the full model's distributions fit memory. The same whatever is known."""
+        """Texts read together, as many as the full model's distributions fit memory; independent of what is known."""
         most = max(1, _TRUTH_BYTES // (4 * self.engine.stack.vocab_size))
         batch: list[Told] = []
         with tqdm(total=len(texts), desc="distance", unit="text", disable=self._hidden) as bar:

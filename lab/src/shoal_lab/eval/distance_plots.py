@@ -1,4 +1,4 @@
-"""Pictures of a comparison by distance: KL by position, KL against mean depth, loss by position. Needs matplotlib."""
+"""Plots of a comparison by distance: KL by position, KL over mean depth, loss by position. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FEWEST = 200
 
 
 def draw_distance(report: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Every picture that a report of `shoal eval --measure distance` has figures for, into `folder`."""
+    """Draw every plot that a report of `shoal eval --measure distance` has figures for, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = report["distance"]["rows"]
     drawn = [draw_loss(rows[0], folder / "distance-loss.png")]
@@ -37,7 +37,7 @@ def draw_positions(rows: Sequence[Mapping[str, Any]], speed: float, path: Path) 
 
 
 def draw_depth(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """KL against mean layers, with 95 % intervals; one line per kind of schedule."""
+    """KL over mean layers, with 95 % intervals; one line per kind of schedule."""
     axes, figure = plots.axes_of("mean layers per token", "KL from full depth, nats per token",
                                  "distance to the full model")
     for label, found in plots.lines(rows).items():
@@ -50,14 +50,14 @@ def draw_depth(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def draw_loss(full: Mapping[str, Any], path: Path) -> Path:
-    """The full model's loss by position of what was read."""
+    """The full model's loss by position."""
     axes, figure = plots.axes_of("position of the token in the answer", "loss, nats per token", "full depth")
     _band(axes, full["by_position"], "nll", "full depth", plots.colour("d3"))
     return plots.saved(figure, axes, path)
 
 
 def _band(axes: Any, bins: Sequence[Mapping[str, Any]], measure: str, label: str, colour: str) -> None:
-    """A line with its 95 % interval, over the bins that hold enough tokens to say something."""
+    """A line with its 95 % interval, over the bins that hold enough tokens."""
     shown = [found for found in bins if found["tokens"] >= _FEWEST] or bins
     places = [found["first"] for found in shown]
     axes.plot(places, [found[measure]["mean"] for found in shown], color=colour, marker="o", label=label)

@@ -1,7 +1,7 @@
 """A comparison by distance to the full model: D3 and its controls at equal mean depth, on many prompts, as one report.
 
-Texts of all suites make one comparison: schedules are solved for the lengths of all of them together. Answers are the
-full model's, so these lengths are the same for every contender and nothing is solved twice.
+Schedules are solved for the lengths of all texts of all suites together. Answers are the full model's, so the lengths
+are the same for every candidate and nothing is solved twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEASURES = ("kl", "kept", "nll")
 
 
 def texts_of(distances: Distances, suites: Sequence[tuple[Suite, Sequence[Item]]]) -> list[Told]:
-    """The texts of some suites, theirs in turn: given ones, or the full model's answers.
+    """Texts of some suites, suite by suite in turn: given ones, or the full model's answers.
 
     Raises:
         TimeoutError: answers are missing and the time is over.
@@ -58,12 +58,12 @@ def texts_of(distances: Distances, suites: Sequence[tuple[Suite, Sequence[Item]]
 def run(
     distances: Distances, texts: Sequence[Told], study: Study, others: Mapping[str, Engine] | None = None
 ) -> dict[str, Any]:
-    """The comparison on some texts: a row of figures per contender, over all suites and for each of them.
+    """Compare on some texts: a row of figures per candidate, over all suites and for each suite.
 
     Args:
-        distances: for the model.
-        texts: what is read.
-        study: what is compared.
+        distances: measures the model.
+        texts: the texts to read.
+        study: the comparison.
         others: other models by label, which run all their layers.
 
     Raises:
@@ -100,7 +100,7 @@ def run(
 
 
 def step_bytes(engine: Engine) -> int:
-    """Bytes of the weights that a decoding step reads: layers and head; of the modules' own all that there are."""
+    """Bytes of weights that a decoding step reads: layers and LM head; for a model's own modules, all weights."""
     stack = engine.stack
     if isinstance(stack, PackedStack):
         return sum(layer.nbytes for layer in stack.weights.layers) + stack.weights.head.nbytes
@@ -122,11 +122,11 @@ def candidates_of(
 
 
 def figures(found: Found, full: Found, num_layers: int, head_layers: float) -> dict[str, Any]:
-    """Of one contender: means per judged token with 95 % intervals over prompts, and by position.
+    """Figures of one candidate: means per judged token with 95 % intervals over prompts, and by position.
 
     Args:
-        found: its outcomes.
-        full: the full model's of the same texts.
+        found: the candidate's outcomes.
+        full: the full model's outcomes on the same texts.
         num_layers: L.
         head_layers: cost of the LM head in layers.
     """
@@ -160,7 +160,7 @@ def compared(base: Found, other: Found) -> dict[str, Any]:
 
 
 def by_position(found: Found) -> list[dict[str, Any]]:
-    """Means per token in bins of positions, those of KL and loss with their intervals."""
+    """Means per token in bins of positions, with intervals for KL and loss."""
     bins = max(len(row["kl"]) for row in found.values())
     return [{"first": index * BIN, "tokens": sum(_weights(found, index)),
              **{measure: _mean(found, measure, index) for measure in _MEASURES}} for index in range(bins)]
@@ -169,14 +169,14 @@ def by_position(found: Found) -> list[dict[str, Any]]:
 def times(
     distances: Distances, texts: Sequence[Told], study: Study, count: int, card: CostCard
 ) -> list[dict[str, Any]]:
-    """What a speed-up comes to in time: full depth, D3 and constant depth, predicted and measured alone, in turn.
+    """What a speed-up saves in time: full depth, D3 and constant depth, predicted and measured one at a time.
 
     Args:
-        distances: for the model.
-        texts: of which `count`, evenly spread, are answered by each.
-        study: what is compared.
-        count: how many.
-        card: what steps cost on this machine, now.
+        distances: measures the model.
+        texts: `count` of them, evenly spread, are answered by each.
+        study: the comparison.
+        count: number of texts.
+        card: current cost of steps on this machine.
     """
     chosen = [texts[index * len(texts) // count] for index in range(min(count, len(texts)))]
     groups = candidates_of(distances, texts, study)
@@ -195,7 +195,7 @@ def times(
 
 
 def _prefixes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of greedy answers: how many tokens they have in common with the full model's, and how many never part."""
+    """Of greedy answers: length of the prefix shared with the full model's, and the share that never diverges."""
     lengths = [row["prefix"] for row in rows]
     return {"mean": mean(lengths), "median": median(lengths),
             "never_parts": mean(row["prefix"] > row["count"] for row in rows)}
@@ -206,7 +206,7 @@ def _labelled(groups: Sequence[tuple[float | None, list[Candidate]]]) -> list[tu
 
 
 def _firsts(groups: Sequence[tuple[float | None, list[Candidate]]], found: Sequence[Found]) -> list[Found]:
-    """For every contender the outcomes of the first of its group, which is D3 where there is a speed-up."""
+    """For each candidate, the outcomes of the first of its group; that is D3 at a speed-up."""
     firsts, place = [], 0
     for _, rivals in groups:
         firsts += [found[place]] * len(rivals)
@@ -236,7 +236,7 @@ def _mean(found: Found, measure: str, index: int | None = None) -> dict[str, flo
 
 
 def _ratio(base: Found, other: Found, measure: str, index: int | None = None) -> Difference:
-    """Per token, over all positions or those of a bin, with prompts as what was drawn."""
+    """Difference per token over all positions or those of a bin; prompts are the sampling unit."""
     before, after = ([_sum(row[measure], index) for row in found.values()] for found in (base, other))
     return ratio_difference(before, after, _weights(other, index))
 
@@ -253,4 +253,4 @@ def _sum(bins: Sequence[float], index: int | None) -> float:
 
 def _difference(found: Difference) -> dict[str, float]:
     values = {"mean": found.mean, "low": found.low, "high": found.high, "p": found.p}
-    return {name: float(f"{value:.7g}") for name, value in values.items()}  # a report holds thousands of them
+    return {name: float(f"{value:.7g}") for name, value in values.items()}  # keeps reports small

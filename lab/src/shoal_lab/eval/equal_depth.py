@@ -1,7 +1,7 @@
-"""Schedules that run the same mean number of layers as realised, over answers of given lengths.
+"""Schedules with equal realised mean depth over answers of given lengths.
 
-What a schedule costs depends on how long the answers are: a decay saves little on short ones. So every control is
-solved for the lengths at hand, each from the integral budgets of its own kind.
+The cost of a schedule depends on answer lengths: a decay saves little on short answers. So every control is solved for
+the given lengths, among the integer budgets of its kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the answers are.
+    """Lengths of answers.
 
     Attributes:
         tokens: generated tokens of each answer.
@@ -39,7 +39,7 @@ class Lengths:
         return self.laid_out or sorted(self.tokens)[int(0.95 * (len(self.tokens) - 1))]
 
     def still_going(self) -> list[int]:
-        """How many answers have a token of index 0, 1, ..."""
+        """Number of answers that have a token of index 0, 1, ..."""
         longest = max(self.tokens)
         ends = [0] * (longest + 1)
         for length in self.tokens:
@@ -78,7 +78,7 @@ def two_levels(lengths: Lengths, num_layers: int, core: int, mean: float) -> Cou
 def power_law(
     lengths: Lengths, num_layers: int, core: int, mean: float, start: float | int = 0.0
 ) -> tuple[float, Counts]:
-    """The alpha of D3 and its table."""
+    """D3's alpha, and its table."""
     horizon, steps = lengths.horizon, max(lengths.tokens)
 
     def table(alpha: float) -> Counts:
@@ -91,7 +91,7 @@ def power_law(
 
 
 def linear(lengths: Lengths, num_layers: int, core: int, mean: float) -> tuple[LinearFall, int, Counts]:
-    """SkipDecode's budget from L down to an integer, the horizon chosen so that the mean fits; with its table."""
+    """SkipDecode's budget from L down to an integer, with the horizon that fits the mean, and its table."""
     steps = max(lengths.tokens)
     best: tuple[float, LinearFall, int, Counts] | None = None
     for least in range(core, num_layers + 1):
@@ -107,7 +107,7 @@ def linear(lengths: Lengths, num_layers: int, core: int, mean: float) -> tuple[L
 
 
 def rising(lengths: Lengths, num_layers: int, core: int, mean: float) -> Counts:
-    """D3 played backwards over the horizon: few layers first, all of them at its end and after."""
+    """D3 reversed over the horizon: few layers first, all of them at its end and after."""
     horizon, steps = lengths.horizon, max(lengths.tokens)
 
     def table(alpha: float) -> Counts:
@@ -137,7 +137,7 @@ def _nearest_horizon(budget: Budget, lengths: Lengths, num_layers: int, core: in
 
 
 def _nearest(table: Callable[[int], Counts], count: int, lengths: Lengths, num_layers: int, mean: float) -> Counts:
-    """Of `count` tables in falling order the one whose mean comes nearest."""
+    """The table whose mean comes nearest, of `count` tables in falling order."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -148,7 +148,7 @@ def _nearest(table: Callable[[int], Counts], count: int, lengths: Lengths, num_l
 
 
 def _solve(mean_at: Callable[[float], float], low: float, high: float, mean: float) -> float:
-    """Where a function that never falls comes nearest to `mean`, by bisection."""
+    """Bisect for the argument at which a non-decreasing function comes nearest to `mean`."""
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if mean_at(middle) < mean else (low, middle)

@@ -1,4 +1,4 @@
-"""Measure contenders on a suite, item by item, each outcome kept as soon as it is there."""
+"""Measures candidates on a suite, item by item, and keeps each outcome at once."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from shoal_lab.eval.judging import Judging
 from shoal_lab.eval.outcomes import Outcomes, RunKey
 
 BIN = 16
-"""Tokens whose losses are summed up in one number of an outcome."""
+"""Tokens whose losses are summed in one number of an outcome."""
 _SIBLINGS = 8
-"""Prompts that begin alike and are kept apart, such as the questions on one paragraph."""
+"""Prompts with a common prefix that are kept apart, such as the questions on one paragraph."""
 
 
 @dataclass
 class Evaluator:
-    """Measures contenders on one model.
+    """Measures candidates on one model.
 
     Attributes:
         engine: the model.
-        outcomes: where outcomes are kept, and found again.
+        outcomes: where outcomes are kept and looked up.
         max_new_tokens: the longest answer.
-        batch: items measured together. What is finished survives an interruption.
+        batch: items measured together; finished batches survive an interruption.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
-        unsafe: whether code that a model wrote is run where no sandbox works.
+        unsafe: whether a model's code is run even if no sandbox works.
         temperature: of the answers; 0 for greedy ones.
     """
 
@@ -72,7 +72,7 @@ class Evaluator:
         return RunKey(suite, kind, who.spec, self.engine.fingerprint, settings)
 
     def answers(self, suite: str, samples: Sequence[Sample], who: Candidate) -> dict[str, dict[str, Any]]:
-        """Generate and judge the answer to every sample; outcomes by item id, each kept as soon as it is there."""
+        """Generate and judge the answer to every sample; outcomes by item id, each kept at once."""
         run = self.run_of(suite, "answers", who)
         known = self.outcomes.of(run)
         missing = apart([one for one in samples if known.get(one.item.id, {}).get("asked") != asked(one)], self.batch)
@@ -101,7 +101,7 @@ class Evaluator:
             self.outcomes.add(run, [(sample.item.id, self._judged(sample, found[sample.item.id], verdict))])
 
     def _text(self, sample: Sample, found: Answered) -> str:
-        """The answer up to where a stop text begins. A few tokens before it say whether it begins with a space."""
+        """The answer up to a stop text. A few tokens before it decide whether it begins with a space."""
         ended = bool(found.tokens) and found.tokens[-1] in self.engine.eos_token_ids
         tokens = found.tokens[:-1] if ended else found.tokens
         text = str(self.engine.tokenizer.decode(tokens))
@@ -125,12 +125,12 @@ class Evaluator:
     def losses(
         self, suite: str, samples: Sequence[Sample], candidates: Sequence[Candidate]
     ) -> list[dict[str, dict[str, Any]]]:
-        """Score every sample's reference under every contender's plan; outcomes by item id, contender after contender.
+        """Score every sample's reference under every candidate's plan; outcomes by item id, candidate by candidate.
 
-        Contenders share the prompts' forward, so measure many at once.
+        Candidates share the forward of the prompts, so measure many at once.
 
         Raises:
-            Unsupported: a contender's plan alone does not say how likely a reference is.
+            Unsupported: a candidate's plan alone does not determine how probable a reference is.
         """
         for who in candidates:
             who.check_scored()
@@ -149,19 +149,19 @@ class Evaluator:
                 self.outcomes.add(run, [(sample.item.id, _loss(who, row.tolist())) for sample, row in rows])
         return [self._chosen(run, samples) for run in runs]
 
-    def _batches(self, samples: Sequence[Sample], runs: Sequence[RunKey], words: str) -> Iterator[Sequence[Sample]]:
-        """Batches that some run still lacks. Their bounds never depend on what is there already."""
+    def _batches(self, samples: Sequence[Sample], runs: Sequence[RunKey], label: str) -> Iterator[Sequence[Sample]]:
+        """Batches that some run still lacks. Their bounds do not depend on what is done already."""
         starts = range(0, len(samples), self.batch)
         batches = [samples[start : start + self.batch] for start in starts]
-        with self._bar(words, len(samples)) as bar:
+        with self._bar(label, len(samples)) as bar:
             for batch in batches:
                 if any(sample.item.id not in self.outcomes.of(run) for run in runs for sample in batch):
                     yield batch
                 bar.update(len(batch))
 
-    def _bar(self, words: str, total: int) -> Any:
+    def _bar(self, label: str, total: int) -> Any:
         hidden = None if self.progress is None else not self.progress
-        return tqdm(total=total, desc=words, unit="item", disable=hidden)
+        return tqdm(total=total, desc=label, unit="item", disable=hidden)
 
     def _chosen(self, run: RunKey, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
         found = self.outcomes.of(run)
@@ -169,7 +169,7 @@ class Evaluator:
 
 
 def precision(engine: Engine) -> dict[str, Any]:
-    """In what precision the model runs, as far as outcomes depend on it."""
+    """The model's precision, as far as outcomes depend on it."""
     stack = engine.stack
     found: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch.")}
     if isinstance(stack, PackedStack):
@@ -183,16 +183,16 @@ def _loss(who: Candidate, values: Sequence[float]) -> dict[str, Any]:
 
 
 def asked(sample: Sample) -> str:
-    """A hash of what an answer depends on beside the run: an item that is put or judged otherwise is measured anew."""
+    """A hash of what an answer depends on besides the run; an item that changes is measured again."""
     item = sample.item
     parts = (sample.prompt, item.stop, item.judge, item.answer, item.golds, item.given, item.tests)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def apart(samples: Sequence[Sample], rows: int) -> list[Sample]:
-    """Samples in an order in which prompts that begin alike follow each other, but not within `rows` of each other.
+    """Order samples so that prompts with a common prefix follow each other, but not within `rows` of each other.
 
-    The later ones then find the KV of what they have in common with the first.
+    Later ones then find the KV of the prefix.
     """
     ordered = sorted(samples, key=lambda sample: sample.prompt)
     width = _SIBLINGS * 2 * rows

@@ -1,4 +1,4 @@
-"""What answers that take no model are worth on a suite: a score says something by how far it lies above them."""
+"""Scores of trivial answers that take no model: the floor above which a score means something."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shoal_lab.eval.judging import Judging
 def floors(
     samples: Sequence[Sample], tokenizer: Any, longest: int, unsafe: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Share of right answers, and mean F1 where there is one, by trivial answer.
+    """Share of right answers, and mean F1 if there is one, by trivial answer.
 
-    They are nothing, the question and its first sentence, each cut where an answer would be, and the answer that is
-    right most often.
+    The trivial answers are nothing, the question and its first sentence, each cut to the longest answer, and the answer
+    that is right most often.
 
     Args:
         samples: the items that are evaluated.
-        tokenizer: of the model, to cut answers.
-        longest: tokens of the longest answer.
-        unsafe: see `Judging`.
+        tokenizer: the model's, to cut answers.
+        longest: most tokens of an answer.
+        unsafe: as for `Judging`.
     """
     items = [sample.item for sample in samples]
     often, count = Counter(item.answer for item in items).most_common(1)[0]

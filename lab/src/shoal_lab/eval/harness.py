@@ -1,4 +1,4 @@
-"""Methods compared through lm-evaluation-harness, document by document. Needs the extra `eval`."""
+"""Compares methods with lm-evaluation-harness, document by document. Needs the extra `eval`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def compare(
     model: Any, methods: Mapping[str, Method | str], tasks: Sequence[str], data: Path | None = None,
     limit: int | None = None, *, task_options: Mapping[str, Any] | None = None, **options: Any,
 ) -> list[dict[str, Any]]:
-    """Rows per task and method, each beside the full model on the same documents.
+    """Rows per task and method, each with the full model on the same documents.
 
     Args:
         model: folder, Hub id or a loaded transformers model.
-        methods: methods by label; the full model is always there.
+        methods: methods by label; the full model is always compared.
         tasks: see `shoal_lab.eval.lm_eval.local_tasks`.
         data: folder of local data, or None.
         limit: most documents per task.
@@ -76,7 +76,7 @@ def _run(
 
 
 def _right(samples: Sequence[Mapping[str, Any]]) -> dict[Any, bool]:
-    """Whether each document came out right, by the strictest filter that the task has."""
+    """Whether each document was answered right, by the strictest filter of the task."""
     filters = [sample.get("filter", "none") for sample in samples]
     chosen = next((name for name in _FILTERS if name in filters), filters[0])
     kept = [sample for sample, name in zip(samples, filters, strict=True) if name == chosen]
@@ -88,7 +88,7 @@ def _right(samples: Sequence[Mapping[str, Any]]) -> dict[Any, bool]:
 
 
 def _rows(label: str, full: Mapping[str, Any], run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per task, and one over all of them where there are several."""
+    """One row per task, and one over all tasks if there are several."""
     pairs = {
         task: ([full["right"][task][doc] for doc in sorted(right)], [right[doc] for doc in sorted(right)])
         for task, right in run["right"].items()

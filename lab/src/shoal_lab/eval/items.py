@@ -1,4 +1,4 @@
-"""What is evaluated: problems with a reference solution, and stretches of text. Knows no model but its tokenizer."""
+"""Items of an evaluation: problems with a reference solution, and stretches of text."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Item:
 
     Attributes:
         id: stable name within its suite.
-        prompt: what the model is given.
+        prompt: the model's input.
         solution: the reference continuation: a worked solution, or the rest of the text.
-        answer: the reference's final answer; empty where there is none to compare.
+        answer: the reference's final answer; empty if there is none to compare.
         group: the kind of problem, for tables by kind.
-        judge: who says whether an answer is right; see `shoal_lab.eval.judges`.
-        golds: all right answers, where there are several.
-        plain: what a model without a chat template is given, examples included; empty for the prompt and a line break.
+        judge: name of the judge of the answer; see `shoal_lab.eval.judges`.
+        golds: all right answers, if there are several.
+        plain: input of a model without a chat template, with examples; empty for the prompt and a line break.
         echo: the part of the prompt that is this item's own; empty for all of it.
-        opening: how the answer begins that a model with a chat template goes on with.
+        opening: beginning of the answer, which a model with a chat template continues.
         stop: texts that end an answer.
-        given: code that stands before an answer which is code.
-        tests: the program that checks such an answer.
-        cluster: what it has in common with others, whose outcomes are then not independent: an article.
+        given: code before the answer, if that is code.
+        tests: program that checks such an answer.
+        cluster: name shared with items whose outcomes are not independent, such as an article.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An item in a model's tokens: prompt ids and reference ids, an end-of-sequence id included where it has one."""
+    """An item in a model's tokens: prompt ids, and reference ids with an end-of-sequence id if it has one."""
 
     item: Item
     prompt: tuple[int, ...]
@@ -66,10 +66,10 @@ class Sample:
 def part_of(question: str) -> Part:
     """The part of a data set that a problem belongs to, by the words of its question.
 
-    Numbers are left out, so all variants of a problem that differ in numbers only fall into one part.
+    Numbers are left out, so all variants of a problem that differ only in numbers are in one part.
     """
-    words = " ".join(re.findall(r"[a-z]+", question.lower()))
-    digest = hashlib.sha256(words.encode()).digest()
+    letters = " ".join(re.findall(r"[a-z]+", question.lower()))
+    digest = hashlib.sha256(letters.encode()).digest()
     return "calibration" if digest[0] * 256 + digest[1] < 65536 // _CALIBRATION_SHARE else "evaluation"
 
 
@@ -77,7 +77,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, plain or gzipped.
 
     Raises:
-        ValueError: there is no such file, or a line is no JSON object.
+        ValueError: the file is missing, or a line is not a JSON object.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
@@ -113,22 +113,22 @@ def problem(name: str, row: Mapping[str, Any], source: str) -> Item:
 
 
 def stretches(name: str, text: str, prompt: int, length: int) -> list[Item]:
-    """A long text cut into items of `prompt` + `length` words each, the last short one left out."""
-    words = re.findall(r"\S+\s*", text)
+    """Cut a long text into items of `prompt` + `length` words each; the last short one is left out."""
+    pieces = re.findall(r"\S+\s*", text)
     size = prompt + length
-    starts = range(0, len(words) - size + 1, size)
+    starts = range(0, len(pieces) - size + 1, size)
     return [
-        Item(f"{name}/{start}", "".join(words[start : start + prompt]), "".join(words[start + prompt : start + size]))
+        Item(f"{name}/{start}", "".join(pieces[start : start + prompt]), "".join(pieces[start + prompt : start + size]))
         for start in starts
     ]
 
 
 def encode(items: Iterable[Item], tokenizer: Any, eos: int | None, context: int | None) -> list[Sample]:
-    """Items in a model's tokens; those whose prompt leaves no room in the context are left out.
+    """Tokenize items; those whose prompt leaves no room in the context are left out.
 
-    A question is put as a user's message where the tokenizer has a chat template, and the answer's opening follows;
-    else it is put in its plain form. A reference solution ends with the model's end-of-sequence token, a stretch of
-    text does not, nor does what a stop text ends.
+    If the tokenizer has a chat template, a question becomes a user's message, and the answer's opening follows;
+    otherwise its plain form is used. A reference solution ends with the model's end-of-sequence token, unless a stop
+    text ends it; a stretch of text does not.
     """
     samples = []
     for item in items:

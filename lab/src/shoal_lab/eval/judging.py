@@ -1,4 +1,4 @@
-"""Judges at work beside the decoding: quick ones at once, tests of code in threads that each have a sandbox."""
+"""Judges answers while others are decoded: quick judges at once, tests of code in threads with a sandbox each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Judging(Generic[Key]):
-    """Verdicts on texts that come one after the other, as soon as each is there. A context manager.
+    """Returns verdicts on texts as they become ready. A context manager.
 
     Args:
-        unsafe: whether code is run without a sandbox where none works.
-        workers: programs run at once; as many as there are processors if none.
+        unsafe: whether code is run without a sandbox if none works.
+        workers: programs run at once; None for the number of processors.
     """
 
     def __init__(self, unsafe: bool = False, workers: int | None = None) -> None:
@@ -43,7 +43,7 @@ class Judging(Generic[Key]):
                 self._idle.get().close()
 
     def put(self, key: Key, text: str, item: Item) -> None:
-        """Judge a text; its verdict comes by `ready` or `rest` under the key.
+        """Judge a text; `ready` or `rest` returns its verdict with the key.
 
         Raises:
             Unsupported: it is code, and there is no sandbox.
@@ -56,11 +56,11 @@ class Judging(Generic[Key]):
         self._open[future] = key
 
     def ready(self) -> Iterator[tuple[Key, dict[str, Any]]]:
-        """What has been judged since it was last asked for."""
+        """Verdicts that became ready since the last call."""
         return self._taken([future for future in self._open if future.done()])
 
     def rest(self) -> Iterator[tuple[Key, dict[str, Any]]]:
-        """Everything else, waited for."""
+        """Wait for all other verdicts."""
         return self._taken(list(self._open))
 
     def _taken(self, futures: Iterable[Future[dict[str, Any]]]) -> Iterator[tuple[Key, dict[str, Any]]]:

@@ -1,8 +1,7 @@
 """A model for lm-evaluation-harness that decodes with a method of Shoal, and tasks that read local files.
 
-Depth applies to generated tokens, and to the tokens of a log-likelihood's continuation by their place in it: the
-context is the prompt, continuation token j is decided at step j. Pass a `ShoalLM` to `lm_eval.simple_evaluate`, or use
-`evaluate` here.
+Depth applies to generated tokens, and to the tokens of a log-likelihood's continuation: the context is the prompt, and
+continuation token j is decided at step j. Pass a `ShoalLM` to `lm_eval.simple_evaluate`, or use `evaluate` here.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class ShoalLM(HFLM):  # type: ignore[misc]
     """The harness's transformers model, decoded by Shoal.
 
     Args:
-        pretrained: what `HFLM` takes: folder, Hub id or a loaded model.
+        pretrained: as for `HFLM`: folder, Hub id or a loaded model.
         method: the method: its name, its dict, or a card.
-        engine_backend: who runs the layers: "hf" the model's own modules, "packed" or "auto" a packed copy of them.
+        engine_backend: executor of the layers: "hf" for the model's own modules, "packed" or "auto" for a packed copy.
         **options: the options of `HFLM`.
 
     Attributes:
         engine: the engine over the harness's model.
-        layer_tokens, tokens: layers summed over what was generated or scored, and how many tokens that were.
+        layer_tokens, tokens: layers summed over generated or scored tokens, and the number of these tokens.
     """
 
     def __init__(self, pretrained: Any, method: Any = "full", engine_backend: Any = "hf", **options: Any) -> None:
@@ -55,7 +54,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
 
     @property
     def mean_layers(self) -> float:
-        """Layers per token as realised so far."""
+        """Realised layers per token so far."""
         return self.layer_tokens / self.tokens if self.tokens else float(self.engine.stack.num_layers)
 
     def _model_generate(
@@ -82,7 +81,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation and whether it is the greedy one."""
+        """Log-likelihood of each continuation, and whether it is the greedy one."""
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
         found: dict[int, tuple[float, bool]] = {}
@@ -100,7 +99,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
         """Score (context, continuation) pairs in one forward.
 
         Raises:
-            Unsupported: the method's plan alone does not say how likely a continuation is.
+            Unsupported: the method's plan alone does not determine how probable a continuation is.
         """
         stack, chunks, targets = self.engine.stack, [], []
         for row, (context, continuation) in enumerate(pairs):
@@ -137,14 +136,14 @@ def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_tasks(names: Sequence[str], data: Path | None) -> list[Any]:
-    """What `lm_eval.simple_evaluate` takes for task names: own definitions that read `data`, the harness's otherwise.
+    """Arguments `tasks` of `lm_eval.simple_evaluate`: own definitions that read `data`, the harness's names otherwise.
 
     With a data folder, "gsm8k" reads gsm8k/*.jsonl, "bbh" all of bbh/bbh/*.json with the prompts of bbh/cot-prompts,
-    and "bbh_<task>" one of them. Every other name, and without a folder every name, is the harness's own and reads the
-    hub.
+    and "bbh_<task>" one of them. All other names are the harness's own, and without a folder all names are; these read
+    the Hub.
 
     Raises:
-        ValueError: the folder lacks the data, or nobody knows the task.
+        ValueError: the folder lacks the data, or the task is unknown.
     """
     tasks: list[Any] = []
     for name in names:
@@ -160,7 +159,7 @@ def local_tasks(names: Sequence[str], data: Path | None) -> list[Any]:
 
 @cache
 def _harness(own_tasks: bool = True) -> TaskManager:
-    """What finds tasks by name. The harness reads thousands of files for those of its own: once, and only if asked."""
+    """The harness's task finder. It reads thousands of files for its own tasks, so only on request, and once."""
     return TaskManager(include_defaults=own_tasks)
 
 
@@ -200,7 +199,7 @@ def _bbh(data: Path, only: str) -> list[dict[str, Any]]:
 
 
 def _bbh_task(data: Path, name: str) -> dict[str, Any]:
-    """Three worked examples, then the question; the answer is what follows "the answer is"."""
+    """Three worked examples, then the question; the answer follows "the answer is"."""
     prompt = _existing(data / "bbh" / "cot-prompts" / f"{name}.txt").read_text("utf-8").partition("-----\n")[2].strip()
     return {
         "task": f"bbh_{name}_local",
@@ -232,22 +231,22 @@ def _existing(path: Path) -> Path:
 def evaluate(
     model: ShoalLM, tasks: Sequence[str], data: Path | None = None, limit: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Run tasks of the harness and add what the method ran.
+    """Run tasks of the harness, and add what the method ran.
 
     Args:
         model: the model with its method.
-        tasks: see `local_tasks`.
+        tasks: as for `local_tasks`.
         data: folder of local data, or None.
         limit: most documents per task; None for all.
-        **options: of `lm_eval.simple_evaluate`.
+        **options: options of `lm_eval.simple_evaluate`.
 
     Returns:
-        The harness's results, with `mean_layers` and `num_layers` beside them, and a `warning` where the tasks hardly
-        exercise the method.
+        The harness's results, with `mean_layers` and `num_layers`, and a `warning` if the tasks hardly exercise the
+        method.
     """
     model.layer_tokens, model.tokens = 0.0, 0
     chosen = local_tasks(tasks, data)
-    if "metadata" not in options:  # which the harness hands to a finder of its own
+    if "metadata" not in options:  # the harness passes these to a task finder of its own
         options.setdefault("task_manager", _harness(own_tasks=any(isinstance(task, str) for task in chosen)))
     found: dict[str, Any] = simple_evaluate(model=model, tasks=chosen, limit=limit, **options)
     layers = model.engine.stack.num_layers

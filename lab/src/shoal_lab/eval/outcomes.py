@@ -1,8 +1,7 @@
-"""Outcomes of single items, in a JSONL file that only grows, so that an interrupted evaluation goes on where it was.
+"""Outcomes of single items, in an append-only JSONL file, so that an interrupted evaluation resumes.
 
-A line that starts a run says what it is: suite, method, model, settings, and how it is measured. Every later line with
-the run's id is one item of it, and a line of seconds says what the items before it took. What was measured once is
-never measured again.
+A line that starts a run holds suite, method, model, settings, and the kind of measurement. Every later line with the
+run's id is one item's outcome, and a line of seconds holds the time of the items before it. Nothing is measured twice.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _TIMED_EVERY = 10.0
-"""Seconds between lines that say what items took."""
+"""Seconds between lines that hold the time of items."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,16 @@ class RunKey:
 
     @property
     def id(self) -> str:
-        """A hash of all of it."""
+        """A hash of all fields."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Outcomes:
-    """Outcomes by run and item, kept in memory and, where a path is given, in a file.
+    """Outcomes by run and item, kept in memory and, with a path, in a file.
 
     Args:
-        path: the file; made with its folder if it is absent. A line that a crash left unfinished is cut off.
+        path: the file; created with its folder if absent. A line that a crash left unfinished is cut off.
 
     Raises:
         ValueError: the file holds something else.
@@ -70,9 +69,9 @@ class Outcomes:
 
     @property
     def minutes(self) -> float | None:
-        """What everything that is kept took to measure, by whatever processes.
+        """Minutes that all kept outcomes took to measure, in any process.
 
-        Where only a part was timed, that part's pace over all of it; None where nothing was.
+        If only some were timed, their pace stands for all; None if none was.
         """
         timed = self._timed + self._fresh
         total = sum(len(found) for found in self._found.values())

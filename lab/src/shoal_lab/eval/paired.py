@@ -1,7 +1,7 @@
-"""Statistics of two methods on the same items. Knows numbers only.
+"""Statistics of two methods on the same items.
 
 Comparing pairs removes what the items have in common: the interval of a difference is much narrower than two separate
-intervals suggest. scipy has the same interval and test; it would save no line here, and make an extra necessary.
+intervals suggest. scipy has the same interval and test, but would save no line and be another dependency.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def mcnemar(lost: int, won: int) -> float:
 def accuracy_difference(base: Sequence[bool], other: Sequence[bool]) -> Difference:
     """Difference of two accuracies on the same items, with Wald's paired interval and McNemar's exact p-value.
 
-    The interval has Agresti and Min's adjustment (2005, half a pair added to each cell), so it is not empty where the
+    The interval has Agresti and Min's adjustment (2005, half a pair added to each cell), so it is not empty if the
     methods agree on every item.
     """
     n = _same_length(base, other)
@@ -69,10 +69,10 @@ def accuracy_difference(base: Sequence[bool], other: Sequence[bool]) -> Differen
 
 
 def detectable(base: Sequence[bool], other: Sequence[bool]) -> float:
-    """The smallest difference of accuracies that this many items show in four cases of five, at p = 0.05, one-sided.
+    """The smallest accuracy difference that this many items detect with power 0.8, at p = 0.05, one-sided.
 
-    n = 6.2 psi / d^2, where psi is the share of verdicts that flip (Connor 1987), with half a
-    pair added to either way: that no verdict flipped says little about few items.
+    n = 6.2 psi / d^2, where psi is the share of verdicts that flip (Connor 1987), with half a pair added in each
+    direction: that no verdict flipped says little about few items.
     """
     n = _same_length(base, other)
     flipped = sum(b != o for b, o in zip(base, other, strict=True))
@@ -86,7 +86,7 @@ def ratio_difference(
 
     Args:
         base, other: totals per item.
-        weights: what each total is divided by, summed over items; the same for both.
+        weights: divisor of each total, such as its tokens; the same for both.
     """
     n = _same_length(base, other)
     total = sum(weights)
@@ -98,7 +98,7 @@ def ratio_difference(
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """P-values adjusted for their number (Holm 1979), in the order given."""
+    """P-values adjusted for multiple comparisons (Holm 1979), in the given order."""
     adjusted, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))

@@ -1,4 +1,4 @@
-"""Pictures of results: quality against depth, loss by position, layer scores, schedules. Needs matplotlib."""
+"""Plots of results: quality over depth, loss by position, layer scores, schedules. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _axes(figure: Any, x: str, y: str, title: str) -> Any:
 
 
 def bare(axes: Any) -> Any:
-    """Axes in the style of all pictures: no frame above and right, pale lines behind what is drawn."""
+    """Axes in the style of all plots: no frame above and right, pale grid lines behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -38,18 +38,18 @@ def bare(axes: Any) -> Any:
 
 
 def axes_of(x: str, y: str, title: str) -> tuple[Any, Any]:
-    """Axes in the style of all pictures, and the figure that they are on."""
+    """New axes in the style of all plots, and their figure."""
     figure = _figure(8, 4.8)
     return _axes(figure, x, y, title), figure
 
 
 def colour(label: str) -> str:
-    """The colour of a schedule in all pictures."""
+    """The colour of a schedule in all plots."""
     return _COLOURS.get(label, _OTHER)
 
 
 def draw_report(report: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Every picture that a report of `shoal eval` has figures for, into `folder`."""
+    """Draw every plot that a report of `shoal eval` has figures for, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for suite in report["suites"]:
@@ -65,7 +65,7 @@ def draw_report(report: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def draw_accuracy(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path:
-    """Share of right answers against mean layers, with 95 % intervals; one line per kind of schedule."""
+    """Share of right answers over mean layers, with 95 % intervals; one line per kind of schedule."""
     figure = _figure(8, 4.8)
     axes = _axes(figure, "mean layers per token, as realised", "right answers, %", f"{suite['suite']}: accuracy")
     full = suite["answers"][0]
@@ -79,7 +79,7 @@ def draw_accuracy(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path
 
 
 def draw_loss(suite: Mapping[str, Any], num_layers: int, path: Path) -> Path:
-    """Perplexity of reference solutions against mean layers, with 95 % intervals."""
+    """Perplexity of reference solutions over mean layers, with 95 % intervals."""
     figure = _figure(8, 4.8)
     title = f"{suite['suite']}: reference solutions"
     axes = _axes(figure, "mean layers per token", "loss added to full depth, nats per token", title)
@@ -137,7 +137,7 @@ def draw_layers(card: Mapping[str, Any], path: Path) -> Path:
 
 
 def _enough(bins: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """The bins whose mean says something."""
+    """The bins with enough tokens."""
     return [found for found in bins if found["tokens"] >= _FEWEST]
 
 
@@ -159,14 +159,14 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]
 
 
 def style(label: str) -> dict[str, Any]:
-    """How a schedule's line is drawn: D3, constant depth and calibrated ones stand out."""
+    """Line style of a schedule: D3, constant depth and calibrated ones stand out."""
     main = label in ("d3", "constant", "calibrated")
     return {"color": colour(label), "marker": "o" if main else ".", "capsize": 2,
             "linewidth": 2 if main else 1, "zorder": 3 if main else 2}
 
 
 def saved(figure: Any, axes: Any, path: Path) -> Path:
-    """Give the axes their legend, and write the picture."""
+    """Add a legend to the axes, and write the plot."""
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)
     return path

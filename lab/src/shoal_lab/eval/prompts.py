@@ -1,4 +1,4 @@
-"""Prompts that nothing is judged by: the model's own answers to them are what is read again with fewer layers."""
+"""Prompts without a judge: the model's own answers to them are read again with fewer layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def instructions(data: Path, part: Part) -> list[Item]:
 
 
 def code(data: Path, part: Part) -> list[Item]:
-    """HumanEval's functions to be completed, and MBPP's tasks with a test that says what the function is called."""
+    """HumanEval's functions to complete, and MBPP's tasks with a test that shows the function's name."""
     human = [(name, f"Complete this Python function.\n\n{row['prompt']}", "humaneval")
              for name, row in _rows(data, "humaneval/HumanEval.jsonl.gz")]
     basic = [(name, f"{row['text']} It must pass this test: {row['test_list'][0]}", "mbpp")
@@ -48,7 +48,7 @@ def mathematics(data: Path, part: Part) -> list[Item]:
 
 
 def articles(data: Path, part: Part) -> list[Item]:
-    """The first words of Wikipedia articles, to be gone on with; calibrates on those of the validation set."""
+    """The first words of Wikipedia articles, to be continued; calibration uses the validation set."""
     name = "test.txt" if part == "evaluation" else "valid.txt"
     path = data / "wikitext2" / name
     if not path.is_file():
@@ -56,14 +56,14 @@ def articles(data: Path, part: Part) -> list[Item]:
     pieces = _ARTICLE.split(path.read_text("utf-8"))[1:]
     found = []
     for number, (title, body) in enumerate(zip(pieces[::2], pieces[1::2], strict=True)):
-        words = re.findall(r"\S+", body)[:_WORDS]
-        if len(words) == _WORDS:
-            found.append(Item(f"{name}/{number}", _closed(f"{title}\n\n{' '.join(words)}"), ""))
+        pieces = re.findall(r"\S+", body)[:_WORDS]
+        if len(pieces) == _WORDS:
+            found.append(Item(f"{name}/{number}", _closed(f"{title}\n\n{' '.join(pieces)}"), ""))
     return found
 
 
 def prompt_of(item: Item, tokenizer: Any) -> list[int]:
-    """A prompt's token ids: a user's message where the tokenizer has a chat template, else the words as they are."""
+    """A prompt's token ids: a user's message if the tokenizer has a chat template, otherwise the plain text."""
     if getattr(tokenizer, "chat_template", None):
         return list(chat_ids([{"role": "user", "content": item.prompt}], tokenizer))
     return list(tokenizer(item.prompt)["input_ids"])
@@ -87,7 +87,7 @@ def _plain(prompt: str) -> str:
 
 
 def _closed(text: str) -> str:
-    """Text without the spaces that WikiText's tokens stand between."""
+    """Remove the spaces that WikiText puts between tokens."""
     for spaced, closed in _SPACED:
         text = text.replace(spaced, closed)
     return text

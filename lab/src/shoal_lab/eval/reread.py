@@ -1,4 +1,4 @@
-"""Read answers again under one plan after another: prompts are read once, at full depth, for all of them."""
+"""Read answers again under several plans; prompts are read once, at full depth, for all plans."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shoal.model.stack import SequenceChunk, Stack
 from shoal_lab.eval.rising import Executor
 
 BLOCK = 64
-"""Tokens of a forward: what the native kernels take at most."""
+"""Tokens of a forward, the most that the native kernels take."""
 
 Text = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt, and of the answer that follows it: at least two."""
+"""Token ids of a prompt, and of the answer that follows it; the answer has at least two."""
 Take = Callable[[int, int, Tensor], None]
-"""Given a row, the number of an answer's token and logits [n, V] that decide that token and those after it."""
+"""Receives a row, the index of an answer's token, and logits [n, V] that decide that token and those after it."""
 
 
 class Reread:
@@ -40,21 +40,22 @@ class Reread:
         self._read_prompts()
 
     def under(self, executor: Executor, take: Take, experts: Experts | None = None) -> None:
-        """Run every answer, token j at step j + 1 of the plan, and show what decides tokens 1, 2, ..."""
+        """Run every answer, token j at step j + 1 of the plan, and pass on the logits that decide tokens 1, 2, ..."""
         self._again(*executor, take, worker=None if experts is None else experts.begin(executor[0], self._cache))
 
     def apart(self, executor: Executor, take: Take) -> None:
-        """The same where what a token is judged by and what later tokens see of it differ.
+        """The same, but what a token is judged by differs from what later tokens see of it.
 
-        Every token runs twice: at step 1 of the plan for those after it, and at step 2 to be judged, seeing the
-        tokens before it as step 1 left them.
+        Every token runs twice: at step 1 of the plan for later tokens, and at step 2 to be judged, seeing the tokens
+            before
+        it as step 1 left them.
         """
         self._again(*executor, take, twins=True)
 
     def _again(
         self, stack: Stack, plan: DepthPlan, take: Take, twins: bool = False, worker: Worker | None = None
     ) -> None:
-        self._read_prompts()  # again only where a sliding window has lost something of them
+        self._read_prompts()  # again only if a sliding window has dropped part of them
         self._feed(stack, plan, [len(prompt) + len(answer) - 1 for prompt, answer in self._texts], take, twins, worker)
         for row, (prompt, _) in enumerate(self._texts):
             self._cache.truncate(row, len(prompt))
@@ -68,7 +69,7 @@ class Reread:
         self, stack: Stack, plan: DepthPlan, ends: Sequence[int], take: Take | None, twins: bool = False,
         worker: Worker | None = None,
     ) -> None:
-        """Feed every row up to its end, forwards as full as they can be."""
+        """Feed every row up to its end, with forwards as full as possible."""
         while pieces := self._pieces(ends, BLOCK // (1 + twins)):
             chunks = [self._chunk(row, count, plan, take is not None) for row, count in pieces]
             if twins:
@@ -83,12 +84,12 @@ class Reread:
                 self._cache.commit(row, range(count))
 
     def _row(self, row: int) -> Any:
-        """A text as a worker that chooses experts knows a row."""
+        """A text as the row of a worker that chooses experts."""
         prompt, answer = self._texts[row]
         return SimpleNamespace(slot=row, tokens=[*prompt, *answer])
 
     def _pieces(self, ends: Sequence[int], room: int) -> list[tuple[int, int]]:
-        """Rows that a forward feeds, and how many tokens of each, `room` together."""
+        """Rows that a forward feeds, with the number of tokens of each, `room` together."""
         found = []
         for row, end in enumerate(ends):
             count = min(room, end - self._cache.positions[row])
@@ -107,7 +108,7 @@ class Reread:
 
 
 def _with_twins(chunk: SequenceChunk) -> SequenceChunk:
-    """The chain at step 1, and at step 2 a twin of each of its tokens, which stands where that token does."""
+    """The chain at step 1, and a copy of each of its tokens at step 2 in the same position."""
     count = len(chunk.tokens)
     before = range(-1, count - 1)
     return SequenceChunk(chunk.row, [*chunk.tokens, *chunk.tokens], [1] * count + [2] * count, chunk.plan,

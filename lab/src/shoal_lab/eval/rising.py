@@ -1,8 +1,8 @@
-"""Depth that rises again, which no depth plan allows: what D3 played backwards needs.
+"""Depth that rises again, which no depth plan allows; D3 played backwards needs it.
 
-A layer that comes back must know the positions that it was left out at. So here a layer that is left out still makes
-keys and values, of the stream that passes by (the state propagation of CALM, arXiv 2207.07061), and only adds nothing
-to it. The engine runs such a stack at full depth: the layers that it is given are what changes from step to step.
+A layer that comes back needs the positions at which it was skipped. So a skipped layer still makes keys and values from
+the passing hidden states (the state propagation of CALM, arXiv 2207.07061), and only adds nothing to them. The engine
+runs such a stack at full depth: the stack exchanges layers from step to step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import takewhile
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
@@ -25,7 +26,7 @@ from shoal.model.packed.weights import Layer
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack, Start
 
 Executor = tuple[Stack, DepthPlan]
-"""Who runs a plan, and the plan that it is given."""
+"""A stack, and the plan that it is given."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class RisingPlan:
 
     Attributes:
         counts: layers of steps 0, 1, ...; later steps keep the last count. Step 0, the prompt's, runs all.
-        removal: the layers that are left out first, in order.
+        removal: layers in the order in which they are left out.
         num_layers: L.
 
     Raises:
-        ValueError: a count asks for layers that the order does not let go, or more than there are.
+        ValueError: a count needs layers outside the removal order to go, or more layers than there are.
     """
 
     counts: tuple[int, ...]
@@ -57,7 +58,7 @@ class RisingPlan:
             raise ValueError("a plan needs the number of layers of at least one step")
 
     def depth(self, step: int) -> int:
-        """Number of layers that run at `step`."""
+        """Number of layers at `step`."""
         return self.counts[min(step, len(self.counts) - 1)] if step else self.num_layers
 
     def layer_tokens(self, tokens: int) -> int:
@@ -66,11 +67,11 @@ class RisingPlan:
 
 
 class RisingStack(PackedStack):
-    """A packed stack whose layers come and go with the step; to its caller every layer runs.
+    """A packed stack whose layers come and go with the step; its caller sees every layer run.
 
     Args:
         stack: the whole model; its weights are shared.
-        plan: how many layers run when.
+        plan: number of layers by step.
     """
 
     def __init__(self, stack: PackedStack, plan: RisingPlan) -> None:
@@ -80,6 +81,7 @@ class RisingStack(PackedStack):
         first = stack.weights.layers[0]
         self._out, self._down = self._zeros(first.out), self._zeros(first.down)
 
+    @override
     def forward(
         self,
         chunks: Sequence[SequenceChunk],
@@ -88,7 +90,7 @@ class RisingStack(PackedStack):
         *,
         start: Start | None = None,
     ) -> Tensor:
-        """See the protocol; without hook and start. Tokens of one depth that follow one another run together."""
+        # Tokens of one depth that follow one another run together.
         assert hook is None and start is None
         done, logits = [0] * len(chunks), [list[Tensor]() for _ in chunks]
         while left := [at for at, chunk in enumerate(chunks) if done[at] < len(chunk.tokens)]:
@@ -101,7 +103,7 @@ class RisingStack(PackedStack):
         return torch.cat([torch.cat(rows)[-chunk.wanted :] for chunk, rows in zip(chunks, logits, strict=True)])
 
     def _part(self, chunk: SequenceChunk, first: int, depth: int) -> SequenceChunk:
-        """The tokens from number `first` on that run at this depth; none where the next one runs at another."""
+        """The tokens from index `first` on that run at this depth; empty if the next one runs at another."""
         steps = list(takewhile(lambda step: self._plan.depth(step) == depth, chunk.steps[first:]))
         tokens = chunk.tokens[first : first + len(steps)]
         parents, depths = (None if nodes is None else nodes[: first + len(steps)]
@@ -110,7 +112,7 @@ class RisingStack(PackedStack):
                              fed=first)
 
     def _stack(self, depth: int) -> PackedStack:
-        """A stack in which only so many layers add anything."""
+        """A stack in which only `depth` layers add anything."""
         if depth not in self._at:
             gone, layers = self._plan.removal[: self.num_layers - depth], list(self.weights.layers)
             for number in gone:
@@ -119,7 +121,7 @@ class RisingStack(PackedStack):
         return self._at[depth]
 
     def _idle(self, layer: Layer) -> Layer:
-        """The layer without what it adds to the stream."""
+        """A layer that adds nothing to the hidden states."""
         return replace(layer, out=self._out, down=self._down, out_bias=None, down_bias=None)
 
     def _zeros(self, like: Linear) -> Linear:
@@ -128,10 +130,10 @@ class RisingStack(PackedStack):
 
 
 def executor(stack: Stack, plan: DepthPlan | RisingPlan) -> Executor:
-    """How a plan is run on a model.
+    """Make a plan executable on a model.
 
     Raises:
-        Unsupported: a plan that rises, on a model that is not packed.
+        Unsupported: a rising plan on a model that is not packed.
     """
     if isinstance(plan, DepthPlan):
         return stack, plan

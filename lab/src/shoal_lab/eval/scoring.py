@@ -1,4 +1,4 @@
-"""Score references: how likely each token is where every token runs the layers of its step. Nothing is generated."""
+"""Scores references: how probable each token is if every token runs the layers of its step. Generates nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
 
 Measure = Callable[[Tensor, Tensor], Tensor]
-"""Of logits [n, V] in float32 and the tokens [n] that come, something of each: [n, ...]."""
+"""From logits [n, V] in float32 and the tokens [n] that follow, a measure of each: [n, ...]."""
 
 
 def loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -27,16 +27,16 @@ def losses(
     prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], executors: Sequence[tuple[Stack, DepthPlan]],
     measure: Measure = loss,
 ) -> list[list[Tensor]]:
-    """What is measured of every reference token, each way: [way][item] -> [tokens, ...].
+    """Measure every reference token under each executor: [executor][item] -> [tokens, ...].
 
-    The prompt runs every layer and is read once for all executors, up to its last token; reference token j is
-    step j.
+    The prompt runs every layer and is read once for all executors, up to its last token; reference token j is decided
+    at step j.
 
     Args:
         prompts: at least one token each.
         references: the tokens that follow, at least one each.
-        executors: plans and who runs them; stacks that read a prompt alike.
-        measure: what is measured.
+        executors: stacks with their plans; the stacks must read a prompt alike.
+        measure: the measure of a token.
     """
     texts = [_Text(row, list(prompt), list(reference))
              for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True))]
@@ -55,22 +55,22 @@ class _Text:
 
     @property
     def tokens(self) -> list[int]:
-        """What is read: the last token of the reference decides nothing."""
+        """All tokens that are read; the last token of the reference decides nothing."""
         return self.prompt + self.reference[:-1]
 
     @property
     def start(self) -> int:
-        """The place of the token that decides the first one of the reference."""
+        """The place of the token that decides the first reference token."""
         return len(self.prompt) - 1
 
     def chunk(self, first: int, count: int, plan: DepthPlan) -> SequenceChunk:
-        """The tokens from place `first` on, `count` of them at most."""
+        """At most `count` tokens from place `first` on."""
         tokens = self.tokens[first : first + count]
         steps = [max(0, place - self.start) for place in range(first, first + len(tokens))]
         return SequenceChunk(self.row, tokens, steps, plan, wanted=max(1, len(self._decided(first, len(tokens)))))
 
     def measured(self, measure: Measure, first: int, count: int, logits: Tensor) -> Tensor:
-        """Of the reference tokens that `count` tokens from place `first` on decide, given the logits of the last."""
+        """Measures of the reference tokens that `count` tokens from place `first` on decide, from the last logits."""
         decided = self._decided(first, count)
         target = torch.tensor(decided, dtype=torch.long, device=logits.device)
         return measure(logits[len(logits) - len(decided) :].float(), target).cpu()
@@ -82,7 +82,7 @@ class _Text:
 def _read(
     texts: Sequence[_Text], cache: KVCache, stack: Stack, plan: DepthPlan, measure: Measure
 ) -> list[Tensor]:
-    """What is measured of each text; what the cache holds of its prompt is not read again."""
+    """Measures of each text; what the cache holds of its prompt is not read again."""
     found: list[list[Tensor]] = [[] for _ in texts]
     for text in texts:
         cache.truncate(text.row, text.start)

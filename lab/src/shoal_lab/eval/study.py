@@ -1,4 +1,4 @@
-"""Run a comparison: the methods that are asked for and the controls of D3, on some suites, as one report."""
+"""Run a comparison of methods and D3's controls on some suites, as one report."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from shoal_lab.eval.summary import Found, adjust, answers_row, by_group, by_posi
 from shoal_lab.eval.timing import alone
 
 PILOT = 128
-"""Items on which a control's answer lengths are learnt before it is run on all."""
+"""Items on which a control's answer lengths are estimated before it runs on all."""
 REALISED = 0.1
-"""Layers by which realised means may be off: other depths make other lengths, and every try answers all items anew."""
+"""Tolerated error of realised means in layers: each new depth changes the lengths, and answers all items again."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared.
+    """A comparison.
 
     Attributes:
         methods: methods by label, besides the full model.
         speedups: ideal speed-ups at which D3 and its controls are compared.
-        groups: which controls generate answers.
-        loss_groups: which controls are compared by the loss of the reference solutions.
+        groups: groups of controls that generate answers.
+        loss_groups: groups of controls that are compared by the loss of the reference solutions.
         measures: "answers", "loss" or both.
         order: removal order of the controls.
-        core: layers that always run, None for the default.
+        core: layers that always run; None for the default.
         seeds: of the random orders.
-        curve: a calibration card's schedules, deepest first, to be compared at every speed-up.
-        timed: how many answers every method also decodes alone, for figures in time; 0 for none.
+        curve: a calibration card's schedules, deepest first, which are compared at every speed-up.
+        timed: answers that every method also decodes alone, for figures in time; 0 for none.
     """
 
     methods: dict[str, Method] = field(default_factory=dict)
@@ -66,20 +66,21 @@ def run(
 ) -> dict[str, Any]:
     """One suite's part of the report: tables of answers and losses, and the full model's loss by position.
 
-    What others are compared with is the full model, decoded one token a forward: by "diffusion" where it fills masks.
+    The reference is the full model, decoded one token per forward; with "diffusion" if it fills masks.
+
 
     Args:
         evaluator: measures and keeps outcomes.
         suite: the suite's name.
-        kind: "problems" or "text", which has no answers to judge.
-        items: what is measured.
-        study: what is compared.
-        loss_limit: of how many items the losses are measured; None for all.
-        warn: told what a reader of the numbers should know.
+        kind: "problems", or "text", which has no answers to judge.
+        items: the items to measure.
+        study: the comparison.
+        loss_limit: most items whose losses are measured; None for all.
+        warn: receives warnings for a reader of the numbers.
 
     Raises:
-        Unsupported: losses of a method are asked for that its plan alone does not give, or code would have to be run
-            where no sandbox works.
+        Unsupported: a method's plan alone does not determine the losses that are asked for, or code would have to run
+            and no sandbox works.
     """
     samples = evaluator.samples(items)
     plain = make("full" if evaluator.engine.masked is None else "diffusion")
@@ -87,7 +88,7 @@ def run(
     fixed = [candidate(evaluator.engine, m, evaluator.max_new_tokens, label) for label, m in study.methods.items()
              if m != plain]
     if "loss" in study.measures:
-        for who in (full, *fixed):  # before answers are made, which takes much longer
+        for who in (full, *fixed):  # before answers, which take much longer
             who.check_scored()
     report: dict[str, Any] = {"suite": suite, "kind": kind, "items": len(samples)}
     answers: Found | None = None
@@ -145,7 +146,7 @@ def _answers(
 
 
 def _between(found: Mapping[str, Found]) -> list[dict[str, Any]]:
-    """The differences of the methods that were asked for, each from each one before it, on the same items."""
+    """Differences between the given methods on the same items, each from every one before it."""
     return [
         {"label": label, "than": other, **versus(found[other], found[label])}
         for place, label in enumerate(found) for other in list(found)[:place]
@@ -155,7 +156,7 @@ def _between(found: Mapping[str, Found]) -> list[dict[str, Any]]:
 def settled(
     evaluator: Evaluator, suite: str, samples: Sequence[Sample], base: Found, study: Study, speedup: float
 ) -> list[Candidate]:
-    """D3 and its controls, each solved for the lengths of its own answers, which depend on what it leaves out."""
+    """D3 and its controls, each solved for the lengths of its own answers, which depend on the control."""
     lengths = Lengths(tuple(len(row["tokens"]) for row in base.values()))
     at = _setting(evaluator, study, lengths, speedup)
     pilot = _spread(samples, PILOT)
@@ -166,10 +167,10 @@ def _settle(
     evaluator: Evaluator, suite: str, samples: Sequence[Sample], pilot: Sequence[Sample], at: ControlSetting,
     who: Candidate, study: Study,
 ) -> Candidate:
-    """The contender whose realised mean is nearest: tried on a pilot, then on all, solved again where it is off.
+    """The candidate with the nearest realised mean: tried on a pilot, then on all, and solved again if it is off.
 
-    Each try changes the lengths that the next one is solved for, so those of all tries are taken together: that damps
-    what would swing to and fro.
+    Each try changes the lengths that the next one is solved for. The lengths of all tries are taken together, to damp
+    oscillation.
     """
     best = who
     for items, tries, tolerance in ((pilot, 4, REALISED / 2), (samples, 6, REALISED)):
@@ -192,7 +193,7 @@ def _settle(
 
 
 def _again(at: ControlSetting, who: Candidate, study: Study) -> Candidate | None:
-    """The same control for another setting; None where it cannot reach the mean there."""
+    """The same control for another setting; None if it cannot reach the mean there."""
     with suppress(ValueError):
         return next((rival for rival in controls(at, study.groups) if rival.label == who.label), None)
     return None
@@ -239,19 +240,19 @@ def _own_losses(
 
 
 def _spread(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
-    """`limit` samples, evenly spread over the short and the long."""
+    """`limit` samples, evenly spread over short and long ones."""
     if limit is None or limit >= len(samples):
         return list(samples)
     return [samples[index * len(samples) // limit] for index in range(limit)]
 
 
 def model_name(engine: Engine) -> str:
-    """See `shown_name`."""
+    """The model's name in reports."""
     return shown_name(engine.model_name)
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
-    """What identifies the model in a report."""
+    """Fields that identify the model in a report."""
     return {
         "model": model_name(engine),
         "fingerprint": engine.fingerprint,

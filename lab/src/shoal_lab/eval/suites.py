@@ -1,6 +1,6 @@
-"""The quick suites by name: where their items come from, and which of them may be calibrated on.
+"""The quick suites by name: where their items come from, and which of them may be used for calibration.
 
-Items of the calibration part never occur in the evaluation part: they lie in other files, or are told apart by the
+Items of the calibration part never occur in the evaluation part: they are in other files, or are told apart by the
 words of their question.
 """
 
@@ -29,11 +29,11 @@ class Suite:
     """A named set of items.
 
     Attributes:
-        name: as on the command line and in results.
-        kind: problems are answered and judged; text is only read; prompts are answered, but nothing judges them.
-        about: one line.
-        read: gives the items of a part from the data folder.
-        max_new_tokens: the longest answer, where the caller names none.
+        name: name on the command line and in results.
+        kind: problems are answered and judged; text is only read; prompts are answered without a judge.
+        about: one-line description.
+        read: returns the items of a part from the data folder.
+        max_new_tokens: longest answer by default.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Suite:
 
 
 def names() -> list[str]:
-    """Every suite that ships."""
+    """Names of all suites."""
     return sorted(_table())
 
 
 def get(name: str) -> Suite:
-    """A suite by its name, or one of problems from the path of a `.jsonl` or `.jsonl.gz` file.
+    """A suite by its name, or a suite of problems by the path of a `.jsonl` or `.jsonl.gz` file.
 
     Raises:
         ValueError: there is no such suite.

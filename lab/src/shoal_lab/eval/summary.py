@@ -1,4 +1,4 @@
-"""From outcomes of items to a row of figures per contender, each beside the full model on the same items."""
+"""Rows of figures per candidate from outcomes of items, each beside the full model on the same items."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _IDLE = 0.02
 
 
 def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) -> dict[str, Any]:
-    """Figures of a contender's answers.
+    """Figures of a candidate's answers.
 
     Args:
         full: outcomes of the full model by item id; the same items as `other`.
-        other: the contender's outcomes.
+        other: the candidate's outcomes.
         num_layers: L.
         head_layers: cost of the LM head in layers.
     """
@@ -40,9 +40,9 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
         "accuracy_interval": list(wilson(sum(right), len(items))),
         "difference": _accuracy_difference(full, other, items),
         "mean_layers": layers,
-        # A falling schedule is cheapest where an answer goes on and on: those that never end make its mean look low.
+        # A falling schedule is cheapest in endless answers, which make its mean look low.
         "mean_layers_ended": sum(r["layers"] for r in ended) / sum(len(r["tokens"]) for r in ended) if ended else None,
-        "ideal_speedup": (num_layers + head_layers) / (layers + head_layers),  # below 1 where guesses do not pay
+        "ideal_speedup": (num_layers + head_layers) / (layers + head_layers),  # below 1 if drafting does not pay
         "tokens_per_answer": tokens / len(items),
         "share_cut": mean(bool(row["cut"]) for row in rows),
         "repeated": mean(repeated(row["tokens"]) for row in rows),
@@ -54,19 +54,19 @@ def answers_row(full: Found, other: Found, num_layers: int, head_layers: float) 
 
 
 def _work(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean counts of what answers took beside, as far as any of them took it."""
+    """Mean counts of the answers' work, as far as there is any."""
     found = [name for name in WORK if any(name in row for row in rows)]
     return {f"{name}_per_answer": mean(row.get(name, 0) for row in rows) for name in found}
 
 
 def repeated(tokens: Sequence[int], width: int = 4) -> float:
-    """Share of an answer's n-grams that stood in it before: seq-rep-n of Welleck et al., arXiv 1908.04319, 6.1."""
+    """Share of an answer's n-grams that occurred in it before: seq-rep-n of Welleck et al., arXiv 1908.04319, 6.1."""
     found = list(zip(*(tokens[first:] for first in range(width)), strict=False))
     return 1 - len(set(found)) / len(found) if found else 0.0
 
 
 def loss_row(full: Found, other: Found, num_layers: int, head_layers: float) -> dict[str, Any]:
-    """Figures of the references' loss under a contender's plan; see `answers_row`."""
+    """Figures of the references' loss under a candidate's plan; arguments as for `answers_row`."""
     items = sorted(other)
     counts = [other[item]["count"] for item in items]
     base, mine = ([sum(found[item]["nll"]) for item in items] for found in (full, other))
@@ -84,7 +84,7 @@ def loss_row(full: Found, other: Found, num_layers: int, head_layers: float) -> 
 
 
 def versus(base: Found, other: Found) -> dict[str, float]:
-    """`other` minus `base` on the same items: in accuracy where they are answers, in nats per token where losses."""
+    """`other` minus `base` on the same items: accuracy of answers, nats per token of losses."""
     items = sorted(other)
     if "right" in other[items[0]]:
         return _accuracy_difference(base, other, items)
@@ -93,7 +93,7 @@ def versus(base: Found, other: Found) -> dict[str, float]:
 
 
 def by_group(found: Found) -> dict[str, dict[str, Any]]:
-    """Accuracy by where the items come from: what stands before the slash of their ids."""
+    """Accuracy by origin of the items: the part of their ids before the slash."""
     groups: dict[str, list[bool]] = {}
     for item, row in sorted(found.items()):
         groups.setdefault(item.rpartition("/")[0], []).append(bool(row["right"]))
@@ -127,14 +127,14 @@ def adjust(rows: Sequence[dict[str, Any]], key: str) -> None:
 
 
 def idle_warning(label: str, suite: str, mean_layers: float, num_layers: int, planned: float) -> str | None:
-    """Why a comparison says little about a method: its answers were too short for it to leave much out.
+    """Why a comparison says little about a method: its answers were too short for it to skip much.
 
     Args:
-        label: the contender.
+        label: the candidate.
         suite: the suite.
-        mean_layers: as realised.
+        mean_layers: realised mean.
         num_layers: L.
-        planned: mean layers of the contender's plan over the longest answer.
+        planned: mean layers of the candidate's plan over the longest answer.
     """
     saved, meant = num_layers - mean_layers, num_layers - planned
     if meant <= 0 or (saved >= _IDLE * num_layers and saved >= meant / 4):
@@ -157,7 +157,7 @@ def _agreement(full: Found, other: Found, items: Sequence[str]) -> dict[str, Any
 
 
 def _accuracy_difference(base: Found, other: Found, items: Sequence[str]) -> dict[str, float]:
-    """With the interval, and a p-value beside McNemar's, over clusters where items come in such."""
+    """With an interval, and over clusters if items have them, a second p-value beside McNemar's."""
     before, after = ([bool(found[item]["right"]) for item in items] for found in (base, other))
     figures = _difference(accuracy_difference(before, after)) | {"detectable": detectable(before, after)}
     clusters = [other[item].get("cluster") for item in items]

@@ -1,4 +1,4 @@
-"""Results as a table for people."""
+"""Results as text tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _p(key: str, name: str = "p") -> _Cell:
 
 
 def _could_show(row: dict[str, Any]) -> str:
-    """The difference that the items could have shown, where they show none."""
+    """The detectable difference, if the items show none."""
     found = row["difference"]
     shown = found.get("p_cluster", found["p"]) < 0.05 or "p_holm" not in found
     return "" if shown else f"{100 * found['detectable']:.1f}"
@@ -38,7 +38,7 @@ def _timed(row: dict[str, Any], key: str, form: str) -> str:
 
 
 def _ended(row: dict[str, Any]) -> str:
-    """Mean layers of the answers that ended, where there are such."""
+    """Mean layers of the answers that ended, if any did."""
     layers = row["mean_layers_ended"]
     return "" if layers is None else f"{layers:.2f}"
 
@@ -144,45 +144,45 @@ _LONG: dict[str, _Cell] = {
 
 
 def long_table(part: dict[str, Any]) -> str:
-    """A suite at one length, of `long.study.run`; differences in hundredths of the score, or of a nat."""
+    """Table of `long.study.run` for a suite at one length; differences in hundredths of the score, or of a nat."""
     said = ", ".join(f"{name} {100 * score:.1f}" for name, score in part.get("floors", {}).items())
     return _aligned(_LONG, part["rows"]) + (f"\nscore of trivial answers: {said}" if said else "")
 
 
 def times_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of `distance_study.times`."""
+    """Table of `distance_study.times`."""
     return _aligned(_TIMES, rows)
 
 
 def distance_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of `distance_study.run`."""
+    """Table of `distance_study.run`."""
     return _aligned(_DISTANCE, rows)
 
 
 def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of `harness.compare`."""
+    """Table of `harness.compare`."""
     return _aligned(_TASKS, rows)
 
 
 def answers_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of `summary.answers_row`, each with its `label`."""
+    """Table of `summary.answers_row`, each row with its `label`."""
     return _aligned(_ANSWERS, rows)
 
 
 def floors_line(floors: dict[str, dict[str, float]]) -> str:
-    """Figures of `floors.floors`."""
+    """A line with the figures of `floors.floors`."""
     said = (f"{name} {100 * found['accuracy']:.1f}" + (f" (F1 {100 * found['f1']:.1f})" if "f1" in found else "")
             for name, found in floors.items())
     return f"right % of trivial answers: {', '.join(said)}"
 
 
 def loss_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of `summary.loss_row`, each with its `label`."""
+    """Table of `summary.loss_row`, each row with its `label`."""
     return _aligned(_LOSS, rows)
 
 
 def _aligned(columns: dict[str, _Cell], rows: Sequence[dict[str, Any]]) -> str:
-    """A line per row; columns that some suites only have are left out where they are empty."""
+    """A line per row; optional columns are left out if they are empty."""
     every = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     every = {name: cells for name, cells in every.items() if name not in _SOME or any(cells)}
     grid = [list(every), *map(list, zip(*every.values(), strict=True))]

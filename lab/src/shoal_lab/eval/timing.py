@@ -1,4 +1,4 @@
-"""What an answer takes when it is decoded alone, contenders in turn so that a wandering machine slows all alike."""
+"""Time of answers decoded alone; candidates take turns, so that changes of the machine's speed affect all alike."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def alone(
     decoder: Decoder, samples: Sequence[Sample], candidates: Sequence[Candidate], max_new_tokens: int,
     progress: bool | None = None,
 ) -> list[dict[str, Any] | None]:
-    """Seconds per answer and per token of each contender at batch 1, by the engine's own loop.
+    """Seconds per answer and per token of each candidate at batch 1, by the engine's own loop.
 
     Args:
-        decoder: holds the model, and says how answers are drawn.
+        decoder: holds the model and the sampling options.
         samples: a few, of different lengths. The first is also used to warm up.
-        contenders: the full model first; the others are compared with it answer by answer.
+        candidates: the full model first; the others are compared with it answer by answer.
         max_new_tokens: the longest answer.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
 
     Returns:
-        For each contender its figures, or None where it is no method that the engine runs.
+        The figures of each candidate, or None if the engine cannot run it as a method.
     """
     seconds: list[list[float]] = [[] for _ in candidates]
     paces: list[list[float]] = [[] for _ in candidates]

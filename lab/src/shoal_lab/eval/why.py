@@ -1,6 +1,6 @@
-"""Why a schedule loses what it loses: depth of a position, depth of its context, removal order, sublayers.
+"""Why a schedule loses quality: depth of a position, depth of its context, removal order, sublayers.
 
-Each question is a set of subjects for `shoal_lab.eval.distance`, read on the same texts. Depths are numbers of layers
+Each question is a set of variants for `shoal_lab.eval.distance`, read on the same texts. Depths are numbers of layers
 in one removal order.
 """
 
@@ -16,17 +16,17 @@ from shoal_lab.eval.rising import Executor, RisingPlan, executor
 
 _HALVINGS = 40
 Losses = Sequence[Sequence[float]]
-"""KL in nats of a token, by bin of positions and by layers left out: [bin][L - depth]."""
+"""KL of a token in nats, by bin of positions and by number of skipped layers: [bin][L - depth]."""
 
 
 def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Executor:
     """Tokens judged at one depth that see tokens computed at another: see `Reread.apart`.
 
-    A layer that a token runs and its context did not still finds keys and values there, of the stream that passed by:
-    see `shoal_lab.eval.rising`.
+    A layer that a token runs and its context skipped still finds keys and values there, made from the passing hidden
+    states: see `shoal_lab.eval.rising`.
 
     Raises:
-        Unsupported: the context is the shallower one, and the model is not packed.
+        Unsupported: the context is shallower, and the model is not packed.
     """
     layers = stack.num_layers
     if judged > context:
@@ -71,23 +71,23 @@ def _planned(stack: Stack, plan: DepthPlan) -> Variant:
 
 
 def _layers(stack: Stack, depth: int) -> Callable[[int], float]:
-    """All layers for the first token, then so many."""
+    """All layers for the first token, then `depth`."""
     return lambda tokens: stack.num_layers + (tokens - 1) * depth
 
 
 def best_counts(losses: Losses, lengths: Lengths, num_layers: int, width: int, mean: float, falling: bool) -> Counts:
-    """The layers by position that lose least at a mean, where what a token loses depends on its own depth alone.
+    """The layers by position with the least loss at a mean, if a token's loss depends on its own depth alone.
 
     Args:
-        losses: of a token in each bin of `width` positions; later positions are as the last bin.
-        lengths: how many tokens there are at each position.
+        losses: of a token in each bin of `width` positions; later positions count to the last bin.
+        lengths: number of tokens at each position.
         num_layers: L.
         width: positions of a bin.
-        mean: layers per token, token 0 running all of them.
+        mean: layers per token; token 0 runs all of them.
         falling: whether depth must not rise again.
 
     Returns:
-        Layers of steps 0, 1, ...: between two solutions of the price that a layer may have, up to some step the deeper.
+        Layers of steps 0, 1, ...: two solutions for prices of a layer, the deeper one up to some step.
     """
     sizes = _tokens(lengths, width, len(losses))
 
@@ -107,7 +107,7 @@ def best_counts(losses: Losses, lengths: Lengths, num_layers: int, width: int, m
 
 
 def _tokens(lengths: Lengths, width: int, bins: int) -> list[int]:
-    """Tokens in each bin, token 0 left out; the last bin takes all that follow."""
+    """Tokens in each bin without token 0; the last bin takes all that follow."""
     found = [0] * bins
     for step, alive in enumerate(lengths.still_going()):
         if step:
@@ -116,7 +116,7 @@ def _tokens(lengths: Lengths, width: int, bins: int) -> list[int]:
 
 
 def _cheapest(costs: Losses, falling: bool) -> list[int]:
-    """Layers left out in each bin so that the costs [bin][layers left out] sum to the least."""
+    """Skipped layers in each bin with the least sum of the costs [bin][skipped layers]."""
     if not falling:
         return [min(range(len(row)), key=row.__getitem__) for row in costs]
     ways: list[tuple[float, list[int]]] = [(cost, [gone]) for gone, cost in enumerate(costs[0])]

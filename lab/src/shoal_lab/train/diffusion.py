@@ -168,7 +168,7 @@ def train(
         ValueError: the checkpoint is of another run, or the loss is no number any more.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = tokenizer_of(parallel.words())
+    tokenizer = tokenizer_of(parallel.vocabulary())
     model = fresh_model(tokenizer, how)
     optimizer = _optimizer(model, how, folder / CHECKPOINT)
     card: dict[str, Any] = optimizer.resume() or {"step": 0, "seconds": 0.0, "losses": {}}

@@ -1,4 +1,4 @@
-"""The final number of a worked solution: after `####`, else in a box, else the last one."""
+"""The judge of a worked solution's final number: after `####`, else in a box, else the last one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 
 
 def judge(text: str, item: Item) -> dict[str, Any]:
-    """Right where the final number has the value of the reference's, however it is written."""
+    """Right if the final number has the value of the reference's, however it is written."""
     found, expected = final_number(text), final_number(f"{MARK} {item.answer}")
     return {"right": found is not None and found == expected}
 
@@ -30,6 +30,6 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _signed(number: str, text: str) -> str:
-    """A minus between two numbers is a difference: "10-3" ends in 3."""
+    """Drop a minus between two numbers, which is a difference: "10-3" ends in 3."""
     between = number.startswith("-") and re.search(rf"[\d)]\s*{re.escape(number)}", text)
     return number[1:] if between else number

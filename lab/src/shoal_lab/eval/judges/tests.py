@@ -12,30 +12,30 @@ from shoal.sandbox.source import NAME, text_of, tree_of, whole
 from shoal_lab.eval.items import Item
 
 SECONDS = 15.0
-"""The longest that a program may run; one of the references takes half of it."""
+"""Time limit of a program; one of the references takes half of it."""
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def judge(program: Program, sandbox: Sandbox) -> dict[str, Any]:
-    """Right where the tests pass; `verdict` is passed, failed, error, timeout or syntax."""
+    """Right if the tests pass; `verdict` is passed, failed, error, timeout or syntax."""
     verdict = sandbox.run(program, SECONDS)
     return {"right": verdict == "passed", "verdict": verdict}
 
 
 def program_of(text: str, item: Item) -> Program:
-    """What is run: what is given and the answer's code, without what the tested function does not need."""
+    """The program to run: the given code and the answer's, without what the tested function does not need."""
     return Program(needed(whole(item.given + block(text)), item.answer, item.tests), item.tests, item.answer)
 
 
 def block(text: str) -> str:
-    """The code of an answer that began inside a code block, or begins one of its own."""
+    """The code of an answer that begins inside a code block, or starts a block of its own."""
     return re.sub(r"\A\s*```\w*\n", "", text).split("\n```")[0].rstrip() + "\n"
 
 
 def needed(code: str, entry: str, tests: str) -> str:
-    """Imports, and the definitions that `entry` and the tests need; all of it where `entry` is not defined.
+    """Imports, and the definitions that `entry` and the tests need; all code if `entry` is not defined.
 
-    Models like to add examples and checks of their own, which are not what is judged.
+    Models like to add examples and checks of their own, which are not judged.
     """
     tree = tree_of(code)
     if tree is None or not any(entry in _bound(node) for node in tree.body):
@@ -49,7 +49,7 @@ def needed(code: str, entry: str, tests: str) -> str:
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """The names that a statement of a module defines or fills; those of an import are always there."""
+    """Names that a statement of a module defines or fills; those of an import are always kept."""
     if isinstance(node, _DEFINES):
         return {node.name}
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.While):
@@ -60,7 +60,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _used(code: CodeType) -> set[str]:
-    """The names that code looks up outside itself, in its functions too; local ones are none of them."""
+    """Names that code looks up outside itself, in its functions too; local ones are left out."""
     inner = (part for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*map(_used, inner))
 

@@ -1,1 +1,1 @@
-"""Long contexts: tasks over novels, several questions on one context, whose KV is computed once and forked."""
+"""Long contexts: tasks on novels, with several questions on one context, whose KV is computed once and forked."""

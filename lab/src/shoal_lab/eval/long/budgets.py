@@ -1,4 +1,4 @@
-"""Methods at a budget: the share of a context's columns that a query is left, the same for all and the controls."""
+"""Methods at a budget: the share of a context's KV slots left to a query, equal for all methods and the controls."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KNOBS: Mapping[str, Callable[[int, int], dict[str, Any]]] = MappingProxyType({
 })
 CONTROLS: Mapping[str, Method] = MappingProxyType({"window": make("streaming_llm"), "random": make(
     {"method": "snapkv", "method_args": {"random": 0}})})
-"""What every method at a budget is compared with: the two ends of the context, and a random choice with its end."""
+"""Controls for every method at a budget: the two ends of the context, and random slots with the context's end."""
 
 
 def at_budget(method: Method, columns: int, length: int) -> Method | None:
-    """The method with about so many of `length` columns left to a query; None for one that has no such knob.
+    """The method with about `columns` of `length` KV slots left to a query; None for one without such an option.
 
     Raises:
-        ValueError: it cannot do with so few.
+        ValueError: the method cannot work with so few.
     """
     if isinstance(method, Calibrated):
         inner = at_budget(method.inner, columns, length)
@@ -51,10 +51,10 @@ def at_budget(method: Method, columns: int, length: int) -> Method | None:
 
 
 def budgets_of(text: str | None) -> tuple[Fraction, ...]:
-    """Shares such as `1/4,1/16`.
+    """Parse shares such as `1/4,1/16`.
 
     Raises:
-        ValueError: one is none, or not in (0, 1).
+        ValueError: one is not a number in (0, 1).
     """
     found = []
     for word in filter(None, (text or "").split(",")):
@@ -66,10 +66,10 @@ def budgets_of(text: str | None) -> tuple[Fraction, ...]:
 
 
 def lengths_of(text: str, most: int | None) -> tuple[int, ...]:
-    """Lengths such as `1k,4k` or `1000`, in tokens; k is 1024.
+    """Parse lengths in tokens such as `1k,4k` or `1000`; k is 1024.
 
     Raises:
-        ValueError: one is none, or beyond the `most` that the model allows.
+        ValueError: one is not a length, or is beyond the `most` that the model allows.
     """
     found = []
     for word in filter(None, map(str.strip, text.lower().split(","))):

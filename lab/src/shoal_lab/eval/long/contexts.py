@@ -1,7 +1,7 @@
 """Contexts of a given length in a model's tokens, with their questions: novels that hide something, or stories.
 
-A length counts all that the model holds at the end: template, context, question and the longest answer. So a length of
-32k fits a model of 32k. What is drawn follows from the seed, the task, the length and the context's number.
+A length counts everything: template, context, question and the longest answer, so 32k fits a model of 32k. Draws depend
+on the seed, the task, the length and the context's number.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shoal_lab.eval.long.tasks import Probe
 from shoal_lab.eval.sources import novels, squality
 
 LONGEST = {"needle": 12, "multi_needle": 32, "key_value": 12, "variables": 12, "stories": 128, "novels": 0}
-"""The suites, and the longest answer in each: tokens."""
+"""Suite -> tokens of its longest answer."""
 ABOUT = {
     "needle": "facts hidden in novels, one asked for at a time", "multi_needle": "the same, three asked for at once",
     "key_value": "a table of keys and numbers", "variables": "chains of names hidden in novels",
     "stories": "questions on stories of SQuALITY", "novels": "loss of the last tokens of a long stretch of a novel",
 }
 _GOLDEN = 0.618034
-"""Steps of this share of a circle never come near where they were before."""
+"""The golden ratio: steps of this share of a circle never come close to earlier places."""
 _TABLE = "Below is a table of keys and numbers. Read it, then answer the question on it."
 _HIDDEN = "Below is a text in which some facts are hidden. Read it, then answer the question on those facts."
 _STORY = "Below is a story, or its beginning. Read it, then answer the question on it in a short paragraph."
@@ -38,9 +38,9 @@ class LongContext:
     """One context.
 
     Attributes:
-        name: stable.
-        samples: the questions, each after the whole context; of a stretch of a novel the one sample is its end.
-        strange: questions of the next context, put to this one: what is guessed without the right context.
+        name: stable name.
+        samples: the questions, each after the whole context; for a stretch of a novel, the one sample is its end.
+        strange: questions of the next context, asked about this one: what a guess is worth without the right context.
     """
 
     name: str
@@ -50,15 +50,15 @@ class LongContext:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be made.
+    """What to make.
 
     Attributes:
         suite: a key of `LONGEST`.
-        length: tokens.
-        contexts: how many; of stories, as many as there are at most.
-        questions: of each context; of stories, as many as there are at most.
-        longest: tokens of the longest answer; of a stretch of a novel, those at its end that are scored.
-        seed: of all that is drawn.
+        length: number of tokens.
+        contexts: number of contexts; for stories at most.
+        questions: questions per context; for stories at most.
+        longest: tokens of the longest answer; for a stretch of a novel, tokens at its end that are scored.
+        seed: seed of all draws.
     """
 
     suite: str
@@ -73,18 +73,18 @@ class Maker:
     """Makes contexts for one model.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's.
         data: the data folder.
 
     Raises:
-        ValueError: the data folder does not hold what a suite takes, or a length is too short for its questions.
+        ValueError: the data folder lacks a suite's data, or a length is too short for its questions.
     """
 
     def __init__(self, tokenizer: Any, data: Path | None) -> None:
         self._tokenizer, self._data = tokenizer, data
 
     def make(self, wanted: Wanted) -> list[LongContext]:
-        """The contexts of a suite at one length."""
+        """Make the contexts of a suite at one length."""
         if wanted.suite == "novels":
             return self._stretches(wanted)
         drafts = list(self._stories(wanted) if wanted.suite == "stories" else self._hidings(wanted))
@@ -108,7 +108,7 @@ class Maker:
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _room(self, wanted: Wanted, asked: Sequence[Probe]) -> int:
-        """Tokens that are left for the text itself."""
+        """Tokens left for the text itself."""
         frame = max(len(self._sample(wanted.suite, "", "", one).prompt) for one in asked)
         return wanted.length - wanted.longest - frame
 
@@ -138,7 +138,7 @@ class Maker:
             yield self._table(wanted, seed) if wanted.suite == "key_value" else self._hiding(wanted, number, seed)
 
     def _table(self, wanted: Wanted, seed: str) -> tuple[str, list[Probe]]:
-        """A table as long as there is room for."""
+        """A table as long as fits."""
         asked = tasks.pairs(Random(seed), 1, 1)[1]
         count = min(self._room(wanted, asked) // max(1, self._count("\nsilver lantern: 48213") - 1), tasks.MOST_PAIRS)
         while count >= wanted.questions:
@@ -149,7 +149,7 @@ class Maker:
         raise _too_short(wanted)
 
     def _hiding(self, wanted: Wanted, number: int, seed: str) -> tuple[str, list[Probe]]:
-        """As many sentences of a novel as there is room for, and the facts at random places between them."""
+        """As many sentences of a novel as fit, with the facts at random places between them."""
         random = Random(seed)
         facts, asked = tasks.HIDDEN[wanted.suite](random, wanted.questions)
         depths = sorted(random.random() for _ in facts)
@@ -168,7 +168,7 @@ class Maker:
         raise _too_short(wanted)
 
     def _stories(self, wanted: Wanted) -> Iterator[tuple[str, list[Probe]]]:
-        """Stories that fit as a whole first, the others cut behind their beginning."""
+        """Stories that fit as a whole first, then others cut to their beginning."""
         found = squality.read(self._data)
         Random(f"stories/{wanted.seed}").shuffle(found)
         sized = [(one, self._tokenizer(one.text, add_special_tokens=False)["input_ids"]) for one in found]
@@ -206,13 +206,13 @@ class Maker:
 
 
 def _start(number: int, books: int, size: int, seed: int) -> int:
-    """Where a context begins in its book, of so many places: however many there are, they lie spread over it."""
+    """Where a context begins in its book, out of `size` places, spread evenly however many contexts there are."""
     phase = Random(f"{number % books}/{seed}").random()
     return int((phase + number // books * _GOLDEN) % 1 * size)
 
 
 def _woven(sentences: Sequence[str], facts: Sequence[str], depths: Sequence[float]) -> str:
-    """The facts between the sentences, each at its depth, a share of the text."""
+    """Insert facts between sentences, each at its depth, a share of the text."""
     places = [int(depth * (len(sentences) + 1)) for depth in depths]
     parts = [part for gap in range(len(sentences) + 1) for part in (
         *(fact for fact, place in zip(facts, places, strict=True) if place == gap), *sentences[gap : gap + 1])]

@@ -1,6 +1,6 @@
-"""Methods on one context after another: answers, judged, and what each would have said after the full model's tokens.
+"""Measures methods on one context after another: judged answers, and predictions after the full model's tokens.
 
-Outcomes are kept as soon as a method is through with a context, so that an interrupted evaluation goes on from there.
+Outcomes are kept as soon as a method finishes a context, so that an interrupted evaluation resumes there.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LongEvaluator:
 
     Attributes:
         engine: the model.
-        outcomes: where outcomes are kept, and found again.
-        rows: most answers under way at once.
+        outcomes: where outcomes are kept and looked up.
+        rows: most answers in progress at once.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
     """
 
@@ -47,7 +47,7 @@ class LongEvaluator:
     progress: bool | None = None
 
     def run(self, wanted: Wanted, contexts: Sequence[LongContext], methods: Mapping[str, Method]) -> dict[str, Found]:
-        """Outcomes by label and item: of the full model, of it on another context (no text), and of the methods."""
+        """Outcomes by label and item of the full model, the full model on another context (no text), and methods."""
         runs = {label: self._run_of(wanted, method) for label, method in {FULL: Full(), **methods}.items()}
         found: dict[str, dict[str, Any]] = {label: {} for label in runs}
         hidden = None if self.progress is None else not self.progress
@@ -104,7 +104,7 @@ class LongEvaluator:
             forks.close()
 
     def _answers(self, forks: Forks, samples: Sequence[Sample], wanted: Wanted) -> list[dict[str, Any]]:
-        """Greedy answers, judged."""
+        """Decode greedy answers, and judge them."""
         options = {"max_new_tokens": wanted.longest}
         rows = forks.run([sample.prompt for sample in samples], [options] * len(samples))
         return [
@@ -120,7 +120,7 @@ class LongEvaluator:
     def _losses(
         self, forks: Forks, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
     ) -> list[dict[str, Any]]:
-        """What would have been said in place of each token that is fed, and how unlikely that token was, in nats."""
+        """The prediction in place of each token that is fed, and that token's negative log-likelihood in nats."""
         forced = [Forced(reference) for reference in references]
         options = [{"max_new_tokens": len(one.tokens), "ignore_eos": True, "logits_processor": [one]} for one in forced]
         rows = forks.run(prompts, options)
@@ -129,7 +129,7 @@ class LongEvaluator:
 
 
 class Forced:
-    """A logits processor that lets a row say given tokens, and notes what it would have said instead."""
+    """A logits processor that forces a row to emit given tokens, and notes its own predictions."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
@@ -137,7 +137,7 @@ class Forced:
         self.nll: list[float] = []
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Of scores [1, V] those of the next token alone stay."""
+        """Keep only the next token's score of scores [1, V]."""
         token = self.tokens[len(self.argmax)]
         self.argmax.append(int(scores[0].argmax()))
         self.nll.append(-float(scores[0].float().log_softmax(-1)[token]))

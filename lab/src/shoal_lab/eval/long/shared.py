@@ -1,8 +1,8 @@
-"""Prompts that begin alike: what they share is read once, and forked for each of them.
+"""Prompts with a common prefix: the prefix is read once, and forked for each prompt.
 
-A method that reads prompts as the model itself does takes the model's own KV, computed once for all such methods, and
-rewrites its fork. One that stores prompts in another form, or gives parts of them up while they are read, reads what is
-shared once itself, and that is forked. Of one that does neither by a rule that says when, every prompt is read anew.
+If a method reads prompts as the model itself does, it rewrites a fork of the model's own KV, which is computed once for
+all such methods. If it stores prompts in another form, or evicts while it reads, it reads the prefix once itself, and
+that is forked. If what it evicts depends on what follows, every prompt is read anew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dense_prompt(recipe: Recipe) -> bool:
 
 
 def dense_beginning(recipe: Recipe, length: int) -> int:
-    """Of a prompt of so many tokens, how many may come from the model's own KV: the others a part has to hear."""
+    """How many of a prompt's `length` tokens may come from the model's own KV; components must see the rest."""
     return max(0, length - _heard(recipe)) if dense_prompt(recipe) else 0
 
 
@@ -45,18 +45,18 @@ def _heard(recipe: Recipe) -> int:
 
 
 def shareable(recipe: Recipe) -> bool:
-    """Whether what is stored of a prompt's beginning is the same whatever comes behind it."""
+    """Whether what is stored of a prompt's prefix is the same whatever follows it."""
     return dense_prompt(recipe) or ((recipe.keep is None or recipe.keep.by_length) and (
         recipe.select is None or recipe.select.dense_prompt))
 
 
 class SharedPrompts:
-    """Prompts that begin alike.
+    """Prompts with a common prefix.
 
     Args:
         engine: the model.
         prompts: token ids.
-        rows: most of them under way at once; fewer where memory is short.
+        rows: most of them in progress at once; fewer if memory is short.
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], rows: int = 64) -> None:
@@ -80,7 +80,7 @@ class SharedPrompts:
         shared = min(self._common, min(map(len, self.prompts)) - _heard(recipe))
         shared = max(0, shared) if shareable(recipe) else 0
         dense = self._read_dense() if dense_prompt(recipe) and shared else None
-        if dense is not None and not dense.restorable(shared):  # a sliding window has left behind what comes next
+        if dense is not None and not dense.restorable(shared):  # a sliding window has dropped what comes next
             dense = None
         return Forks(self.engine, recipe, self.prompts[0], shared, dense, self._rows)
 
@@ -94,7 +94,7 @@ class SharedPrompts:
 
 
 class Forks:
-    """Rows that go on from what is shared. Made by `SharedPrompts.under`."""
+    """Rows that continue from a common prefix. Made by `SharedPrompts.under`."""
 
     def __init__(
         self, engine: Engine, recipe: Recipe, prompt: list[int], shared: int, dense: RowCopy | None, rows: int
@@ -117,7 +117,7 @@ class Forks:
         return self._engine.rows([list(prompt) for prompt in prompts], request, self._recipe)
 
     def run(self, prompts: Sequence[Sequence[int]], options: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """Rows that have answered the prompts, which begin with what is shared, under each one's options."""
+        """Rows that have answered the prompts, which begin with the prefix, under each one's options."""
         rows = [row for prompt, own in zip(prompts, options, strict=True) for row in self._new([prompt], own)]
         for first in range(0, len(rows), self._most):
             self._answer(rows[first : first + self._most])
@@ -130,9 +130,9 @@ class Forks:
                 self._batch.step(self._chunk, sorted(alive, key=lambda row: row.slot))
 
     def begin(self, prompt: Sequence[int], options: Mapping[str, Any]) -> tuple[Callable[[], list[Step]], int]:
-        """A row that has emitted its first token after a prompt and goes on by a step each time it is called.
+        """A row that has emitted its first token; each call of the returned function runs a step.
 
-        What is shared is let go of, so there can be no other. Also returned are the bytes of KV that it has in use.
+        The prefix is released, so this works once. Also returns the bytes of KV in use.
         """
         (row,) = self._new([prompt], options)
         with self._engine.turn():
@@ -143,10 +143,10 @@ class Forks:
         return lambda: self._batch.step(self._chunk), self._batch.cache.row_bytes(row.slot).used
 
     def copy(self) -> RowCopy:
-        """What is shared, out of the cache.
+        """Copy the prefix out of the cache.
 
         Raises:
-            RuntimeError: a layer has given up what a next token would see.
+            RuntimeError: a layer has dropped what a next token would see.
         """
         found = copy_out(self._batch.cache, self._holder.slot)
         if found is None:
@@ -154,5 +154,5 @@ class Forks:
         return found
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._batch.leave([self._holder])

@@ -1,4 +1,4 @@
-"""The report of long contexts: a row of figures per method, beside the full model and beside the controls."""
+"""The report of long contexts: a row of figures per method, with the full model's and the controls'."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shoal_lab.eval.long.measure import FULL, STRANGE, LongEvaluator
 from shoal_lab.eval.summary import Found, adjust
 
 _FROM = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-"""Places in an answer at which a bin of the agreement by position begins."""
+"""Places in an answer at which bins of the agreement by position begin."""
 
 
 def at_budgets(methods: Mapping[str, Method], budgets: Sequence[Fraction], length: int) -> dict[str, Method]:
-    """The methods by label: those with a budget at each share, with the controls, and the others as they are.
+    """Methods by label: those with a budget at each share, with the controls, and the others unchanged.
 
     Raises:
-        ValueError: a method cannot do with so few columns.
+        ValueError: a method cannot work with so few KV slots.
     """
     found: dict[str, Method] = {}
     for share in budgets or (None,):
@@ -42,17 +42,17 @@ def at_budgets(methods: Mapping[str, Method], budgets: Sequence[Fraction], lengt
 def run(
     evaluator: LongEvaluator, wanted: Wanted, contexts: Sequence[LongContext], methods: Mapping[str, Method]
 ) -> dict[str, Any]:
-    """One suite at one length: what each method scores, how far from the full model, and what a guess is worth.
+    """One suite at one length: each method's score, its distance from the full model, and what a guess is worth.
 
-    Scores are means over questions of what the judge gives, of novels the mean loss in nats. Agreement is the share of
-    tokens of the full model's greedy answer, of novels of the scored text, at which a method that is fed them would say
-    what the full model says. All intervals and p-values take contexts as what was drawn.
+    Scores are means over questions of the judge's score; for novels, the mean loss in nats. Agreement is the share of
+    tokens at which a method, fed the full model's greedy answer (for novels, the scored text), predicts what the full
+    model predicts. Contexts are the sampling unit of all intervals and p-values.
 
     Args:
         evaluator: measures and keeps outcomes.
-        wanted: what the contexts were made by.
-        contexts: what is measured.
-        methods: by label, beside the full model; see `at_budgets`.
+        wanted: how the contexts were made.
+        contexts: the contexts to measure.
+        methods: methods by label, besides the full model; see `at_budgets`.
     """
     found = evaluator.run(wanted, contexts, methods)
     strange = found.pop(STRANGE, {})
@@ -117,7 +117,7 @@ def _by_position(same: Sequence[tuple[int, float, str]]) -> list[dict[str, float
 
 
 def _plain(spec: Any) -> Any:
-    """A method as JSON, without what a card ranks for each head."""
+    """A method as JSON, without a card's ranking for each head."""
     if isinstance(spec, dict):
         return {name: "of a card" if name == "channels" else _plain(value) for name, value in spec.items()}
     return spec

@@ -1,7 +1,7 @@
-"""What is hidden in a long text and asked for: made of words and numbers that no text holds. Knows no model.
+"""Facts hidden in a long text, and questions on them, made of words and numbers that no text holds.
 
-The tasks are those of RULER (Hsieh et al., arXiv 2404.06654, 3): needles, several keys, variables; the words are not.
-Numbers are drawn anew for every context, so nothing but the context says them.
+The tasks follow RULER (Hsieh et al., arXiv 2404.06654, 3): needles, several keys, variables; the words are new. Numbers
+are drawn anew for every context, so only the context tells them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from random import Random
 from types import MappingProxyType
 
 _HOPS = 3
-"""A chain of variables has one more name."""
+"""Links of a chain of variables, which has one more name."""
 _AT_ONCE = 3
-"""Needles that a question of several asks for."""
+"""Needles in a question on several."""
 _KINDS = (
     "agate", "amber", "ashen", "azure", "bitter", "brazen", "bright", "broken", "calm", "carved", "chalky",
     "clever", "cloudy", "copper", "coral", "crimson", "crooked", "curious", "dapper", "dusty", "early", "elder",
@@ -35,12 +35,12 @@ _THINGS = (
 
 @dataclass(frozen=True)
 class Probe:
-    """A question on a context.
+    """A question about a context.
 
     Attributes:
-        question: how it is put.
+        question: its text.
         golds: the numbers that answer it.
-        facts: which of the hidden ones it takes, by their place among them.
+        facts: indices of the hidden facts that it needs.
         group: the kind of question, for tables by kind.
     """
 
@@ -51,11 +51,11 @@ class Probe:
 
 
 Made = tuple[list[str], list[Probe]]
-"""Sentences to hide, in the order in which they are to stand, and what is asked."""
+"""Sentences to hide, in their order, and the questions."""
 
 
 def needle(random: Random, questions: int) -> Made:
-    """One fact for each question, which asks for it alone."""
+    """One fact per question."""
     keys, numbers = _drawn(random, questions)
     asked = [Probe(f"Which number opens the locker of the {key}?", (number,), (place,))
              for place, (key, number) in enumerate(zip(keys, numbers, strict=True))]
@@ -63,7 +63,7 @@ def needle(random: Random, questions: int) -> Made:
 
 
 def multi_needle(random: Random, questions: int) -> Made:
-    """As many facts; a question asks for three of them at once."""
+    """As many facts as questions; each question asks for three of them at once."""
     keys, numbers = _drawn(random, max(questions, _AT_ONCE))
     asked = []
     for _ in range(questions):
@@ -75,10 +75,10 @@ def multi_needle(random: Random, questions: int) -> Made:
 
 
 def variables(random: Random, questions: int) -> Made:
-    """Chains of names, of which the first stands for a number and each other for the one before it.
+    """Chains of names: the first stands for a number, each other for the one before it.
 
-    A question asks for a name's number. Chains run through each other. Who names any number of the context is right in
-    one of as many cases as there are chains.
+    A question asks for a name's number. Chains are interleaved. A guess among the context's numbers is right with
+    probability one over the number of chains.
     """
     chains = -(-questions // (_HOPS + 1))
     names, numbers = _drawn(random, chains * (_HOPS + 1), chains)
@@ -93,7 +93,7 @@ def variables(random: Random, questions: int) -> Made:
 
 
 def pairs(random: Random, questions: int, count: int) -> Made:
-    """A table of `count` keys with a number each, of which some are asked for."""
+    """A table of `count` keys with a number each; some are asked for."""
     keys, numbers = _drawn(random, count)
     rows = [f"{key}: {number}" for key, number in zip(keys, numbers, strict=True)]
     places = random.sample(range(count), questions)
@@ -104,11 +104,11 @@ def pairs(random: Random, questions: int, count: int) -> Made:
 HIDDEN: Mapping[str, Callable[[Random, int], Made]] = MappingProxyType(
     {"needle": needle, "multi_needle": multi_needle, "variables": variables})
 MOST_PAIRS = len(_KINDS) * len(_THINGS)
-"""Keys that there are."""
+"""Number of distinct keys."""
 
 
 def _drawn(random: Random, keys: int, numbers: int | None = None) -> tuple[list[str], list[str]]:
-    """Different keys of two words, and different numbers of five digits, as many if none is said."""
+    """Distinct keys of two words, and distinct numbers of five digits, as many as keys by default."""
     found = random.sample([f"{kind} {thing}" for kind in _KINDS for thing in _THINGS], keys)
     count = keys if numbers is None else numbers
     return found, [str(number) for number in random.sample(range(10_000, 100_000), count)]

@@ -1,1 +1,1 @@
-"""Data sets as items: how each is read, put to a model, and split into parts. One data set per file."""
+"""Data sets as items: how each is read, turned into prompts, and split into parts. One data set per file."""

@@ -1,7 +1,7 @@
 """HumanEval (Chen et al. 2021) and MBPP (Austin et al. 2021): Python functions, judged by running their tests.
 
-Both are asked for one code block, which the answer is already in: so it is short, and ends where the block closes. The
-program that is tested is the block; what a model goes on with is cut off.
+The answer already begins inside one code block, so it is short and ends where the block closes. The tested program is
+that block; what follows is cut off.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def largest_gap(values):
 ```
 
 """
-"""Written for this: every task of both files is evaluated."""
+"""An example written for this purpose, so that every task of both files can be evaluated."""
 
 
 def both(data: Path | None, part: Part) -> list[Item]:
-    """All tasks of both; nothing is left to calibrate on."""
+    """All tasks of both; none is left for calibration."""
     return humaneval(data, part) + mbpp(data, part) if part == "evaluation" else []
 
 
 def humaneval(data: Path | None, part: Part) -> list[Item]:
-    """The 164 tasks; MBPP's to calibrate on."""
+    """HumanEval's 164 tasks; MBPP's are for calibration."""
     return _humaneval(data) if part == "evaluation" else _mbpp(data)
 
 
 def mbpp(data: Path | None, part: Part) -> list[Item]:
-    """The 974 tasks; HumanEval's to calibrate on."""
+    """MBPP's 974 tasks; HumanEval's are for calibration."""
     return _mbpp(data) if part == "evaluation" else _humaneval(data)
 
 
@@ -64,7 +64,7 @@ def _humaneval(data: Path | None) -> list[Item]:
 
 
 def _function(name: str, row: Mapping[str, Any]) -> Item:
-    """A signature with its docstring, already written, to be gone on with: models would copy it first."""
+    """A signature with its docstring, to be continued: models would copy it first."""
     head = row["prompt"].strip("\n") + "\n"
     return Item(
         name, f"{_ASK}```python\n{head}```", row["canonical_solution"].rstrip() + STOP[0], row["entry_point"],
@@ -78,7 +78,7 @@ def _mbpp(data: Path | None) -> list[Item]:
 
 
 def _task(row: Mapping[str, Any]) -> Item:
-    """A sentence and the first of its tests, from which the function's name is known."""
+    """A sentence with its first test, which shows the function's name."""
     shown = f"{row['text'].strip()}\n{row['test_list'][0]}\n"
     code = row["code"].replace("\r\n", "\n").rstrip()
     tests = "\n".join([row["test_setup_code"].replace("\r\n", "\n"), *row["test_list"]])
@@ -90,7 +90,7 @@ def _task(row: Mapping[str, Any]) -> Item:
 
 
 def _entry(tests: Sequence[str], code: str) -> str:
-    """The first function that the tests call, of those that the reference defines."""
+    """The first function that the tests call, among those that the reference defines."""
     defined = re.findall(r"^(?:def|class)\s+(\w+)", code, re.MULTILINE)
     called = [name for name in re.findall(r"(\w+)\s*\(", " ".join(tests)) if name in defined]
     return called[0] if called else "solution"

@@ -1,4 +1,4 @@
-"""The folder that a data set lies in."""
+"""The folder of a data set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def folder(data: Path | None, name: str) -> Path:
     """The folder of one data set.
 
     Raises:
-        Unsupported: no data folder was named.
+        Unsupported: no data folder was given.
         ValueError: it does not exist.
     """
     if data is None:

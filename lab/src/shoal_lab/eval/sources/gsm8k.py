@@ -9,7 +9,7 @@ from shoal_lab.eval.items import Item, Part, problem, read_lines
 from shoal_lab.eval.sources.folder import folder
 
 _SHOTS = 4
-"""Training problems shown to a model without a chat template; they calibrate nothing."""
+"""Training problems shown to a model without a chat template; they are not used for calibration."""
 _ASK = "Answer the last question as the others are answered: in a few short lines, then #### and the final number.\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Novels that are long out of copyright: the text of those that are held out for a part."""
+"""Novels long out of copyright: the texts that are held out for a part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HELD_OUT = {
 
 
 def read(data: Path | None, part: Part) -> list[tuple[str, str]]:
-    """Name and text of each novel, a line per paragraph, with plain quotation marks.
+    """Name and text of each novel, one line per paragraph, with plain quotation marks.
 
     Raises:
         ValueError: the data folder holds no novels.

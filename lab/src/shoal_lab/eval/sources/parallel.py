@@ -1,8 +1,8 @@
-"""Small tasks on which deciding words together shows, after ParallelBench (arXiv 2510.04767), generated anew.
+"""Small tasks that show the effect of deciding tokens together, after ParallelBench (arXiv 2510.04767), generated anew.
 
-Of some tasks every word follows from the prompt alone ("copy", "reverse", "put at", "sum"): they bear any number of
-words at a time. Of the others several answers are right, and words that are decided together may belong to different
-ones. Each task draws a prompt, and knows all right answers; a training text is one of them, all as likely.
+In some tasks every token follows from the prompt alone ("copy", "reverse", "put at", "sum"), so any number of tokens
+can be decided at once. In others several answers are right, and tokens decided together may belong to different ones.
+Each task draws a prompt with all its right answers; a training text is one of them, all equally probable.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KINDS = ("red", "blue", "green", "old", "small", "big")
 PLACES = ("hill", "tree", "house", "river", "lake", "road")
 SENTENCES = ("the {1} {0} is at the {2} .", "at the {2} there is a {1} {0} .", "a {1} {0} sits by the {2} .")
 LENGTH = 4
-"""Names of a list."""
+"""Names in a list."""
 _DIGITS = 10
 _EACH = 200
 _HELD_OUT = 5
-"""One prompt of so many is for evaluation."""
+"""One prompt in this many is for evaluation."""
 
 
 def _list(random: Random, more: int = 0) -> list[str]:
@@ -45,13 +45,13 @@ def copy(random: Random) -> Drawn:
 
 
 def reverse(random: Random) -> Drawn:
-    """The list from its end."""
+    """The list in reverse."""
     names = _list(random)
     return f"reverse : {' '.join(names)} =", (" ".join(names[::-1]),)
 
 
 def replace_index(random: Random) -> Drawn:
-    """Another name at a place that is told."""
+    """Another name at a given place."""
     new, *names = _list(random, 1)
     place = random.randrange(LENGTH)
     return f"put {new} at {place} : {' '.join(names)} =", (_with(names, place, new),)
@@ -80,9 +80,9 @@ def latin(random: Random) -> Drawn:
 
 
 def sentence(random: Random) -> Drawn:
-    """A sentence with three words that are given."""
-    words = [random.choice(kind) for kind in (ANIMALS, KINDS, PLACES)]
-    return f"sentence : {' '.join(words)} =", tuple(form.format(*words) for form in SENTENCES)
+    """A sentence with three given words."""
+    given = [random.choice(kind) for kind in (ANIMALS, KINDS, PLACES)]
+    return f"sentence : {' '.join(given)} =", tuple(form.format(*given) for form in SENTENCES)
 
 
 def total(random: Random) -> Drawn:
@@ -110,7 +110,7 @@ def drawn(task: str, random: Random, part: Part) -> Drawn:
             return found
 
 
-def words() -> list[str]:
+def vocabulary() -> list[str]:
     """Every word that the tasks use."""
     texts = ["copy : reverse put at anywhere shuffle latin sentence sum = + . \n", *SENTENCES, *NAMES, *ANIMALS, *KINDS,
              *PLACES, *map(str, range(3 * _DIGITS - 2))]
@@ -118,7 +118,7 @@ def words() -> list[str]:
 
 
 def read(_: Path | None, part: Part) -> list[Item]:
-    """Items of every task, the same ones at any time."""
+    """Items of every task, always the same ones."""
     found: dict[str, Item] = {}
     for task in TASKS:
         random = Random(f"{task}/{part}")
@@ -129,18 +129,18 @@ def read(_: Path | None, part: Part) -> list[Item]:
 
 
 def total_correlation(answers: Sequence[str]) -> float:
-    """Bits by which words that are drawn apart from each other differ from answers that are all as likely.
+    """Bits by which independently drawn words differ from answers that are all equally probable.
 
-    Zero where each word follows from the prompt alone; what even a perfect model loses by deciding all words at once.
+    Zero if each word follows from the prompt alone: the loss of a perfect model that decides all words at once.
     """
     lists = [answer.split() for answer in answers]
     length = max(map(len, lists))
-    places = zip(*([*words, *[""] * (length - len(words))] for words in lists), strict=True)
+    places = zip(*([*answer, *[""] * (length - len(answer))] for answer in lists), strict=True)
     apart = sum(_entropy(Counter(place)) for place in places)
     return apart - _entropy(Counter(map(tuple, lists)))
 
 
 def _entropy(counts: Counter[Any]) -> float:
-    """In bits, of what is counted."""
+    """Entropy in bits."""
     whole = sum(counts.values())
     return math.log2(whole) - sum(count * math.log2(count) for count in counts.values()) / whole

@@ -1,6 +1,6 @@
 """SQuAD v1.1 (Rajpurkar et al. 2016): questions on a paragraph of Wikipedia, answered in a full sentence.
 
-The paragraph stands first, so prompts on the same one begin alike. Items of one article form a cluster.
+The paragraph comes first, so prompts on the same one share a prefix. Items of one article form a cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOTS = (
      "fly a month later. Gulls take one nest in five.",
      (("How long do the parents warm the eggs?", "The parents warm the eggs for about three weeks."),)),
 )
-"""Written for this, so that no paragraph of the data set is given away."""
+"""An example written for this purpose, so that every paragraph of the data set can be evaluated."""
 
 
 def read(data: Path | None, part: Part) -> list[Item]:

@@ -1,4 +1,4 @@
-"""SQuALITY v1.3 (Wang et al. 2022): questions on stories of some thousand words, each answered by four readers."""
+"""SQuALITY v1.3 (Wang et al. 2022): questions on stories of several thousand words, each answered by four readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(data: Path | None) -> list[Story]:
     """The stories of the development set.
 
     Raises:
-        ValueError: the data folder does not hold them.
+        ValueError: the data folder does not hold the data set.
     """
     rows = read_lines(folder(data, "squality") / "v1-3" / "txt" / "dev.jsonl")
     return [

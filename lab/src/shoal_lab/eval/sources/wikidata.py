@@ -1,4 +1,4 @@
-"""Short facts as completions, from BIG-bench by way of llm-foundry: what a base model can be asked."""
+"""Short facts as completions, from BIG-bench by way of llm-foundry, for base models."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shoal_lab.eval.items import Item, Part, part_of, read_lines
 from shoal_lab.eval.sources.folder import folder
 
 _SHOTS = 8
-"""Facts of the calibration part that are shown first; they calibrate nothing."""
+"""Calibration facts shown first; they are not used for calibration."""
 _ASK = "Complete this with a word or a few, in one sentence: "
 
 
 def read(data: Path | None, part: Part) -> list[Item]:
-    """Facts whose answer goes on where the prompt ends."""
+    """Facts whose answer continues the prompt."""
     rows = read_lines(folder(data, "wikidata_qa") / "bigbench_qa_wikidata.jsonl")
     facts = list({row["context"]: row["continuation"] for row in rows}.items())
     kept = [fact for fact in facts if part_of(fact[0]) == "calibration"]
