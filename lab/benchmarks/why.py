@@ -37,7 +37,7 @@ from shoal_lab.bench import report
 from shoal_lab.eval import suites, why
 from shoal_lab.eval.controls import ControlSetting, controls, schedule, setting
 from shoal_lab.eval.decoders import Candidate, candidate
-from shoal_lab.eval.distance import Distances, Told, Variant, model
+from shoal_lab.eval.distance import Distances, Told, Variant, variant
 from shoal_lab.eval.distance_study import by_position, compared, figures, texts_of
 from shoal_lab.eval.equal_depth import Lengths
 from shoal_lab.eval.evaluate import BIN
@@ -160,7 +160,7 @@ class Asked:
         for speed in self.speedups:
             at = setting(self.engine, lengths, speed, self.distances.max_new_tokens, self.at.order, self.at.core.size)
             rivals = [*controls(at, ["constant", "budgets"]), self.best(at, losses, True), self.best(at, losses, False)]
-            outcomes = self.distances.measure(rest, [model(self.stack, who) for who in rivals])
+            outcomes = self.distances.measure(rest, [variant(self.stack, who) for who in rivals])
             if outcomes[0]:
                 found += [{"speedup": speed, "label": who.label, "method": who.spec,
                            **self.short(mine), "versus_d3": compared(outcomes[0], mine)}

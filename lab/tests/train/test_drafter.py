@@ -94,10 +94,10 @@ def test_nothing_behind_a_window_is_seen(tmp_path: Path) -> None:
         row, start = int(canvas.rows[number, 0]), starts[number]
         other = batch.tokens.random_(0, MASK, generator=torch.Generator().manual_seed(number)).clone()
         begun = max(0, start - SHAPE.window)
-        known = canvas.words[number, : start - begun]
+        known = canvas.tokens[number, : start - begun]
         other[row, begun:start] = known
         found = one.canvas(TextBatch(other, batch.states, batch.prompts, batch.lengths), 0)
-        assert torch.equal(found.words[number, : len(known)], known)
+        assert torch.equal(found.tokens[number, : len(known)], known)
         assert torch.allclose(one.outputs(found)[number], outputs[number], atol=1e-5)
     assert len(starts) > 6
 

@@ -32,12 +32,12 @@ def test_words_come_back_as_they_were() -> None:
 
 def test_a_batch_masks_answers_alone() -> None:
     batch, mask = diffusion.batch_of(3, WORDS, SMALL), WORDS.mask_token_id
-    assert torch.equal(batch.words, diffusion.batch_of(3, WORDS, SMALL).words)
+    assert torch.equal(batch.tokens, diffusion.batch_of(3, WORDS, SMALL).tokens)
     assert not torch.equal(batch.wanted, diffusion.batch_of(4, WORDS, SMALL).wanted)
-    assert torch.equal(batch.words == mask, batch.wanted >= 0) and bool((batch.wanted >= 0).any(1).all())
+    assert torch.equal(batch.tokens == mask, batch.wanted >= 0) and bool((batch.wanted >= 0).any(1).all())
     assert bool(batch.inside[batch.wanted >= 0].all())
     equals = WORDS.convert_tokens_to_ids("=")
-    for words, wanted, inside in zip(batch.words.tolist(), batch.wanted.tolist(), batch.inside.tolist(), strict=True):
+    for words, wanted, inside in zip(batch.tokens.tolist(), batch.wanted.tolist(), batch.inside.tolist(), strict=True):
         first = words.index(equals) + 1
         assert all(label < 0 for label in wanted[:first])
         whole = [label if label >= 0 else word for word, label in zip(words, wanted, strict=True)]
@@ -53,7 +53,7 @@ def test_shares_are_spread_evenly() -> None:
     """Stratified: the k-th text of a batch has about k of so many parts of its words masked; all numbers occur."""
     batch = diffusion.batch_of(0, WORDS, dataclasses.replace(SMALL, batch=400))
     equals = WORDS.convert_tokens_to_ids("=")
-    first = torch.tensor([words.index(equals) + 1 for words in batch.words.tolist()])
+    first = torch.tensor([words.index(equals) + 1 for words in batch.tokens.tolist()])
     length = batch.inside.sum(1) - first
     masked = (batch.wanted >= 0).sum(1)
     assert float((masked / length - torch.arange(1, 401) / 400).abs().max()) <= 1 / 5 + 0.01  # one word of the shortest
@@ -63,9 +63,9 @@ def test_shares_are_spread_evenly() -> None:
 def test_the_twin_reads_the_same_texts_and_learns_each_next_word() -> None:
     """Of every answer and its first end, nothing of a prompt and of what fills up; first weights are the same."""
     twin, masked = diffusion.batch_of(3, WORDS, TWIN), diffusion.batch_of(3, WORDS, SMALL)
-    assert torch.equal(twin.words, torch.where(masked.wanted >= 0, masked.wanted, masked.words))
+    assert torch.equal(twin.tokens, torch.where(masked.wanted >= 0, masked.wanted, masked.tokens))
     equals, eos = WORDS.convert_tokens_to_ids("="), WORDS.eos_token_id
-    for words, wanted in zip(twin.words.tolist(), twin.wanted.tolist(), strict=True):
+    for words, wanted in zip(twin.tokens.tolist(), twin.wanted.tolist(), strict=True):
         first, end = words.index(equals), words.index(eos)
         assert wanted[first:end] == words[first + 1 : end + 1]
         assert {*wanted[:first], *wanted[end:]} == {-100}
@@ -81,7 +81,7 @@ def test_the_loss_is_the_mean_over_texts_of_their_mean_cross_entropies(causal: b
     with torch.no_grad():
         for row in range(SMALL.batch):
             length = int(batch.inside[row].sum())
-            words = batch.words[row : row + 1, :length]
+            words = batch.tokens[row : row + 1, :length]
             seen = torch.ones(1, 1, length, length, dtype=torch.bool)
             seen = seen.tril() if causal else seen
             logs = model(words, attention_mask=seen, use_cache=False).logits[0].log_softmax(-1)
@@ -93,10 +93,10 @@ def test_the_loss_is_the_mean_over_texts_of_their_mean_cross_entropies(causal: b
 def test_a_first_word_is_predicted_from_words_behind_it() -> None:
     model = diffusion.fresh_model(WORDS, SMALL).eval()
     batch = diffusion.batch_of(0, WORDS, SMALL)
-    other = batch.words.clone()
+    other = batch.tokens.clone()
     other[0, int(batch.inside[0].sum()) - 1] = 7
     with torch.no_grad():
-        moved = diffusion.loss_of(model, batch) - diffusion.loss_of(model, dataclasses.replace(batch, words=other))
+        moved = diffusion.loss_of(model, batch) - diffusion.loss_of(model, dataclasses.replace(batch, tokens=other))
     assert abs(float(moved)) > 1e-9
 
 

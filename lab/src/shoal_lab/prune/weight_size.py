@@ -1,4 +1,4 @@
-"""What a checkpoint's weights come to in a folder of safetensors, before any of it is written."""
+"""Size of a checkpoint as a folder of safetensors, computed before it is written."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shoal.model.transform import Transform
 from shoal_lab.prune.write_checkpoint import SHARD_BYTES
 
 _HEAD = 8
-"""Bytes in which a file says how long its header is, and of which the header takes whole ones."""
+"""Bytes of the header's length in a file; the header itself is padded to a multiple of it."""
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Outline:
-    """The tensors of a source by their shapes and types alone; what a transform makes of them costs nothing.
+    """Shapes and dtypes of a source's tensors, so that a transform of them costs nothing.
 
     Args:
-        source: read once, tensor after tensor.
+        source: read once, tensor by tensor.
     """
 
     def __init__(self, source: Source) -> None:
@@ -30,11 +30,11 @@ class Outline:
             name: torch.empty_like(source[name], device="meta") for name in source.names()}
 
     def names(self) -> list[str]:
-        """See `Source`."""
+        """Names of all tensors."""
         return list(self._tensors)
 
     def has(self, name: str) -> bool:
-        """See `Source`."""
+        """Whether there is a tensor of that name."""
         return name in self._tensors
 
     def __getitem__(self, name: str) -> Tensor:
@@ -42,13 +42,13 @@ class Outline:
 
 
 def folder_bytes(config: Any, source: Outline, change: Transform, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the safetensors that `write_checkpoint.write` makes of a changed model; of several at most so many.
+    """Bytes of the safetensors that `write_checkpoint.write` makes of a changed model; an upper bound for many files.
 
     Args:
-        config: of the model before the change.
+        config: the model's config before the change.
         source: its weights.
         change: what is left out.
-        dtype: see there.
+        dtype: as for `write_checkpoint.write`.
     """
     _, after = change(config, source)
     told: dict[str, Any] = {"__metadata__": {"format": "pt"}}

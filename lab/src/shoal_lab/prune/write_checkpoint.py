@@ -1,4 +1,4 @@
-"""A checkpoint written as a folder that transformers reads: safetensors, config, tokenizer. All of it or nothing."""
+"""Writes a checkpoint as a folder that transformers reads: safetensors, config, tokenizer. All of it or nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shoal.engine.loading.checkpoint import Transformed
 from shoal.model.packed.source import INDEX, SINGLE, Source
 
 SHARD_BYTES = 4 * 2**30
-"""Bytes of tensors from which on a file is full: little more is in memory at once."""
+"""Size in bytes at which a file is full; not much more is in memory at once."""
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder that cannot be written anew: something lies there, or there is no folder to put it in."""
+    """Refuse a folder that cannot be created: it is not empty, or its parent is missing."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} is there already and not empty; name another folder, or remove that one")
     if not folder.resolve().parent.is_dir():
@@ -36,9 +36,9 @@ def write(files: Transformed, folder: Path, dtype: torch.dtype | None = None, **
 
     Args:
         files: what to write.
-        folder: where to; it must not be there, or be empty.
-        dtype: of the weights; None leaves each as it is, which for those of a GGUF file that are quantised is float32.
-        **notes: objects to lie beside it, each as `name.json`.
+        folder: the folder to write; it must be absent or empty.
+        dtype: dtype of the weights; None keeps each, and gives float32 for quantised weights of a GGUF file.
+        **notes: objects to write as `name.json`.
 
     Raises:
         ValueError: the folder is not free.
@@ -51,7 +51,7 @@ def write(files: Transformed, folder: Path, dtype: torch.dtype | None = None, **
         if not config.architectures:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(room)
-        if told is not None:  # the way that does not judge what its authors wrote
+        if told is not None:  # written without validation, which would judge what the authors wrote
             told.to_json_file(room / "generation_config.json")
         if words is not None:
             words.save_pretrained(room)
@@ -61,7 +61,7 @@ def write(files: Transformed, folder: Path, dtype: torch.dtype | None = None, **
 
 @contextmanager
 def _new(folder: Path) -> Iterator[Path]:
-    """A folder beside the one that is wanted, which it becomes at the end; gone where something fails."""
+    """A temporary folder that becomes the wanted one at the end, or is deleted on failure."""
     check_free(folder)
     target = folder.resolve()
     room = target.with_name(f".{target.name}.{os.getpid()}")
@@ -74,7 +74,7 @@ def _new(folder: Path) -> Iterator[Path]:
 
 
 def _weights(source: Source, room: Path, dtype: torch.dtype | None) -> torch.dtype:
-    """Write the tensors, file after file; returns the dtype of the largest."""
+    """Write the tensors, file by file; returns the dtype of the largest."""
     names, total, largest = source.names(), 0, torch.empty(0)
     part: dict[str, Tensor] = {}
     places: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""A GGUF file written again without some layers, or without some neurons of its MLPs; the `gguf` package writes it.
+"""Writes a GGUF file again without some layers, or without some neurons of its MLPs, with the `gguf` package.
 
-Bytes are those of the source wherever whole rows stay: all of a layer that is not cut, gate and up of one that is. The
-columns of down do not stay block by block, so that it is quantised again.
+Bytes are copied if whole rows stay: all of a layer that is not cut, gate and up of one that is. The columns of down do
+not stay block by block, so down is quantised again.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from shoal.model.transform import DropLayers, NarrowMLPs
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _ROWS = re.compile(r"ffn_(gate|up)\.(weight|bias)")
 _FINER = {**dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "Q5_1"), **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "Q8_0")}
-"""What down is quantised to: one step finer than it was, so that little is lost; others keep their type."""
+"""New type of down: one step finer than before, so that little is lost; others keep their type."""
 _PLAIN = "F16"
-"""The same where the neurons that stay do not fill whole blocks."""
+"""New type of down if the kept neurons do not fill whole blocks."""
 _UNEVEN = {"llama": "deci", "deci": "deci"}
-"""What llama.cpp calls an architecture whose layers have MLPs of different widths; it loads no others of that kind."""
+"""Architecture -> llama.cpp's name for it with MLPs of different widths; it loads no other such architecture."""
 _SLIDING = "sliding_attention"
 _FOLDER = "or write a folder, which Shoal loads: --out DIR"
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of the new file: its name, type and shape there, what of the old one it is, and which rows or columns.
+    """A tensor of the new file: its name, type and shape, its old tensor, and the rows or columns that stay.
 
-    `old` is of the `gguf` package; `rows` and `columns` are None where all stay.
+    `old` is a tensor of the `gguf` package; `rows` and `columns` are None if all stay.
     """
 
     name: str
@@ -56,15 +56,15 @@ class _Part:
 
 
 def check(source: str, target: Path, uneven: bool = False) -> None:
-    """Refuse what cannot be written, before there is anything to write.
+    """Refuse what cannot be written, before work begins.
 
     Args:
         source, target: files.
         uneven: whether layers will have MLPs of different widths.
 
     Raises:
-        ValueError: the target is there already, or there is no folder to put it in.
-        Unsupported: the source is no GGUF file, or not of the kind; or the `gguf` package is missing.
+        ValueError: the target exists, or its folder does not.
+        Unsupported: the source is not a GGUF file, or not of a supported kind, or the `gguf` package is missing.
     """
     if target.exists():
         raise ValueError(f"{str(target)!r} is there already; name another file, or remove that one")
@@ -81,21 +81,21 @@ def check(source: str, target: Path, uneven: bool = False) -> None:
 
 def write(source: Path, change: DropLayers | NarrowMLPs, target: Path, note: Mapping[str, Any],
           down: str | None = None) -> dict[str, int]:
-    """Write the file; where that fails, a part of it stays.
+    """Write the file; on failure, a part of it stays.
 
     Args:
         source: a GGUF file that Shoal reads.
         change: what is left out of it.
-        target: where to.
-        note: what was done, to stand among the metadata.
-        down: the type of matrices that are quantised again, one that the `gguf` package writes; None is `_FINER`.
+        target: the new file.
+        note: what was done, for the metadata.
+        down: type of matrices that are quantised again, one that the `gguf` package writes; None for `_FINER`.
 
     Returns:
-        Types that matrices were quantised to again, and how many matrices.
+        Types of the matrices that were quantised again, with their numbers.
 
     Raises:
-        Unsupported: files of this architecture cannot say what would be left.
-        ValueError: the change does not fit the model, or `down` the number of neurons.
+        Unsupported: files of this architecture cannot describe the result.
+        ValueError: the change does not fit the model, or `down` does not fit the number of neurons.
         OSError: the file cannot be written.
     """
     gguf, writer, parts, after = _planned(source, change, note, down)
@@ -105,7 +105,7 @@ def write(source: Path, change: DropLayers | NarrowMLPs, target: Path, note: Map
 
 
 def size(source: Path, change: DropLayers | NarrowMLPs, note: Mapping[str, Any], down: str | None = None) -> int:
-    """Bytes of the file that `write` would write of the same; see there."""
+    """Size in bytes of the file that `write` would write; arguments as there."""
     gguf, writer, parts, _ = _planned(source, change, note, down)
     with TemporaryDirectory() as folder:
         head = Path(folder) / "head.gguf"
@@ -119,7 +119,7 @@ def size(source: Path, change: DropLayers | NarrowMLPs, note: Mapping[str, Any],
 def _planned(
     source: Path, change: DropLayers | NarrowMLPs, note: Mapping[str, Any], down: str | None
 ) -> tuple[Any, Any, list[_Part], Any]:
-    """The package, what writes the file, its tensors, and the config of what will be left."""
+    """The package, the writer, the new tensors, and the config of the result."""
     import gguf
 
     file = GgufFile(source)
@@ -152,7 +152,7 @@ def _parts(gguf: Any, reader: Any, layers: Sequence[int], widths: Sequence[int],
 
 
 def _cut(gguf: Any, part: _Part, place: str, width: int, kept: Sequence[int], down: str | None) -> _Part:
-    """What some neurons leave of a tensor of their layer. Gate may lie above up, in one matrix."""
+    """What the kept neurons leave of a tensor of their layer. Gate may lie above up, in one matrix."""
     if _ROWS.fullmatch(place):
         rows = [first + one for first in range(0, part.shape[0], width) for one in kept]
         return replace(part, shape=(len(rows), *part.shape[1:]), rows=rows)
@@ -168,7 +168,7 @@ def _cut(gguf: Any, part: _Part, place: str, width: int, kept: Sequence[int], do
 
 
 def _writer(gguf: Any, reader: Any, after: Any, layers: Sequence[int], note: Mapping[str, Any]) -> Any:
-    """What writes the file: with the metadata of the old one, per layer that stays, and what has changed."""
+    """A writer with the old file's metadata, per kept layer, and the changes."""
     kinds, old = gguf.GGUFValueType, reader.fields["general.architecture"].contents()
     count, widths = int(reader.fields[f"{old}.block_count"].contents()), widths_of(after)
     uneven = len(set(widths)) > 1
@@ -214,7 +214,7 @@ def _nbytes(gguf: Any, part: _Part) -> int:
 
 
 def _begin(gguf: Any, writer: Any, parts: Sequence[_Part], target: Path) -> None:
-    """Write all that stands before the tensors' values."""
+    """Write everything before the tensors' values."""
     for part in parts:
         writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), _nbytes(gguf, part), raw_dtype=part.type)
     writer.write_header_to_file(target)
@@ -223,7 +223,7 @@ def _begin(gguf: Any, writer: Any, parts: Sequence[_Part], target: Path) -> None
 
 
 def _fill(gguf: Any, writer: Any, parts: Sequence[_Part], target: Path) -> None:
-    """Write all there is, tensor after tensor."""
+    """Write tensor by tensor."""
     try:
         _begin(gguf, writer, parts, target)
         for part in parts:
@@ -237,7 +237,7 @@ def _fill(gguf: Any, writer: Any, parts: Sequence[_Part], target: Path) -> None:
 
 
 def _check_same(after: Any, target: Path) -> None:
-    """Refuse a file that is read as another model than was meant: where a layer's number says what it is."""
+    """Refuse a file that is read back as another model, for architectures in which a layer's index has a meaning."""
     with GgufFile(target) as file:
         wanted, found = after.to_dict(), config_of(file).to_dict()
     wrong = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))

@@ -1,4 +1,4 @@
-"""The word problems that ship with the package: those held out from the training of the test model shoal-reference."""
+"""The word problems that ship with the package, held out from the training of the test model shoal-reference."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Small parts trained beside a frozen model on its own answers: data, what is trained, and the loop that trains it."""
+"""Training of small components beside a frozen model on its own answers: data, modules, and the training loop."""

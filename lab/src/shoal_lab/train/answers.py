@@ -15,14 +15,14 @@ from shoal.types import Result
 def answered(
     engine: Engine, prompts: Sequence[Sequence[int]], *, together: int = 16, seed: int = 0, **options: Any
 ) -> Iterator[Result]:
-    """What the full model answers; prompt i draws by `seed` + i.
+    """The full model's answers; prompt i draws with `seed` + i.
 
     Args:
         engine: the model.
         prompts: token ids.
         together: rows decoded at once.
-        seed: of the draws, where the options ask for any.
-        **options: see `shoal.engine.request.Request`.
+        seed: of the draws, if the options sample.
+        **options: as for `shoal.engine.request.Request`.
     """
     with Scheduler(engine, max_rows=together, max_waiting=4 * together, prefix_bytes=0) as scheduler:
         under_way: deque[RequestHandle] = deque()

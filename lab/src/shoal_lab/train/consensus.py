@@ -1,13 +1,14 @@
 """Gates on the neurons of a frozen model's MLPs, trained until every text opens and closes the same ones.
 
-A light module reads what enters an MLP, averaged over a text, and gives each neuron a gate: a sigmoid, which is cut to
-0 or 1 (straight through). Learned from are how far the gated model's next-word law is from the model's own, how far
-the share of open gates is from what was wished for, and polarisation: g (1 - g) of the mean gate over texts, which is 0
-where all agree. What they agree on is a network of its own (arXiv 2302.10798).
+A light module reads the inputs of an MLP, averaged over a text, and gives each neuron a gate: a sigmoid, rounded to 0
+    or
+1 (straight through). The loss sums the divergence of the gated model's next-token distributions from the model's own,
+the error of the share of open gates, and polarisation: g (1 - g) of the mean gate over texts, which is 0 if all texts
+agree. The gates that they agree on make a network of its own (arXiv 2302.10798).
 
-The paper gates images in networks for vision. Ours is to take a text for an input, and the schedule: gates are soft
-at first and turn hard, since on a few neurons everything depends, and cut from the start they are closed by chance;
-polarisation weighs more with every step. What a text's gates depend on is a fixed random projection of its mean.
+The paper gates vision networks by image. Gates by text are ours, and so is the schedule: gates are soft at first and
+harden, because everything depends on a few neurons, and gates that are rounded from the start close by chance.
+Polarisation weighs more with every step. A text's gates depend on a fixed random projection of its mean.
 """
 
 from __future__ import annotations
@@ -20,41 +21,42 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from typing_extensions import override
 
 from shoal.model.probe import find_layers
-from shoal_lab.train.apart import Apart
+from shoal_lab.train.divergence import Divergence
 from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 NEAR = 0.05
-"""A mean gate is open or closed where it is no further than that from 1 or 0."""
+"""A mean gate this close to 1 or 0 is open or closed."""
 AGREED = 0.01
-"""The share of gates that may be neither, for all to be called polarised."""
+"""Share of gates that may be neither if the gates count as polarised."""
 RISE = 0.5
-"""Of a run's steps: after so many gates are cut, and polarisation weighs `_GROWN` times what it did at first."""
+"""Share of a run's steps after which gates are rounded, and polarisation weighs `_GROWN` times its first weight."""
 _PUSH, _GROWN = 0.4, 1000.0
-"""Weight of polarisation at first, beside nats."""
+"""First weight of polarisation, relative to nats, and its growth."""
 _SHARE, _MORE = 100.0, 25.0
-"""Weight of the share's error, squared, and how much it grows with that of polarisation, which would outweigh it."""
+"""Weight of the share's squared error, and how much it grows with polarisation, which would outweigh it."""
 _RANK, _SLOW = 4, 0.1
-"""Numbers of a text that its gates depend on, and their size: slower than what is common to all texts."""
+"""Size of the projection of a text, and its scale: it changes gates more slowly than what all texts share."""
 _FOLLOWED = 0.2
-"""By how much of the way the mean gates follow those of each step."""
+"""Rate at which the mean gates follow those of each step."""
 Gates = Callable[[int, Tensor], Tensor]
-"""Gates, to be multiplied with activations [B, T, ffn], of a layer and the states [B, T, D] that enter its MLP."""
+"""Returns gates, which multiply activations [B, T, ffn], of a layer and the inputs [B, T, D] of its MLP."""
 
 
 class ConsensusModule(TrainedModule):
-    """See the module.
+    """Trains the gates.
 
     Args:
-        base: the head of the model.
-        model: the model with transformers' modules in float32, made of gated MLPs; its weights stay.
-        share: of all neurons that is to go.
-        uniform: whether every layer is to lose as many.
+        base: the model's LM head.
+        model: transformers' model in float32 with gated MLPs; its weights stay.
+        share: share of all neurons to remove.
+        uniform: whether every layer loses as many.
         seed: of the first weights and the noise.
 
     Attributes:
-        rise: steps after which gates are cut; until then they turn from soft to hard. Polarisation weighs ever more.
+        rise: steps after which gates are rounded; until then they harden. Polarisation weighs ever more.
 
     Raises:
         ValueError: the share is not between 0 and 1.
@@ -62,7 +64,7 @@ class ConsensusModule(TrainedModule):
 
     kind: ClassVar[str] = "consensus"
     guesses: ClassVar[bool] = False
-    epsilon: ClassVar[float] = 1e-5  # gates that matter little are to move little, not as far as all others
+    epsilon: ClassVar[float] = 1e-5  # so that gates of little effect move less than others
     looks: Tensor
     means: Tensor
     steps: Tensor
@@ -72,7 +74,7 @@ class ConsensusModule(TrainedModule):
         if not 0 < share < 1:
             raise ValueError(f"share is {share}; it must be above 0 and below 1, such as 0.1")
         self._share, self._uniform, self._seed, self.rise = share, uniform, seed, 75.0
-        self._model = (model.requires_grad_(False).train(False),)  # in a tuple, whose parameters are not trained
+        self._model = (model.requires_grad_(False).train(False),)  # in a tuple, so that its parameters are not trained
         self._gates: Gates | None = None
         self._entering: Tensor | None = None
         layers: Any = find_layers(model, model.config.num_hidden_layers)
@@ -89,8 +91,9 @@ class ConsensusModule(TrainedModule):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("means", torch.full((sum(self.widths),), 1 - share))
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `TrainedModule`; right is the gated model's likeliest word. Without gradients nothing is drawn."""
+        # A place is right if the argmax is the model's own. Without gradients nothing is drawn.
         learns, made = torch.is_grad_enabled(), list[Tensor]()
         gone_by = min(int(self.steps) / self.rise, 1 / RISE)
         hard = min(1.0, gone_by) if learns else 1.0
@@ -102,9 +105,9 @@ class ConsensusModule(TrainedModule):
 
         asked = batch.guessed_from(0, 1)
         states = self.read(batch, gates)
-        loss, words = self.head.distilled(states[asked], batch.states[asked])
+        loss, tokens = self.head.distilled(states[asked], batch.states[asked])
         right = torch.zeros_like(asked)
-        right[asked] = words == batch.tokens.roll(-1, 1)[asked]
+        right[asked] = tokens == batch.tokens.roll(-1, 1)[asked]
         means, weight = torch.cat(made), _PUSH * _GROWN**gone_by
         if learns:
             self.means.lerp_(means.detach(), 1.0 if int(self.steps) == 0 else _FOLLOWED)
@@ -113,12 +116,12 @@ class ConsensusModule(TrainedModule):
         return loss + missed + weight * polarisation(means), [Guessed(right, asked)]
 
     def _missed(self, made: Sequence[Tensor]) -> Tensor:
-        """The squared error of the share that is open: of all gates, or the mean of the layers'."""
+        """The squared error of the share of open gates: of all gates, or the mean over layers."""
         shares = torch.stack([one.mean() for one in (made if self._uniform else [torch.cat(list(made))])])
         return (shares - (1 - self._share)).square().mean()
 
     def _scores(self, layer: int, entering: Tensor, lengths: Tensor) -> Tensor:
-        """The gates' logits [B, ffn] by what enters the MLP [B, T, D], on average over the texts' tokens."""
+        """The gates' logits [B, ffn] from the inputs of the MLP [B, T, D], averaged over the texts' tokens."""
         inside = torch.arange(entering.shape[1]) < lengths[:, None]
         mean = (entering.float() * inside[..., None]).sum(1) / lengths[:, None]
         mean = mean / mean.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
@@ -127,7 +130,7 @@ class ConsensusModule(TrainedModule):
         return scores
 
     def read(self, batch: TextBatch, gates: Gates | None = None) -> Tensor:
-        """What the head reads [B, T, D] behind gates; None: all are open."""
+        """The LM head's inputs [B, T, D] behind gates; None opens all gates."""
         self._gates = gates
         try:
             found: Tensor = self._model[0].model(input_ids=batch.tokens, use_cache=False).last_hidden_state
@@ -146,43 +149,41 @@ class ConsensusModule(TrainedModule):
         return (given[0] * self._gates(layer, self._entering).to(given[0].dtype), *given[1:])
 
     def agreed(self) -> list[Tensor]:
-        """For each layer the mean gates over the last texts, [ffn] in (0, 1)."""
+        """The mean gates of each layer over the last texts, [ffn] in (0, 1)."""
         return list(self.means.split(self.widths))
 
     @property
     def undecided(self) -> float:
-        """The share of mean gates that are neither open nor closed."""
+        """Share of mean gates that are neither open nor closed."""
         return float(((self.means > NEAR) & (self.means < 1 - NEAR)).float().mean())
 
     @property
     def polarised(self) -> bool:
-        """Whether all gates but a few are open or closed."""
+        """Whether almost all gates are open or closed."""
         return self.undecided <= AGREED
 
     @torch.no_grad()
+    @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """`open` and `undecided`, shares of the gates, and what the network that was agreed on makes of other texts.
-
-        How far its law is from the model's own: see `shoal_lab.train.apart`.
-        """
-        opened, found = [(one > 0.5).float() for one in self.agreed()], Apart()
+        """Shares of gates, `open` and `undecided`, and divergences of the agreed network on held-out texts."""
+        opened, found = [(one > 0.5).float() for one in self.agreed()], Divergence()
         for batch in held_out:
             found.add(batch, self.read(batch, lambda layer, _: opened[layer]), self.head.rows)
         return {"open": round(float(torch.cat(opened).mean()), 4), "undecided": round(self.undecided, 4),
                 **found.told(), "places": len(found.nats)}
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `TrainedModule`."""
         return {"neurons": sum(self.widths), "gone": round(self._share * sum(self.widths)),
                 "uniform": int(self._uniform)}
 
 
 def binarised(scores: Tensor, hard: float = 1.0) -> Tensor:
-    """Gates of logits: so much of them 0 or 1, the rest the sigmoid, whose gradient they have in any case."""
+    """Gates from logits: a share `hard` of them rounded, the rest sigmoids; the gradient is always the sigmoid's."""
     soft = scores.sigmoid()
     return soft.detach().lerp((scores > 0).float(), hard) + (soft - soft.detach())
 
 
 def polarisation(means: Tensor) -> Tensor:
-    """Mean of g (1 - g) over mean gates [n]: 0 where every gate is open for all texts or closed for all."""
+    """Mean of g (1 - g) over mean gates [n]: 0 if every gate is open for all texts or closed for all."""
     return (means * (1 - means)).mean()

@@ -1,9 +1,9 @@
-"""The gate of `shoal_lab.components.gate` under training, inside the frozen model, which reads the answers through it.
+"""Trains the gate of `shoal_lab.components.gate` inside the frozen model, which reads the answers through it.
 
-From one layer on attention counts an answer's tokens by their gates; a token always counts for itself. A gate is 0 or
-1, its gradient that of a sigmoid with noise (Gumbel-softmax, straight through). What is learned from is how far the
-gated model's next-word law is from the model's own, and how far the share of open gates is from what was wished for.
-In use there is no noise: gates are cut where as many stay.
+From one layer on, attention weights an answer's tokens by their gates; a token always sees itself. A gate is 0 or 1,
+and its gradient that of a sigmoid with noise (Gumbel-softmax, straight through). The loss is the divergence of the
+gated model's next-token distributions from the model's own, plus the error of the share of open gates. In use there is
+no noise: the threshold is set so that the same share stays open.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, linear
+from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.config import windows_of
@@ -27,29 +28,29 @@ _NAME = "shoal_gated"
 _RATIO, _COLDEST, _COOLED = 100.0, 0.1, 200
 """Weight of the share's error, as released; the noise's last temperature, and the steps in which it falls from 1."""
 _WORTH = 10.0
-"""Nats that one token's gate may be worth: beside an own weight near 0, the slope at a closed gate has no bound."""
+"""Most nats that one token's gate may be worth: next to an own weight near 0, a closed gate's slope is unbounded."""
 _FOLLOWED = 0.05
-"""By how much of the way the cut follows each step."""
+"""Rate at which the threshold follows each step."""
 _SHORTEST = 50
-"""Answers with fewer tokens are read as they are, as released."""
+"""Answers with fewer tokens are read without gates, as released."""
 Gates = Callable[[Tensor], Tensor]
-"""Gates [B, T] of the states [B, T, D] that enter the gate's layer."""
+"""Returns gates [B, T] of the inputs [B, T, D] of the gate's layer."""
 
 
 class ContextGateModule(ShippedModule):
-    """See the module.
+    """Trains the gate.
 
     Args:
-        base: the model's head.
-        model: the model with transformers' modules, in float32; its attention becomes ours, its weights stay.
-        layer: the gate reads what enters this layer, and it and those above it count tokens by their gates.
-        keep: the share of an answer's tokens that is to stay.
-        ids: tokens by whose law the model is compared with itself.
+        base: the model's LM head.
+        model: transformers' model in float32; its attention is replaced, its weights stay.
+        layer: the gate reads this layer's inputs; this layer and those above it weight tokens by their gates.
+        keep: share of an answer's tokens to keep.
+        ids: tokens over which distributions are compared.
         seed: of the first weights and the noise.
 
     Raises:
         ValueError: there is no such layer.
-        Unsupported: the model's attention does not look up its function, or no such layer sees all of the text.
+        Unsupported: the model's attention does not look up its function, or no such layer sees the whole text.
     """
 
     kind: ClassVar[str] = "dynamic_context"
@@ -64,7 +65,7 @@ class ContextGateModule(ShippedModule):
             raise ValueError(f"--gate-layer is {layer}; it must be in [1, {config.num_hidden_layers - 1}], a layer of "
                              "the model that is not its first")
         self._layer, self._keep, self._seed, self._hidden = layer, keep, seed, config.hidden_size
-        self._model = (through_gates(model, layer),)  # in a tuple, whose parameters are not trained
+        self._model = (through_gates(model, layer),)  # in a tuple, so that its parameters are not trained
         self.head = CutHead(base, ids)
         self.scale, self.shift = nn.Parameter(torch.ones(self._hidden)), nn.Parameter(torch.zeros(self._hidden))
         sizes = (self._hidden, *WIDTHS, 1)
@@ -74,22 +75,23 @@ class ContextGateModule(ShippedModule):
         self.weights = nn.ParameterList([one.weight for one in made])
         self.biases = nn.ParameterList([one.bias for one in made])
         with torch.no_grad():
-            self.biases[-1].fill_(math.log(keep / (1 - keep)))  # begins with the share that is wished for
+            self.biases[-1].fill_(math.log(keep / (1 - keep)))  # starts at the wanted share
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("cut", torch.zeros(()))
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `TrainedModule`; right is the gated model's likeliest word. Without gradients nothing is drawn."""
+        # A place is right if the argmax is the model's own. Without gradients nothing is drawn.
         states, gates = self._gated(batch, self._noise(batch) if torch.is_grad_enabled() else None)
         asked, inside, long = batch.guessed_from(0, 1), _inside(batch), _long(batch)
-        loss, words = self.head.distilled(states[asked], batch.states[asked])
+        loss, tokens = self.head.distilled(states[asked], batch.states[asked])
         right = torch.zeros_like(asked)
-        right[asked] = words == batch.tokens.roll(-1, 1)[asked]
+        right[asked] = tokens == batch.tokens.roll(-1, 1)[asked]
         shares = (gates * inside).sum(1)[long] / inside.sum(1)[long]
         return loss + _RATIO * (shares - self._keep).square().sum() / max(1, len(shares)), [Guessed(right, asked)]
 
     def _gated(self, batch: TextBatch, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the head reads [B, T, D] behind its own gates, and these [B, T]."""
+        """The LM head's inputs [B, T, D] behind the gates, and the gates [B, T]."""
         made: list[Tensor] = []
 
         def gates(states: Tensor) -> Tensor:
@@ -103,14 +105,14 @@ class ContextGateModule(ShippedModule):
         return self._read(batch, gates), made[0]
 
     def _noise(self, batch: TextBatch) -> Tensor:
-        """What is added to scores [B, T]: the difference of two Gumbel variables; by the number of the step."""
+        """Noise on scores [B, T]: the difference of two Gumbel variables; depends on the step."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + int(self.steps))
         self.steps += 1
         drawn = torch.rand(batch.tokens.shape, generator=generator).clamp(1e-6, 1 - 1e-6)
         return drawn.log() - (-drawn).log1p()
 
     def _gates(self, states: Tensor, batch: TextBatch, noise: Tensor | None) -> Tensor:
-        """1 or 0 for each token [B, T]; 1 outside of answers that are long enough."""
+        """Gates 1 or 0 for each token [B, T]; 1 outside of long enough answers."""
         scores = gate_scores(states.float(), self._norm(), list(self.weights), list(self.biases))
         inside = _inside(batch)
         if noise is not None:
@@ -123,7 +125,7 @@ class ContextGateModule(ShippedModule):
         return torch.where(inside, scores, 1.0)
 
     def _move_cut(self, scores: Tensor) -> None:
-        """Follow the score above which the wished share lies: without noise 0 need not be it."""
+        """Let the threshold follow the score above which the wanted share lies; without noise it need not be 0."""
         if len(scores):
             self.cut.lerp_(scores.float().quantile(1 - self._keep), 1.0 if int(self.steps) == 1 else _FOLLOWED)
 
@@ -131,7 +133,7 @@ class ContextGateModule(ShippedModule):
         return torch.stack([self.scale, self.shift])
 
     def _read(self, batch: TextBatch, gates: Gates | None = None) -> Tensor:
-        """What the head reads [B, T, D] where attention counts tokens by these gates; None: all alike."""
+        """The LM head's inputs [B, T, D] if attention weights tokens by these gates; None for no gates."""
         model = self._model[0]
         model.shoal_gates = gates
         try:
@@ -141,11 +143,12 @@ class ContextGateModule(ShippedModule):
         return found.float()
 
     @torch.no_grad()
+    @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """Of answers not trained on: `kept`, the share of tokens that stay, and what reading through the gates costs.
+        """Results on held-out answers: `kept`, the share of kept tokens, and the cost of reading through the gates.
 
-        `distance` is the mean Kullback-Leibler divergence from the same model without gates in nats, `kept_words` the
-        share of its likeliest words that stay the likeliest: by the gate, and by as many tokens drawn, `random`.
+        `distance` is the mean Kullback-Leibler divergence from the model without gates in nats, `kept_words` the share
+        of its argmax tokens that stay argmax: by the gate, and by as many random tokens, `random`.
         """
         generator = torch.Generator().manual_seed(self._seed)
         found = {"gate": torch.zeros(2), "random": torch.zeros(2)}
@@ -165,28 +168,29 @@ class ContextGateModule(ShippedModule):
         return {"kept": _rounded(stayed / max(1, tokens)), "places": places, **told}
 
     def _apart(self, states: Tensor, whole: Tensor) -> Tensor:
-        """Sums over places [n, D] of the divergence and of likeliest words that are the same, [2]."""
+        """Sums over places [n, D] of the divergence and of equal argmax tokens, [2]."""
         gated, own = (linear(one.float(), self.head.rows).log_softmax(-1) for one in (states, whole))
         same = (gated.argmax(-1) == own.argmax(-1)).sum()
         return torch.stack([kl_div(gated, own, log_target=True, reduction="sum"), same.float()])
 
+    @override
     def exported(self) -> dict[str, Tensor]:
-        """See `ShippedModule`; scores lie about 0 where tokens are cut."""
+        # Shifted so that tokens are cut at a score of 0.
         named = {WEIGHT.format(i): weight.detach() for i, weight in enumerate(self.weights)}
         named |= {BIAS.format(i): bias.detach() for i, bias in enumerate(self.biases)}
         named[BIAS.format(len(WIDTHS))] = self.biases[-1].detach() - self.cut
         return {NORM: self._norm().detach(), **named}
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `TrainedModule`."""
         return {"hidden": self._hidden, "layer": self._layer}
 
 
 def check_lengths(answers: Corpus) -> None:
-    """Refuse answers that are all read as they are.
+    """Refuse answers that are all too short for gates.
 
     Raises:
-        ValueError: none that is kept from training is long enough.
+        ValueError: no validation answer is long enough.
     """
     if not any(len(one.tokens) - one.prompt >= _SHORTEST for one in answers.validation()):
         raise ValueError(f"no answer that is kept from training has {_SHORTEST} tokens, and shorter ones lose none; "
@@ -194,12 +198,12 @@ def check_lengths(answers: Corpus) -> None:
 
 
 def _long(batch: TextBatch) -> Tensor:
-    """Bool [B], answers that are long enough to lose tokens."""
+    """Bool [B], answers that are long enough for gates."""
     return batch.lengths - batch.prompts >= _SHORTEST
 
 
 def _inside(batch: TextBatch) -> Tensor:
-    """Bool [B, T], tokens of those."""
+    """Bool [B, T], tokens of long enough answers."""
     place = torch.arange(batch.tokens.shape[1])
     return (place >= batch.prompts[:, None]) & (place < batch.lengths[:, None]) & _long(batch)[:, None]
 
@@ -213,10 +217,10 @@ def _rounded(number: float) -> float:
 
 
 def through_gates(model: Any, layer: int) -> Any:
-    """The model, whose attention from `layer` on counts tokens as `model.shoal_gates` says, called with what enters it.
+    """The model with attention that weights tokens from `layer` on by `model.shoal_gates`, called with its inputs.
 
     Raises:
-        Unsupported: attention does not look up its function, or no such layer sees all of the text.
+        Unsupported: attention does not look up its function, or no such layer sees the whole text.
     """
     from shoal.model.prepacked import can_ask_by_rows
 
@@ -247,7 +251,7 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
     softcap: float | None = None, **options: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: query [B, heads, T, head_dim] to [B, T, heads, head_dim]; closed gates add nothing."""
+    """The registered attention: query [B, heads, T, head_dim] to [B, T, heads, head_dim]; closed gates add nothing."""
     if options.get("s_aux") is not None:
         raise Unsupported("a gate beside attention sinks", "the gated attention has none", "Use streaming_llm")
     groups = query.shape[1] // key.shape[1]
@@ -268,7 +272,7 @@ def _attend(
 
 @cache
 def _register() -> None:
-    """Let transformers know our function, and the form of its masks."""
+    """Register our attention function and its mask function with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 

@@ -1,8 +1,8 @@
-"""A model's answers with the hidden states behind them, in a folder, so that training needs no forward of the model.
+"""A model's answers with their hidden states, in a folder, so that training needs no forward of the model.
 
-The folder holds `corpus.json`, what it was made of, `prompts.json`, and shards of a fixed number of answers each:
-`states-00000.safetensors` and so on. A shard is there whole or not at all; a folder that lacks some is gone on with.
-A state is what the LM head's matrix reads: the last layer's output after the final norm.
+The folder holds `corpus.json` (how it was made), `prompts.json`, and shards of a fixed number of answers each:
+`states-00000.safetensors` and so on. A shard is written whole or not at all, and missing shards are added later. A
+state is an input of the LM head: the last layer's output after the final norm.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from shoal_lab.train import files
 from shoal_lab.train.answers import answered
 
 SHARD = 64
-"""Answers of a shard."""
+"""Answers per shard."""
 _TOGETHER = 32
 """Answers decoded at once."""
 _VALIDATION = 16
-"""One answer in so many is never trained on."""
+"""One answer in this many is held out from training."""
 _LONGEST = 384
-"""Tokens of a prompt beyond which it is left out."""
+"""Most tokens of a prompt; longer ones are left out."""
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class CorpusWish:
-    """What a corpus is to be; two that differ in any of it are different corpora.
+    """The wanted corpus; corpora that differ in any attribute are different.
 
     Attributes:
-        tokens: answer tokens after which no further shard is begun.
+        tokens: no shard is begun after this many answer tokens.
         max_new_tokens: the longest answer.
-        temperature: of the answers; 0 takes the likeliest tokens.
+        temperature: of the answers; 0 for greedy ones.
         seed: of draws.
-        gigabytes: no further shard is begun beyond that.
+        gigabytes: no shard is begun beyond this size.
     """
 
     tokens: int = 500_000
@@ -56,12 +56,12 @@ class CorpusWish:
 
 @dataclass(frozen=True)
 class AnsweredText:
-    """A prompt and what the model said, with the states behind both.
+    """A prompt and the model's answer, with the states of both.
 
     Attributes:
         tokens: int64 [n]; the first `prompt` of them are the prompt.
-        states: [n, D] in bfloat16; `states[t]` is what token t + 1 was predicted from.
-        prompt: how many tokens the prompt has.
+        states: [n, D] in bfloat16; `states[t]` predicts token t + 1.
+        prompt: number of prompt tokens.
     """
 
     tokens: Tensor
@@ -73,14 +73,14 @@ class Corpus:
     """The shards of a folder.
 
     Args:
-        folder: where they are.
-        whole: whether there is all that was wished for.
+        folder: their folder.
+        whole: whether the corpus is complete.
 
     Attributes:
-        facts: what `corpus.json` says.
+        facts: content of `corpus.json`.
 
     Raises:
-        ValueError: there are none, or the folder cannot be read.
+        ValueError: there are no shards, or the folder cannot be read.
     """
 
     def __init__(self, folder: Path, whole: bool = True) -> None:
@@ -91,7 +91,7 @@ class Corpus:
             raise ValueError(f"{folder} holds no answers yet; make some first, or give it more time")
 
     def answers(self, shard: int, *, validation: bool) -> list[AnsweredText]:
-        """The answers of one shard that are trained on, or those that are not."""
+        """Training answers of one shard, or its held-out ones."""
         held = _read(self.shards[shard])
         lengths, prompts = held["lengths"].tolist(), held["prompts"].tolist()
         pairs = zip(held["tokens"].long().split(lengths), held["states"].split(lengths), prompts, strict=True)
@@ -99,12 +99,12 @@ class Corpus:
         return [one for place, one in enumerate(whole) if (place % _VALIDATION == 0) == validation]
 
     def validation(self, most: int = 128) -> list[AnsweredText]:
-        """Answers that are not trained on, spread over the shards."""
+        """Held-out answers, spread over the shards."""
         per = max(1, most // len(self.shards))
         return [one for shard in range(len(self.shards)) for one in self.answers(shard, validation=True)[:per]]
 
     def frequent(self, count: int) -> list[int]:
-        """The tokens that answers use most, by id, ascending; what no training answer holds is not among them."""
+        """The most frequent tokens of training answers, by id, ascending; tokens that do not occur are left out."""
         counts: Tensor | None = None
         for shard in range(len(self.shards)):
             said = torch.cat([one.tokens[one.prompt :] for one in self.answers(shard, validation=False)])
@@ -116,7 +116,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """A hash of the tokens, by which a card says what was trained on."""
+        """A hash of the tokens; cards say with it what was trained on."""
         digest = hashlib.sha256()
         for path in self.shards:
             held = _read(path)
@@ -127,17 +127,17 @@ class Corpus:
 
 def make(
     folder: Path, engine: Engine, prompts: Callable[[], Sequence[Sequence[int]]], wish: CorpusWish,
-    tell: Tell = lambda words: None, until: Callable[[], bool] = lambda: False,
+    tell: Tell = lambda message: None, until: Callable[[], bool] = lambda: False,
 ) -> Corpus:
-    """Make a corpus, or what is missing of it.
+    """Make a corpus, or the missing part of it.
 
     Args:
-        folder: where; made if need be.
+        folder: its folder; created if absent.
         engine: the model that answers.
-        prompts: gives their token ids; called where none were written down yet.
-        wish: what it is to be.
-        tell: is told of progress.
-        until: whether to leave off; asked before each shard.
+        prompts: returns their token ids; called if none are stored yet.
+        wish: the wanted corpus.
+        tell: receives progress messages.
+        until: whether to stop; asked before each shard.
 
     Raises:
         ValueError: the folder holds another corpus.
@@ -161,17 +161,17 @@ def make(
 
 
 def read(
-    folder: Path, engine: Engine, texts: Sequence[Sequence[int]], tell: Tell = lambda words: None,
+    folder: Path, engine: Engine, texts: Sequence[Sequence[int]], tell: Tell = lambda message: None,
     until: Callable[[], bool] = lambda: False,
 ) -> Corpus:
-    """Make a corpus of given texts, or what is missing of it: all but the first token counts as said by the model.
+    """Make a corpus of given texts, or the missing part of it; all tokens except the first count as the model's answer.
 
     Args:
-        folder: where; made if need be.
+        folder: its folder; created if absent.
         engine: the model whose states are kept.
         texts: token ids.
-        tell: is told of progress.
-        until: whether to leave off; asked before each shard.
+        tell: receives progress messages.
+        until: whether to stop; asked before each shard.
 
     Raises:
         ValueError: the folder holds another corpus, or no text has two tokens.
@@ -194,7 +194,7 @@ def read(
 
 
 def _told(wish: CorpusWish) -> dict[str, Any]:
-    """What of a wish makes it another corpus: not how much of it there is."""
+    """The attributes of a wish that make it another corpus; its size does not."""
     return {"max_new_tokens": wish.max_new_tokens, "temperature": wish.temperature, "seed": wish.seed}
 
 
@@ -221,7 +221,7 @@ def _asked(path: Path, prompts: Callable[[], Sequence[Sequence[int]]]) -> list[l
 def _make_shard(
     path: Path, engine: Engine, asked: Sequence[Sequence[int]], wish: CorpusWish, number: int
 ) -> int:
-    """AnsweredText, read again, write; the number of answer tokens."""
+    """Answer, read again, write; returns the number of answer tokens."""
     said = list(answered(engine, asked, together=_TOGETHER, seed=wish.seed + number * SHARD,
                          max_new_tokens=wish.max_new_tokens, temperature=wish.temperature))
     texts = [(list(prompt), [*prompt, *answer.tokens]) for prompt, answer in zip(asked, said, strict=True)]
@@ -229,7 +229,7 @@ def _make_shard(
 
 
 def _write_shard(path: Path, engine: Engine, texts: Sequence[tuple[list[int], list[int]]]) -> int:
-    """Prompts and whole texts with the states behind them; the number of answer tokens."""
+    """Write prompts and whole texts with their states; returns the number of answer tokens."""
     tensors = {
         "tokens": torch.tensor([token for _, text in texts for token in text], dtype=torch.int32),
         "lengths": torch.tensor([len(text) for _, text in texts], dtype=torch.int32),
@@ -242,7 +242,7 @@ def _write_shard(path: Path, engine: Engine, texts: Sequence[tuple[list[int], li
 
 @torch.no_grad()
 def states(stack: Stack, tokens: Sequence[int]) -> Tensor:
-    """What the head's matrix reads at every token of a text, [n, D] in bfloat16."""
+    """The LM head's inputs at every token of a text, [n, D] in bfloat16."""
     cache, plan, found = KVCache(stack.windows, 1), DepthPlan.full(stack.num_layers), []
 
     def hook(layer: int, hidden: Tensor) -> None:
@@ -257,7 +257,7 @@ def states(stack: Stack, tokens: Sequence[int]) -> Tensor:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Those that are there without a gap."""
+    """Shards up to the first gap."""
     found: list[Path] = []
     while (path := folder / f"states-{len(found):05d}.safetensors").is_file():
         found.append(path)
@@ -268,7 +268,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         held: dict[str, Tensor] = load_file(path)
         return held
-    except Exception as error:  # safetensors says it in a type of its own, whatever is wrong
+    except Exception as error:  # safetensors raises a type of its own for every error
         raise ValueError(f"{path} cannot be read ({error}); remove it and those after it, to make them anew") from None
 
 
@@ -281,7 +281,7 @@ def _spoken(held: Mapping[str, Tensor]) -> int:
 
 
 def batches(answers: Sequence[AnsweredText], tokens: int) -> Iterator[list[AnsweredText]]:
-    """Answers of like lengths together, of at most so many tokens with what fills up."""
+    """Batches of answers of similar lengths, of at most `tokens` tokens with padding."""
     batch: list[AnsweredText] = []
     for one in sorted(answers, key=lambda one: len(one.tokens)):
         if batch and (len(batch) + 1) * len(one.tokens) > tokens:

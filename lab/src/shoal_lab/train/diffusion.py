@@ -1,9 +1,9 @@
-"""A small masked-diffusion model from scratch, on generated tasks: lists, squares, sums, sentences.
+"""Trains a small masked-diffusion model from scratch on generated tasks: lists, squares, sums, sentences.
 
-Llama's blocks, whose words all see each other. An answer is filled up with ends of sequence to a length that is drawn,
-some of its words are masked, any number of them as likely, and the loss is the mean cross-entropy of these: times the
-length a bound of the answer's negative log-likelihood (LLaDA, arXiv 2502.09992, equation 6). Every batch follows from
-the seed and its number alone.
+The model has Llama's blocks with bidirectional attention. An answer is padded with ends of sequence to a random length,
+a uniformly random number of its tokens is masked, and the loss is their mean cross-entropy: times the length, a bound
+of the answer's negative log-likelihood (LLaDA, arXiv 2502.09992, equation 6). Every batch follows from the seed and its
+number.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from shoal_lab.train.optimizer import CheckpointedOptimizer
 CHECKPOINT = "training.pt"
 EOS, MASK, UNKNOWN = "<eos>", "<mask>", "<unk>"
 _WEIGHTS = {"replace_random": 5, "shuffle": 3, "latin": 3, "sentence": 2, "sum": 2}
-"""How often a task is drawn, where it is not once: dependences are learnt last."""
+"""How often a task is drawn, 1 by default: dependences are learnt last."""
 _WARM = 0.03
 _LONGEST = 16
 _TIGHT = 0.5
-"""Answers that end with the canvas; the others are filled up to a length that is drawn, at most `_LONGEST`."""
+"""Share of answers that end with the canvas; the others are padded to a random length, at most `_LONGEST`."""
 
 
 @dataclass(frozen=True)
 class DiffusionTraining:
-    """How a model is trained.
+    """Settings of the training.
 
     Attributes:
         steps: optimiser steps.
         batch: texts of a step.
-        rate: highest learning rate of AdamW; of matrices by Muon, where torch has it, three times as much.
+        rate: highest learning rate of AdamW; Muon, if torch has it, trains matrices at three times this rate.
         seed: of first weights, texts and masks.
         hidden, layers, heads, inner: sizes of the model.
-        causal: whether to train its twin that writes from left to right: the same first weights and texts, words that
-            see those before them, and the loss of every word of an answer and of its end.
+        causal: whether to train the autoregressive reference instead: the same first weights and texts, causal
+            attention, and the loss of every token of an answer and of its end.
     """
 
     steps: int = 3500
@@ -65,13 +65,13 @@ class DiffusionTraining:
             raise ValueError(f"hidden is {self.hidden}; it must be a multiple of twice the {self.heads} heads")
 
 
-def tokenizer_of(words: list[str]) -> Any:
-    """A token for each word; words stand apart by single spaces."""
+def tokenizer_of(vocabulary: list[str]) -> Any:
+    """A tokenizer with one token per word; words are separated by single spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: number for number, word in enumerate([UNKNOWN, EOS, MASK, *words])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    ids = {word: number for number, word in enumerate([UNKNOWN, EOS, MASK, *vocabulary])}
+    core = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=UNKNOWN, eos_token=EOS, mask_token=MASK,
                                    pad_token=EOS, clean_up_tokenization_spaces=False)
@@ -98,14 +98,13 @@ class MaskedBatch:
     """Texts of a step.
 
     Attributes:
-        words: int64 [B, T] with masks in place of what is to be found; short texts are filled up at their ends.
-        wanted: int64 [B, T], the word behind each mask, -100 elsewhere. From left to right nothing is masked, and what
-            is wanted at a place is the next word.
-        inside: bool [B, T], what belongs to a text.
-        causal: whether words see those before them alone.
+        tokens: int64 [B, T] with masks in place of what is to be predicted; short texts are padded at the end.
+        wanted: int64 [B, T], the token behind each mask, -100 elsewhere; without masks if `causal`, the next token.
+        inside: bool [B, T], whether a place belongs to a text.
+        causal: whether attention is causal.
     """
 
-    words: Tensor
+    tokens: Tensor
     wanted: Tensor
     inside: Tensor
     causal: bool = False
@@ -117,25 +116,25 @@ def batch_of(number: int, tokenizer: Any, how: DiffusionTraining, part: Any = "c
     names = [name for name in parallel.TASKS for _ in range(_WEIGHTS.get(name, 1))]
     texts = [_text(random, random.choice(names), tokenizer, part) for _ in range(how.batch)]
     width = max(len(prompt) + len(answer) for prompt, answer in texts)
-    words = torch.full((how.batch, width), tokenizer.eos_token_id)
-    wanted, inside = torch.full_like(words, -100), torch.zeros(how.batch, width, dtype=torch.bool)
+    tokens = torch.full((how.batch, width), tokenizer.eos_token_id)
+    wanted, inside = torch.full_like(tokens, -100), torch.zeros(how.batch, width, dtype=torch.bool)
     start = random.random()
     for row, (prompt, answer) in enumerate(texts):
         first, last = len(prompt), len(prompt) + len(answer)
-        words[row, :last], inside[row, :last] = torch.tensor(prompt + answer), True
+        tokens[row, :last], inside[row, :last] = torch.tensor(prompt + answer), True
         if how.causal:
             end = first + answer.index(tokenizer.eos_token_id)
-            wanted[row, first - 1 : end] = words[row, first : end + 1]
+            wanted[row, first - 1 : end] = tokens[row, first : end + 1]
             continue
-        count = 1 + int(len(answer) * (row + start) / how.batch)  # stratified: each share of a text about as often
+        count = 1 + int(len(answer) * (row + start) / how.batch)  # stratified: all shares of a text are equal
         masked = random.sample(range(first, last), count)
-        wanted[row, masked] = words[row, masked]
-        words[row, masked] = tokenizer.mask_token_id
-    return MaskedBatch(words, wanted, inside, how.causal)
+        wanted[row, masked] = tokens[row, masked]
+        tokens[row, masked] = tokenizer.mask_token_id
+    return MaskedBatch(tokens, wanted, inside, how.causal)
 
 
 def _text(random: Random, task: str, tokenizer: Any, part: Any) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt, and of an answer that is filled up."""
+    """Token ids of a prompt, and of a padded answer."""
     prompt, answers = parallel.drawn(task, random, part)
     ids = [tokenizer.convert_tokens_to_ids(text.split(" ")) for text in (prompt, random.choice(answers))]
     longest = max(len(ids[1]) + 1, _LONGEST)
@@ -144,28 +143,28 @@ def _text(random: Random, task: str, tokenizer: Any, part: Any) -> tuple[list[in
 
 
 def loss_of(model: Any, batch: MaskedBatch) -> Tensor:
-    """Nats a word: the bound of a text's negative log-likelihood by its answer's length, on average.
+    """Nats per token: the bound of a text's negative log-likelihood over its answer's length, on average.
 
-    From left to right it is no bound, but that likelihood itself.
+    If causal, it is not a bound but the negative log-likelihood itself.
     """
-    seen = batch.inside[:, None, None].expand(-1, 1, batch.words.shape[1], -1)
+    seen = batch.inside[:, None, None].expand(-1, 1, batch.tokens.shape[1], -1)
     seen = seen.tril() if batch.causal else seen
-    hidden = model.model(input_ids=batch.words, attention_mask=seen, use_cache=False).last_hidden_state
+    hidden = model.model(input_ids=batch.tokens, attention_mask=seen, use_cache=False).last_hidden_state
     masked = batch.wanted >= 0
     losses = nn.functional.cross_entropy(model.lm_head(hidden[masked]), batch.wanted[masked], reduction="none")
-    return (losses / masked.sum(1)[masked.nonzero()[:, 0]]).sum() / len(batch.words)
+    return (losses / masked.sum(1)[masked.nonzero()[:, 0]]).sum() / len(batch.tokens)
 
 
 def train(
     how: DiffusionTraining, folder: Path, tell: Callable[[str], None], late: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Train, or go on where a run in that folder was left; write the model there once it is done.
+    """Train, or resume a run in that folder, and write the model there when it is done.
 
     Returns:
-        The card, as it is written: settings, steps, losses by step, seconds.
+        The card as written: settings, steps, losses by step, seconds.
 
     Raises:
-        ValueError: the checkpoint is of another run, or the loss is no number any more.
+        ValueError: the checkpoint is of another run, or training has diverged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(parallel.vocabulary())
@@ -197,14 +196,14 @@ def _share(step: int, steps: int) -> float:
 
 
 def _optimizer(model: Any, how: DiffusionTraining, path: Path) -> CheckpointedOptimizer:
-    """Muon for the layers' matrices, where torch has it, and AdamW for the rest."""
+    """Muon for the layers' matrices if torch has it, and AdamW for the rest."""
     muon = hasattr(torch.optim, "Muon")
     matrices = [weight for weight in model.model.layers.parameters() if muon and weight.dim() == 2]
     return CheckpointedOptimizer(model, matrices, (3 * how.rate, how.rate), (0.9, 0.98), 0.01, 1.0, path, asdict(how))
 
 
 def _export(folder: Path, model: Any, tokenizer: Any, card: dict[str, Any]) -> None:
-    """The model in bfloat16, its tokenizer and its card."""
+    """Write the model in bfloat16, its tokenizer and its card."""
     import copy
 
     small = copy.deepcopy(model).to(torch.bfloat16)

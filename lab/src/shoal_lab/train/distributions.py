@@ -1,7 +1,7 @@
-"""Cross-entropy between two laws over many tokens, whose gradient is made while the laws are there.
+"""Cross-entropy between two distributions over many tokens, with its gradient computed in the forward.
 
-With 150 thousand tokens the laws of a step take gigabytes and each pass over them as long as a product. The gradient
-towards the states is known as soon as both laws are, so nothing of them is kept and nothing made twice.
+With 150,000 tokens the distributions of a step take gigabytes, and each pass over them takes as long as a product. The
+gradient with respect to the states is known as soon as both distributions are, so none is kept or computed twice.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _NUMBERS = 1 << 25
-"""Of a law's at a time: 128 MiB of float32."""
+"""Numbers of a distribution at a time: 128 MiB of float32."""
 
 
 def cross_entropy(guesses: Tensor, states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of the laws behind `guesses` with those behind `states`, and the likeliest rows guessed.
+    """Mean cross-entropy of the distributions from `guesses` with those from `states`, and the argmax of the former.
 
-    Under autocast products are computed in its type; no gradient goes to `states` and `rows`.
+    Under autocast, products are computed in its dtype; `states` and `rows` get no gradient.
 
     Args:
-        guesses, states: [n, D], what the head reads.
-        rows: [V, D], the head's.
+        guesses, states: [n, D], inputs of the LM head.
+        rows: [V, D], the LM head's matrix.
 
     Returns:
         A scalar, and int64 [n].
@@ -45,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
         count, piece = len(guesses), max(1, _NUMBERS // len(rows))
         wide = torch.promote_types(rows.dtype, torch.float32)
         guessed, own = (torch.empty(min(piece, count), len(rows), dtype=wide) for _ in range(2))
-        total, words, slope = torch.zeros((), dtype=wide), guesses.new_empty(count, dtype=torch.int64), None
+        total, chosen, slope = torch.zeros((), dtype=wide), guesses.new_empty(count, dtype=torch.int64), None
         if ctx.needs_input_grad[0]:
             slope = torch.empty_like(guesses)
         for first in range(0, count, piece):
@@ -54,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
             theirs.copy_(states[some].to(rows.dtype) @ rows.T)
             _to_probabilities(theirs.sub_(theirs.amax(-1, keepdim=True)))
             mine.copy_(guesses[some].to(rows.dtype) @ rows.T)
-            most, words[some] = mine.max(-1)
+            most, chosen[some] = mine.max(-1)
             mine -= most[:, None]
             total -= (theirs[:, None] @ mine[..., None]).sum()
             total += _to_probabilities(mine).log().sum()
@@ -62,8 +62,8 @@ class _CrossEntropy(torch.autograd.Function):
                 slope[some] = mine.sub_(theirs).to(rows.dtype) @ rows
         if slope is not None:
             ctx.save_for_backward(slope.div_(max(1, count)))
-        ctx.mark_non_differentiable(words)
-        return total / count, words
+        ctx.mark_non_differentiable(chosen)
+        return total / count, chosen
 
     @staticmethod
     @once_differentiable
@@ -72,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _to_probabilities(scores: Tensor) -> Tensor:
-    """Turn scores of at most 0 into probabilities, in place; what their exponentials came to [n, 1]."""
+    """Turn scores of at most 0 into probabilities, in place; returns the sums of their exponentials [n, 1]."""
     whole = scores.exp_().sum(-1, keepdim=True)
     scores /= whole
     return whole

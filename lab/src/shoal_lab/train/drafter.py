@@ -1,9 +1,9 @@
-"""A masked-diffusion drafter for a model, from its own outer layers: what `deer` drafts with, under training.
+"""Trains a masked-diffusion drafter from a model's own outer layers; `deer` drafts with it.
 
-The first and last layers of the model, whose words now all see each other, read the last tokens of a text and a block
-of masks behind it. What they say at each mask is pulled towards what the model itself said of that place, once the
-answer had come so far: in the mean over answers that is the place's law given the text alone. Embedding and head are
-the model's and stay as they are, but for the embedding of the mask.
+The first and last layers of the model, now with bidirectional attention, read the last tokens of a text and a block of
+masks behind it. The prediction at each mask is pulled towards the model's own prediction there, given the answer so
+far; averaged over answers, that is the place's distribution given the text alone. Embedding and LM head are the model's
+and stay, except for the embedding of the mask.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shoal.decode.recipe import MOST_GUESSES
 from shoal.engine.engine import Engine
@@ -24,17 +25,17 @@ from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 _FADE = 0.8
-"""Weight of a place's loss relative to that of the place before."""
+"""Weight of a place's loss relative to the previous place's."""
 
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """How a drafter is made.
+    """Shape of a drafter.
 
     Attributes:
-        layers: layers of the model that it begins as: its first ones, and as many or one fewer of its last.
-        block: masks that it fills.
-        window: last tokens of a text that it reads; the first of them stands at position 0.
+        layers: layers that it starts from: the model's first ones, and as many or one fewer of its last.
+        block: number of masks that it fills.
+        window: last tokens of a text that it reads; the first of them is at position 0.
     """
 
     layers: int = 2
@@ -54,7 +55,7 @@ class DrafterShape:
 
         Raises:
             ValueError: it has fewer layers, or a shorter context.
-            Unsupported: its blocks are none that can run as a masked model's.
+            Unsupported: its blocks cannot run as a masked model's.
         """
         stack = engine.stack
         if self.layers > stack.num_layers:
@@ -73,14 +74,14 @@ class _Canvas:
     """Windows of texts with their masks, side by side.
 
     Attributes:
-        words: int64 [N, W], what is read; anything where there are masks, and behind them.
+        tokens: int64 [N, W], what is read; arbitrary where there are masks, and behind them.
         masks: bool [N, W], `block` of them in each row.
-        inside: bool [N, W], what belongs to a window.
-        rows, places: int64 [N, 1] and [N, block], where in the texts each mask stands.
-        asked: bool [N, block], whether the text goes so far.
+        inside: bool [N, W], whether a place belongs to a window.
+        rows, places: int64 [N, 1] and [N, block], where each mask is in the texts.
+        asked: bool [N, block], whether the text is that long.
     """
 
-    words: Tensor
+    tokens: Tensor
     masks: Tensor
     inside: Tensor
     rows: Tensor
@@ -89,17 +90,17 @@ class _Canvas:
 
 
 class DrafterModule(TrainedModule):
-    """See the module.
+    """Trains the drafter.
 
     Args:
-        base: embedding and head of the model.
-        model: the model with transformers' modules, which is not changed.
-        shape: what is made of it.
-        mask: the token that stands for a word not yet known.
-        seed: of where windows end.
+        base: embedding and LM head of the model.
+        model: transformers' model, which is not changed.
+        shape: shape of the drafter.
+        mask: the mask token.
+        seed: of the ends of windows.
 
     Raises:
-        Unsupported: the model's type is none that can be a masked model's.
+        Unsupported: the model's type has no masked model.
     """
 
     kind: ClassVar[str] = "drafter"
@@ -109,18 +110,17 @@ class DrafterModule(TrainedModule):
         super().__init__()
         self._base, self._shape, self._seed, self.mask_id = base, shape, seed, mask
         student = outer_layers(model, shape, mask)
-        self._student = (student,)  # in a tuple, whose parameters are not trained
+        self._student = (student,)  # in a tuple, so that its parameters are not trained
         self.layers, self.norm = student.model.layers, student.model.norm
         table = student.get_input_embeddings().weight
         self.mask = nn.Parameter(table.detach().mean(0))
         self.head = CutHead(base, [token for token in range(len(table)) if token != mask])
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `TrainedModule`; depth i is the i-th mask, and where the windows end follows from the step's number.
-
-        Without gradients, they end at every `block`-th token of an answer, from its first one on.
-        """
+        # Depth i is the i-th mask. The step decides where windows end; without gradients, they end at every `block`-th
+        # token of an answer, from its first one on.
         offset = 0
         if torch.is_grad_enabled():
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + int(self.steps))
@@ -134,14 +134,14 @@ class DrafterModule(TrainedModule):
             if asked.any():
                 where = canvas.rows[asked, 0], canvas.places[asked, place]
                 own = batch.states[where[0], where[1] - 1]
-                loss, words = self.head.distilled(outputs[asked, place], own)
+                loss, tokens = self.head.distilled(outputs[asked, place], own)
                 total = total + _FADE**place * loss
-                right[asked] = words == batch.tokens[where]
+                right[asked] = tokens == batch.tokens[where]
             found.append(Guessed(right, asked))
         return total, found
 
     def canvas(self, batch: TextBatch, offset: int) -> _Canvas:
-        """Windows that end behind the first token of each answer or `offset` later, and so on by whole blocks."""
+        """Windows that end at the first token of each answer or `offset` later, and then every `block` tokens."""
         shape, starts = self._shape, list[tuple[int, int]]()
         for row, (prompt, length) in enumerate(zip(batch.prompts.tolist(), batch.lengths.tolist(), strict=True)):
             first = prompt + 1 + offset % max(1, length - prompt - 1)
@@ -151,28 +151,29 @@ class DrafterModule(TrainedModule):
         known = ends - begun
         column = torch.arange(int(known.max()) + shape.block)
         read, inside = column < known, column < known + shape.block
-        words = batch.tokens[rows, (begun + column).clamp(max=batch.tokens.shape[1] - 1)]
+        tokens = batch.tokens[rows, (begun + column).clamp(max=batch.tokens.shape[1] - 1)]
         places = ends + torch.arange(shape.block)
-        return _Canvas(words.masked_fill(~read, 0), inside & ~read, inside, rows, places,
+        return _Canvas(tokens.masked_fill(~read, 0), inside & ~read, inside, rows, places,
                        places < batch.lengths[rows])
 
     def outputs(self, canvas: _Canvas) -> Tensor:
-        """What the head reads at each mask, [N, block, D]."""
-        x = torch.where(canvas.masks[..., None], self.mask, self._base.embed(canvas.words))
+        """The LM head's inputs at each mask, [N, block, D]."""
+        x = torch.where(canvas.masks[..., None], self.mask, self._base.embed(canvas.tokens))
         seen = canvas.inside[:, None, None].expand(-1, 1, x.shape[1], -1)
         hidden: Tensor = self._student[0].model(inputs_embeds=x, attention_mask=seen, use_cache=False).last_hidden_state
         return hidden[canvas.masks].view(len(x), self._shape.block, -1)
 
     @torch.no_grad()
+    @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """How often the likeliest token at each mask was the one that came, whatever stood before it: `places`."""
+        """Share of masks at which the argmax token is the text's, by mask, whatever came before: `places`."""
         found = [self.loss(batch)[1] for batch in held_out]
         right, asked = (torch.tensor([[int(getattr(one, name).sum()) for one in depths] for depths in found]).sum(0)
                         for name in ("right", "asked"))
         return {"places": [round(share, 4) for share in (right / asked.clamp(min=1)).tolist()]}
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `TrainedModule`."""
         return {**asdict(self._shape), "mask": self.mask_id}
 
     def checkpoint(self) -> Any:
@@ -184,10 +185,10 @@ class DrafterModule(TrainedModule):
 
 
 def outer_layers(model: Any, shape: DrafterShape, mask: int) -> Any:
-    """A copy of a model's embedding, outer layers and head in float32, as the masked model that its config names it.
+    """A copy of a model's embedding, outer layers and LM head in float32, as the masked model of its type.
 
     Raises:
-        Unsupported: the model's type is none that can be a masked model's.
+        Unsupported: the model's type has no masked model.
     """
     config = copy.deepcopy(model.config)
     if config.model_type not in OWN:
@@ -210,19 +211,19 @@ def outer_layers(model: Any, shape: DrafterShape, mask: int) -> Any:
 
 
 def mask_token(engine: Engine, answers: Corpus, given: str | None) -> int:
-    """The token that is to stand for a word not yet known.
+    """The mask token.
 
     Args:
         engine: the model.
-        answers: where the token must not occur.
-        given: it, as the tokenizer writes it, or its number; None for the tokenizer's own mask token, or else the last
-            special token that neither begins nor ends a text and that no text holds.
+        answers: texts in which the token must not occur.
+        given: the token as text or id; None for the tokenizer's own mask token, or else the last special token that
+            neither begins nor ends a text and that no text holds.
 
     Raises:
         ValueError: there is no such token, or texts hold it.
     """
-    words, size = engine.tokenizer, engine.stack.vocab_size
-    known: dict[str, int] = {} if words is None else words.get_vocab()
+    tokenizer, size = engine.tokenizer, engine.stack.vocab_size
+    known: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
     used = {*engine.eos_token_ids}
     for shard in range(len(answers.shards)):
         for part in (True, False):
@@ -235,10 +236,10 @@ def mask_token(engine: Engine, answers: Corpus, given: str | None) -> int:
         if found in used:
             raise ValueError(f"mask token {given!r} stands in the answers, or ends them; give one that no text holds")
         return found
-    if words is not None and words.mask_token_id is not None:
-        return int(words.mask_token_id)
-    ends = {} if words is None else {words.bos_token_id, words.eos_token_id, words.pad_token_id, words.unk_token_id}
-    special = [] if words is None else [token for token, held in words.added_tokens_decoder.items() if held.special]
+    if tokenizer is not None and tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    ends = {} if tokenizer is None else {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    special = [] if tokenizer is None else [token for token, held in tokenizer.added_tokens_decoder.items() if held.special]
     free = [token for token in special if token not in used and token not in ends and token < size]
     if not free:
         raise ValueError("the tokenizer has no special token that no text holds; say which token no text holds, by "

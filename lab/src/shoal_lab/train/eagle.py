@@ -1,8 +1,8 @@
-"""The layer of `shoal.speculative.eagle` under training.
+"""Trains the layer of `shoal.speculative.eagle`.
 
-It is trained on what it will meet: after the first guess it reads its own outputs (training-time test of EAGLE-3,
+It is trained on the inputs of decoding: after the first guess it reads its own outputs (training-time test of EAGLE-3,
 arXiv 2503.01840). At every depth its distribution is pulled towards the model's own, and its outputs towards the
-model's states (arXiv 2401.15077), which tell more per token: answers are few here.
+model's states (arXiv 2401.15077), which tell more per token, because answers are few here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, silu, smooth_l1_loss
+from typing_extensions import override
 
 from shoal.speculative.layer_head import FUSE, NORMS, LayerShape
 from shoal.speculative.part_file import TOKENS
@@ -23,25 +24,25 @@ from shoal_lab.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _SPREAD = 0.02
 _SURE, _LINEAR = 0.5, 0.7
-"""Of random and of linear first outputs: their size relative to states. What is smaller is less sure of its guesses."""
+"""Size of random and of linear first outputs relative to states. Smaller outputs give less certain guesses."""
 _FADE = 0.8
-"""Weight of a depth's loss relative to that of the depth before."""
+"""Weight of a depth's loss relative to the previous depth's."""
 _LIKE = 3.0
-"""Weight of the distance between outputs and states beside the cross-entropy."""
+"""Weight of the distance between outputs and states, relative to the cross-entropy."""
 
 
 def default_shape(hidden: int) -> LayerShape:
-    """A layer for a model with states of that many numbers, shaped as small Llamas are."""
+    """A layer for a model with states of that size, shaped like small Llamas."""
     head_dim, even = math.gcd(hidden, 64), min(hidden, 64)
     return LayerShape(hidden, hidden * 8 // 3 // even * even, hidden // head_dim, head_dim)
 
 
 class EagleModule(PartModule):
-    """See the module.
+    """Trains the layer.
 
     Args:
         base: the model.
-        shape: of the layer.
+        shape: shape of the layer.
         ids: the tokens that are guessed.
         rollout: depths to train.
         seed: of the first weights.
@@ -65,9 +66,10 @@ class EagleModule(PartModule):
             self["norm.weight"].mul_(_SURE)
         self._frequencies = shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
 
+    @override
     @classmethod
     def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> EagleModule:
-        """See `PartModule`; begins as the best linear guess, to which attention and MLP add nothing yet."""
+        # Starts as the best linear guess, to which attention and MLP add nothing yet.
         shape = default_shape(corpus.answers(0, validation=False)[0].states.shape[1])
         module = cls(base, shape, ids, depths or 3, seed=seed)
         matrix, sizes = linear_start(base, corpus, shape.eps)
@@ -83,8 +85,9 @@ class EagleModule(PartModule):
         found: Tensor = self.weights[self._names[name]]
         return found
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `PartModule`; the output at place t guesses token t + 2."""
+        # The output at place t guesses token t + 2.
         total, found = torch.zeros(()), []
         first = batch.guessed_from(0, 2)[:, :-1]
         scale = batch.states[:, 1:][first].square().mean().sqrt()
@@ -99,7 +102,7 @@ class EagleModule(PartModule):
         return total, found
 
     def outputs(self, batch: TextBatch) -> list[Tensor]:
-        """What stands in for the state behind token t + 1, [B, T - 1, D], at each depth."""
+        """The outputs in place of the state behind token t + 1, [B, T - 1, D], at each depth."""
         embedded = self._normed(self._base.embed(batch.tokens[:, 1:]), NORMS[1])
         states, found = batch.states[:, :-1], []
         keys: list[Tensor] = []
@@ -112,12 +115,12 @@ class EagleModule(PartModule):
             states = pad(found[-1], (0, 0, 1, 0))[:, :-1]
         return found
 
+    @override
     def exported(self) -> dict[str, Tensor]:
-        """See `PartModule`."""
         return {name: self[name].detach() for name in self._names} | {TOKENS: self.head.ids.int()}
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `PartModule`."""
         return {name: getattr(self._shape, name) for name in ("hidden", "ffn", "heads", "head_dim")}
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
@@ -149,7 +152,7 @@ class EagleModule(PartModule):
         return linear(out.transpose(1, 2).flatten(2), self["layers.0.self_attn.o_proj.weight"])
 
     def _turned(self, x: Tensor) -> Tensor:
-        """Queries or keys [B, heads, T, head_dim] with their places turned in."""
+        """Apply rotary embedding to queries or keys [B, heads, T, head_dim]."""
         angles = torch.arange(x.shape[2])[:, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         left, right = x.chunk(2, -1)
@@ -157,15 +160,15 @@ class EagleModule(PartModule):
 
 
 def _first(size: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
-    """Ones for the factors of a norm, small random numbers for a matrix."""
+    """First weights: ones for a norm, small random numbers for a matrix."""
     return nn.Parameter(torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * _SPREAD)
 
 
 def _later(x: Tensor, by: int) -> Tensor:
-    """[B, heads, T, d] moved `by` places on."""
+    """Shift [B, heads, T, d] right by `by` places."""
     return x if not by else pad(x, (0, 0, by, 0))[:, :, :-by]
 
 
 def _earlier(x: Tensor, by: int) -> Tensor:
-    """Bool [B, T] moved `by` places back, so that a chain's guesses stand at the place of its root."""
+    """Shift bool [B, T] left by `by` places, so that a chain's guesses stand at the place of its last token."""
     return x if not by else pad(x[:, by:], (0, by))

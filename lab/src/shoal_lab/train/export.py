@@ -1,6 +1,6 @@
-"""A trained part as the folder that methods read: its tensors, small, and a card that says what they are.
+"""Writes a trained component as the folder that methods read: its small tensors, and a card that describes them.
 
-What was trained as a model of its own is written as one, with such a card beside it.
+If a whole model was trained, it is written as one, with such a card.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal_lab.train.part import ShippedModule, TrainedModule
 MODEL_CARD = "training.json"
 Weights = Literal["int8", "int6", "bfloat16", "float32"]
 _LARGEST = {"int8": 127, "int6": 31}
-"""Of the whole numbers; those of 6 bits lie in bytes, and take three quarters of the room in a compressed package."""
+"""Largest integers; 6-bit ones are stored in bytes, and take three quarters of the room in a compressed package."""
 
 
 def export(
@@ -32,11 +32,11 @@ def export(
     """Write the tensors, then the card; returns the card.
 
     Args:
-        folder: where.
-        engine: the model that the part is for.
-        module: the part.
+        folder: where to write.
+        engine: the model that the component is for.
+        module: the component.
         weights: how matrices are stored.
-        **facts: what else the card is to say: see `trained`.
+        **facts: more fields of the card, see `trained`.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in module.exported().items():
@@ -55,7 +55,7 @@ def export(
 
 
 def model(folder: Path, engine: Engine, module: TrainedModule, made: Any, **facts: Any) -> dict[str, Any]:
-    """Write a model of transformers, and the engine's tokenizer if there is one, then the card; returns the card."""
+    """Write a transformers model, the engine's tokenizer if there is one, and then the card; returns the card."""
     folder.mkdir(parents=True, exist_ok=True)
     made.save_pretrained(folder)
     if engine.tokenizer is not None:
@@ -68,7 +68,7 @@ def model(folder: Path, engine: Engine, module: TrainedModule, made: Any, **fact
 
 
 def trained(module: TrainedModule, corpus: Corpus, run: TrainingRun) -> dict[str, Any]:
-    """What a card says of the training, and of guesses if there are any."""
+    """Fields of a card about the training, and about its guesses if there are any."""
     accepted = run.accepted[-1] if run.accepted else []
     guesses = {"acceptance": [round(share, 4) for share in accepted], "tokens_per_forward": round(1 + sum(accepted), 4)}
     return {
@@ -78,7 +78,7 @@ def trained(module: TrainedModule, corpus: Corpus, run: TrainingRun) -> dict[str
 
 
 def _stored(name: str, tensor: Tensor, weights: Weights) -> dict[str, Tensor]:
-    """A tensor as it is stored: matrices in whole numbers with a scale per row, or in the type that was asked for."""
+    """A tensor as it is stored: matrices as integers with a scale per row, or in the wanted dtype."""
     if not tensor.is_floating_point() or tensor.dim() == 1 or weights == "float32":
         return {name: tensor.contiguous()}
     if weights == "bfloat16" or tensor.dim() != 2:

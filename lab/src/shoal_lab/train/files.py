@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write(path: Path, save: Callable[[Path], object]) -> None:
-    """Let `save` write to a path beside this one, which then takes its name; what was there stays if that fails.
+    """Let `save` write to a temporary path, then move the file to `path`; the old file stays if that fails.
 
     Raises:
         OSError: there is no room, or no permission; names the file.
@@ -29,12 +29,12 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A JSON file."""
+    """Write a JSON file."""
     write(path, lambda part: part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", "utf-8"))
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Raises:
         ValueError: it cannot be read; names the file.
@@ -46,5 +46,5 @@ def read_json(path: Path) -> Any:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether writing failed; what writes tensors has an error of its own for that."""
+    """Whether writing failed; safetensors has an error of its own for that."""
     return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"

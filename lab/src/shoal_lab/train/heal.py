@@ -1,9 +1,9 @@
-"""Low-rank adapters in a model's layers, trained so that the model says with less work what it says with all of it.
+"""Trains low-rank adapters in a model's layers, so that the model predicts with less work what it predicts in full.
 
-What is healed is the model under depth plans, several in turn, or a smaller model that was cut out of it. It reads the
-model's own answers as it would have written them, a layer that a token skips holding nothing of it, and its law at
-each token of an answer is drawn to the model's. The adapters (LoRA, arXiv 2106.09685) are then added to the weights:
-what is written is a checkpoint of the same shape.
+The healed model runs under depth plans, several in turn, or is a smaller model cut out of it. It reads the model's own
+answers as in decoding, where a token leaves nothing in a layer that it skips, and its distribution at each token of an
+answer is pulled towards the model's. The adapters (LoRA, arXiv 2106.09685) are then merged into the weights: the result
+is a checkpoint of the same shape.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported, needs
 from shoal.heap import give_back
-from shoal_lab.train.apart import Apart
+from shoal_lab.train.divergence import Divergence
 from shoal_lab.train.layer_reading import LayerReading, Share
 from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 
 class HealModule(TrainedModule):
-    """See the module.
+    """Trains the adapters.
 
     Args:
-        base: the head of the model that answered.
-        model: what is healed, with transformers' modules: that model, or a smaller one with the same head.
-            Adapters are put into it; its weights stay.
-        plans: by name, the depths at which it is healed; a full plan where only the weights are fewer.
-        rank: of the adapters.
-        seed: of their first weights, and of which plan a step takes.
-        recompute: see `LayerReading`.
-        half: keep matrices in bfloat16, in which their products are then computed; adapters and all else are float32.
+        base: the LM head of the model that answered.
+        model: the model to heal, of transformers: that model, or a smaller one with the same LM head. Adapters are
+            added to it; its weights stay.
+        plans: depth plans by name; a full plan if only the weights are fewer.
+        rank: rank of the adapters.
+        seed: of their first weights, and of the plan of each step.
+        recompute: as for `LayerReading`.
+        half: keep matrices in bfloat16, and compute their products in it; adapters and everything else are float32.
 
     Raises:
-        ValueError: a plan has not as many layers as the model, the states are of another size, or the rank is below 1.
+        ValueError: a plan has another number of layers, the states have another size, or the rank is below 1.
         Unsupported: a plan drops parts of layers, or the package peft is missing.
     """
 
@@ -59,15 +60,16 @@ class HealModule(TrainedModule):
         self._plans, self._rank, self._seed, self._half = dict(plans), rank, seed, half
         if half:
             halve(model)
-        self._model = (with_adapters(model, rank, seed),)  # in a tuple: what is trained of it is listed below
+        self._model = (with_adapters(model, rank, seed),)  # in a tuple: its trained parameters are listed below
         self._reading = LayerReading(self._model[0].get_base_model().model, recompute)
         trained = [one for one in self._model[0].parameters() if one.requires_grad]
         self.adapters = nn.ParameterList(trained)
         self.head = CutHead(base, range(config.vocab_size))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `TrainedModule`; right is the plan's likeliest word. Without gradients it is the first plan."""
+        # A place is right if the argmax is the model's own. Without gradients the first plan is used.
         names, place = list(self._plans), 0
         if torch.is_grad_enabled():
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + int(self.steps))
@@ -75,23 +77,24 @@ class HealModule(TrainedModule):
             self.steps += 1
         asked = batch.guessed_from(0, 1)
         states = self.read(batch, self._plans[names[place]])
-        loss, words = self.head.distilled(states[asked], batch.states[asked])
+        loss, tokens = self.head.distilled(states[asked], batch.states[asked])
         right = torch.zeros_like(asked)
-        right[asked] = words == batch.tokens.roll(-1, 1)[asked]
+        right[asked] = tokens == batch.tokens.roll(-1, 1)[asked]
         return loss, [Guessed(right, asked)]
 
     def read(self, batch: TextBatch, plan: DepthPlan) -> Tensor:
-        """What the head reads [B, T, D] where the tokens of answers run the layers of a plan."""
+        """The LM head's inputs [B, T, D] if the tokens of answers run a plan's layers."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self._half):
             return self._reading.read(batch.tokens, shares(batch, plan))
 
     @torch.no_grad()
+    @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """By plan, of answers that were not trained on: `before` healing and `after` it.
+        """Results on held-out answers by plan, `before` and `after` healing.
 
-        `distance` is the mean Kullback-Leibler divergence of the law under the plan from the model's own in nats,
-        `kept_words` the share of its likeliest words that stay the likeliest; see `train.apart`. `brought` is by
-        how much the distance fell, on the same places.
+        `distance` is the mean Kullback-Leibler divergence under the plan from the model's own distribution in nats,
+        `kept_words` the share of its argmax tokens that stay argmax. `brought` is how far the distance fell, on the
+        same places.
         """
         found: dict[str, Any] = {}
         for name, plan in self._plans.items():
@@ -101,25 +104,25 @@ class HealModule(TrainedModule):
             found[name] = {"before": before.told(), "after": after.told(), "brought": before.beyond(after)}
         return {"plans": found, "places": sum(int(batch.guessed_from(0, 1).sum()) for batch in held_out)}
 
-    def _apart(self, held_out: Sequence[TextBatch], plan: DepthPlan) -> Apart:
-        found = Apart()
+    def _apart(self, held_out: Sequence[TextBatch], plan: DepthPlan) -> Divergence:
+        found = Divergence()
         for batch in held_out:
             found.add(batch, self.read(batch, plan), self.head.rows)
         return found
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `TrainedModule`."""
         plans = repr([plan.attention for plan in self._plans.values()])
         return {"rank": self._rank, "parameters": sum(one.numel() for one in self.adapters),
                 "plans": int(hashlib.sha256(plans.encode()).hexdigest()[:8], 16)}
 
     def checkpoint(self, dtype: torch.dtype = torch.bfloat16) -> Any:
-        """The healed model as transformers' model; the module's own, which must not be read or trained any more."""
+        """The healed model as transformers' model; it is the module's own, which must not be used any more."""
         return self._model[0].merge_and_unload().to(dtype)
 
 
 def shares(batch: TextBatch, plan: DepthPlan) -> Share | None:
-    """What each token of a batch takes of the layers under a plan."""
+    """How much of each layer the tokens of a batch take under a plan."""
     if plan.is_full:
         return None
     step = (torch.arange(batch.tokens.shape[1]) - batch.prompts[:, None] + 1).clamp(min=0)
@@ -127,7 +130,7 @@ def shares(batch: TextBatch, plan: DepthPlan) -> Share | None:
 
 
 def check_plans(plans: Mapping[str, DepthPlan], layers: int) -> None:
-    """Refuse plans under which a text cannot be read.
+    """Refuse plans that texts cannot be read under.
 
     Raises:
         ValueError: one is for another number of layers.
@@ -142,7 +145,7 @@ def check_plans(plans: Mapping[str, DepthPlan], layers: int) -> None:
 
 
 def halve(model: Any) -> None:
-    """Turn a model's matrices to bfloat16, and embedding, norms and all else to float32."""
+    """Convert a model's matrices to bfloat16, and embedding, norms and everything else to float32."""
     for module in model.modules():
         if not any(True for _ in module.children()):
             module.to(torch.bfloat16 if isinstance(module, nn.Linear) else torch.float32)
@@ -150,11 +153,11 @@ def halve(model: Any) -> None:
 
 
 def with_adapters(model: Any, rank: int, seed: int) -> Any:
-    """A model of peft: the model, with an adapter that does nothing yet beside each matrix of its layers.
+    """A peft model: the model, with an adapter that does nothing yet on each matrix of its layers.
 
     Raises:
         ValueError: the rank is below 1.
-        Unsupported: there is no package peft.
+        Unsupported: the package peft is missing.
     """
     if rank < 1:
         raise ValueError(f"--rank is {rank}; it must be at least 1")
@@ -168,7 +171,7 @@ def with_adapters(model: Any, rank: int, seed: int) -> Any:
 
 
 def require_peft() -> Any:
-    """The package; Unsupported where it is missing."""
+    """Import peft; Unsupported if it is missing."""
     with needs("train", "healing", "shoal-lab"):
         import peft
     return peft

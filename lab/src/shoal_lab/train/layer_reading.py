@@ -1,4 +1,4 @@
-"""Texts read through a frozen model whose layers leave out tokens: what training for fewer layers is made of."""
+"""Reads texts through a frozen model whose layers skip tokens; training for fewer layers is built on it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Share = Callable[[int, Tensor], Tensor | None]
-"""Of a layer's number and the states [B, T, D] that enter it: how much of the layer each token takes, [B, T] from 0,
-which leaves it out, to 1; None for all of it."""
+"""Receives a layer and its inputs [B, T, D], and returns how much of the layer each token takes, [B, T] from 0 (skip)
+to 1; None for all of it."""
 
 
 class LayerReading:
     """Reads texts through a model's layers.
 
-    Tokens that leave a layer out must be the last ones of their texts from some place on, and stay so in the layer:
-    then nobody who runs it sees them there, as in decoding, where they leave nothing.
+    Tokens that skip a layer must be the last ones of their texts, from some place on. Then no token that runs the layer
+    sees them there, as in decoding, where they leave nothing.
 
     Args:
-        body: the layers of a model of transformers with what stands around them, without its head.
-        recompute: keep only what enters a layer, and run it again for its gradient.
+        body: a transformers model without its LM head.
+        recompute: keep only the inputs of a layer, and run it again for its gradient.
     """
 
     def __init__(self, body: Any, recompute: bool = False) -> None:
@@ -33,11 +33,11 @@ class LayerReading:
         for number, layer in enumerate(body.layers):
             layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
             layer.register_forward_hook(partial(self._leave, number), with_kwargs=True)
-            if recompute:  # transformers' own switch is one for models in training mode, and would run the hooks again
+            if recompute:  # transformers' own switch needs training mode, and would run the hooks again
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def read(self, tokens: Tensor, share: Share | None = None) -> Tensor:
-        """What the head reads [B, T, D], float32, behind tokens int64 [B, T]."""
+        """The LM head's inputs [B, T, D], float32, from tokens int64 [B, T]."""
         self._share = share
         try:
             found: Tensor = self._body(input_ids=tokens, use_cache=False).last_hidden_state

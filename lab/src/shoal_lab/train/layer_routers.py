@@ -1,9 +1,9 @@
-"""The routers of `components.layer_router` under training, inside the frozen model that reads answers through them.
+"""Trains the routers of `components.layer_router` inside the frozen model, which reads answers through them.
 
-While they are trained, an answer's tokens take of each layer as much as its router says, from 0 to 1, by the state of
-the prompt's last token (FiRST, arXiv 2410.12513: soft gates). What is learned from is how far the law at each token is
-from the model's own, how far the mean share is from what was wished for, and how far shares are from 0 and 1. In use
-there is no share: a layer runs for an answer or does not.
+During training, an answer's tokens take of each layer the share that its router gives, from 0 to 1, by the state of the
+prompt's last token (FiRST, arXiv 2410.12513: soft gates). The loss is the divergence at each token from the model's own
+distribution, plus the error of the mean share, plus how far shares are from 0 and 1. In use there are no shares: a
+layer runs for an answer or does not.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shoal.depth.order import default_core
 from shoal.depth.plan import DepthPlan
 from shoal_lab.components.layer_router import BIAS, WEIGHT, router_scores
-from shoal_lab.train.apart import Apart
+from shoal_lab.train.divergence import Divergence
 from shoal_lab.train.heal import check_plans, shares
 from shoal_lab.train.layer_reading import LayerReading, Share
 from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
 
 _RATIO, _UNDECIDED, _RISEN = 100.0, 10.0, 100
-"""Weights of the mean share's error, squared, and of shares that are neither 0 nor 1, and the steps in which that rises
-from 0: at first routers find out who is needed."""
+"""Weights of the mean share's squared error and of undecided shares, and the steps in which the latter rises from 0:
+the routers first find out which layers matter."""
 _SPREAD = 0.01
 
 
 class LayerRouterModule(ShippedModule):
-    """See the module.
+    """Trains the routers.
 
     Args:
-        base: the model's head.
-        model: the model with transformers' modules, in float32; hooks are put into it, its weights stay.
-        keep: the share of the layers that is to run on average, those at both ends counted in.
-        ids: tokens by whose law the model is compared with itself.
-        rivals: by name, depth plans that the routers are compared with when they are trained.
+        base: the model's LM head.
+        model: transformers' model in float32; hooks are added to it, its weights stay.
+        keep: mean share of the layers that run, those at both ends included.
+        ids: tokens over which distributions are compared.
+        rivals: depth plans by name, with which the trained routers are compared.
         seed: of the first weights.
 
     Raises:
-        ValueError: the share is below that of the layers that always run, or not below 1, or a rival is for another
-            number of layers.
+        ValueError: the share is below that of the layers that always run, or not below 1, or a rival has another number
+            of layers.
         Unsupported: a rival drops parts of layers.
     """
 
@@ -56,7 +57,7 @@ class LayerRouterModule(ShippedModule):
     ) -> None:
         super().__init__()
         config = model.config.get_text_config()
-        self._base, self._words = base, config.vocab_size
+        self._base, self._vocab = base, config.vocab_size
         self._layers, self._hidden = config.num_hidden_layers, config.hidden_size
         core = default_core(self._layers)
         self._flex, least = core.flex(self._layers), core.size / self._layers
@@ -73,15 +74,16 @@ class LayerRouterModule(ShippedModule):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.bias = nn.Parameter(torch.full((self._layers,), math.log(self._keep / (1 - self._keep))))
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `TrainedModule`; right is the routed model's likeliest word. Without gradients layers run or do not."""
+        # A place is right if the argmax is the model's own. Without gradients, shares are 0 or 1.
         taken: dict[int, Tensor] = {}
         states = self._reading.read(batch.tokens, partial(self._soft, batch, taken) if torch.is_grad_enabled() else
                                     chosen(batch, self.scores(batch) >= 0, self._flex))
         asked = batch.guessed_from(0, 1)
-        loss, words = self.head.distilled(states[asked], batch.states[asked])
+        loss, tokens = self.head.distilled(states[asked], batch.states[asked])
         right = torch.zeros_like(asked)
-        right[asked] = words == batch.tokens.roll(-1, 1)[asked]
+        right[asked] = tokens == batch.tokens.roll(-1, 1)[asked]
         if taken:
             each = torch.stack([taken[layer] for layer in self._flex])
             undecided = (each * (1 - each)).mean()
@@ -91,7 +93,7 @@ class LayerRouterModule(ShippedModule):
         return loss, [Guessed(right, asked)]
 
     def _soft(self, batch: TextBatch, taken: dict[int, Tensor], layer: int, states: Tensor) -> Tensor | None:
-        """What an answer's tokens take of a layer; `taken` gets it by layer, [B]."""
+        """The share of a layer that an answer's tokens take; adds it to `taken` by layer, [B]."""
         if layer not in self._flex:
             return None
         score = router_scores(_ends(batch, states), self.weight[layer], self.bias[layer])
@@ -110,15 +112,16 @@ class LayerRouterModule(ShippedModule):
         return router_scores(torch.stack(found, 1), self.weight, self.bias)
 
     @torch.no_grad()
+    @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """Of answers not trained on: how many layers run on average, and what that costs beside others.
+        """Results on held-out answers: the mean number of layers that run, and its cost beside others.
 
-        `routed` runs for each answer as many layers as run on average, those with its own largest scores; `same` the
-        layers with the largest mean scores, for all answers alike; `drawn` as many at random; then the rivals, each
-        with the mean number of layers that it runs. See `train.apart`; `beyond` is the distance over `routed`.
+        `routed` runs for each answer the mean number of layers, those with its own largest scores; `same` the layers
+        with the largest mean scores, for all answers alike; `drawn` random ones; then the rivals, each with its mean
+        number of layers. `beyond` is the distance above `routed`.
         """
         scores = [self.scores(batch) for batch in held_out]
-        flex, whole, rows = list(self._flex), torch.cat(scores), self._base.rows(range(self._words))
+        flex, whole, rows = list(self._flex), torch.cat(scores), self._base.rows(range(self._vocab))
         count = round(float((whole[:, flex] >= 0).sum(1).float().mean()))
         generator = torch.Generator().manual_seed(self._seed)
         ways = {
@@ -126,7 +129,7 @@ class LayerRouterModule(ShippedModule):
             "same": [whole.mean(0).expand_as(one) for one in scores],
             "drawn": [torch.rand(one.shape, generator=generator) for one in scores],
         }
-        found = {name: Apart() for name in (*ways, *self._rivals)}
+        found = {name: Divergence() for name in (*ways, *self._rivals)}
         depth = dict.fromkeys(ways, float(count + self._layers - len(flex)))
         for place, batch in enumerate(held_out):
             for name, each in ways.items():
@@ -141,23 +144,23 @@ class LayerRouterModule(ShippedModule):
         kept = round(depth["routed"] / self._layers, 4)
         return {"kept": kept, "choices": kinds, "answers": len(whole), "ways": told}
 
+    @override
     def exported(self) -> dict[str, Tensor]:
-        """See `ShippedModule`."""
         return {WEIGHT: self.weight.detach(), BIAS: self.bias.detach()}
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `TrainedModule`."""
         return {"hidden": self._hidden, "layers": self._layers}
 
 
 def chosen(batch: TextBatch, runs: Tensor, flex: range) -> Share:
-    """What tokens take of the layers where answers run those of `runs`, bool [B, L], and all outside `flex`."""
+    """Shares if answers run the layers of `runs`, bool [B, L], and all layers outside `flex`."""
     inside = _inside(batch)
     return lambda layer, states: None if layer not in flex else (runs[:, layer, None] | ~inside).to(states)
 
 
 def largest(scores: Tensor, count: int, flex: Sequence[int]) -> Tensor:
-    """Bool [B, L]: of each row of scores [B, L] the `count` largest among the layers `flex`, of equals the earlier."""
+    """Bool [B, L]: the `count` largest of each row of scores [B, L] among the layers `flex`; earlier ones win ties."""
     order = torch.sort(scores[:, list(flex)], dim=-1, descending=True, stable=True).indices
     among = torch.zeros(len(scores), len(flex), dtype=torch.bool).scatter_(1, order[:, :count], True)
     runs = torch.zeros_like(scores, dtype=torch.bool)
@@ -171,11 +174,11 @@ def _ends(batch: TextBatch, states: Tensor) -> Tensor:
 
 
 def _inside(batch: TextBatch) -> Tensor:
-    """Bool [B, T], tokens behind the prompts."""
+    """Bool [B, T], tokens after the prompts."""
     return torch.arange(batch.tokens.shape[1]) >= batch.prompts[:, None]
 
 
 def _mean_depth(held_out: Sequence[TextBatch], plan: DepthPlan) -> float:
-    """Layers that run at the places that are compared: steps 1 and on, since step 0 comes from the prompt."""
+    """Mean layers at the compared places: from step 1 on, since the prompt gives step 0."""
     counts = [int(row.sum()) for batch in held_out for row in batch.guessed_from(0, 1)]
     return sum(plan.layer_tokens(count + 1) - plan.num_layers for count in counts) / max(1, sum(counts))

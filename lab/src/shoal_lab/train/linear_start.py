@@ -1,6 +1,6 @@
-"""The best linear guess of a state from the state before it and the token between: where a layer's training begins.
+"""The best linear guess of a state from the previous state and the token between them: where a layer's training starts.
 
-Least squares over some answers take seconds, and guess as well as a layer does after some fifty steps of training.
+Least squares over some answers take seconds, and guess as well as a layer after some fifty steps of training.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.part import Base
 
 _SHARDS = 12
-"""Most shards that are looked at: a matrix needs no more."""
+"""Most shards that are used: a matrix needs no more."""
 _RIDGE = 1e-3
-"""Added to the mean square of what enters, so that few answers do not bring large numbers."""
+"""Ridge, relative to the mean square of the inputs, so that few answers do not give large weights."""
 
 
 @torch.no_grad()
 def linear_start(base: Base, corpus: Corpus, eps: float) -> tuple[Tensor, Tensor]:
-    """What tells the next state best.
+    """The matrix that predicts the next state best.
 
     Args:
         base: the model.
         corpus: its answers.
-        eps: of the norms of what enters.
+        eps: epsilon of the norms of the inputs.
 
     Returns:
-        A matrix [D, 2 D] by which normed state and normed embedding, one after the other, become the next state with
-        numbers of a mean square of 1, and the roots of the states' own mean squares [D], float32.
+        A matrix [D, 2 D] that maps normalised state and normalised embedding, concatenated, to the next state, with
+        outputs of mean square 1; and the root mean squares of the states [D], float32.
     """
     squares = products = sizes = torch.zeros(())
     count = 0

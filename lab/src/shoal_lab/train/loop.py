@@ -1,7 +1,7 @@
-"""The loop that trains a part on a corpus: optimiser, schedule, checkpoints, time.
+"""The loop that trains a module on a corpus: optimiser, schedule, checkpoints, time limit.
 
-A checkpoint holds all that the rest of a run depends on, and batches follow from the seed and the number of the step:
-a run that was killed goes on as if it had not been.
+A checkpoint holds everything that the rest of a run depends on, and batches follow from the seed and the step: a killed
+run resumes as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from shoal_lab.train.part import Guessed, TextBatch, TrainedModule, acceptance
 
 CHECKPOINT = "checkpoint.pt"
 _WARM = 0.04
-"""Share of the steps in which the rate rises."""
+"""Share of the steps in which the learning rate rises."""
 _LEAST_RATE = 0.05
 _ADAM = 1 / 3
-"""Of Muon's learning rate."""
+"""AdamW's learning rate relative to Muon's."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How to train; a checkpoint belongs to one of these.
+    """Settings of a training; a checkpoint belongs to one of these.
 
     Attributes:
-        epochs: times that every answer is seen.
-        batch: tokens of a step, with what fills up.
+        epochs: how often every answer is seen.
+        batch: tokens of a step, with padding.
         rate: highest learning rate of matrices; it rises over the first steps and falls by a cosine.
         decay: weight decay.
         clip: largest norm of a step's gradient.
         seed: of the order of the answers.
-        half: whether products are computed in bfloat16, which some processors do several times as fast.
-        muon: whether matrices are trained by Muon, which needs fewer answers than AdamW; AdamW trains all else.
+        half: whether products are computed in bfloat16, which is several times as fast on some processors.
+        muon: whether matrices are trained by Muon, which needs fewer answers than AdamW; AdamW trains the rest.
     """
 
     epochs: int = 4
@@ -55,14 +55,14 @@ class Training:
 
 @dataclass
 class TrainingRun:
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
         step: steps taken, of `steps`.
-        tokens: answer tokens trained on, each as often as it was.
+        tokens: answer tokens trained on, over all epochs.
         seconds: time spent.
-        losses: mean loss between one validation and the next.
-        accepted: per validation, the share of chains that were right up to each depth.
+        losses: mean loss between validations.
+        accepted: per validation, the share of chains that are right up to each depth.
     """
 
     steps: int
@@ -79,24 +79,24 @@ class TrainingRun:
 
 
 class Trainer:
-    """Trains one part; made again after a kill, it goes on.
+    """Trains one module; made again after a kill, it resumes.
 
     Args:
-        module: the part, with its first weights.
+        module: the module with its first weights.
         corpus: what to train on.
         how: the settings.
-        folder: where the checkpoint lies.
-        tell: is told of progress.
+        folder: folder of the checkpoint.
+        tell: receives progress messages.
 
     Attributes:
-        run: how far it has come.
+        run: progress so far.
 
     Raises:
         ValueError: the checkpoint cannot be read, or is of another run.
     """
 
     def __init__(
-        self, module: TrainedModule, corpus: Corpus, how: Training, folder: Path, tell: Tell = lambda words: None
+        self, module: TrainedModule, corpus: Corpus, how: Training, folder: Path, tell: Tell = lambda message: None
     ) -> None:
         self._module, self._corpus, self._how, self._tell = module, corpus, how, tell
         self._sizes = [len(list(batches(corpus.answers(shard, validation=False), how.batch)))
@@ -112,15 +112,15 @@ class Trainer:
         self.run = TrainingRun(how.epochs * sum(self._sizes)) if held is None else TrainingRun(**held)
 
     def train(self, until: Callable[[], bool] = lambda: False, every: int = 50, keep: float = 60.0) -> TrainingRun:
-        """Take steps until there is none left.
+        """Take steps until none is left.
 
         Args:
-            until: whether to leave off; asked before each step.
-            every: steps between one validation and the next.
-            keep: seconds between one checkpoint and the next.
+            until: whether to stop; asked before each step.
+            every: steps between validations.
+            keep: seconds between checkpoints.
 
         Raises:
-            ValueError: the loss is no number any more; the last checkpoint is as it was.
+            ValueError: training has diverged; the last checkpoint is untouched.
         """
         run, losses, began, kept = self.run, [], time.monotonic() - self.run.seconds, time.monotonic()
         for batch in self._ahead():
@@ -145,7 +145,7 @@ class Trainer:
         value = self._optimizer.step(loss, run.step, _rate(run.step, run.steps))
         run.step += 1
         run.tokens += int(depths[0].asked.sum())
-        give_back()  # texts of other lengths leave holes: without this a 1.5B model grew by half a gigabyte a minute
+        give_back()  # varying lengths fragment memory: without this a 1.5B model grew by half a gigabyte a minute
         return value
 
     def _judged(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
@@ -154,7 +154,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> list[float]:
-        """The share of chains of guesses that are right up to each depth, on answers that are not trained on."""
+        """The share of chains of guesses that are right up to each depth, on held-out answers."""
         right, asked = torch.zeros(()), torch.zeros(())
         for batch in self.held_out():
             more, of = acceptance(self._judged(batch)[1])
@@ -163,7 +163,7 @@ class Trainer:
         return found
 
     def held_out(self) -> list[TextBatch]:
-        """Answers that are not trained on."""
+        """Held-out answers."""
         return [TextBatch.of(some) for some in batches(self._corpus.validation(), self._how.batch)]
 
     def save(self) -> None:
@@ -171,7 +171,7 @@ class Trainer:
         self._optimizer.save(asdict(self.run))
 
     def _ahead(self) -> Iterator[TextBatch]:
-        """The batches of the steps that are left."""
+        """The batches of the remaining steps."""
         skip = self.run.step
         for epoch in range(self._how.epochs):
             for shard in _order(len(self._sizes), self._how.seed, epoch):
@@ -186,7 +186,7 @@ class Trainer:
 
 
 def _order(count: int, *seeds: int) -> list[int]:
-    """A permutation of so many numbers."""
+    """A permutation of `count` numbers."""
     mixed = 0
     for seed in seeds:
         mixed = (mixed * 1_000_003 + seed + 1) % (1 << 31)

@@ -1,4 +1,4 @@
-"""The heads of `drafts.medusa` under training: head j guesses from a state the token j + 1 beyond the next."""
+"""Trains the heads of `drafts.medusa`: from a state, head j guesses the token j + 1 after the next one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
+from typing_extensions import override
 
 from shoal.speculative.part_file import TOKENS
 from shoal_lab.drafts.medusa import BIAS, WEIGHT
@@ -15,19 +16,19 @@ from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _FADE = 0.8
-"""Weight of a head's loss relative to that of the head before."""
+"""Weight of a head's loss relative to the previous head's."""
 _RANKS = 8
-"""Guesses of a head of which it is counted how often they are right."""
+"""Ranks of a head's guesses whose hits are counted."""
 
 
 class MedusaModule(PartModule):
-    """A residual block per head before rows of the model's own head (Medusa-1, arXiv 2401.10774, section 2.2).
+    """A residual block per head before rows of the model's LM head (Medusa-1, arXiv 2401.10774, section 2.2).
 
     Args:
         base: the model.
-        hidden: numbers of a state.
+        hidden: size of a state.
         ids: the tokens that are guessed.
-        heads: how many.
+        heads: number of heads.
     """
 
     kind: ClassVar[str] = "medusa"
@@ -38,27 +39,30 @@ class MedusaModule(PartModule):
         self.weight = nn.Parameter(torch.zeros(heads, hidden, hidden))
         self.bias = nn.Parameter(torch.zeros(heads, hidden))
 
+    @override
     @classmethod
     def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> MedusaModule:
-        """See `PartModule`; a head begins as the identity, so the seed changes nothing."""
+        # A head starts as the identity, so the seed changes nothing.
         return cls(base, corpus.answers(0, validation=False)[0].states.shape[1], ids, depths or 4)
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `PartModule`; head j at place t guesses token t + 2 + j."""
+        # Head j at place t guesses token t + 2 + j.
         total, found = torch.zeros(()), []
         for depth in range(len(self.weight)):
             ahead = depth + 2
             asked = batch.guessed_from(depth, ahead)
             guesses = self._moved(batch.states[asked], depth)
-            loss, words = self.head.distilled(guesses, batch.states.roll(1 - ahead, 1)[asked])
+            loss, tokens = self.head.distilled(guesses, batch.states.roll(1 - ahead, 1)[asked])
             total = total + _FADE**depth * loss
             right = torch.zeros_like(asked)
-            right[asked] = words == batch.tokens.roll(-ahead, 1)[asked]
+            right[asked] = tokens == batch.tokens.roll(-ahead, 1)[asked]
             found.append(Guessed(right, asked))
         return total, found
 
+    @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """How often each head's guess of each rank was right, `ranks`: from that follows the tree."""
+        """How often each head's guess of each rank was right, `ranks`, which determines the tree."""
         right = torch.zeros(len(self.weight), _RANKS)
         asked = torch.zeros(len(self.weight), 1)
         for batch in held_out:
@@ -70,15 +74,15 @@ class MedusaModule(PartModule):
         return {"ranks": [[round(share, 4) for share in shares] for shares in (right / asked.clamp(min=1)).tolist()]}
 
     def _moved(self, states: Tensor, head: int) -> Tensor:
-        """What a head puts in the place of states [n, D]."""
+        """A head's output in place of states [n, D]."""
         return states + silu(linear(states, self.weight[head]).float() + self.bias[head])
 
+    @override
     def exported(self) -> dict[str, Tensor]:
-        """See `PartModule`."""
         heads = enumerate(zip(self.weight.detach(), self.bias.detach(), strict=True))
         named = {WEIGHT.format(place): weight for place, (weight, _) in heads}
         return named | {BIAS: self.bias.detach(), TOKENS: self.head.ids.int()}
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `PartModule`."""
         return {"heads": self.weight.shape[0], "hidden": self.weight.shape[1]}

@@ -1,4 +1,4 @@
-"""What trainings share: optimisers, a step of theirs, and a checkpoint that is whole or not there."""
+"""Optimisers of a training, and a checkpoint that is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shoal_lab.train import files
 
 
 class CheckpointedOptimizer:
-    """Muon for a module's matrices and AdamW for the rest, with the file that a later run goes on from.
+    """Muon for a module's matrices and AdamW for the rest, with a checkpoint from which a later run resumes.
 
     Args:
-        module: what is trained.
-        matrices: those of its tensors that Muon takes; none where torch has it not.
+        module: the module to train.
+        matrices: its tensors that Muon trains; empty if torch lacks Muon.
         rates: highest learning rates of Muon and of AdamW.
         betas: of AdamW.
         decay: weight decay.
         clip: largest norm of a step's gradient.
-        path: of the checkpoint.
-        key: what tells the run from others.
+        path: file of the checkpoint.
+        key: what identifies the run.
         epsilon: of AdamW.
     """
 
@@ -44,10 +44,10 @@ class CheckpointedOptimizer:
                                                       eps=epsilon))
 
     def step(self, loss: Tensor, number: int, share: float) -> float:
-        """Go down a loss at that share of the highest rates; its value.
+        """Take a step with that share of the highest rates; returns the loss.
 
         Raises:
-            ValueError: it is no number any more; weights and checkpoint are as they were.
+            ValueError: the loss is not finite; weights and checkpoint are unchanged.
         """
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._clip)
@@ -63,15 +63,15 @@ class CheckpointedOptimizer:
         return loss.item()
 
     def save(self, run: Mapping[str, Any]) -> None:
-        """Write the checkpoint: how far the run has come, weights, optimisers."""
+        """Write the checkpoint: progress of the run, weights, optimisers."""
         held = {"key": self._key, "run": dict(run), "weights": self._module.state_dict(),
                 "optimisers": [optimiser.state_dict() for optimiser in self._optimisers]}
-        made = io.BytesIO()  # a full disk is an OSError where Python writes, and not where torch does
+        made = io.BytesIO()  # Python raises an OSError if the disk is full; torch does not
         torch.save(held, made)
         files.write(self._path, lambda part: part.write_bytes(made.getbuffer()))
 
     def resume(self) -> dict[str, Any] | None:
-        """How far a run had come that left a checkpoint, whose weights are taken; None where there is none.
+        """Load a checkpoint; returns the progress of its run, or None if there is none.
 
         Raises:
             ValueError: it cannot be read, or is of another run.

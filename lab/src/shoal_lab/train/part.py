@@ -1,4 +1,4 @@
-"""What a part is to the loop that trains it: parameters, a loss with what it guessed right, and tensors to ship."""
+"""Modules under training: parameters, a loss with what was guessed right, and tensors to export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal_lab.train.distributions import cross_entropy
 
 
 class Base:
-    """What training needs of the frozen model, on the CPU, where parts are trained.
+    """The frozen model's embedding and LM head, on the CPU, where modules are trained.
 
     Args:
         stack: the model.
@@ -33,17 +33,17 @@ class Base:
         return self._stack.embed(flat, torch.zeros_like(flat)).float().cpu().view(*ids.shape, -1)
 
     def rows(self, ids: Sequence[int]) -> Tensor:
-        """The head's matrix for some tokens, float32 [n, D]."""
+        """The LM head's rows for some tokens, float32 [n, D]."""
         return self._stack.head_rows(list(ids)).float().cpu()
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Answers side by side, short ones filled up with zeros at their ends.
+    """Answers side by side, short ones padded with zeros at the end.
 
     Attributes:
         tokens: int64 [B, T].
-        states: float32 [B, T, D]; `states[:, t]` is what token t + 1 was predicted from.
+        states: float32 [B, T, D]; `states[:, t]` predicts token t + 1.
         prompts, lengths: int64 [B], tokens of the prompts and of the whole texts.
     """
 
@@ -54,7 +54,7 @@ class TextBatch:
 
     @classmethod
     def of(cls, answers: Sequence[AnsweredText]) -> TextBatch:
-        """Those answers."""
+        """A batch of answers."""
         return cls(
             pad_sequence([one.tokens for one in answers], batch_first=True),
             pad_sequence([one.states.float() for one in answers], batch_first=True),
@@ -62,9 +62,9 @@ class TextBatch:
         )
 
     def guessed_from(self, depth: int, ahead: int) -> Tensor:
-        """Bool [B, T]: places t from which a token of the answer, `ahead` further on, is guessed at that depth.
+        """Bool [B, T]: places t from which a token of the answer, `ahead` places later, is guessed at that depth.
 
-        The root, `ahead` - `depth` - 1 after t, is the answer's as well.
+        The last token, `ahead` - `depth` - 1 places after t, belongs to the answer too.
         """
         place = torch.arange(self.tokens.shape[1])
         first = self.prompts[:, None] + depth + 1 - ahead
@@ -73,11 +73,11 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class Guessed:
-    """What a part guessed at one depth.
+    """Guesses at one depth.
 
     Attributes:
-        right: bool [B, T], by the place of the root: whether the guess at this depth was the token that came.
-        asked: bool [B, T], where there was such a token.
+        right: bool [B, T], by the place of the last token: whether the guess at this depth was the token that came.
+        asked: bool [B, T], whether there was such a token.
     """
 
     right: Tensor
@@ -85,12 +85,12 @@ class Guessed:
 
 
 class TrainedModule(nn.Module, ABC):
-    """What the loop trains.
+    """A module that the loop trains.
 
     Attributes:
         kind: its name in `shoal train`.
-        guesses: whether it guesses ahead, so that what is right at each depth tells of its speed.
-        epsilon: what AdamW adds to a gradient's size: steps are all alike above it, and as gradients say below.
+        guesses: whether it guesses ahead, so that hits by depth say something about its speed.
+        epsilon: AdamW's epsilon: far larger gradients give steps of equal size, far smaller ones proportional steps.
     """
 
     kind: ClassVar[str]
@@ -99,48 +99,48 @@ class TrainedModule(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """The loss, a scalar, and what was guessed at depth 0, 1, ..."""
+        """The loss, a scalar, and the guesses at depth 0, 1, ..."""
 
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """What the card is to say of answers that it was not trained on, beside its acceptance."""
+        """Fields of the card about held-out answers, besides acceptance."""
         return {}
 
     @abstractmethod
     def shape(self) -> dict[str, int]:
-        """The numbers that say how the tensors fit together."""
+        """Numbers that describe how the tensors fit together."""
 
 
 class ShippedModule(TrainedModule):
-    """A part under training; its kind is the name of the method that uses it."""
+    """A component under training; its kind is the name of the method that uses it."""
 
     @abstractmethod
     def exported(self) -> dict[str, Tensor]:
-        """What ships, by name."""
+        """The tensors to export, by name."""
 
 
 class PartModule(ShippedModule):
-    """A part that guesses tokens from the model's states alone."""
+    """A component that guesses tokens from the model's states alone."""
 
     @classmethod
     @abstractmethod
     def fresh(cls, base: Base, corpus: Corpus, ids: Sequence[int], depths: int | None, seed: int) -> PartModule:
-        """The part before training.
+        """The component before training.
 
         Args:
             base: the model.
-            corpus: what it will be trained on.
-            ids: the tokens that it is to guess.
-            depths: guesses in a row; None for what suits it.
+            corpus: the training corpus.
+            ids: the tokens that it guesses.
+            depths: guesses in a row; None for the default.
             seed: of the first weights.
         """
 
 
 class CutHead(nn.Module):
-    """The head's rows for some tokens: frozen, and judged by what the model's own states say of the same tokens.
+    """The frozen rows of the LM head for some tokens; the model's own states give the targets over the same tokens.
 
     Args:
         base: the model.
-        ids: which tokens.
+        ids: the tokens.
 
     Attributes:
         ids: int64 [n].
@@ -155,29 +155,29 @@ class CutHead(nn.Module):
         self.register_buffer("rows", base.rows(ids), persistent=False)
 
     def distilled(self, guesses: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy with the model's distributions over these tokens, and the likeliest tokens guessed.
+        """Mean cross-entropy with the model's distributions over these tokens, and the argmax tokens guessed.
 
         Args:
-            guesses: [n, D], what the part puts in the place of states.
+            guesses: [n, D], the component's outputs in place of states.
             states: [n, D], the model's own.
 
         Returns:
             A scalar, and int64 [n].
         """
-        loss, words = cross_entropy(guesses, states, self.rows)
-        return loss, self.ids[words]
+        loss, chosen = cross_entropy(guesses, states, self.rows)
+        return loss, self.ids[chosen]
 
     @torch.no_grad()
     def best(self, guesses: Tensor, count: int) -> Tensor:
-        """The likeliest tokens [n, count] by what the part puts in the place of states [n, D]."""
+        """The `count` most probable tokens [n, count] by the component's outputs in place of states [n, D]."""
         logits = linear(guesses, self.rows)
         return self.ids[logits.topk(min(count, logits.shape[-1])).indices]
 
 
 def acceptance(depths: Sequence[Guessed]) -> tuple[Tensor, Tensor]:
-    """How many chains were right up to each depth, and how many there were: int64 [depths] both.
+    """How many chains were right up to each depth, and how many there were: both int64 [depths].
 
-    A chain counts at a depth if there was a token to guess at that depth.
+    A chain counts at a depth if there was a token to guess.
     """
     kept, right, asked = None, [], []
     for depth in depths:

@@ -1,8 +1,8 @@
-"""The prompts of `shoal_lab.drafts.ppd` under training, inside the frozen model.
+"""Trains the prompt tokens of `shoal_lab.drafts.ppd` inside the frozen model.
 
-The model reads the answers once without gradients. Behind places drawn in them stand the prompts, each set with a mask
-of its own: a prompt sees the text up to its place and the prompts of its set before it, and nothing sees a prompt but
-those. So the text is read as ever, and gradients run through the prompts alone.
+The model reads the answers once without gradients. Random places in them are followed by the prompt tokens, each set
+with its own mask: a prompt token sees the text up to its place and the earlier prompt tokens of its set, and nothing
+else sees prompt tokens. So the text is read as usual, and gradients flow through the prompt tokens alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from shoal import compat
 from shoal.model.config import layers_of, windows_of
@@ -21,20 +22,20 @@ from shoal_lab.drafts.ppd import MOST_PROMPTS, PROMPTS
 from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
 
 _FADE = 0.8
-"""Weight of a prompt's loss relative to that of the prompt before, as published."""
+"""Weight of a prompt token's loss relative to the previous one's, as published."""
 _RANKS = 8
-"""Guesses of a prompt of which it is counted how often they are right."""
+"""Ranks of a prompt token's guesses whose hits are counted."""
 _EVERY = 4
-"""One place in so many of an answer gets prompts in a step."""
+"""In a step, one place of an answer in this many gets prompt tokens."""
 
 
 @dataclass(frozen=True)
 class _Sets:
-    """Where prompts stand.
+    """Places of prompt tokens.
 
     Attributes:
-        places: int64 [B, K], of the token before each set.
-        kept: bool [B, K], which of the sets count; the others fill up.
+        places: int64 [B, K], the token before each set.
+        kept: bool [B, K], which of the sets count; the others are padding.
     """
 
     places: Tensor
@@ -42,16 +43,16 @@ class _Sets:
 
 
 class PromptModule(ShippedModule):
-    """Vectors that stand for the next words (Parallel Prompt Decoding, arXiv 2405.18628, section 3).
+    """Vectors in place of the next tokens (Parallel Prompt Decoding, arXiv 2405.18628, section 3).
 
     Args:
-        base: the model's embedding and head.
-        model: the model with transformers' modules; its weights stay.
-        depths: prompts, one after the other.
+        base: the model's embedding and LM head.
+        model: transformers' model; its weights stay.
+        depths: prompt tokens in a set.
         seed: of the first vectors, and of the places.
 
     Raises:
-        ValueError: there are more prompts than a step may feed.
+        ValueError: there are more prompt tokens than a step may feed.
     """
 
     kind: ClassVar[str] = "ppd"
@@ -61,15 +62,16 @@ class PromptModule(ShippedModule):
         super().__init__()
         if not 1 <= depths <= MOST_PROMPTS:
             raise ValueError(f"--depths is {depths}; it must be 1 to {MOST_PROMPTS} prompts")
-        self._model = (model.requires_grad_(False).train(False),)  # in a tuple, whose parameters are not trained
+        self._model = (model.requires_grad_(False).train(False),)  # in a tuple, so that its parameters are not trained
         self._seed = seed
-        words = torch.arange(model.config.vocab_size)
-        self.head = CutHead(base, words.tolist())
-        self.prompts = nn.ParameterList(_begun(base.embed(words), depths, seed))
+        vocabulary = torch.arange(model.config.vocab_size)
+        self.head = CutHead(base, vocabulary.tolist())
+        self.prompts = nn.ParameterList(_begun(base.embed(vocabulary), depths, seed))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `TrainedModule`; places follow from the step's number, without gradients they are evenly spaced."""
+        # Places follow from the step; without gradients they are evenly spaced.
         sets = self._sets(batch, self._drawn(batch) if torch.is_grad_enabled() else None)
         outputs, total, found = self.outputs(batch.tokens, sets.places), torch.zeros(()), []
         for depth in range(len(self.prompts)):
@@ -78,21 +80,21 @@ class PromptModule(ShippedModule):
             if len(rows):
                 places = sets.places[rows, columns]
                 own = batch.states[rows, places + depth + 1]
-                loss, words = self.head.distilled(outputs[rows, columns, depth], own)
+                loss, tokens = self.head.distilled(outputs[rows, columns, depth], own)
                 total = total + _FADE**depth * loss
-                guessed[:, rows, places] = torch.stack([words == batch.tokens[rows, places + depth + 2],
+                guessed[:, rows, places] = torch.stack([tokens == batch.tokens[rows, places + depth + 2],
                                                         torch.ones_like(rows, dtype=torch.bool)])
             found.append(Guessed(*guessed))
         return total, found
 
     def _drawn(self, batch: TextBatch) -> Tensor:
-        """Numbers [B, T] by which places are chosen."""
+        """Random numbers [B, T] by which places are chosen."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + int(self.steps))
         self.steps += 1
         return torch.rand(batch.tokens.shape, generator=generator)
 
     def _sets(self, batch: TextBatch, drawn: Tensor | None) -> _Sets:
-        """One place in `_EVERY` behind which an answer goes on far enough, those of the largest numbers drawn."""
+        """The places with the largest numbers drawn, one in `_EVERY`, of those with enough answer behind them."""
         fits = batch.guessed_from(0, 2)
         if drawn is None:
             drawn = ((fits.cumsum(1) - 1) % _EVERY == 0).float()
@@ -102,16 +104,16 @@ class PromptModule(ShippedModule):
         return _Sets(places, torch.arange(most) < counts[:, None])
 
     def _asked(self, batch: TextBatch, sets: _Sets, depth: int) -> tuple[Tensor, Tensor]:
-        """Texts and sets, int64 [n] each, whose prompt at that depth stands for a token that there is."""
+        """Texts and sets, int64 [n] each, whose prompt token at that depth stands for a token of the text."""
         rows, columns = (sets.kept & (sets.places + depth + 2 < batch.lengths[:, None])).nonzero(as_tuple=True)
         return rows, columns
 
     def outputs(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """What the head reads at each prompt.
+        """The LM head's inputs at each prompt token.
 
         Args:
             tokens: int64 [B, T], texts.
-            places: int64 [B, K], of the token before each set of prompts.
+            places: int64 [B, K], the token before each set.
 
         Returns:
             [B, K, prompts, D], float32.
@@ -119,7 +121,7 @@ class PromptModule(ShippedModule):
         from transformers import DynamicCache
 
         core, (sets, count) = self._model[0].base_model, (places.shape[1], len(self.prompts))
-        past = DynamicCache()  # without a config, so that layers with a window keep what lies before it too
+        past = DynamicCache()  # without a config, so that windowed layers also keep what lies before the window
         given = {compat.cache_name(core.forward): past, "use_cache": True}
         with torch.no_grad():
             core(input_ids=tokens, **given)
@@ -144,14 +146,14 @@ class PromptModule(ShippedModule):
         return found
 
     def _masks(self, length: int, places: Tensor) -> Any:
-        """Which of `length` tokens and of all prompts each prompt sees, in the form that the model takes."""
+        """Which of `length` tokens and of all prompt tokens each prompt token sees, in the model's format."""
         config, windows = self._model[0].config, windows_of(self._model[0].config)
         by_window = {window: self._mask(length, places, window) for window in windows}
         types = getattr(config, "layer_types", None)
         return by_window[windows[0]] if types is None else dict(zip(types, map(by_window.get, windows), strict=True))
 
     def _mask(self, length: int, places: Tensor, window: int | None) -> Tensor:
-        """Of layers with that window, [B, 1, prompts, columns]: bool, or to be added where attention takes that."""
+        """Mask of layers with that window, [B, 1, prompts, columns]: bool, or additive if attention takes that."""
         (texts, sets), count = places.shape, len(self.prompts)
         behind = torch.arange(length) - places[:, :, None]
         text = (behind <= 0).repeat_interleave(count, 1)
@@ -166,8 +168,9 @@ class PromptModule(ShippedModule):
         return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
     @torch.no_grad()
+    @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """How often each prompt's guess of each rank was right, `ranks`: from that follows what a step feeds."""
+        """How often each prompt token's guess of each rank was right, `ranks`, which determines what a step feeds."""
         right, asked = torch.zeros(len(self.prompts), _RANKS), torch.zeros(len(self.prompts), 1)
         for batch in held_out:
             sets = self._sets(batch, None)
@@ -180,17 +183,18 @@ class PromptModule(ShippedModule):
                 asked[depth] += len(rows)
         return {"ranks": [[round(share, 4) for share in shares] for shares in (right / asked.clamp(min=1)).tolist()]}
 
+    @override
     def exported(self) -> dict[str, Tensor]:
-        """See `ShippedModule`; vectors of their own, so that they are stored as they are."""
+        # Named as vectors, so that they are stored unquantised.
         return {PROMPTS.format(place): prompt.detach() for place, prompt in enumerate(self.prompts)}
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `TrainedModule`."""
         return {"prompts": len(self.prompts), "hidden": len(self.prompts[0])}
 
 
 def _begun(table: Tensor, count: int, seed: int) -> list[nn.Parameter]:
-    """The mean of all words' embeddings [V, D], with noise as wide as these are spread."""
+    """The mean of all tokens' embeddings [V, D], with noise of their spread."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, table.shape[1], generator=generator) * table.std(0)
     return [nn.Parameter(one) for one in table.mean(0) + noise]

@@ -1,6 +1,6 @@
-"""What a model is asked so that its answers can be trained on: from files, from a data folder, or its own questions.
+"""Prompts whose answers are trained on: from a file, from a data folder, or the model's own questions.
 
-Prompts that test sets hold are left out wherever they come from.
+Prompts of test sets are always left out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shoal_lab.train.answers import answered
 
 _MARK = "\u2042"
 _QUESTION = 96
-"""Tokens after which a question that has not ended is given up."""
+"""Tokens after which an unfinished question is given up."""
 _TOLD = 500
-"""Questions between two words of progress."""
+"""Questions between progress messages."""
 _TESTS = ("vicuna/vicuna_bench.jsonl", "mt_bench/question.jsonl", "spec_bench/question_math_rag.jsonl")
 
 
@@ -44,10 +44,10 @@ def from_file(path: Path) -> list[str]:
 
 
 def from_data(data: Path, most: int, seed: int) -> list[str]:
-    """Prompts of a data folder, `most` at most of each kind, without those of the test sets.
+    """Prompts of a data folder, at most `most` of each kind, without those of the test sets.
 
-    Instructions are Self-Instruct's, code the training part of MBPP (tasks above 600, arXiv 2108.07732), mathematics
-    the training set of GSM8K: what `shoal bench-drafts` and `shoal eval` measure on is not among them.
+    Instructions are Self-Instruct's, code is the training part of MBPP (tasks above 600, arXiv 2108.07732), mathematics
+    is the training set of GSM8K; `shoal bench-drafts` and `shoal eval` measure on none of them.
     """
     told = prompts.instructions(data, "evaluation") + prompts.instructions(data, "calibration")
     seeds = [_seed(row) for row in _rows(data, "self_instruct/seed_tasks")]
@@ -64,13 +64,13 @@ def from_data(data: Path, most: int, seed: int) -> list[str]:
 
 
 def tests(data: Path) -> set[str]:
-    """The first turns of the test sets in a data folder, those that are there, in the form of `plain`."""
+    """Plain forms of the first turns of the test sets that a data folder holds."""
     paths = [data / name for name in _TESTS if (data / name).is_file()]
     return {plain(row["turns"][0]) for path in paths for row in read_lines(path)}
 
 
 def without(texts: Iterable[str], held: set[str]) -> Iterator[str]:
-    """Each text once, in its first place, without those whose plain form is held."""
+    """Each text once, at its first place, without those whose plain form is held out."""
     seen = set(held)
     for text in texts:
         if plain(text) not in seen:
@@ -79,24 +79,24 @@ def without(texts: Iterable[str], held: set[str]) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """A text by its words alone."""
+    """The text reduced to its lower-case words."""
     return " ".join(text.lower().split())
 
 
 def own_questions(
-    engine: Engine, count: int, seed: int, together: int = 32, tell: Callable[[str], None] = lambda words: None
+    engine: Engine, count: int, seed: int, together: int = 32, tell: Callable[[str], None] = lambda message: None
 ) -> list[str]:
-    """What the model itself says where its chat template lets a user speak (Magpie, arXiv 2406.08464).
+    """The model's own continuation where its chat template lets a user speak (Magpie, arXiv 2406.08464).
 
     Args:
         engine: a model that chats.
-        count: questions drawn, at temperature 1; those that do not end, or say nothing, are left out.
+        count: questions drawn, at temperature 1; unfinished or empty ones are left out.
         seed: of the draws.
         together: rows decoded at once.
-        tell: is told of progress, now and then.
+        tell: receives progress messages.
 
     Raises:
-        Unsupported: the model has no chat template that ends a user's turn in a way that can be told.
+        Unsupported: the model has no chat template whose end of a user's turn can be recognised.
     """
     before = _before_the_user(engine)
     asked = answered(engine, [before] * count, together=together, max_new_tokens=_QUESTION, temperature=1.0,
@@ -111,19 +111,19 @@ def own_questions(
 
 
 def _before_the_user(engine: Engine) -> list[int]:
-    """Token ids of a conversation up to where the user's first words stand."""
-    words = engine.tokenizer
-    if getattr(words, "chat_template", None):
-        text = rendered(words, [{"role": "user", "content": _MARK}])
+    """Token ids of a conversation up to the user's first words."""
+    tokenizer = engine.tokenizer
+    if getattr(tokenizer, "chat_template", None):
+        text = rendered(tokenizer, [{"role": "user", "content": _MARK}])
         before, mark, _ = text.partition(_MARK)
         if mark:
-            return list(words(before, add_special_tokens=False)["input_ids"])
+            return list(tokenizer(before, add_special_tokens=False)["input_ids"])
     why = "it has no chat template into which a user's words are put as they are"
     raise Unsupported("questions of the model's own", why, "Give prompts: --prompts FILE, or --data DIR")
 
 
 def encoded(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of prompts: a user's message where the tokenizer has a chat template, else the words as they are."""
+    """Token ids of prompts: a user's message if the tokenizer has a chat template, otherwise the plain text."""
     if getattr(tokenizer, "chat_template", None):
         return [chat_ids([{"role": "user", "content": text}], tokenizer) for text in texts]
     return [list(tokenizer(text)["input_ids"]) for text in texts]

@@ -1,10 +1,9 @@
-"""The experts and the router of `methods.read_me`: neurons in groups, and a small network that foretells them.
+"""Trains experts and router of `methods.read_me`: neurons in groups, and a small network that predicts the groups.
 
-Groups come from one look at the frozen model on its own answers. The most used neurons of a layer make the groups that
-always run; the others are gathered by what fires together: k-means in the space of tokens, with groups of equal size.
-The router is then trained to foretell the share of each group in what its layer's MLP gives, by cross-entropy: the
-groups with the largest expected share are those that lose least, however many of them are run. Labels are made once per
-answer.
+Groups are found once, from the frozen model on its own answers. The most used neurons of a layer form the groups that
+always run; the others are grouped by what fires together: k-means over tokens, with groups of equal size. The router is
+then trained by cross-entropy to predict each group's share of its MLP's output: whatever number of groups runs, those
+with the largest expected share lose least. Labels are computed once per answer.
 """
 
 from __future__ import annotations
@@ -17,37 +16,38 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from typing_extensions import override
 
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.model.experts import MOST_GROUPS, UNIT
 from shoal.model.packed.stack import PackedStack
 from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT, TABLE, router_scores
-from shoal_lab.train.apart import Apart
 from shoal_lab.train.corpus import Corpus
+from shoal_lab.train.divergence import Divergence
 from shoal_lab.train.part import Base, Guessed, ShippedModule, TextBatch
 
 _WIDTH, _WINDOW, _HIDDEN = 64, 8, 512
 _LOOKED_AT = 2048
-"""Tokens of answers by which neurons are grouped."""
+"""Answer tokens by which neurons are grouped."""
 _ROUNDS = 8
 Opens = Callable[[TextBatch], Tensor]
-"""Which groups each token runs: bool [B, T, layers, groups]."""
+"""Returns the groups that each token runs: bool [B, T, layers, groups]."""
 
 
 class ReadMEModule(ShippedModule):
-    """See the module.
+    """Trains the router.
 
     Args:
-        base: the model's embeddings and head.
-        model: the model with transformers' modules, in float32.
-        neurons: of the groups, int64 [layers, groups, n]: see `group_neurons`.
-        shared: how many groups, the first ones, always run.
-        experts: how many run in all, for what the card says that costs.
+        base: the model's embedding and LM head.
+        model: transformers' model in float32.
+        neurons: neurons of the groups, int64 [layers, groups, n]; see `group_neurons`.
+        shared: the first groups, which always run.
+        experts: groups that run in all, for the costs on the card.
         seed: of the first weights and of draws.
 
     Raises:
-        ValueError: the MLPs cannot be divided so.
+        ValueError: the MLPs cannot be divided like this.
     """
 
     kind: ClassVar[str] = "read_me"
@@ -73,8 +73,9 @@ class ReadMEModule(ShippedModule):
         self._labels: dict[bytes, Tensor] = {}
         self._rows = (base.rows(range(model.config.vocab_size)),)
 
+    @override
     def loss(self, batch: TextBatch) -> tuple[Tensor, list[Guessed]]:
-        """See `TrainedModule`; right is a token whose most important group was foretold in most layers."""
+        # A token is right if its most important group was predicted in most layers.
         asked, wanted = _said(batch), self.labels(batch)[..., self._shared :]
         wanted = wanted / wanted.sum(-1, keepdim=True).clamp_min(1e-12)
         logs = self.scores(batch.tokens).float().log_softmax(-1)
@@ -83,14 +84,14 @@ class ReadMEModule(ShippedModule):
         return loss, [Guessed(right, asked)]
 
     def scores(self, tokens: Tensor) -> Tensor:
-        """Of the groups that are not shared [B, T, layers, groups - shared], at each of the tokens [B, T]."""
+        """Scores of the groups that are not shared [B, T, layers, groups - shared], at each of the tokens [B, T]."""
         seen = windows(self.table[tokens], _WINDOW)
         found: Tensor = router_scores(seen, self.mix.weight, self.mix.bias, self.out.weight, self.out.bias)
         return found.view(*tokens.shape, len(self.neurons), -1)
 
     @torch.no_grad()
     def labels(self, batch: TextBatch) -> Tensor:
-        """The share of each group in what its layer's MLP gives [B, T, layers, groups], by squared norms."""
+        """Each group's share of its MLP's output [B, T, layers, groups], by squared norms."""
         keys = [tokens[:length].numpy().tobytes() for tokens, length in zip(batch.tokens, batch.lengths, strict=True)]
         if any(key not in self._labels for key in keys):
             found = group_energies(self._model[0], batch.tokens, self.neurons)
@@ -102,15 +103,15 @@ class ReadMEModule(ShippedModule):
                             for key in keys])
 
     def routed(self, batch: TextBatch, experts: int) -> Tensor:
-        """The router's choice: see `Opens`."""
+        """The router's choice; see `Opens`."""
         return self.chosen(self.scores(batch.tokens), experts)
 
     def oracle(self, batch: TextBatch, experts: int) -> Tensor:
-        """The groups that matter most to each token, as only its forward can tell."""
+        """The groups that matter most to each token, which only its forward can tell."""
         return self.chosen(self.labels(batch)[..., self._shared :], experts)
 
     def drawn(self, batch: TextBatch, experts: int) -> Tensor:
-        """As many groups by lot."""
+        """As many random groups."""
         generator = torch.Generator().manual_seed(self._seed)
         rest = self.neurons.shape[1] - self._shared
         return self.chosen(torch.rand(*batch.tokens.shape, len(self.neurons), rest, generator=generator), experts)
@@ -122,8 +123,9 @@ class ReadMEModule(ShippedModule):
         return pad(own, (self._shared, 0), value=True)
 
     @torch.no_grad()
+    @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
-        """Of answers not trained on: what running `experts` of the groups costs, see `costs`; `kept` of the neurons."""
+        """Results on held-out answers: the costs of running `experts` groups, and `kept`, the share of neurons."""
         groups = self.neurons.shape[1]
         ways = {"router": self.routed, "random": self.drawn, "oracle": self.oracle}
         told = self.costs(held_out, {name: partial(way, experts=self._experts) for name, way in ways.items()})
@@ -133,11 +135,11 @@ class ReadMEModule(ShippedModule):
     def costs(
         self, held_out: Sequence[TextBatch], ways: Mapping[str, Opens], prompts: bool = True
     ) -> dict[str, dict[str, float]]:
-        """How far the model moves where tokens of answers run some groups, and `prompts` all, by who chooses.
+        """Mean divergences of the model by who chooses, if tokens of answers (and of `prompts`) run some groups.
 
-        Of `shoal_lab.train.apart` the means; `energy` is the mean share of those groups in what MLPs give.
+        `energy` is the mean share of those groups in the outputs of MLPs.
         """
-        found, energy = {name: Apart() for name in ways}, dict.fromkeys(ways, 0.0)
+        found, energy = {name: Divergence() for name in ways}, dict.fromkeys(ways, 0.0)
         for batch in held_out:
             said, whole, labels = _said(batch), self._read(batch), self.labels(batch)
             where = said & (torch.arange(said.shape[1]) + 1 < batch.lengths[:, None])  # the last token is not fed
@@ -150,7 +152,7 @@ class ReadMEModule(ShippedModule):
                        "places": len(apart.nats)} for name, apart in found.items()}
 
     def _read(self, batch: TextBatch, run: Tensor | None = None) -> Tensor:
-        """What the head reads [B, T, D] where tokens run these groups; None: all."""
+        """The LM head's inputs [B, T, D] if tokens run these groups; None for all."""
         def mask(layer: int, given: Tensor) -> Tensor:
             return given if run is None else given * run[:, :, layer, self._group_of(layer)]
 
@@ -165,21 +167,21 @@ class ReadMEModule(ShippedModule):
         found[groups.flatten()] = torch.arange(len(groups)).repeat_interleave(groups.shape[1])
         return found
 
+    @override
     def exported(self) -> dict[str, Tensor]:
-        """See `ShippedModule`."""
         named = {MIX: self.mix.weight, BIAS.format(MIX): self.mix.bias, OUT: self.out.weight,
                  BIAS.format(OUT): self.out.bias}
         return {TABLE: self.table, NEURONS: self.neurons.int(), **{k: one.detach() for k, one in named.items()}}
 
+    @override
     def shape(self) -> dict[str, int]:
-        """See `TrainedModule`."""
         layers, groups, neurons = self.neurons.shape
         return {"layers": layers, "groups": groups, "shared": self._shared, "neurons": neurons, "window": _WINDOW,
                 "vocab": len(self.table), "width": self.table.shape[1], "hidden": _HIDDEN}
 
 
 def windows(lines: Tensor, window: int) -> Tensor:
-    """The lines [B, T, width] of each place and those before it, the oldest first: [B, T, window * width]."""
+    """The rows [B, T, width] of each place and those before it, the oldest first: [B, T, window * width]."""
     return pad(lines, (0, 0, window - 1, 0)).unfold(1, window, 1).transpose(-1, -2).flatten(-2)
 
 
@@ -187,7 +189,7 @@ def gated_mlps(model: Any) -> list[Any]:
     """The MLPs of all layers.
 
     Raises:
-        Unsupported: a layer has no gated MLP of its own.
+        Unsupported: a layer has no gated MLP.
     """
     mlps: list[Any] = [getattr(layer, "mlp", None) for layer in model.model.layers]
     if not all(hasattr(mlp, "down_proj") and isinstance(mlp.down_proj, nn.Linear) for mlp in mlps):
@@ -200,7 +202,7 @@ def mlp_widths(engine: Engine) -> Sequence[int]:
     """Neurons of each MLP.
 
     Raises:
-        Unsupported: the model's layers have no gated MLP of their own.
+        Unsupported: a layer has no gated MLP.
     """
     if isinstance(engine.stack, PackedStack):
         return engine.stack.shape.ffns
@@ -208,7 +210,7 @@ def mlp_widths(engine: Engine) -> Sequence[int]:
 
 
 def check_division(widths: Sequence[int], groups: int, shared: int, experts: int) -> None:
-    """Refuse numbers of groups that the MLPs cannot be divided into.
+    """Refuse numbers of groups into which the MLPs cannot be divided.
 
     Raises:
         ValueError: names the number, what is allowed and the remedy.
@@ -232,12 +234,12 @@ def check_division(widths: Sequence[int], groups: int, shared: int, experts: int
 def group_neurons(
     model: Any, texts: Sequence[tuple[Tensor, int]], groups: int, shared: int, seed: int = 0
 ) -> Tensor:
-    """The neurons of each layer's groups, int64 [layers, groups, n], ascending within a group.
+    """Neurons of each layer's groups, int64 [layers, groups, n], ascending within a group.
 
     Args:
         model: the model with transformers' modules.
-        texts: int64 [n] each, and where the answer begins: the tokens that are looked at.
-        groups, shared: how many, and how many of them hold the most used neurons.
+        texts: int64 [n] each, with the index at which the answer begins.
+        groups, shared: number of groups, and of those with the most used neurons.
         seed: of the first centres.
     """
     found = []
@@ -253,12 +255,12 @@ def group_neurons(
 
 
 def together(fired: Tensor, groups: int, generator: torch.Generator) -> Tensor:
-    """Clusters of equal size of neurons by how they fire: a group's number for each, int64 [neurons].
+    """Cluster neurons by how they fire into clusters of equal size; returns each one's group, int64 [neurons].
 
-    k-means over centred lines of length 1; in each round the likest pairs of neuron and centre find each other first.
+    k-means over centred rows of length 1; in each round the most similar pairs of neuron and centre are matched first.
 
     Args:
-        fired: how strongly each neuron fires at each token [neurons, tokens].
+        fired: activation of each neuron at each token [neurons, tokens].
         groups: a divisor of the number of neurons.
         generator: draws the first centres.
     """
@@ -274,7 +276,7 @@ def together(fired: Tensor, groups: int, generator: torch.Generator) -> Tensor:
 
 
 def _shared_out(likeness: Tensor) -> Tensor:
-    """A column for each row [rows, columns], each column as often as any other: the largest entries choose first."""
+    """A column for each row [rows, columns], each column equally often: the largest entries choose first."""
     rows, columns = likeness.shape
     room, label, left = [rows // columns] * columns, [-1] * rows, rows
     for entry in likeness.flatten().sort(descending=True, stable=True).indices.tolist():
@@ -288,12 +290,12 @@ def _shared_out(likeness: Tensor) -> Tensor:
 
 @torch.no_grad()
 def group_energies(model: Any, tokens: Tensor, neurons: Tensor) -> Tensor:
-    """Squared norms of what each group adds to the stream, float32 [B, T, layers, groups].
+    """Squared norms of each group's contribution to the hidden states, float32 [B, T, layers, groups].
 
     Args:
         model: the model with transformers' modules.
         tokens: int64 [B, T].
-        neurons: of the groups, see `group_neurons`.
+        neurons: neurons of the groups, see `group_neurons`.
     """
     mlps, found = gated_mlps(model), []
 
@@ -308,7 +310,7 @@ def group_energies(model: Any, tokens: Tensor, neurons: Tensor) -> Tensor:
 
 
 def _firing(model: Any, texts: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-    """Of each layer how much every neuron gives at tokens of answers, [tokens, neurons]: by the norm of its column."""
+    """Contribution of every neuron at tokens of answers by layer, [tokens, neurons], weighted by its column's norm."""
     mlps = gated_mlps(model)
     found: list[list[Tensor]] = [[] for _ in mlps]
     columns = [mlp.down_proj.weight.norm(dim=0) for mlp in mlps]
@@ -326,7 +328,7 @@ def _firing(model: Any, texts: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
 
 @contextmanager
 def _inside(mlps: Sequence[Any], look: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
-    """Shows what goes into each MLP's last matrix [B, T, neurons], or puts something else in its place."""
+    """Show the inputs of each MLP's last matrix [B, T, neurons], or replace them."""
     hooks = [mlp.down_proj.register_forward_pre_hook(lambda _, given, layer=layer: look(layer, given[0]))
              for layer, mlp in enumerate(mlps)]
     try:
@@ -343,14 +345,14 @@ def _said(batch: TextBatch) -> Tensor:
 
 
 def some_answers(answers: Corpus) -> list[tuple[Tensor, int]]:
-    """Training answers spread over the shards, about as many tokens as neurons are grouped by, or more."""
+    """Training answers spread over the shards, with about as many tokens as the grouping uses, or more."""
     per = max(1, _LOOKED_AT // 32 // len(answers.shards))
     return [(one.tokens, one.prompt) for shard in range(len(answers.shards))
             for one in answers.answers(shard, validation=False)[:per]]
 
 
 def _table(base: Base, vocab: int) -> Tensor:
-    """The tokens' embeddings in fewer numbers, those that tell them apart most: [vocab, width], of mean square 1."""
+    """The tokens' embeddings reduced to their main directions: [vocab, width], of mean square 1."""
     rows = base.embed(torch.arange(vocab))
     rows = rows - rows.mean(0)
     width = min(_WIDTH, rows.shape[1])

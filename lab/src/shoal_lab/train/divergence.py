@@ -1,4 +1,4 @@
-"""How far a model's law, read in another way, is from the model's own, answer by answer."""
+"""How far a model's distributions, computed in another way, are from the model's own, answer by answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shoal_lab.eval.clustered import clustered_difference
 from shoal_lab.train.part import TextBatch
 
 _PIECE = 512
-"""Places whose laws over all tokens are in memory at once."""
+"""Places whose distributions over all tokens are in memory at once."""
 
 
 @dataclass
-class Apart:
-    """What was found so far; a place is where a token of an answer is predicted.
+class Divergence:
+    """Divergences so far; a place is where a token of an answer is predicted.
 
     Attributes:
-        nats: per place the Kullback-Leibler divergence of the other law from the model's own.
-        same: per place 1 where the likeliest word is the model's own, else 0.
-        answers: per place, whose it is.
+        nats: Kullback-Leibler divergence of the other distribution from the model's own, by place.
+        same: 1 where both have the same argmax, else 0, by place.
+        answers: index of the answer, by place.
     """
 
     nats: list[float] = field(default_factory=list)
@@ -35,14 +35,14 @@ class Apart:
     def add(
         self, batch: TextBatch, states: Tensor, rows: Tensor, whole: Tensor | None = None, where: Tensor | None = None
     ) -> None:
-        """Count the answers of a batch.
+        """Add the answers of a batch.
 
         Args:
             batch: the answers.
-            states: [B, T, D], what the head reads in the other way.
-            rows: [V, D], the head's.
-            whole: [B, T, D], what it reads in the model's own; None for the states that came with the answers.
-            where: bool [B, T], at which places; None for those before each token of an answer but its first.
+            states: [B, T, D], the other inputs of the LM head.
+            rows: [V, D], the LM head's matrix.
+            whole: [B, T, D], the model's own inputs of the LM head; None for the states that came with the answers.
+            where: bool [B, T], the places; None for those before each token of an answer except its first.
         """
         asked = batch.guessed_from(0, 1) if where is None else where
         own_states = batch.states if whole is None else whole
@@ -54,18 +54,18 @@ class Apart:
             self.same += (found.argmax(-1) == own.argmax(-1)).float().tolist()
 
     def means(self) -> dict[str, float]:
-        """`distance` in nats and `kept_words`, means over places."""
+        """Means over places: `distance` in nats, and `kept_words`."""
         found = (round(sum(values) / max(1, len(values)), 4) for values in (self.nats, self.same))
         return dict(zip(("distance", "kept_words"), found, strict=True))
 
     def told(self) -> dict[str, Any]:
-        """`means`, with 95 % intervals of a bootstrap over answers."""
+        """`means`, with 95 % bootstrap intervals over answers."""
         distance, kept = (_mean(values, self.answers) for values in (self.nats, self.same))
         return {"distance": distance[0], "distance_interval": distance[1:], "kept_words": kept[0],
                 "kept_words_interval": kept[1:]}
 
-    def beyond(self, other: Apart) -> list[float]:
-        """By how much this distance exceeds another one on the same places: mean, and both ends of its interval."""
+    def beyond(self, other: Divergence) -> list[float]:
+        """The excess of this distance over another one on the same places: mean, and both ends of its interval."""
         return _difference(other.nats, self.nats, self.answers)
 
 
