@@ -16,7 +16,7 @@ from shoal.engine.loading.checkpoint import Checkpoint
 from shoal_lab.calibrate import cost
 from shoal_lab.cli.prune_target import times_faster
 from shoal_lab.components.cost import CostCard
-from shoal_lab.prune.weight_size import Outline, folder_bytes
+from shoal_lab.prune.write_checkpoint import Outline, folder_bytes
 
 CARD = CostCard(layer_seconds=2.0, head_seconds=3.0, overhead_seconds=1.0, kv_seconds_per_position=0.0,
                 windows=(None,) * 6)

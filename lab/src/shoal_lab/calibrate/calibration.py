@@ -1,7 +1,7 @@
-"""Find the schedule of a model: measure its layers, search, choose by quality, write the card.
+"""Calibrates a model: measure its layers, search for schedules, choose by quality, write the card.
 
-What decides is deterministic: schedules are ranked by layers, not by measured times, so the same seed gives the same
-card on every run. Measured times stand in the card beside it, under "measured".
+The choice is deterministic: schedules are ranked by layers, not by measured times, so the same seed always gives the
+same card. Measured times are in the card too, under "measured".
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from shoal_lab.eval.summary import answers_row
 Metric = Literal["accuracy", "perplexity", "agreement"]
 METRICS = ("accuracy", "perplexity", "agreement")
 _SCORING, _SEARCHING = 0.25, 0.6
-"""Shares of the minutes for leaving out each layer, and of what is left then for the search where answers follow."""
+"""Shares of the minutes for leaving out each layer, and of the rest for the search if answers follow."""
 _STEEPEST = 0.5
-"""Rise of the loss in nats per token beyond which nothing is searched: perplexity 1.65 times as high."""
+"""Rise of the loss in nats per token above which the search stops: 1.65 times the perplexity."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What is asked of a calibration.
+    """The aim of a calibration.
 
     Attributes:
         metric: what must not drop: share of right answers, perplexity (relative), or ROUGE-L with the full model.
-        max_drop: how much it may drop: 0.01 is one point of accuracy or agreement, or 1 % of perplexity.
+        max_drop: how far it may drop: 0.01 is one point of accuracy or agreement, or 1 % of perplexity.
         trials: most schedules whose loss is measured.
         loss_items: samples on which losses are measured.
         answer_items: samples on which answers are judged.
         core: layers that always run; None for max(4, L/8).
-        minutes: end then, layers and answers included, and say so in the card; None for never. Of the samples as many
-            are taken as leave time for the search.
+        minutes: time limit, layers and answers included, which the card records; None for none. As many samples are
+            used as leave time for the search.
     """
 
     metric: Metric = "accuracy"
@@ -84,17 +84,17 @@ class Aim:
 
 @dataclass
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         scores: per layer, by kind.
         order: the best removal order.
         orders: every order tried at one depth, best first.
         trials: every schedule tried.
-        chosen: the trial that is kept; None where nothing but the full model meets the aim.
+        chosen: the trial that is kept; None if only the full model meets the aim.
         quality: figures of the chosen schedule on the calibration items.
         judged: figures of every schedule whose quality was measured.
-        runner: counts.
+        runner: counts trials.
     """
 
     scores: dict[str, tuple[float, ...]]
@@ -114,10 +114,10 @@ def search(
 
     Args:
         evaluator: of the model; its outcomes should not be those of an evaluation.
-        items: the calibration items, in an order that a seed gave.
-        aim: see `Aim`.
+        items: the calibration items, shuffled by a seed.
+        aim: the aim of the calibration.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
-        began: `time.monotonic()` from which the minutes count; None for now.
+        began: `time.monotonic()` at which the minutes start; None for now.
     """
     deadline = None if aim.minutes is None else (time.monotonic() if began is None else began) + 60 * aim.minutes
     engine, layers = evaluator.engine, evaluator.engine.stack.num_layers
@@ -142,7 +142,7 @@ def search(
     evaluator.decoder.deadline = deadline
     try:
         _choose(found, evaluator, items, aim)
-    except TimeoutError:  # what was not judged is not recommended
+    except TimeoutError:  # schedules that were not judged are not recommended
         found.runner.cut_short = True
     finally:
         evaluator.decoder.deadline = None
@@ -150,7 +150,7 @@ def search(
 
 
 def _affordable(evaluator: Evaluator, samples: list[Sample], layers: int, deadline: float) -> list[Sample]:
-    """As many samples, of all lengths, as leave most of the time for the search; one at least."""
+    """As many samples, of all lengths, as leave most of the time for the search; at least one."""
     middle = samples[len(samples) // 2]
     each = TrialRunner(evaluator.decoder, [middle], layers, 1).seconds(middle) * (layers + 1)
     left = max(0.0, deadline - time.monotonic())
@@ -175,7 +175,7 @@ def _search(found: SearchResult, runner: TrialRunner, core: Core, scores: dict[s
 
 
 def _choose(found: SearchResult, evaluator: Evaluator, items: Sequence[Item], aim: Aim) -> None:
-    """The shallowest schedule on the frontier that meets the aim; by bisection where answers have to be generated."""
+    """Choose the shallowest schedule on the frontier that meets the aim; by bisection if answers are generated."""
     front = frontier([trial for trial in found.trials if trial.mean_layers < found.runner.num_layers])
     if aim.metric == "perplexity":
         good = [trial for trial in front if math.expm1(trial.rise) <= aim.max_drop]
@@ -209,7 +209,7 @@ def card(
     engine: Engine, found: SearchResult, aim: Aim, *, seed: int, suite: str, items: Sequence[Item],
     measured: dict[str, Any], versions: dict[str, str],
 ) -> dict[str, Any]:
-    """The calibration card as JSON: what to run, for which model, why, and how it was found.
+    """The calibration card as JSON: the method to run, its model, and how it was found.
 
     `methods.make` reads it as a method; as `shoal.json` beside a model's weights it also gives the model's layer scores
     and removal order.
@@ -246,12 +246,12 @@ def card(
 
 
 def _by_family(trials: Sequence[Trial]) -> list[Trial]:
-    """Of every family its trials, deepest first."""
+    """The trials of every family, deepest first."""
     return sorted(trials, key=lambda trial: (trial.label, -trial.mean_layers, trial.rise))
 
 
 def data_hash(items: Sequence[Item]) -> str:
-    """A hash of what was calibrated on."""
+    """A hash of the calibration data."""
     digest = hashlib.sha256()
     for item in items:
         digest.update(f"{item.prompt}\0{item.solution}\0{item.answer}\0".encode())

@@ -1,4 +1,4 @@
-"""Which dimensions of a head decide its attention scores, for the method `double_sparsity`."""
+"""Ranks the dimensions of heads by their part in attention scores, for the method `double_sparsity`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from shoal_lab.calibrate.calibration import data_hash
 from shoal_lab.eval.items import Item
 
 BLOCK = 512
-"""Most tokens of a text that are read, as in the paper."""
+"""Most tokens read of a text, as in the paper."""
 
 
 def rank_channels(engine: Engine, texts: Sequence[Sequence[int]], *, progress: bool | None = None) -> Ranking:
-    """The dimensions of each KV head, those first that add most to scores: see `DoubleSparsity`.
+    """The dimensions of each KV head, those that add most to scores first: see `DoubleSparsity`.
 
-    A dimension counts by |q k|, its product in a token's query and in the key of the same token, with their positions
-    turned in, summed over the tokens of all texts and over the queries that share the KV head. The two dimensions that
-    a rotary embedding turns together, half a head apart, count together.
+    A dimension counts by |q k|, the product of a token's query and key in it after rotary embedding, summed over the
+    tokens of all texts and over the queries that share the KV head. The two dimensions that rotary embedding turns
+    together, half a head apart, count together.
 
     Args:
         engine: the model.
-        texts: token ids; of each the first `BLOCK` are read.
+        texts: token ids; the first `BLOCK` of each are read.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
 
     Raises:
@@ -71,7 +71,7 @@ def channel_card(engine: Engine, items: Sequence[Item], suite: str, seed: int) -
     """The ranking as a card that runs wherever a method does and refuses other models.
 
     Raises:
-        ValueError: the model has no tokenizer to read the items with.
+        ValueError: the model has no tokenizer for the items.
     """
     if engine.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text that it can read")

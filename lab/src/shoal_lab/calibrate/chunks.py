@@ -1,4 +1,4 @@
-"""How well a model finds what a smaller one writes: the scores that ATTS compares with (arXiv 2509.15148)."""
+"""How well a model predicts the text of a smaller one: the scores that ATTS compares with (arXiv 2509.15148)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def observe(
     engine: Engine, items: Sequence[Item], method: ATTS, samples: int, temperature: float, seed: int = 0,
     progress: bool | None = None,
 ) -> list[float]:
-    """Mean losses (nats per token) of first chunks of the smaller model under the engine's own, ascending.
+    """Mean losses (nats per token) of first chunks of the smaller model under the engine's model, ascending.
 
     Args:
         engine: the model.
-        items: whose prompts are answered; the scores of all of them are put together.
-        method: says which model writes, and how long a chunk is.
-        samples: chunks of each item, at least 1.
-        temperature: at which they are drawn.
+        items: items whose prompts are answered; their scores are pooled.
+        method: names the smaller model and the length of a chunk.
+        samples: chunks per item, at least 1.
+        temperature: temperature of the chunks.
         seed: of the draws.
-        progress: whether a bar is shown; None for a terminal alone.
+        progress: whether a bar is shown; None shows it on a terminal only.
 
     Raises:
         Unsupported: no answer is as long as a chunk.

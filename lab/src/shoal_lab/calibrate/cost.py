@@ -1,10 +1,11 @@
-"""Measure an engine's cost card: whole steps of its loop at a few constant depths and two context lengths.
+"""Measures an engine's cost card: whole steps of its loop at a few constant depths and two context lengths.
 
-The cases take turns, step by step: a machine whose memory is slower for a while is then slower for all of them.
+The cases take turns, step by step, so that a slow moment of the machine affects all of them.
 
-What layers cost is measured under a head that reads all its rows. The one that looks for the likeliest token alone
-reads few of them behind the full model and many behind a few layers, whose laws are flat: of a vocabulary of 152,000
-that hid half of what a layer costs. A shallow step is then less by what that head spares the full one.
+The cost of layers is measured with an LM head that reads all its rows. The head that searches for the argmax alone
+reads few rows after the full model, and many after a few layers, whose distributions are flat: with a vocabulary of
+    152,000
+this hid half of a layer's cost. Shallow steps are then reduced by what the searching head saves at full depth.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FEWEST = 3
 _MOST = 256
 _LIKELIEST: Mapping[str, Any] = {}
 _ALL_LOGITS: Mapping[str, Any] = {"logit_bias": {0: 0.0}}
-"""What a stream is asked for: greedy tokens, and the same from all logits, which a bias of nothing takes."""
+"""Options of a stream for greedy tokens from all logits, which a bias of 0 enforces."""
 
 
 def measure(
@@ -41,11 +42,11 @@ def measure(
     """Fit a cost card to this engine on this machine, now.
 
     Args:
-        engine: what to measure.
-        rows: prompts that decode together.
-        contexts: prompt lengths. All depths are measured at the shortest, full depth also at the others.
+        engine: the engine to measure.
+        rows: prompts decoded together.
+        contexts: prompt lengths. All depths are measured at the shortest one, full depth also at the others.
         shares: depths as shares of the layers.
-        seconds: how long to decode for each case.
+        seconds: decoding time for each case.
 
     Raises:
         ValueError: fewer than two depths.
@@ -67,11 +68,11 @@ def measure(
 
 
 def _under_one_head(full: Sequence[Observation], whole_head: Sequence[Observation]) -> list[Observation]:
-    """Full steps as they are, and shallow ones less what looking for the likeliest token alone spares a full step.
+    """Full steps unchanged, and shallow ones less what searching for the argmax alone saves a full step.
 
     Args:
-        full: of all layers, the first one behind prompts of the length of the others.
-        whole_head: the same depth and smaller ones, all with a head that reads all its rows; the full depth first.
+        full: all layers; the first one with prompts as long as the others'.
+        whole_head: the same depth and smaller ones, with a head that reads all its rows; the full depth first.
     """
     deepest, *shallow = whole_head
     spared = deepest.seconds - full[0].seconds
@@ -79,7 +80,7 @@ def _under_one_head(full: Sequence[Observation], whole_head: Sequence[Observatio
 
 
 def _take_turns(courses: Sequence[_Course], seconds: float) -> None:
-    """A step of each in turn, for so long, after one round that does not count."""
+    """Run steps of each in turn for that long, after one round that does not count."""
     for course in courses:
         course.step()
         course.steps.clear()
@@ -92,7 +93,7 @@ def _take_turns(courses: Sequence[_Course], seconds: float) -> None:
 
 
 class _Course(AbstractContextManager["_Course"]):
-    """One case under way: `rows` prompts of one length, decoded at one depth.
+    """One case in progress: `rows` prompts of one length, decoded at one depth.
 
     Attributes:
         first: seconds until the first tokens.

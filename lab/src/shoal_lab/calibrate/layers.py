@@ -1,6 +1,6 @@
-"""Two scores of a layer: how much it turns the residual stream, and what it costs to leave it out.
+"""Two scores of a layer: how much it changes the hidden states, and the loss without it.
 
-Both are measured as depth plans use them: the prompt runs every layer, only the tokens after it are judged.
+Both are measured as in depth plans: the prompt runs every layer, and only the tokens after it are judged.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shoal.model.stack import SequenceChunk
 from shoal_lab.eval import scoring
 
 Sample = str | tuple[str, str]
-"""A text, of which the first quarter counts as prompt, or a prompt with its answer."""
+"""A text, whose first quarter counts as prompt, or a prompt with its answer."""
 
 
 @dataclass(frozen=True)
 class LayerScores:
-    """Scores of every layer, low meaning cheap to drop.
+    """Scores of every layer; low scores are cheap to drop.
 
     Attributes:
         influence: Block Influence, 1 - mean cosine of a layer's input and output (ShortGPT, arXiv 2403.03853, eq. 1).
@@ -44,7 +44,7 @@ class LayerScores:
     tokens: int
 
     def card(self, order: str = "leave_one_out") -> Card:
-        """The calibration card that makes `order` the model's own."""
+        """The calibration card with `order` as the model's removal order."""
         return Card({"influence": self.influence, "leave_one_out": self.leave_one_out}, order)
 
     def save(self, folder: str | os.PathLike[str], order: str = "leave_one_out") -> Path:
@@ -60,8 +60,8 @@ def measure_layers(engine: Engine, samples: Iterable[Sample], *, progress: bool 
     """Measure the layers of an engine's model; set `engine.card = scores.card()` to use the result.
 
     Args:
-        engine: the model, at the precision in which it is to be judged.
-        samples: texts of the kind that the model is to write; some dozens are enough.
+        engine: the model, at the precision at which it is to be judged.
+        samples: texts like those that the model is to write; a few dozen are enough.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
 
     Raises:
@@ -105,7 +105,7 @@ def _ids(engine: Engine, sample: Sample) -> tuple[list[int], list[int]] | None:
 
 
 def _losses(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
-    """Summed negative log-likelihood of the answer, its tokens leaving out each layer in turn, and then none."""
+    """Summed negative log-likelihood of the answer without each layer in turn, and then with all."""
     layers = engine.stack.num_layers
     plans = [DepthPlan.whole_layers([1 if layer == dropped else NEVER for layer in range(layers)])
              for dropped in range(layers + 1)]

@@ -1,7 +1,7 @@
-"""Which neurons of the gated MLPs matter, and how many each layer keeps: structured pruning of the width.
+"""Which neurons of the gated MLPs matter, and how many each layer keeps: structured width pruning.
 
-`peak_to_peak` looks at the weights alone (arXiv 2512.22671). `cfsp` also runs the model over texts once: how much each
-layer turns its input says how many neurons it keeps, weights and activations say which ones (arXiv 2409.13199).
+`peak_to_peak` uses the weights alone (arXiv 2512.22671). `cfsp` also runs the model over texts once: how much each
+layer changes its input decides how many neurons it keeps, weights and activations decide which ones (arXiv 2409.13199).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Form = Literal["stated", "released"]
 FORMS: tuple[Form, ...] = ("stated", "released")
 _GATE = re.compile(r"(.*layers\.\d+\.mlp\.)(gate_proj|gate_up_proj)\.weight")
 _TOKENS = 128 * 2048
-"""Tokens that CFSP calibrates on; its importances are sums over them."""
+"""Number of tokens on which CFSP calibrates; its importances are sums over them."""
 _SCALE = 1e4
 _HAIR = 1e-6
-"""By which a product that is an integer on paper may lie above it."""
+"""Tolerance for products that are integers on paper."""
 _MARGIN = 1.05
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a model's MLPs did on some texts.
+    """Activity of a model's MLPs on some texts.
 
     Attributes:
-        norms: for each layer the 2-norm of every neuron's activations over all tokens, [ffn] in float64: of what goes
-            into the MLP's last matrix.
+        norms: for each layer the 2-norm of every neuron's activation over all tokens, [ffn] in float64: of the inputs
+            of the MLP's last matrix.
         turns: for each layer the mean angle between its input and its output, in half turns.
-        tokens: so many.
+        tokens: number of tokens.
     """
 
     norms: tuple[Tensor, ...]
@@ -49,10 +49,10 @@ class Activity:
 
 @torch.no_grad()
 def activity(model: Any, texts: Sequence[Sequence[int]], progress: bool | None = None) -> Activity:
-    """Run transformers' modules over texts, once, and watch.
+    """Run transformers' model over texts once, and record.
 
     Args:
-        model: of `AutoModelForCausalLM`; what watches is taken off again.
+        model: of `AutoModelForCausalLM`; hooks are removed afterwards.
         texts: token ids.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
 
@@ -82,7 +82,7 @@ def activity(model: Any, texts: Sequence[Sequence[int]], progress: bool | None =
 
 @contextmanager
 def _watched(layers: Sequence[Any], fired: Any, turned: Any) -> Iterator[None]:
-    """Hooks that tell of each layer what goes into the MLP's last matrix, and its own input and output."""
+    """Hooks that report each layer's input and output, and the inputs of its MLP's last matrix."""
     hooks = []
     for number, layer in enumerate(layers):
         hooks.append(layer.mlp.down_proj.register_forward_pre_hook(lambda _, given, n=number: fired(n, given[0])))
@@ -100,8 +100,8 @@ def _watched(layers: Sequence[Any], fired: Any, turned: Any) -> Iterator[None]:
 def peak_to_peak(source: Source) -> list[Tensor]:
     """Scores of all layers' neurons: max + |min| of a gate row, and the same of the up row; [ffn] each.
 
-    "Peak-to-peak magnitude", formerly "maximum absolute weight": what the authors' code computes, which is no range
-    where all weights of a row have one sign.
+    "Peak-to-peak magnitude", formerly "maximum absolute weight": what the authors' code computes, which is not a range
+    if all weights of a row have the same sign.
     """
     return [sum((rows.amax(1) + rows.amin(1).abs() for rows in (gate, up)), torch.zeros(1))
             for gate, up, _ in matrices(source)]
@@ -111,14 +111,14 @@ def cfsp(source: Source, seen: Activity, form: Form = "stated", b: float = 1.0, 
     """Scores of all layers' neurons by weights and activations, [ffn] each.
 
     `stated`: a neuron's share of the absolute weights of gate, up and down at each hidden unit, those of down times its
-    activity to the power b, averaged over the units, times its activity to the power c. `released`: as the published
-    code works out, where each share is taken over the axis over which it is then averaged, so that all weights cancel
-    and the activity alone is left.
+    activity to the power b, averaged over the units, times its activity to the power c. `released`: what the published
+    code computes, which takes each share over the axis over which it is then averaged, so that all weights cancel and
+    only the activity remains.
 
     Args:
         source: the weights.
         seen: the model's activity.
-        form: which of the two.
+        form: one of the two.
         b, c: powers of a neuron's activity.
     """
     scores = []
@@ -132,7 +132,7 @@ def cfsp(source: Source, seen: Activity, form: Form = "stated", b: float = 1.0, 
 
 
 def _shares(weights: Tensor) -> Tensor:
-    """Of weights [ffn, hidden], a neuron's share at each hidden unit, averaged; units without weights count nothing."""
+    """A neuron's share of weights [ffn, hidden] at each hidden unit, averaged; units without weights do not count."""
     totals = weights.sum(0)
     return (weights / totals.where(totals > 0, torch.inf)).mean(1)
 
@@ -147,13 +147,13 @@ def matrices(source: Source) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def shares(turns: Sequence[float], gone: float, a: float = 1.0) -> list[float]:
-    """The share of its neurons that each layer keeps, 1 - gone on average: more where it turns its input more.
+    """The share of its neurons that each layer keeps, 1 - gone on average: more if it changes its input more.
 
-    Importances are taken as sums over as many tokens as the paper's, whatever the number of tokens here.
+    Importances are sums over as many tokens as in the paper, whatever the number of tokens here.
 
     Args:
-        turns: see `Activity`.
-        gone: the share that goes, in [0, 1).
+        turns: as in `Activity`.
+        gone: the share that is removed, in [0, 1).
         a: how much layers differ; 0 keeps the same share of all.
     """
     kept, mean = 1 - gone, sum(turns) / len(turns)
@@ -165,11 +165,11 @@ def shares(turns: Sequence[float], gone: float, a: float = 1.0) -> list[float]:
 
 
 def shares_by_rank(scores: Sequence[Tensor], gone: float) -> list[float]:
-    """The share of its neurons that each layer keeps where the best of all layers together stay; of equals the first.
+    """The share of its neurons that each layer keeps if the best of all layers together stay; the first wins ties.
 
     Args:
         scores: for each layer [ffn], comparable between layers.
-        gone: the share of all neurons that goes, in [0, 1).
+        gone: the share of all neurons that is removed, in [0, 1).
     """
     widths = [len(score) for score in scores]
     stay = torch.zeros(sum(widths))
@@ -179,13 +179,13 @@ def shares_by_rank(scores: Sequence[Tensor], gone: float) -> list[float]:
 
 
 def counts(kept: Sequence[float], widths: Sequence[int], multiple: int = 1, *, up: bool = False) -> list[int]:
-    """Neurons that each layer keeps: multiples, as far as a layer has so many, and one multiple at least.
+    """Neurons that each layer keeps: multiples, as far as a layer has that many, and at least one multiple.
 
     Args:
         kept: the share of its neurons that each layer is to keep.
-        widths: neurons that it has.
-        multiple: see above.
-        up: whether to keep no fewer than asked for, instead of the nearest multiple.
+        widths: its number of neurons.
+        multiple: the multiple.
+        up: whether to round up instead of to the nearest multiple.
     """
     rounded = (lambda number: math.ceil(number - _HAIR)) if up else round
     return [width if share >= 1 else min(max(rounded(share * width / multiple), 1) * multiple, width)
@@ -193,6 +193,6 @@ def counts(kept: Sequence[float], widths: Sequence[int], multiple: int = 1, *, u
 
 
 def best(scores: Sequence[Tensor], keep: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The neurons with the highest scores of each layer, ascending; of equals the first."""
+    """The neurons with the highest scores of each layer, ascending; the first wins ties."""
     return tuple(tuple(sorted(score.sort(descending=True, stable=True).indices[:count].tolist()))
                  for score, count in zip(scores, keep, strict=True))

@@ -1,7 +1,7 @@
-"""Where a model should pause: the entropy that best tells its right tokens from its wrong ones, by reference solutions.
+"""Where a model should pause: the entropy that best separates its right tokens from wrong ones, on reference solutions.
 
-As arXiv 2506.08980 learns it: classes balanced by leaving tokens out, a logistic regression on the entropy alone, and
-of all cuts of its probability the one that tells most held-out tokens right.
+Learned as in arXiv 2506.08980: classes are balanced by leaving out tokens, a logistic regression uses the entropy
+alone, and the cut of its probability is the one that classifies most held-out tokens correctly.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shoal_lab.eval.study import model_name
 from shoal_lab.methods.adadec import AdaDec
 
 _HELD_OUT = 5
-"""One token in so many is held out."""
+"""One token in this many is held out."""
 _LEAST = 20
-"""Tokens of each kind without which nothing is learned."""
+"""Least number of tokens of each kind."""
 _WHAT = "a threshold from these solutions"
 _REMEDY = "Give more items (--loss-n), or solutions of another suite"
 _CUTS = [cut / 100 for cut in range(1, 100)]
@@ -38,16 +38,15 @@ _CUTS = [cut / 100 for cut in range(1, 100)]
 
 @dataclass(frozen=True)
 class Learned:
-    """What was learned.
+    """Result of the regression.
 
     Attributes:
         threshold: nats, not below 0.
-        weight, bias: of the regression: a token of entropy h is right with probability sigmoid(weight h + bias), right
-            and wrong ones being as many.
+        weight, bias: a token of entropy h is right with probability sigmoid(weight h + bias), with balanced classes.
         cut: the probability at the threshold.
-        accuracy: share of held-out tokens that are told right, of right and wrong ones as many.
-        tokens: read; right: share at which the likeliest token was the reference's; pauses: share at or above the
-            threshold.
+        accuracy: share of balanced held-out tokens that are classified correctly.
+        tokens: number of tokens read; right: share whose argmax was the reference's token; pauses: share at or above
+            the threshold.
     """
 
     threshold: float
@@ -63,13 +62,13 @@ class Learned:
 def observe(
     engine: Engine, items: Sequence[Item], batch: int = 8, progress: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Entropy (nats) before every token of the solutions, and whether the likeliest token was the one that came.
+    """Entropy (nats) before every token of the solutions, and whether the argmax was the token that came.
 
     Args:
         engine: the model; all of its layers run.
-        items: with reference solutions.
-        batch: read together.
-        progress: whether a bar is shown; None for a terminal alone.
+        items: items with reference solutions.
+        batch: items read together.
+        progress: whether a bar is shown; None shows it on a terminal only.
 
     Returns:
         float32 [tokens] and bool [tokens].
@@ -93,13 +92,13 @@ def _sureness(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def learn(entropies: Tensor, right: Tensor, seed: int = 0) -> Learned:
-    """The threshold from entropies [n] and whether the likeliest token was right, bool [n].
+    """The threshold from entropies [n] and whether the argmax was right, bool [n].
 
     Args:
-        seed: which tokens are left out, and which are held out.
+        seed: decides which tokens are left out, and which are held out.
 
     Raises:
-        Unsupported: there is nothing to learn from.
+        Unsupported: there are too few tokens of a kind.
     """
     kinds = [entropies[right].double().tolist(), entropies[~right].double().tolist()]
     count = min(map(len, kinds))
@@ -128,7 +127,7 @@ def regression(values: Sequence[float], labels: Sequence[float], ridge: float = 
     Args:
         values: [n].
         labels: [n], each 0 or 1.
-        ridge: keeps the weight finite where the labels can be told apart without error.
+        ridge: keeps the weight finite if the labels are perfectly separable.
     """
     inputs = torch.stack([torch.tensor(values, dtype=torch.float64), torch.ones(len(values), dtype=torch.float64)], 1)
     wanted = torch.tensor(labels, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Which layer selects columns anew, for the method `tidal`: the one that leaves most of what the full model says."""
+"""Which layer selects KV slots again, for the method `tidal`: the one that agrees most with the full model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ OTHER_SEEDS = 1_000_000
 
 
 def choices(engine: Engine, k: int) -> dict[int, Tidal]:
-    """By the layer that selects anew: one for each that may, and for none one under the number of layers.
+    """Methods by the layer that selects again: one for each possible layer, and under the number of layers one without.
 
     Raises:
-        Unsupported: no layer sees all of the text, or attention does not show its queries.
+        Unsupported: no layer sees the whole text, or attention does not show its queries.
         ValueError: `k` is below 1.
     """
     info = engine.info()
@@ -34,7 +34,7 @@ def choices(engine: Engine, k: int) -> dict[int, Tidal]:
 
 
 def selecting(engine: Engine, method: Tidal) -> tuple[int, int]:
-    """The layer that selects first and the one that selects anew; the number of layers for none."""
+    """The first selecting layer, and the one that selects again; the number of layers if there is none."""
     roles = method.roles(engine.info())
     found = [layer for layer, role in enumerate(roles) if role == SELECTS]
     return found[0], (*found, len(roles))[1]
@@ -45,14 +45,14 @@ def reselection_card(
 ) -> dict[str, Any]:
     """The method with the best layer as a card, which runs wherever a method does and refuses other models.
 
-    Best is where most tokens of the full model's answers, of novels of their scored ends, would be said as well: the
-    mean over what is wanted; of equals the earliest layer. See `shoal_lab.eval.long.study.run` for the agreement.
+    The best layer agrees most with the full model's answers, or scored ends of novels: the mean over `wanted`; the
+    earliest layer wins ties. See `shoal_lab.eval.long.study.run` for the agreement.
 
     Args:
         engine: the model.
         wanted: contexts to measure on.
         maker: makes them.
-        k: columns that a query reads where a layer does not select.
+        k: KV slots that a query reads in layers that do not select.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
     """
     methods, evaluator = choices(engine, k), LongEvaluator(engine, progress=progress)

@@ -1,6 +1,6 @@
-"""Search for depth schedules: removal orders first, then budgets over the best of them.
+"""Search for depth schedules: first removal orders, then budgets over the best order.
 
-Everything is greedy and deterministic: two searches over the same samples try the same schedules.
+The search is greedy and deterministic: two searches over the same samples try the same schedules.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def leave_one_out(runner: TrialRunner, layers: Sequence[int]) -> list[float]:
 
 
 def greedy_order(runner: TrialRunner, core: Core, most: float, ahead: Sequence[int]) -> tuple[int, ...]:
-    """Remove again and again the layer whose loss costs least, until the loss has risen by `most` nats.
+    """Repeatedly remove the layer that costs least loss, until the loss has risen by `most` nats.
 
     Args:
-        runner: where schedules are tried.
+        runner: tries schedules.
         core: layers that always run.
         most: rise at which the search ends.
-        ahead: the flex layers in the order in which those that are left when it ends, or trials run out, follow.
+        ahead: order of the flex layers that are left when the search or its trials end.
     """
     flex, gone = list(core.flex(runner.num_layers)), list[int]()
     while flex:
@@ -60,7 +60,7 @@ def orders(num_layers: int, core: Core, scores: Mapping[str, Sequence[float]]) -
 def compare_orders(
     runner: TrialRunner, named: Mapping[str, tuple[int, ...]], core: Core, share: float = 0.8
 ) -> list[Trial]:
-    """Every order at one constant depth, best first."""
+    """All orders at one constant depth, best first."""
     table = two_levels(runner.lengths, runner.num_layers, core.size, max(share * runner.num_layers, core.size + 1))
     tried = [(name, schedule(table, order, runner.num_layers)) for name, order in named.items()]
     return sorted(runner.try_all(tried), key=lambda trial: trial.rise)
@@ -74,7 +74,7 @@ def budgets(runner: TrialRunner, order: tuple[int, ...], core: Core) -> Iterator
         for start in (0.0, *STARTS):
             try:
                 tables[f"d3, start {start:g}"] = power_law(lengths, layers, core.size, mean, start)[1]
-            except ValueError:  # out of reach
+            except ValueError:  # cannot reach the mean
                 continue
         for name, make in (("constant", two_levels), ("linear", lambda *at: linear(*at)[2])):
             try:
@@ -87,8 +87,8 @@ def budgets(runner: TrialRunner, order: tuple[int, ...], core: Core) -> Iterator
 def free_budget(runner: TrialRunner, order: tuple[int, ...], core: Core, most: float) -> Iterator[Trial]:
     """Greedily lower a staircase of any shape: each move takes the layers that cost the least loss per layer saved.
 
-    The stairs lie at quartiles of the answer's tokens; a move lowers one stair by one layer, and every later one that
-    would otherwise stand above it.
+    The stairs are at quartiles of the answer's tokens. A move lowers one stair by one layer, and every later one that
+    would then be higher.
     """
     layers = runner.num_layers
     edges = _edges(runner)

@@ -1,4 +1,4 @@
-"""Search for the sublayers that Draft & Verify leaves out while it drafts (arXiv 2309.08168)."""
+"""Search for the sublayers that Draft & Verify skips while it drafts (arXiv 2309.08168)."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class SublayerCosts:
-    """What a forward of one token costs: one attention, one MLP, and all that is not in a layer; in any unit."""
+    """Cost of one attention, of one MLP, and of everything outside the layers in a one-token forward, in any unit."""
 
     attention: float
     mlp: float
     rest: float
 
     def forward(self, num_layers: int, skips: Skips) -> float:
-        """A forward without some sublayers."""
+        """Cost of a forward without some sublayers."""
         kept = (num_layers - len(skips.attention)) * self.attention + (num_layers - len(skips.mlp)) * self.mlp
         return kept + self.rest
 
 
 @dataclass(frozen=True)
 class SkipCard:
-    """The outcome of a search.
+    """The result of a search.
 
     Attributes:
-        skips: the sublayers to leave out.
+        skips: the sublayers to skip.
         rate: share of the texts' tokens that the model predicts without them.
-        length: the draft length of most tokens per second at that rate.
-        speedup: tokens per second of such drafts over those of plain decoding, by the costs; sampling left out.
+        length: the draft length with most tokens per second at that rate.
+        speedup: tokens per second with such drafts over plain decoding, by the costs; without sampling.
         rounds: sets tried.
     """
 
@@ -67,7 +67,7 @@ class SkipCard:
         return DraftAndVerify(self.skips.attention, self.skips.mlp)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a card that `method="....json"` takes."""
+        """Write a card for `method="....json"`."""
         found: dict[str, Any] = {"rate": self.rate, "length": self.length, "speedup": self.speedup}
         path = Path(path)
         text = json.dumps({**self.method().to_dict(), **found, "rounds": self.rounds}, indent=1)
@@ -87,25 +87,25 @@ def search_skips(
     costs: SublayerCosts | None = None,
     progress: bool | None = None,
 ) -> SkipCard:
-    """Find sublayers without which the model still drafts well, judged by expected tokens per second.
+    """Find sublayers that can be skipped while drafting, judged by expected tokens per second.
 
     The model answers the prompts greedily. A set is judged by the share of the answers' tokens that it predicts, block
-    by block in parallel, the tokens before a block at full depth, as in decoding. The paper measures decoding times
-    instead; with a seed, `rounds` and `costs` the search is repeatable.
+    by block in parallel, with the tokens before a block at full depth, as in decoding. The paper measures decoding
+    times instead. With a seed, `rounds` and `costs` the search is repeatable.
 
     Args:
-        engine: the model, on the machine and at the precision that count.
-        prompts: texts of the kind at hand; the paper takes 8.
-        seconds: the search ends after that time.
-        rounds: the search ends after that many sets; None for no limit but the time.
+        engine: the model, on the machine and at the precision of later use.
+        prompts: texts like those of later use; the paper takes 8.
+        seconds: time limit of the search.
+        rounds: most sets to try; None for no limit.
         seed: of the random choices.
         new_tokens: tokens of an answer.
-        block: tokens that are drafted from one place when a set is judged.
+        block: tokens drafted in a row when a set is judged.
         costs: of the sublayers; None measures them.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
 
     Raises:
-        ValueError: no prompts, or answers too short to judge.
+        ValueError: there are no prompts, or the answers are too short to judge.
         Unsupported: the model's sublayers cannot be told apart.
     """
     _check(engine, prompts, new_tokens, block)
@@ -160,7 +160,7 @@ def _check(engine: Engine, prompts: Sequence[Any], new_tokens: int, block: int) 
 
 
 class _SkipJudge:
-    """Answers at full depth, in a cache, and what a set is worth on them."""
+    """Answers at full depth, in a cache, and the value of a set on them."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Any], new_tokens: int, block: int, costs: SublayerCosts
@@ -195,16 +195,16 @@ class _SkipJudge:
         return statistics.fmean(self._share(row, end, plan) for row, end in self._places)
 
     def _share(self, row: int, end: int, plan: DepthPlan) -> float:
-        """Of the block of row `row` that ends with token number `end`."""
+        """The share in the block of row `row` that ends at token `end`."""
         with rewound(self._cache, row, end - 1):
             return agreements(self._stack, self._cache, [(row, self._texts[row][:end], self._block, plan)])[0]
 
     def value(self, skips: Skips) -> float:
-        """The speed-up to expect."""
+        """The expected speed-up."""
         return self.best_length(skips, self.rate(skips))[1]
 
     def best_length(self, skips: Skips, rate: float, longest: int = 12) -> tuple[int, float]:
-        """The draft length of most tokens per cost, and that over plain decoding's."""
+        """The draft length with most tokens per cost, and its speed-up over plain decoding."""
         layers, costs = self._stack.num_layers, self._costs
         whole, draft = costs.forward(layers, Skips()), costs.forward(layers, skips)
         values = [sum(rate**j for j in range(n + 1)) * whole / (whole + n * draft) for n in range(longest + 1)]

@@ -1,4 +1,4 @@
-"""Trials of schedules: how much the loss of reference answers rises under each, and what it saves."""
+"""Trials of schedules: how much the loss of reference answers rises, and how many layers are saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Trial:
     """A schedule that was tried.
 
     Attributes:
-        label: the family it belongs to, such as "d3, start 0.2".
+        label: its family, such as "d3, start 0.2".
         schedule: when each layer goes.
         mean_layers: layers per token over the calibration answers.
         rise: rise of the mean loss in nats per token, against all layers.
@@ -34,21 +34,21 @@ class Trial:
 
 
 class OutOfTrials(Exception):
-    """The bound on trials or on time was reached."""
+    """The limit on trials or on time is reached."""
 
 
 @dataclass
 class TrialRunner:
-    """Tries schedules on fixed samples, several in one pass, and counts.
+    """Tries schedules on fixed samples, several in one pass, and counts them.
 
     Attributes:
         decoder: scores the samples.
         samples: the calibration samples.
         num_layers: L.
-        trials: how many schedules may be tried.
+        trials: most schedules to try.
         deadline: `time.monotonic()` after which no batch begins; None for never.
         batch: samples in one pass.
-        told: called with the number of schedules tried since the last call, in parts where there are many samples.
+        told: called with the number of schedules tried since the last call, in parts if there are many samples.
     """
 
     decoder: Decoder
@@ -77,7 +77,7 @@ class TrialRunner:
         """Rise of the loss under each schedule.
 
         Raises:
-            OutOfTrials: they are more than the trials that are left, or the time is over.
+            OutOfTrials: too few trials are left, or the time is over.
         """
         self._check_time()
         if self.used + len(schedules) > self.trials:
@@ -91,7 +91,7 @@ class TrialRunner:
         return found
 
     def try_all(self, named: Sequence[tuple[str, Schedule]]) -> list[Trial]:
-        """A trial of each schedule."""
+        """Try all schedules."""
         rises = self.rises([schedule for _, schedule in named])
         return [
             Trial(label, schedule, self.lengths.mean_layers(self.plan(schedule)), rise)
@@ -103,7 +103,7 @@ class TrialRunner:
         return schedule.recipe(ModelInfo(self.num_layers)).plan
 
     def seconds(self, sample: Sample) -> float:
-        """How long one schedule takes on one sample; a first pass that does not count makes what is made once."""
+        """Time of one schedule on one sample, after a warm-up pass."""
         for _ in range(2):
             began = time.monotonic()
             self.decoder.losses([sample.prompt], [sample.reference], [DepthPlan.full(self.num_layers)])

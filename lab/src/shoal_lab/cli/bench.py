@@ -1,7 +1,7 @@
-"""Measure speed: Shoal's methods and other software on the same weights, in interleaved rounds, beside the memory roof.
+"""Measure speed: Shoal's methods and other software on the same weights, in interleaved rounds, and memory bandwidth.
 
-Greedy decoding of random prompts to a fixed length. Figures are medians over the rounds, with smallest and largest.
-Close everything else first: a busy machine is noticed and said, but not made up for.
+Random prompts are decoded greedily to a fixed length. Figures are medians over the rounds, with minimum and maximum.
+Close everything else first: a busy machine is reported, but not corrected for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal_lab.bench.speed.run import Plan
 
 _TEXT = 1 << 17
-"""Characters of a text that prompts are cut from."""
+"""Characters of the text that prompts are cut from."""
 
 EXAMPLES = """examples:
   shoal bench --shape 135m --method d3 --mean 0.6
@@ -140,7 +140,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _baselines(args: argparse.Namespace) -> list[str]:
-    """The peers that are asked for, checked before anything is loaded."""
+    """The baselines that are asked for, checked before anything is loaded."""
     from shoal.errors import unknown
     from shoal_lab.bench import baselines
 

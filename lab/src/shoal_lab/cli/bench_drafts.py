@@ -1,7 +1,7 @@
-"""Measure what drafts bring on texts of different kinds, one text at a time, against plain decoding in the same run.
+"""Measure speed-ups of drafting on texts of different kinds, against plain decoding in the same run.
 
-The model answers itself. Every answer of a lossless method is compared with plain decoding's; exit code 1 if one
-differs otherwise than by a tie. With --json the report is written after every text, and goes on where it was.
+The model answers real prompts. Every answer of a lossless method is compared with plain decoding's; the exit code is 1
+if one differs and not by a tie. With --json the report is written after every text, and an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _earlier(path: str | None) -> dict[str, Any]:
-    """What an earlier run has found, without its heading."""
+    """Findings of an earlier run, without its heading."""
     if not path or not Path(path).is_file():
         return {}
     found = json.loads(Path(path).read_text("utf-8-sig"))

@@ -1,7 +1,7 @@
-"""Put a load on servers, over OpenAI's HTTP face, and say what clients saw: waiting times, tokens a second, memory.
+"""Load servers over OpenAI's HTTP API, and report what clients see: waiting times, tokens per second, memory.
 
-Shoal's own server is started, with the default model if none is named, and transformers and llama.cpp on the same
-weights where they are asked for; or a server that runs already is asked, whoever made it.
+Shoal's own server is started, with the default model if none is named, and on request transformers and llama.cpp on the
+same weights; or any server that runs already is measured.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM as an exception, so that the servers end with the command."""
+    """Turn SIGTERM into an exception, so that the servers end with the command."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -108,7 +108,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _check(args: argparse.Namespace, wish: LoadConfig, config: ServersConfig) -> None:
-    """Before anything is loaded."""
+    """Check options before anything is loaded."""
     if args.url is not None and (args.model or args.shape or config.baselines):
         raise ValueError("--url names a server that runs already; it goes with no --model, --shape or --peer")
     single = len(wish.loads) == len(config.methods) == len(config.admissions) == 1 and not config.baselines
@@ -118,7 +118,7 @@ def _check(args: argparse.Namespace, wish: LoadConfig, config: ServersConfig) ->
 
 
 def _fill(servers: Servers, args: argparse.Namespace, wish: LoadConfig) -> dict[str, Any]:
-    """Start or find the servers; what a report says about them."""
+    """Start or find the servers; returns their fields of the report."""
     from shoal_lab.bench.load.http import Address
 
     if args.url is not None:
@@ -168,7 +168,7 @@ def _servers_config(args: argparse.Namespace) -> ServersConfig:
 
 
 def wish_of(args: argparse.Namespace) -> LoadConfig:
-    """What the words of a command line ask for; ValueError for what cannot be measured."""
+    """The load that the options ask for; ValueError if it cannot be measured."""
     from shoal_lab.bench.load.figures import Objective
     from shoal_lab.bench.load.loops import Load
     from shoal_lab.bench.load.prompts import Prompts, recorded

@@ -1,10 +1,10 @@
 """Find the depth schedule that saves most for a given loss of quality, and write it as a card.
 
-With --for double_sparsity: rank the dimensions of keys instead, which that method needs; with --for tidal: find the
-layer that selects columns anew.
+With --for double_sparsity, rank the dimensions of keys for that method instead; with --for tidal, find the layer that
+selects KV slots again.
 
-The card runs anywhere a method does (--method card.json) and refuses other models. Calibration reads other items
-than an evaluation does. Two runs with one seed write the same card, measured times aside.
+The card runs anywhere a method does (--method card.json) and refuses other models. Calibration reads other items than
+an evaluation does. Two runs with one seed write the same card, except for measured times.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate, print what was found, end with one JSON line."""
+    """Calibrate, print the result, end with one JSON line."""
     if args.purpose != "depth":
         return {"adadec": _learn_pauses, "atts": _score_chunks, "double_sparsity": _channels,
                 "tidal": _reselection}[args.purpose](args)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _channels(args: argparse.Namespace) -> int:
-    """Rank dimensions, and write the card of the method that scores by them; ends with one JSON line."""
+    """Rank dimensions, and write the card of the method that uses them; ends with one JSON line."""
     from shoal_lab.calibrate.channels import channel_card
     from shoal_lab.eval import suites
 
@@ -138,7 +138,7 @@ def _channels(args: argparse.Namespace) -> int:
 
 
 def _reselection(args: argparse.Namespace) -> int:
-    """Find the layer in which tidal selects anew; ends with one JSON line."""
+    """Find the layer in which tidal selects again; ends with one JSON line."""
     from shoal_lab.calibrate.reselection import OTHER_SEEDS, reselection_card
     from shoal_lab.eval.long.budgets import lengths_of
     from shoal_lab.eval.long.contexts import LONGEST, Maker, Wanted
@@ -164,7 +164,7 @@ def _reselection(args: argparse.Namespace) -> int:
 
 
 def _layers_text(made: dict[str, Any], out: Path) -> str:
-    """By layer, the share of the full model's words that stay; and which one was taken."""
+    """The agreement with the full model's tokens by layer, and the chosen layer."""
     names = [f"{one['suite']} {one['length']}" for one in made["data"]]
     rows = [f"{layer:>5}  " + "  ".join(f"{100 * share:{len(name)}.1f}" for share, name in
                                         zip(shares, names, strict=True)) for layer, shares in made["agreement"].items()]
@@ -173,7 +173,7 @@ def _layers_text(made: dict[str, Any], out: Path) -> str:
 
 
 def _learn_pauses(args: argparse.Namespace) -> int:
-    """The threshold of adadec; ends with one JSON line."""
+    """Learn the threshold of adadec; ends with one JSON line."""
     from shoal_lab.calibrate import pauses
     from shoal_lab.eval import suites
 
@@ -199,7 +199,7 @@ def _learn_pauses(args: argparse.Namespace) -> int:
 
 
 def _score_chunks(args: argparse.Namespace) -> int:
-    """The scores of atts; ends with one JSON line."""
+    """Measure the scores of atts; ends with one JSON line."""
     from shoal_lab.calibrate import chunks
     from shoal_lab.eval import suites
     from shoal_lab.methods.atts import ATTS
@@ -229,7 +229,7 @@ def _engine(args: argparse.Namespace) -> Engine:
         torch.set_num_threads(args.threads)
     _tell("reading the model")
     engine = common.load_engine(args)
-    engine.recipe("full", 1)  # layers are measured on texts that are read from left to right
+    engine.recipe("full", 1)  # layers are measured on texts read from left to right
     return engine
 
 
@@ -238,10 +238,10 @@ def _check_out(path: Path) -> None:
         raise ValueError(f"there is no folder {str(path.resolve().parent)!r} to write {path.name} to")
 
 
-def _tell(words: str) -> None:
-    """What goes on, for who looks on."""
+def _tell(message: str) -> None:
+    """Print progress for a user at a terminal."""
     if sys.stderr.isatty():
-        print(f"{words} ...", file=sys.stderr)
+        print(f"{message} ...", file=sys.stderr)
 
 
 def _suite(args: argparse.Namespace) -> str:
@@ -253,7 +253,7 @@ def _suite(args: argparse.Namespace) -> str:
 
 
 def _predict(args: argparse.Namespace, evaluator: Evaluator, items: list[Item]) -> dict[str, Any]:
-    """The machine's cost card, and the most that any schedule could gain by it; refuses where that is nothing."""
+    """The machine's cost card, and the most that any schedule could gain by it; refuses if that is nothing."""
     from statistics import median
 
     from shoal.depth.order import default_core

@@ -1,9 +1,9 @@
 """Compare greedy tokens: the plain loop with Hugging Face's generate, and a method with the plain loop.
 
-Exit code 1 where the plain loop, or a method that is exact by its parts, differs other than by a tie. A method rounds
-as the plain loop does; against Hugging Face a tie is as wide as the activations' type makes it, such as int8 for a file
-of 4-bit weights. What a lossy method changes is reported and never fails. With `--all`, every method that is exact with
-its defaults is compared.
+The exit code is 1 if the plain loop, or a method that is exact by its parts, differs and not by a tie. A method rounds
+like the plain loop; against Hugging Face the tolerance of a tie follows from the activations' type, such as int8 for a
+file of 4-bit weights. Differences of lossy methods are reported and never fail. With `--all`, every method that is
+exact with its defaults is compared.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Judge:
-    """Compares one method after another on the same prompts; the plain loop and its peer run once."""
+    """Compares methods on the same prompts; the plain loop and Hugging Face run once."""
 
     def __init__(self, args: argparse.Namespace, engine: Engine, peer: HuggingFace) -> None:
         self._args, self._engine = args, engine
@@ -83,7 +83,7 @@ class _Judge:
         self._bases = [_Base(engine, peer, prompt, args) for prompt in prompts]
 
     def report(self, method: Method) -> dict[str, Any]:
-        """What came of one method."""
+        """The report of one method."""
         args, engine = self._args, self._engine
         exact_to = method.recipe(engine.info(args.max_new_tokens)).exact_to
         bounds = self._tolerance, self._peer_tolerance
@@ -94,15 +94,15 @@ class _Judge:
                 "prompts": rows}
 
 
-def _bar(things: Sequence[Thing], words: str) -> Iterable[Thing]:
+def _bar(things: Sequence[Thing], label: str) -> Iterable[Thing]:
     from tqdm import tqdm
 
-    bar: Iterable[Thing] = tqdm(things, desc=words, leave=False, disable=None)
+    bar: Iterable[Thing] = tqdm(things, desc=label, leave=False, disable=None)
     return bar
 
 
 def _all(args: argparse.Namespace, engine: Engine, judge: _Judge) -> dict[str, Any]:
-    """A report per exact method, and which could not run."""
+    """A report per exact method, and the methods that could not run."""
     info = engine.info(args.max_new_tokens)
     draft = args.with_draft or catalog.find(args.model)
     reports: list[dict[str, Any]] = []
@@ -121,13 +121,13 @@ def _all(args: argparse.Namespace, engine: Engine, judge: _Judge) -> dict[str, A
 
 
 def _by_default(name: str, draft: str) -> Method:
-    """The method with its defaults, and with a draft model if it takes one."""
+    """The method with its defaults, and with a draft model if it needs one."""
     cls = methods.get(name)
     return cls(**({"draft": draft} if "draft" in cls.knobs() else {}))
 
 
 class HuggingFace:
-    """The same model in Hugging Face's own hands: its generate, and its logits."""
+    """The same model in Hugging Face's implementation: its generate, and its logits."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -144,7 +144,7 @@ class HuggingFace:
         return tokens
 
     def margin(self, ids: Sequence[int]) -> float:
-        """Logit of the likeliest next token after `ids` minus that of the second."""
+        """Logit of the argmax token after `ids` minus that of the second."""
         import torch
 
         with torch.inference_mode():
@@ -154,7 +154,7 @@ class HuggingFace:
 
 
 class _Base:
-    """One prompt, and what the plain loop and its peer make of it."""
+    """One prompt, with the answers of the plain loop and of Hugging Face."""
 
     def __init__(self, engine: Engine, peer: HuggingFace, prompt: str, args: argparse.Namespace) -> None:
         self.prompt, self._peer = prompt, peer
@@ -169,7 +169,7 @@ class _Base:
 
 
 def tie_below(stack: Stack) -> float:
-    """The top-two margin below which rounding can turn the stack's token from that of the same weights elsewhere."""
+    """The top-two margin below which rounding may change the stack's token from that of the same weights elsewhere."""
     return max(TOLERANCE[str(dtype).removeprefix("torch.")] for dtype in (stack.dtype, stack.activation_dtype))
 
 
@@ -182,7 +182,7 @@ def _compare(engine: Engine, base: _Base, method: Any, tolerance: float, peer_to
 
 
 def _room(engine: Engine, ids: list[int], max_new_tokens: int) -> int:
-    """Hugging Face's generate runs on past the end of the context, where nothing can be compared."""
+    """Tokens to compare: Hugging Face's generate runs past the end of the context, where nothing can be compared."""
     limit = engine.stack.max_positions
     return max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids))
 
@@ -196,7 +196,7 @@ def _outcome(found: Divergence) -> dict[str, Any]:
 
 
 def _fails(row: dict[str, Any], claims_exact: bool, same_weights: bool) -> bool:
-    """Quantised weights are not the peer's, so there only the method is judged."""
+    """Whether a row fails; Hugging Face runs other weights than quantised ones, so there only the method is judged."""
     plain, method = row["plain_vs_huggingface"]["wrong"], row["method_vs_plain"]["wrong"]
     return bool((plain and same_weights) or (method and claims_exact))
 

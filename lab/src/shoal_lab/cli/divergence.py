@@ -1,7 +1,7 @@
-"""Where two token sequences part, and whether that was a tie.
+"""Where two token sequences diverge, and whether that is a tie.
 
-Two correct programs may round differently, so where the reference's two best logits are closer than a tolerance, either
-token is right, and everything after it differs with good reason.
+Two correct programs may round differently. If the reference's two best logits are closer than a tolerance, either token
+is right, and everything after it may differ.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.5, "int8": 0.5}
 """Default tie tolerance on the top-two margin, in logits, by the type of the computation.
 
-Int8 is that of activations with a scale per group: 8 bits, as bfloat16 has. It moves the logits of a model of 135
-million parameters by 0.18 in the root mean square (lab/reports/real/smollm2-135m-fidelity.json).
+Int8 means activations with a scale per group: 8 bits, as in bfloat16. It moves the logits of a model of 135 million
+parameters by 0.18 in the root mean square (lab/reports/real/smollm2-135m-fidelity.json).
 """
 
 
@@ -22,7 +22,7 @@ class Divergence:
     """The first difference between a sequence and its reference.
 
     Attributes:
-        at: index of the first generated token that differs; None where all agree.
+        at: index of the first generated token that differs; None if all are equal.
         expected: the reference's token there, None past its end.
         found: the other token there, None past its end.
         margin: the reference's top-two margin there, in logits.
@@ -42,7 +42,7 @@ class Divergence:
 
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs; the shorter length where one sequence begins the other; None if equal."""
+    """Index of the first token that differs; the shorter length for a prefix; None if the sequences are equal."""
     for index, (a, b) in enumerate(zip(reference, other, strict=False)):
         if a != b:
             return index
@@ -52,7 +52,7 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 def diverge(
     reference: Sequence[int], other: Sequence[int], margin: Callable[[Sequence[int]], float], tolerance: float
 ) -> Divergence:
-    """Compare `other` with `reference`; `margin` gives the reference's top-two margin after a prefix of its tokens."""
+    """Compare `other` with `reference`; `margin` gives the reference's top-two margin after a prefix of it."""
     at = first_difference(reference, other)
     if at is None:
         return Divergence()

@@ -1,8 +1,8 @@
-"""Measure quality: methods and controls beside the full model, on the same items, with paired statistics.
+"""Measure quality: methods and controls against the full model, on the same items, with paired statistics.
 
-Problems are answered, greedily unless a temperature is given, and judged as their kind demands: by the final number,
-by the words, by the tests of code. Texts and reference solutions are scored, token by token, under each method's plan.
-Outcomes are kept in a file, so an interrupted evaluation goes on where it was.
+Problems are answered, greedily unless a temperature is given, and judged by their kind: the final number, the words, or
+tests of code. Texts and reference solutions are scored, token by token, under each method's plan. Outcomes are kept in
+a file, so an interrupted evaluation resumes.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _harness(args: argparse.Namespace) -> int:
-    """Compare through lm-evaluation-harness."""
+    """Compare with lm-evaluation-harness."""
     import torch
 
     from shoal import catalog
@@ -148,13 +148,13 @@ def _harness(args: argparse.Namespace) -> int:
 
     device = torch.device(args.device) if args.device else default_device()
     rows = compare(
-        catalog.find(args.model), _methods(args), _words(args.tasks), args.data, args.n,
+        catalog.find(args.model), _methods(args), _names(args.tasks), args.data, args.n,
         device=str(device), dtype=args.dtype or "auto", batch_size=args.batch, engine_backend=args.backend,
         truncation=True, revision=args.revision or "main", trust_remote_code=args.trust_remote_code,
         task_options={"gen_kwargs": f"max_gen_toks={args.max_new_tokens or 256}", "random_seed": args.seed},
     )
-    for words in {row["warning"] for row in rows if row["warning"]}:
-        print(f"warning: {words}", file=sys.stderr)
+    for message in {row["warning"] for row in rows if row["warning"]}:
+        print(f"warning: {message}", file=sys.stderr)
     if not args.json:
         print(tasks_table(rows))
     common.print_json({"command": args.words, "rows": rows})
@@ -183,7 +183,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse before a model is loaded."""
+    """Refuse options before a model is loaded."""
     from shoal_lab.eval.controls import check_groups
 
     for name in ("n", "loss_n", "max_new_tokens", "batch", "threads"):
@@ -196,8 +196,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--temperature is for answers that are judged; distance is measured on greedy ones")
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature is {args.temperature}; it must be 0 or more")
-    check_groups(_words(args.groups) + _words(args.loss_groups))
-    for measure in _words(args.measure):
+    check_groups(_names(args.groups) + _names(args.loss_groups))
+    for measure in _names(args.measure):
         if measure not in ("answers", "loss") and args.measure != "distance":
             raise ValueError(f"--measure holds {measure!r}; it takes answers and loss, separated by a comma, or "
                              "distance alone")
@@ -220,9 +220,9 @@ def _study(args: argparse.Namespace, engine: Engine) -> Study:
     return Study(
         methods=_methods(args),
         speedups=_numbers("--controls", args.controls),
-        groups=_words(args.groups),
-        loss_groups=_words(args.loss_groups),
-        measures=_words(args.measure),
+        groups=_names(args.groups),
+        loss_groups=_names(args.loss_groups),
+        measures=_names(args.measure),
         order=_order(args),
         core=args.core,
         seeds=tuple(map(int, _numbers("--seeds", args.seeds))),
@@ -232,14 +232,14 @@ def _study(args: argparse.Namespace, engine: Engine) -> Study:
 
 
 def _order(args: argparse.Namespace) -> str | tuple[int, ...]:
-    """The order that is named, else the card's."""
+    """The order that is named, or the card's."""
     if args.card is None or args.order != "auto":
         return str(args.order)
     return tuple(json.loads(args.card.read_text(encoding="utf-8-sig"))["order"])
 
 
 def _curve(path: Path, engine: Engine) -> tuple[Schedule, ...]:
-    """The schedules of a calibration card, deepest first; refused where it is another model's."""
+    """The schedules of a calibration card, deepest first; refuses a card of another model."""
     from shoal.methods import make
     from shoal.methods.schedule import Schedule
 
@@ -250,21 +250,21 @@ def _curve(path: Path, engine: Engine) -> tuple[Schedule, ...]:
     return tuple(Schedule(tuple(card["order"][: len(p["steps"])]), tuple(p["steps"])) for p in card["curve"])
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...]:
     try:
-        return tuple(float(word) for word in _words(text or ""))
+        return tuple(float(number) for number in _names(text or ""))
     except ValueError:
         raise ValueError(f"{option} is {text!r}; it must be numbers separated by commas") from None
 
 
 def _warner(warnings: list[str]) -> Any:
-    def warn(words: str) -> None:
-        warnings.append(words)
-        print(f"warning: {words}", file=sys.stderr)
+    def warn(message: str) -> None:
+        warnings.append(message)
+        print(f"warning: {message}", file=sys.stderr)
 
     return warn
 

@@ -1,4 +1,4 @@
-"""`shoal eval --measure distance`: the options of `shoal eval`, turned into a comparison by distance and its report."""
+"""`shoal eval --measure distance`: runs a comparison by distance, and writes its report."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def measure(
 
 
 def _others(args: argparse.Namespace) -> dict[str, Engine]:
-    """The models of `--others`, loaded as `--model` is or in the bits that they end with, by what they are called."""
+    """The models of `--others` by name, loaded like `--model` or with the quantisation that their name ends with."""
     from shoal.engine.loading.checkpoint import shown_name
 
     found = {}
@@ -83,6 +83,6 @@ def _others(args: argparse.Namespace) -> dict[str, Engine]:
 
 
 def quantised(name: str) -> tuple[str, Any]:
-    """A model, and the quantisation that it is to be loaded with: of `M@int4` both, of another name None."""
+    """A model and its quantisation: both of `M@int4`, None for another name."""
     model, at, quant = name.rpartition("@")
     return (model, quant) if at and quant in ("int8", "int4") else (name, None)

@@ -1,4 +1,4 @@
-"""`shoal eval --context`: the options of `shoal eval`, turned into an evaluation on long contexts and its report."""
+"""`shoal eval --context`: runs an evaluation on long contexts, and writes its report."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check(args: argparse.Namespace) -> bool:
     """Whether long contexts are asked for.
 
     Raises:
-        ValueError: a suite without the length that it takes, or with one that it does not take.
+        ValueError: a suite needs a length, or takes none.
     """
     from shoal_lab.eval.long.contexts import LONGEST
 
@@ -90,12 +90,12 @@ def check(args: argparse.Namespace) -> bool:
 
 
 def labelled(methods: Mapping[str, Method]) -> dict[str, Method]:
-    """The methods, given by their words, by label.
+    """The methods by label.
 
-    A card is called by the method that it holds, or by its file where another has that label, and by its options.
+    A card is called by its method, or by its file if another has that label, and by its options.
 
     Raises:
-        ValueError: two cards would have the same label.
+        ValueError: two cards have the same label.
     """
     named: dict[str, Method] = {}
     for word, method in methods.items():

@@ -1,4 +1,4 @@
-"""Options that the commands that measure share, and what they are turned into."""
+"""Options that the measuring commands share, and what they are parsed into."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Number = TypeVar("Number", int, float)
 
 
 def add_weights(parser: Parser, default: str, shapes: bool = True) -> argparse._ArgumentGroup:
-    """What is measured, and in which numbers; `default` says what that is where nothing is named."""
+    """Add options of the model and its number formats; `default` says which model is measured if none is named."""
     group = parser.add_argument_group("weights")
     if shapes:
         group.add_argument("--shape", metavar="S", help="random weights in the shape 135m, 1b, 7b, 13b or 70b")
@@ -32,14 +32,14 @@ def add_weights(parser: Parser, default: str, shapes: bool = True) -> argparse._
 
 
 def add_loading(group: argparse._ArgumentGroup) -> None:
-    """How a model is found and run in this process."""
+    """Add options of finding and running a model in this process."""
     group.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub")
     group.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
     group.add_argument("--backend", choices=("auto", "hf", "packed"), default="auto", help="who runs Shoal's layers")
 
 
 def add_procedure(parser: Parser) -> argparse._ArgumentGroup:
-    """How often, and where the report goes."""
+    """Add options of the rounds and the report."""
     group = parser.add_argument_group("procedure")
     group.add_argument("--rounds", metavar="N", type=int, default=3, help="how often everything is measured")
     group.add_argument("--json", metavar="FILE", nargs="?", const="", help="write the report to a file as well as on "
@@ -48,20 +48,20 @@ def add_procedure(parser: Parser) -> argparse._ArgumentGroup:
 
 
 def add_box(group: argparse._ArgumentGroup) -> None:
-    """How long it may take, and a picture."""
+    """Add options of the time limit and the plot."""
     group.add_argument("--minutes", metavar="T", type=float, help="begin no round that would end later")
     group.add_argument("--plot", metavar="F.png", type=Path, help="write a picture (needs matplotlib)")
 
 
 def check_outputs(*paths: str | Path | None) -> None:
-    """Refuse a file in a folder that is not there, before minutes are spent measuring."""
+    """Refuse a file in a folder that does not exist, before minutes are spent measuring."""
     for path in (Path(path) for path in paths if path):
         if not path.parent.is_dir():
             raise ValueError(f"there is no folder {str(path.parent)!r} to write {path.name} to")
 
 
 def model_of(args: argparse.Namespace, **more: Any) -> MeasuredModel:
-    """What is measured; the default model if nothing is named."""
+    """The model to measure; the default model if none is named."""
     from shoal import catalog
     from shoal_lab.bench.model import MeasuredModel
 
@@ -72,7 +72,7 @@ def model_of(args: argparse.Namespace, **more: Any) -> MeasuredModel:
 
 
 def setting_of(args: argparse.Namespace, quant: str | None = None, backend: str = "auto") -> Setting:
-    """Number formats, device, threads."""
+    """The setting: number formats, device, threads."""
     import torch
 
     from shoal.engine.loading.device import default_device, default_dtype
@@ -88,21 +88,21 @@ def setting_of(args: argparse.Namespace, quant: str | None = None, backend: str 
 
 
 def quants_from(text: str, known: Iterable[str] = ("none", "int8", "int4")) -> list[str | None]:
-    """Weight formats; None for the plain one."""
-    words, listed = [word for word in text.split(",") if word], list(known)
-    for word in words:
-        if word not in listed:
-            raise ValueError(f"--quant holds {word!r}; it takes {', '.join(listed)}")
-    return [None if word == "none" else word for word in words]
+    """Parse weight formats; None for the unquantised one."""
+    names, listed = [name for name in text.split(",") if name], list(known)
+    for name in names:
+        if name not in listed:
+            raise ValueError(f"--quant holds {name!r}; it takes {', '.join(listed)}")
+    return [None if name == "none" else name for name in names]
 
 
 def baselines_from(asked: Iterable[str] | None) -> list[str]:
-    """Names of other software, each once; "none" is nobody."""
+    """Parse names of other software, each once; "none" stands for none."""
     return [name for name in dict.fromkeys(asked or ()) if name != "none"]
 
 
 def numbers(option: str, text: str | None, kind: Callable[[str], Number]) -> list[Number]:
-    """Numbers between commas."""
+    """Parse numbers between commas."""
     try:
         return [kind(word) for word in (text or "").split(",") if word]
     except ValueError:

@@ -1,9 +1,9 @@
 """Write a smaller checkpoint of a model: a folder that Shoal and transformers load, or a GGUF file.
 
-`depth` leaves out whole layers, for the prompt too, as ShortGPT does (arXiv 2403.03853). Which ones go follows from
-the model's calibration card; a model that has none is measured first, a minute at most. `cfsp` and `ppm` leave out
-neurons of the MLPs (`prune_width`), and so does `consensus`, which trains first (`prune_consensus`). How much goes is
-said outright, or by the size or speed that is to be reached (`prune_target`).
+`depth` removes whole layers, for the prompt too, as ShortGPT does (arXiv 2403.03853), by the model's calibration card;
+a model without one is measured first, for at most a minute. `cfsp` and `ppm` remove neurons of the MLPs
+(`prune_width`), and so does `consensus`, which trains first (`prune_consensus`). The amount is given, or follows from a
+size or speed to be reached (`prune_target`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Choose, write, say what was done."""
+    """Choose, write, print what was done."""
     from shoal import catalog
     from shoal.engine.cards import fingerprint
     from shoal.engine.loading.checkpoint import NOTE, Checkpoint, Transformed, shown_name
@@ -97,16 +97,16 @@ def run(args: argparse.Namespace) -> int:
         return {"format": 1, "source": shown_name(place[0]), "fingerprint": mark, **why}
 
     chosen = _chosen(args, Checkpoint(*place), noted)
-    if chosen is None:  # said already
+    if chosen is None:  # the reason was printed already
         if args.json:
             common.print_json({"out": None})
         return 0
     change, why = chosen
-    done, words = noted(why), _words(args, why)
+    done, summary = noted(why), _summary(args, why)
     if _to_file(args):
         done["requantised"] = again = _write_file(args, place[0], change, done)
         told = ", ".join(f"{kind} in {count} layers" for kind, count in again.items())
-        words += f"; down quantised again: {told}" if again else ""
+        summary += f"; down quantised again: {told}" if again else ""
     else:
         dtype = args.dtype and as_dtype(args.dtype)
         write_checkpoint.write(Transformed(*place, change), args.out, dtype, **{NOTE: done})
@@ -114,12 +114,12 @@ def run(args: argparse.Namespace) -> int:
         size = {} if args.bytes is None else {"bytes": _written_bytes(args.out)}
         common.print_json({**done, "out": str(args.out), **size})
     else:
-        print(words)
+        print(summary)
     return 0
 
 
 def _chosen(args: argparse.Namespace, files: Checkpoint, noted: Noted) -> tuple[Any, dict[str, Any]] | None:
-    """The change, and what its note says; None where time was up before there was one."""
+    """The change, and its note; None if time was up before there was one."""
     from shoal_lab.cli import prune_target, prune_width
 
     if args.what not in WIDTH:
@@ -140,12 +140,12 @@ def _chosen(args: argparse.Namespace, files: Checkpoint, noted: Noted) -> tuple[
 
 
 def _with(picked: tuple[Any, dict[str, Any]], told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A change with more for its note."""
+    """A change with more fields in its note."""
     return picked[0], {**picked[1], **told}
 
 
 def _written_bytes(out: Path) -> int:
-    """What was written, of weights."""
+    """Bytes of the written weights."""
     return sum(path.stat().st_size for path in ([out] if out.is_file() else out.glob("*.safetensors")))
 
 
@@ -154,7 +154,7 @@ def _to_file(args: argparse.Namespace) -> bool:
 
 
 def _write_file(args: argparse.Namespace, source: str, change: Any, note: dict[str, Any]) -> dict[str, int]:
-    """A GGUF file, whole or not at all; returns how many matrices were quantised again to which type."""
+    """Write a GGUF file, whole or not at all; returns how many matrices were quantised again to which type."""
     from shoal_lab.prune import write_gguf
     from shoal_lab.train import files
 
@@ -184,7 +184,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _layers(args: argparse.Namespace, files: Checkpoint, noted: Noted) -> tuple[Any, dict[str, Any]]:
-    """The change that leaves out layers, and what its note says."""
+    """The change that removes layers, and its note."""
     from shoal.model.transform import DropLayers
     from shoal_lab.cli import prune_target
 
@@ -207,27 +207,27 @@ def _picked(count: int, dropped: tuple[int, ...], why: dict[str, Any]) -> tuple[
     return DropLayers(dropped), {"num_layers": count, "dropped": sorted(dropped), **why, "scores": scores}
 
 
-def _words(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
-    """What a person is told."""
-    words = _words_of_layers(args, why) if args.what not in WIDTH else _words_of_neurons(args, why)
+def _summary(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
+    """The summary for a user."""
+    summary = _layers_summary(args, why) if args.what not in WIDTH else _neurons_summary(args, why)
     if "predicted" in why.get("target", {}):
-        words += f"; {why['target']['predicted']:.2f} times as fast by the cost of steps measured here"
-    return words
+        summary += f"; {why['target']['predicted']:.2f} times as fast by the cost of steps measured here"
+    return summary
 
 
-def _words_of_layers(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
+def _layers_summary(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
     dropped, count = why["dropped"], why["num_layers"]
     return f"{count - len(dropped)} of {count} layers written to {args.out}, without {', '.join(map(str, dropped))}"
 
 
-def _words_of_neurons(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
+def _neurons_summary(args: argparse.Namespace, why: Mapping[str, Any]) -> str:
     kept, widest = sum(why["widths"]) / len(why["widths"]), max(why["widths"])
     spread = "each" if min(why["widths"]) == widest else f"on average, {min(why['widths'])} to {widest}"
-    words = f"layers with {kept:.0f} of {why['of']} neurons {spread}, written to {args.out}"
+    summary = f"layers with {kept:.0f} of {why['of']} neurons {spread}, written to {args.out}"
     if "undecided" in why:
-        words += (f"; {why['undecided']:.1%} of the gates undecided after {why['steps'][0]} steps. Answers and "
-                  f"checkpoint are in {args.work}")
-    return words
+        summary += (f"; {why['undecided']:.1%} of the gates undecided after {why['steps'][0]} steps. Answers and "
+                    f"checkpoint are in {args.work}")
+    return summary
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -238,7 +238,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _wanted(args: argparse.Namespace, count: int) -> int:
-    """How many layers go."""
+    """Number of layers to remove."""
     if args.share is not None and not 0 < args.share < 1:
         raise ValueError(f"--share is {args.share}; it must be above 0 and below 1, such as 0.1")
     number = args.layers if args.share is None else round(args.share * count)
@@ -250,11 +250,11 @@ def _wanted(args: argparse.Namespace, count: int) -> int:
 
 
 def _choose(args: argparse.Namespace, number: int) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The layers that go, and by what."""
+    """The layers to remove, and the reason."""
     from shoal.depth.order import removal_order
     from shoal.methods.d3 import D3
 
-    engine = common.load_engine(args, methods=(D3(),))  # it too goes by the card: an unknown model is measured
+    engine = common.load_engine(args, methods=(D3(),))  # D3 needs a card, so a model without one is measured
     card, count, by = engine.card, engine.stack.num_layers, args.by or "influence"
     if by not in card.layer_scores and not (by == "order" and card.order is not None):
         remedy = "Calibrate it, take another --by, or name the layers with --drop"

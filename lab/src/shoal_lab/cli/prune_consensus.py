@@ -1,4 +1,4 @@
-"""`shoal prune consensus`: answers, gates that are trained until texts agree, and the neurons that stay then."""
+"""`shoal prune consensus`: answers, gates that are trained until texts agree, and the neurons that are then kept."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from shoal_lab.train.corpus import Corpus
 
 _PIECE, _PIECES = 512, 128
-"""Tokens of a piece of text, and how many pieces there are at most."""
+"""Tokens of a piece of text, and most pieces."""
 _EACH = 700
-"""Most prompts of a kind from a data folder."""
+"""Most prompts per kind from a data folder."""
 _LEAST = {"steps": 1, "batch": 2}
 
 
 def add_arguments(parser: Parser) -> None:
-    """Declare the options that only `consensus` has."""
+    """Add the options of `consensus`."""
     group = parser.add_argument_group("consensus")
     group.add_argument("--work", metavar="DIR", type=Path, help="where answers and a checkpoint are kept, which the "
                        "same command goes on from; OUT.training if none")
@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse these options beside another kind of pruning, and numbers out of range."""
+    """Refuse these options with another kind of pruning, and numbers out of range."""
     parser = Parser(add_help=False)
     add_arguments(parser)
     for action in parser._actions:
@@ -69,10 +69,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[Pick, dict[str, Any]] | None:
-    """Train gates for a share that is to go; None where time was up before all agreed.
+    """Train gates that remove a share; None if time was up before texts agreed.
 
     Returns:
-        What makes a change of any share out of them, and what is to be told of the training.
+        A function that makes a change of any share, and fields about the training.
     """
     import torch
 
@@ -100,7 +100,7 @@ def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[
     if not each:
         raise ValueError("there is only one text, which is kept from training; give more of them")
     how = Training(-(-args.steps // each), args.batch, 3 * args.rate, decay=0.0, seed=args.seed,
-                   half=engine.stack.dtype == torch.bfloat16, muon=False)  # AdamW takes a third of a rate
+                   half=engine.stack.dtype == torch.bfloat16, muon=False)  # AdamW uses a third of the rate
     trainer = Trainer(module, corpus, how, args.work, _tell)
     trainer.run.steps, module.rise = args.steps, max(1.0, consensus.RISE * args.steps)
     if trainer.run.step:
@@ -119,7 +119,7 @@ def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[
 
 
 def _picker(args: argparse.Namespace, files: Checkpoint, means: Any) -> Pick:
-    """The neurons whose gates are open for most, over all layers or in each."""
+    """Picks the neurons whose gates are open most, over all layers or in each."""
     from shoal.model.config import widths_of
     from shoal_lab.calibrate import neurons
     from shoal_lab.cli import prune_width
@@ -138,9 +138,9 @@ def _picker(args: argparse.Namespace, files: Checkpoint, means: Any) -> Pick:
 
 
 def _beyond(args: argparse.Namespace, files: Checkpoint, share: float) -> float:
-    """The share of gates that is to close, for `share` to go on average when layers are filled up to whole multiples.
+    """The share of gates to close, so that `share` goes on average after layers are rounded up to whole multiples.
 
-    They are filled up, never cut further: among open gates none is known to matter less.
+    They are rounded up, never down: of open gates none is known to matter less.
     """
     from shoal.model.config import widths_of
 
@@ -149,7 +149,7 @@ def _beyond(args: argparse.Namespace, files: Checkpoint, share: float) -> float:
 
 
 def _corpus(args: argparse.Namespace, files: Checkpoint, engine: Engine, late: Callable[[], bool]) -> Corpus:
-    """Texts with the full model's states: answers, or pieces of the text that is named."""
+    """Texts with the full model's states: its answers, or pieces of the given text."""
     from shoal.engine.cards.quick import asked
     from shoal_lab.train import corpus, prompts
 
@@ -176,7 +176,7 @@ def _chats(engine: Engine) -> bool:
 
 
 def card(args: argparse.Namespace) -> CostCard | None:
-    """What steps cost, as measured when the command was begun: another measurement would be another run."""
+    """The cost card measured when the command first ran: another measurement would make another run."""
     from shoal_lab.cli.prune_target import measured
     from shoal_lab.components.cost import CostCard
     from shoal_lab.train import files as written
@@ -193,5 +193,5 @@ def card(args: argparse.Namespace) -> CostCard | None:
     return found
 
 
-def _tell(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

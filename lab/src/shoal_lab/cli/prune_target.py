@@ -1,7 +1,7 @@
-"""`shoal prune` until a size or a speed is reached: the least that has to go for it.
+"""`shoal prune` to a size or a speed: remove the least that reaches it.
 
-A size is what the file will have, or the safetensors of a folder. A speed is predicted by the cost card: whole steps of
-the model that is pruned are timed at several depths, and a layer takes time as it has weights.
+A size is that of the file, or of a folder's safetensors. A speed is predicted by the cost card: whole steps of the
+original model are timed at several depths, and a layer's time is proportional to its weights.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from shoal_lab.components.cost import CostCard
 
 Pick = Callable[[float], tuple[Any, dict[str, Any]]]
-"""The change that leaves out a share of the neurons, or a number of layers, and what the note says of it."""
+"""Returns the change that removes a share of the neurons or a number of layers, and its fields of the note."""
 Noted = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""The whole note, by what it says of the change."""
+"""Returns the whole note from the fields about the change."""
 SHARES = tuple(number / 10_000 for number in range(1, 10_000))
 _PROMPT, _NEW = 128, 128
-"""Tokens of the prompt, and of the answer over whose steps a speed is the mean."""
+"""Tokens of the prompt, and of the answer over whose steps a speed is averaged."""
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what is no size or no speed, before anything is read."""
+    """Refuse an invalid size or speed before anything is read."""
     from shoal.engine.memory.amounts import parse
 
     if args.bytes is not None:
@@ -40,14 +40,14 @@ def check(args: argparse.Namespace) -> None:
 
 
 class Goal:
-    """What is to be reached.
+    """The size or speed to reach.
 
     Args:
         args: with `bytes` or `speed`.
-        files: what is pruned.
-        noted: see `Noted`.
+        files: the checkpoint to prune.
+        noted: as in `Noted`.
         to_file: whether a GGUF file is written.
-        card: what steps cost; None measures it where it is needed.
+        card: cost of steps; None measures it when needed.
     """
 
     def __init__(self, args: argparse.Namespace, files: Checkpoint, noted: Noted, to_file: bool,
@@ -62,26 +62,26 @@ class Goal:
             self._told = {"speed": args.speed, "cost": self.card.to_dict()}
         if args.speed is None and not to_file:
             from shoal.engine.loading.checkpoint import named
-            from shoal_lab.prune.weight_size import Outline
+            from shoal_lab.prune.write_checkpoint import Outline
 
             self._outline = Outline(named(files.weights(), files.name))
 
     def least(self, amounts: Sequence[float], pick: Pick) -> tuple[Any, dict[str, Any]]:
-        """The first amount that suffices, by halves: what more is left out is no larger and no slower.
+        """The least sufficient amount, by bisection: removing more is never larger or slower.
 
         Args:
-            amounts: ascending.
-            pick: what they come to.
+            amounts: ascending amounts.
+            pick: makes the change of an amount.
 
         Raises:
-            ValueError: the model is small enough as it is, or none suffices.
+            ValueError: the model is small or fast enough already, or no amount suffices.
         """
         if self._args.speed is None and (now := self._bytes(_nothing, {})) <= self._args.bytes:
             raise ValueError(f"--bytes is {self._args.bytes}, and the model as it is would come to {now}: nothing has "
                              "to be left out. Use it as it is, or ask for less")
         last = self._reached(*pick(amounts[-1]))
         if not self._suffices(last):
-            raise ValueError(f"{self._wish()}, and {self._words(last)} is the best that can be reached this way; ask "
+            raise ValueError(f"{self._wish()}, and {self._shown(last)} is the best that can be reached this way; ask "
                              "for that, or start from a smaller model")
         low, high = -1, len(amounts) - 1
         while high - low > 1:
@@ -91,7 +91,7 @@ class Goal:
         return change, self._with_target(change, why)
 
     def _with_target(self, change: Any, why: dict[str, Any]) -> dict[str, Any]:
-        """What the note says, with the target beside it and, of a speed, what is predicted."""
+        """The note with the target, and with the prediction of a speed."""
         if self._args.speed is None:
             return {**why, "target": self._told}
         return {**why, "target": {**self._told, "predicted": round(self._times_faster(change), 4)}}
@@ -106,13 +106,13 @@ class Goal:
         args = self._args
         return f"--bytes is {args.bytes}" if args.speed is None else f"--speed is {args.speed}"
 
-    def _words(self, reached: float) -> str:
+    def _shown(self, reached: float) -> str:
         return f"{reached:.0f} bytes" if self._args.speed is None else f"{math.floor(100 * reached) / 100:g} times"
 
     def _bytes(self, change: Any, why: dict[str, Any]) -> int:
         from shoal.engine.loading.device import as_dtype
         from shoal_lab.prune import write_gguf
-        from shoal_lab.prune.weight_size import folder_bytes
+        from shoal_lab.prune.write_checkpoint import folder_bytes
 
         if self._to_file:
             source = Path(place(self._args))
@@ -127,10 +127,10 @@ class Goal:
 
 
 def times_faster(card: CostCard, config: Any, change: Any) -> float:
-    """How many times as many tokens per second are decoded without what a change leaves out, as the card predicts.
+    """How many times faster decoding is without what a change removes, predicted by the card.
 
-    A layer takes time as it has weights; the KV is read by layers that stay, up to their windows; head and what every
-    step costs besides stay.
+    A layer's time is proportional to its weights; kept layers read their KV, up to their windows; LM head and overhead
+    stay.
 
     Args:
         card: of the model before the change.
@@ -165,7 +165,7 @@ def _weights_left(config: Any, widths: Sequence[int]) -> float:
 
 
 def place(args: argparse.Namespace) -> str:
-    """Where the model lies."""
+    """Where the model is."""
     from shoal import catalog
 
     return catalog.find(args.model)
@@ -177,11 +177,11 @@ def _nothing(config: Any, source: Any) -> tuple[Any, Any]:
 
 
 def measured(args: argparse.Namespace) -> CostCard:
-    """What steps of the model cost on this machine, now."""
+    """Measure the cost of the model's steps on this machine."""
     from shoal.heap import give_back
     from shoal_lab.calibrate import cost
 
     found = cost.measure(common.load_engine(args))
-    gc.collect()  # what comes next has the model in memory again
+    gc.collect()  # the model is loaded again next
     give_back()
     return found

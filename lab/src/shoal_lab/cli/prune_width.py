@@ -1,4 +1,4 @@
-"""`shoal prune cfsp`, `ppm` and, with trained gates, `consensus`: which neurons of the MLPs stay, and by what."""
+"""`shoal prune cfsp`, `ppm` and, with trained gates, `consensus`: which neurons of the MLPs are kept."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from shoal_lab.cli.prune_target import Pick
 
 _PIECE, _PIECES = 512, 32
-"""Tokens of a piece of text that the model is watched on, and how many pieces there are at most."""
+"""Tokens of a piece of calibration text, and most pieces."""
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit, before anything is read."""
+    """Refuse invalid options before anything is read."""
     if args.layers is not None or args.drop is not None:
         raise ValueError(f"{args.what} leaves neurons out, not layers; say which share of them goes with --share, or "
                          "what is to be reached with --bytes or --speed")
@@ -39,7 +39,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def picker(args: argparse.Namespace, files: Checkpoint) -> Pick:
-    """What makes of a share that goes the change, and what the note beside the weights says of it."""
+    """Returns a function that makes the change of a share, and its fields of the note."""
     import torch
 
     from shoal.engine.loading.checkpoint import named
@@ -54,8 +54,8 @@ def picker(args: argparse.Namespace, files: Checkpoint) -> Pick:
         scores = neurons.peak_to_peak(source)
     else:
         form: neurons.Form = args.form or "stated"
-        texts = _texts(args, files)  # before the modules are there: the model is not in memory twice
-        gc.collect()  # frames of what was imported meanwhile may hold the engine
+        texts = _texts(args, files)  # before the modules are loaded, so that the model is not in memory twice
+        gc.collect()  # frames of imports may hold the engine
         seen = neurons.activity(files.model(_dtype(args)).eval(), texts)
         scores, turns = neurons.cfsp(source, seen, form), None if args.uniform else seen.turns
         why |= {"form": form, "uniform": args.uniform, "tokens": seen.tokens,
@@ -74,7 +74,7 @@ def picker(args: argparse.Namespace, files: Checkpoint) -> Pick:
 
 
 def even(args: argparse.Namespace, files: Checkpoint) -> Pick:
-    """The same where it does not matter which neurons go: as many of every layer, the last ones."""
+    """The same for sizes alone: the last neurons of every layer go, equally many of each."""
     import torch
 
     from shoal.engine.loading.checkpoint import named
@@ -88,9 +88,9 @@ def even(args: argparse.Namespace, files: Checkpoint) -> Pick:
 def left(
     scores: Sequence[Tensor], shares: Sequence[float], widths: Sequence[int], why: dict[str, Any]
 ) -> tuple[NarrowMLPs, dict[str, Any]]:
-    """The change that leaves a share of each layer's neurons, in multiples, by their scores.
+    """The change that keeps a share of each layer's neurons, in multiples, by their scores.
 
-    Of gates that agreed at least that share stays: those that are open are all alike, whatever they do.
+    Of agreed gates at least that share is kept: open gates are all alike.
     """
     from shoal.model.transform import NarrowMLPs
     from shoal_lab.calibrate import neurons
@@ -108,7 +108,7 @@ def _dtype(args: argparse.Namespace) -> Any:
 
 
 def _texts(args: argparse.Namespace, files: Checkpoint) -> list[list[int]]:
-    """Pieces of the text that is named, else what the model itself says."""
+    """Pieces of the given text, or of the model's own answers."""
     if args.text is not None:
         ids = files.tokenizer()(args.text.read_text(encoding="utf-8-sig"))["input_ids"]
         return [ids[at : at + _PIECE] for at in range(0, min(len(ids), _PIECES * _PIECE), _PIECE)]

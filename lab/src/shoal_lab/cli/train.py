@@ -1,15 +1,15 @@
-"""Train a small part beside a model, on the model's own answers: it guesses ahead, and the model confirms.
+"""Train a small component beside a model on the model's own answers: it guesses ahead, and the model verifies.
 
-The answers and the states behind them are made first and kept in a folder that several parts can share. Killed at any
-point, the same command goes on where it was. Nothing of the model itself is trained, but by `heal`.
+The answers and their states are made first, and kept in a folder that several components can share. After a kill, the
+same command resumes. The model itself is not trained, except by `heal`.
 
-`dynamic_context` guesses nothing: a gate that says which of an answer's tokens stay in the KV. Nor does `first`:
-routers that say, when a prompt has been read, which layers the answer runs. Nor `read_me`: the MLPs' neurons in groups,
-and a router that says by the last tokens which of them the next forward needs.
-`drafter` is a model of its own, which `deer` reads: the model's outer layers, trained to fill a block of masks.
-`heal` writes the model itself anew, with low-rank adapters that were trained to make up for layers that a depth plan
-drops, or for what `shoal prune` left out.
-`diffusion` is no part: a small masked-diffusion model from scratch, on generated lists, squares, sums and sentences.
+`dynamic_context` guesses nothing: it is a gate that chooses which of an answer's tokens stay in the KV. Neither does
+`first`: routers that choose, after a prompt, which layers the answer runs. Neither does `read_me`: the MLPs' neurons in
+groups, and a router that chooses by the last tokens which groups the next forward runs.
+`drafter` is a model of its own for `deer`: the model's outer layers, trained to fill a block of masks.
+`heal` writes the model anew, with low-rank adapters trained to make up for layers that a depth plan skips, or for what
+`shoal prune` removed.
+`diffusion` is a small masked-diffusion model trained from scratch on generated lists, squares, sums and sentences.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ EXPERTS, HEAL, FULL = "read_me", "heal", "full"
 _KEEP = {CONTEXT: 0.5, ROUTERS: 0.8}
 _BATCH, _RATE, _PROMPTS_RATE = 2048, 3e-3, 3e-2
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
-"""Options that a model from scratch has."""
+"""Options of a model trained from scratch."""
 _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PROMPTS),
          "vocabulary": (*KINDS, CONTEXT, ROUTERS), "weights": (*KINDS, CONTEXT, ROUTERS, EXPERTS),
          **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
          **dict.fromkeys(("student", "rank", "recompute"), (HEAL,))}
-"""Options that not all kinds have."""
+"""Option -> the kinds that have it, if not all do."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -134,12 +134,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer, train, write the part; end with one JSON line."""
+    """Answer, train, write the component; end with one JSON line."""
     import torch
 
     began = time.monotonic()
     _check(args)
-    if args.part == HEAL:  # after the options, and before the model
+    if args.part == HEAL:  # checked after the options, before the model is loaded
         from shoal_lab.train.heal import require_peft
 
         require_peft()
@@ -183,7 +183,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     plans = _plans(args, engine) if args.part in (HEAL, ROUTERS) else None
     place = args.answers or args.out / "answers"
     answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
-    if not answers.whole:  # a run begins when its answers are there, and keeps to them
+    if not answers.whole:  # a run starts when its answers are complete, and keeps to them
         _tell("time is up before all answers are there; the same command goes on")
         return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
 def _written(
     args: argparse.Namespace, engine: Engine, module: TrainedModule, facts: dict[str, Any]
 ) -> tuple[dict[str, Any], str, str]:
-    """The card of what was written, what it is worth in words, and the options that use it."""
+    """The card of the result, a sentence about its value, and the options that use it."""
     from shoal_lab.train import drafter, export, heal
     from shoal_lab.train.part import ShippedModule
 
@@ -248,7 +248,7 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse numbers below 1, and options that the kind has no use for."""
+    """Refuse numbers below 1, and options that the kind does not have."""
     for name in ("each", "tokens", "max_new_tokens", "epochs", "steps", "batch", "vocabulary", "depths", "rank",
                  "groups", "experts"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -283,14 +283,14 @@ def _wish(args: argparse.Namespace) -> CorpusWish:
 
 
 def _shape(args: argparse.Namespace) -> DrafterShape | None:
-    """What a drafter is to be; None for other parts."""
+    """The shape of a drafter; None for other kinds."""
     from shoal_lab.train.drafter import DrafterShape
 
     return DrafterShape(args.layers, args.block, args.window) if args.part == DRAFTER else None
 
 
 def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
-    """Token ids of what is asked, shuffled; without what the test sets in --data hold."""
+    """Token ids of the prompts, shuffled, without those of the test sets in --data."""
     import random
 
     from shoal_lab.train import prompts
@@ -312,7 +312,7 @@ def _module(
     args: argparse.Namespace, engine: Engine, answers: Corpus, shape: DrafterShape | None,
     plans: dict[str, DepthPlan] | None,
 ) -> TrainedModule:
-    """The part with its first weights."""
+    """The component with its first weights."""
     import torch
 
     from shoal_lab.train.context_gate import ContextGateModule, check_lengths
@@ -350,9 +350,9 @@ def _module(
 
 
 def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
-    """The depths that --under names, by its words: those at which the model, or the smaller one, is healed, or rivals.
+    """The depth plans that --under names, by name: to heal the model or the smaller one at, or as rivals.
 
-    What cannot be trained under is refused here, before minutes of answers.
+    Plans that cannot be trained under are refused here, before minutes of answers.
     """
     from shoal_lab.train.heal import check_plans
 
@@ -368,15 +368,15 @@ def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
         plans[word] = recipe.plan
     check_plans(plans, engine.stack.num_layers)
     del engine
-    gc.collect()  # a student's is not needed any more, and frames of imports may hold it
+    gc.collect()  # a student's engine is not needed any more, and frames of imports may hold it
     return plans
 
 
 def _plain(args: argparse.Namespace, model: str | None = None, dtype: str = "float32") -> Any:
-    """The model with transformers' modules; or another one."""
+    """The model as transformers' model, or another one."""
     plain = {"model": model or args.model, "backend": "hf", "dtype": dtype, "device": "cpu", "quant": None}
     return common.load_engine(argparse.Namespace(**{**vars(args), **plain})).model
 
 
-def _tell(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

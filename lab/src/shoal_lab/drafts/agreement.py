@@ -1,4 +1,4 @@
-"""How often layers left out would have changed nothing: judged on tokens that stand already, in one forward."""
+"""How often skipped layers would have changed nothing: judged on known tokens, in one forward."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from shoal.model.stack import HiddenStateHook, Stack
 
 Text = tuple[int, Sequence[int], int, DepthPlan]
-"""A row of the cache, its tokens (the committed ones and the one after them), how many of the last, and a plan."""
+"""A row of the cache, its tokens (the committed ones and the next one), how many of the last ones, and a plan."""
 
 
 @torch.no_grad()
 def agreements(stack: Stack, cache: KVCache, texts: Sequence[Text]) -> list[float]:
-    """The share of each row's last tokens that the layers of a plan's step 1 predict as the most likely ones.
+    """The share of each row's last tokens that the layers of a plan's step 1 predict as argmax.
 
     Args:
         stack: the model.
-        cache: its cache; as before afterwards.
-        texts: what to predict, of ascending rows.
+        cache: its cache; unchanged afterwards.
+        texts: texts of ascending rows.
     """
     shares: list[float] = []
     for some in _batches(texts, stack.prefill_chunk):
@@ -41,20 +41,20 @@ def agreements(stack: Stack, cache: KVCache, texts: Sequence[Text]) -> list[floa
 
 
 def repeatable(cache: KVCache, row: int) -> int:
-    """How many of a row's last tokens can be run again: those that no window has left behind."""
+    """How many of a row's last tokens can be run again: those that no sliding window has dropped."""
     return cache.positions[row] - earliest(cache, row)
 
 
 @torch.no_grad()
 def said_again(stack: Stack, cache: KVCache, row: Row, count: int, hook: HiddenStateHook) -> list[int]:
-    """The most likely token after each of a row's last committed tokens, these run once more by its plan's step 0.
+    """The argmax after each of a row's last committed tokens, which run once more by its plan's step 0.
 
     Args:
         stack: the model.
-        cache: its cache; as before afterwards.
-        row: whose tokens.
-        count: how many of them; no more than are `repeatable`.
-        hook: is shown their states [1, count, D].
+        cache: its cache; unchanged afterwards.
+        row: the row.
+        count: number of tokens; at most `repeatable`.
+        hook: receives their states [1, count, D].
     """
     end = cache.positions[row.slot]
     chunk = SequenceChunk(row.slot, row.tokens[end - count : end], [0] * count, row.recipe.plan, wanted=count)
@@ -72,7 +72,7 @@ def _feed(
 
 
 def _batches(texts: Sequence[Text], most: int) -> list[list[Text]]:
-    """Rows for one forward each: as many as the stack runs well together."""
+    """Rows of one forward each: as many as the stack runs well together."""
     batches: list[list[Text]] = []
     for text in texts:
         if batches and sum(one[2] for one in batches[-1]) + text[2] <= most:

@@ -1,4 +1,4 @@
-"""Drafts for several outcomes of one verification, as branches of one tree."""
+"""Drafts for several possible outcomes of one verification, as branches of one tree."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
 
 Outcome = tuple[int, ...]
-"""The tokens that a verification brings: guesses that are kept, and one more."""
+"""The tokens of a verification: accepted guesses, and one more."""
 Chain = Sequence[tuple[int, Tensor | None]]
-"""Guesses one after another, each with the probabilities [V] that it was drawn from."""
+"""Consecutive guesses, each with the probabilities [V] that it was drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A branch that is wanted.
+    """A wanted branch.
 
     Attributes:
-        outcome: for which; of the draft's own branch the whole window, after which comes what the draft itself says.
+        outcome: its outcome; for the draft's own branch the whole window, which the draft itself continues.
         length: most guesses.
-        own: whether it is the draft's own.
+        own: whether it is the draft's own branch.
     """
 
     outcome: Outcome
@@ -39,7 +39,7 @@ class Wish:
 
 @dataclass(slots=True)
 class _Branch:
-    """A branch under way: the node from which it goes on, and its guesses; of the own one the first is an outcome's."""
+    """A branch in progress: its leaf node, and its guesses; the first guess of the own branch completes an outcome."""
 
     wish: Wish
     leaf: int
@@ -47,17 +47,17 @@ class _Branch:
 
     @property
     def wanted(self) -> int:
-        """Guesses in all."""
+        """Number of wanted guesses."""
         return self.wish.length + self.wish.own
 
 
 class Branches(Growth):
-    """A window as the draft model reads it, with branches below its nodes, which all grow at the same time.
+    """A window as the draft model reads it, with branches below its nodes that grow at the same time.
 
     Args:
-        row: as it stood when the window was fed.
+        row: the row as it was when the window was fed.
         slot: its place in the draft model's cache.
-        tokens: of the window: the row's last token and a chain of guesses.
+        tokens: the window: the row's last token and a chain of guesses.
         held: how many of these the cache holds, committed or as scratch.
         committed: how many of those are committed, 0 or 1.
         foreseen: outcomes for which the draft's own branch is not wanted.
@@ -77,7 +77,7 @@ class Branches(Growth):
         self._alive = list(self._branches)
 
     def _leaf(self, wish: Wish) -> int:
-        """The window's end, or a node for what follows a part of the window."""
+        """The window's end, or a node for the token after a part of the window."""
         return len(wish.outcome) if wish.own else self.add(wish.outcome[-1], len(wish.outcome) - 1)
 
     @property
@@ -86,7 +86,7 @@ class Branches(Growth):
         return bool(self._alive)
 
     def chunk(self, plan: DepthPlan) -> SequenceChunk:
-        """The nodes that were not fed, which are taken as fed then; the last ones are where branches go on, in turn."""
+        """The nodes that were not fed yet, which then count as fed; the last ones are leaves of growing branches."""
         first, committed = self._held, self._committed
         tokens, self._held = self.tokens[first:], len(self.tokens)
         parents = [parent - committed for parent in self.parents[committed:]]
@@ -96,11 +96,11 @@ class Branches(Growth):
         )
 
     def places(self) -> list[Place]:
-        """Where guesses are wanted: with the numbers of a draft that has but one guess at each depth."""
+        """Places of wanted guesses, with the random streams of a draft that has one guess per depth."""
         return [Place(self.row, self.words[branch.leaf], 0) for branch in self._alive]
 
     def extend(self, guesses: Sequence[Guesses]) -> None:
-        """Give each branch that goes on its next guess, if there is one."""
+        """Append its next guess to each growing branch, if there is one."""
         pairs = zip(self._alive, guesses, strict=True)
         self._alive = [branch for branch, guess in pairs if guess.tokens and self._goes_on(branch, guess)]
 
@@ -115,7 +115,7 @@ class Branches(Growth):
         return True
 
     def pool(self) -> dict[Outcome, Chain]:
-        """What has grown, by outcome; a branch without guesses is none."""
+        """Branches with guesses, by outcome."""
         found: dict[Outcome, Chain] = {}
         for branch in self._branches:
             named, guesses = int(branch.wish.own), branch.guesses

@@ -1,4 +1,4 @@
-"""A masked-diffusion model that guesses ahead: all places of a block from one forward (arXiv 2512.15176, section 3)."""
+"""A masked-diffusion model that drafts a whole block in one forward (arXiv 2512.15176, section 3)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
@@ -29,9 +30,9 @@ class MaskedProposer(Proposer):
 
     Attributes:
         stack: the model.
-        masked: what it says of its masks.
-        length: masks that it fills at a time.
-        name: of the model, for messages.
+        masked: properties of its masks.
+        length: number of masks to fill at a time.
+        name: the model's name, for messages.
         window: tokens at the end of a text that it reads, the first of them at position 0; None for all.
     """
 
@@ -42,8 +43,8 @@ class MaskedProposer(Proposer):
     window: int | None = None
 
     @property
+    @override
     def second_stack(self) -> Stack:
-        """See `Proposer`."""
         return self.stack
 
     def begin(self, stack: Any, cache: Any) -> MaskedDrafter:
@@ -52,12 +53,12 @@ class MaskedProposer(Proposer):
 
 
 class _Block(Growth):
-    """A row's chain under way.
+    """The growing chain of a row.
 
     Attributes:
-        row: whose it is.
-        text: what is read of its tokens.
-        masks: how many stand behind its tokens.
+        row: the row.
+        text: the tokens that are read.
+        masks: number of masks behind its tokens.
         all_logits: logits [masks, V] of their places, once they are known.
         goes_on: whether another guess is wanted.
     """
@@ -76,7 +77,7 @@ class _Block(Growth):
         return self.all_logits[len(self.tokens) - 1]
 
     def extend(self, tokens: Sequence[int], probs: Tensor | None) -> None:
-        """Add the guess, if there is one: behind an end of the text nothing is of use."""
+        """Append the guess, if there is one; nothing follows an end of sequence."""
         for token in tokens:
             self.add(token, len(self.tokens) - 1, probs)
         ended = not tokens or tokens[0] in self.row.stop.ends
@@ -84,11 +85,11 @@ class _Block(Growth):
 
 
 class MaskedDrafter(Drafter):
-    """The masked-diffusion model at work. It keeps no KV: a word that was not there changes that of all others.
+    """Drafts with the masked-diffusion model. It keeps no KV, because a new token changes the states of all others.
 
     Args:
-        proposer: how the model is used.
-        vocabulary: tokens of the target's logits.
+        proposer: options of the model.
+        vocabulary: size of the target's vocabulary.
     """
 
     def __init__(self, proposer: MaskedProposer, vocabulary: int) -> None:
@@ -110,7 +111,7 @@ class MaskedDrafter(Drafter):
         return [block.tree() for block in blocks]
 
     def _read(self, blocks: list[_Block]) -> None:
-        """Run texts and masks, as many together as fit into a forward, and one at least."""
+        """Run texts and masks, as many together as fit into a forward, and at least one."""
         while blocks:
             sizes = [len(block.text) + block.masks for block in blocks]
             count = max(1, sum(sum(sizes[: last + 1]) <= self._stack.prefill_chunk for last in range(len(sizes))))
@@ -127,8 +128,8 @@ class MaskedDrafter(Drafter):
         mask, shift = self._how.masked.mask_token_id, self._how.masked.shift
         chunks = []
         for slot, block in enumerate(blocks):
-            words = [*block.text, *[mask] * block.masks]
-            chunks.append(SequenceChunk(slot, words, [0] * len(words), self._plan, wanted=block.masks + shift,
+            tokens = [*block.text, *[mask] * block.masks]
+            chunks.append(SequenceChunk(slot, tokens, [0] * len(tokens), self._plan, wanted=block.masks + shift,
                                         mutual=True))
             block.row.ledger.draft_forwards += 1
         logits = self._stack.forward(chunks, KVCache(self._stack.windows, len(blocks)))
@@ -140,7 +141,7 @@ class MaskedDrafter(Drafter):
 
 
 def _extend(blocks: Sequence[_Block], logits: Tensor) -> None:
-    """The next guess of each block, from the law [V] of its place given the text alone."""
+    """Add the next guess of each block, from the logits [V] of its place given the text alone."""
     places = [Place(block.row, block.words[-1], 0) for block in blocks]
     for block, guess in zip(blocks, choose(places, logits, 1), strict=True):
         block.extend(guess.tokens, guess.probs)

@@ -1,6 +1,7 @@
 """Medusa: heads on the target's last hidden state, each guessing one place further ahead (arXiv 2401.10774).
 
-Head j reads the state behind the token before the root and guesses the token j + 1 after the root; all run at once.
+Head j reads the state behind the token before the last one, and guesses the token j + 1 after the last; all run at
+once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+from typing_extensions import override
 
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
@@ -23,7 +25,7 @@ from shoal.speculative.part_file import TrainedPart, guessed_tokens
 from shoal.speculative.taps import Taps
 
 WEIGHT, BIAS = "heads.{}.weight", "heads.bias"
-"""Tensors of a part beside its list of tokens: [D, D] per head; [heads, D]."""
+"""Tensors of a component besides its list of tokens: [D, D] per head; [heads, D]."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class RankTree:
     """Which ranks of which heads' guesses are verified.
 
     Attributes:
-        parents: of each node, the root (node 0, parent -1) included, in breadth-first order.
-        ranks: of each node among the guesses of its depth's head; the root's counts for nothing.
+        parents: parent of each node in breadth-first order; the last token is node 0 with parent -1.
+        ranks: rank of each node among the guesses of its depth's head; node 0's is ignored.
     """
 
     parents: tuple[int, ...]
@@ -45,7 +47,7 @@ class RankTree:
 
     @classmethod
     def likeliest(cls, shares: Sequence[Sequence[float]], nodes: int) -> RankTree:
-        """The `nodes` paths that are likeliest to be right, if heads are right independently of each other.
+        """The `nodes` most probable paths, if heads are right independently of each other.
 
         Args:
             shares: per head and rank, how often that guess was right.
@@ -66,7 +68,7 @@ class RankTree:
                    tuple(path[-1] if path else 0 for path in places))
 
     def filled(self, root: int, table: Sequence[Sequence[int]], depth: int) -> TokenTree:
-        """The tree of a row: `table[j]` are head j's guesses, best first; nodes beyond `depth` are left out."""
+        """The tree of a row: `table[j]` are head j's guesses, best first; nodes deeper than `depth` are left out."""
         tokens, kept, depths = [root], {0: 0}, [0]
         parents = [-1]
         for node in range(1, len(self.parents)):
@@ -80,14 +82,14 @@ class RankTree:
 
 
 class MedusaHeads:
-    """The trained heads beside their target.
+    """Trained heads on their target.
 
     Args:
         target: the model.
-        part: a part of kind `medusa`.
+        part: a component of kind `medusa`.
 
     Raises:
-        ValueError: the part's tensors do not fit together.
+        ValueError: the component's tensors do not fit together.
         Unsupported: they do not fit the model.
     """
 
@@ -101,7 +103,7 @@ class MedusaHeads:
         self._rows = packed(target, target.head_rows(self.names))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Logits [rows, heads, n] from states [rows, D] as the head's matrix reads them."""
+        """Logits [rows, heads, n] from states [rows, D], the inputs of the LM head."""
         moved = self._weight(states).float().view(len(states), self.count, -1) + self._bias
         logits = self._rows((states.float()[:, None] + silu(moved)).flatten(0, 1))
         return logits.view(len(states), self.count, -1)
@@ -109,11 +111,11 @@ class MedusaHeads:
 
 @dataclass(eq=False)
 class MedusaProposer(Proposer):
-    """The part `proposer`: the heads' guesses in a fixed form.
+    """Proposes the heads' guesses in a fixed tree.
 
     Attributes:
-        part: of kind `medusa`.
-        tree: which of the guesses.
+        part: a component of kind `medusa`.
+        tree: shape of the tree.
     """
 
     part: TrainedPart
@@ -130,10 +132,10 @@ class MedusaProposer(Proposer):
 
 
 class MedusaDrafter(Drafter):
-    """See the module. Sampled rows get the same guesses as greedy ones.
+    """Drafts with the heads. Sampled rows get the same guesses as greedy ones.
 
     Args:
-        tree: which guesses.
+        tree: shape of the tree.
         heads: the trained heads.
         stack, cache: the target's.
     """
@@ -142,13 +144,13 @@ class MedusaDrafter(Drafter):
         self._tree, self._heads = tree, heads
         self._stack, self._taps = stack, Taps(stack, cache)
 
+    @override
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
-        """See `Worker.watch`."""
         return self._taps.watch(rows, chunks)
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per row; its root alone where the state before it is not known."""
+        """A tree per row; only its last token if the state before it is unknown."""
         known: dict[int, Tensor] = {}
         for place, row in enumerate(rows):
             found = self._taps.take(row)

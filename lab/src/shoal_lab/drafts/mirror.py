@@ -1,12 +1,12 @@
 """Drafts for outcomes that are not known yet: Mirror Speculative Decoding (arXiv 2510.13161).
 
-While the target verifies a window, one of its middle layers says, through the final norm and the head, which tokens may
-follow each beginning of the window. The draft model has a branch for each of these outcomes, and for the one that it
-would bring about itself. If the right one is among them, the next draft is there when the verification ends.
+While the target verifies a window, one of its middle layers predicts, through the final norm and the LM head, which
+tokens may follow each prefix of the window. The draft model grows a branch for each of these outcomes, and for the one
+that it expects itself. If the right one is among them, the next draft is ready when the verification ends.
 
-Here the two models run in turn; `DraftRound` says what two processors would take. A branch is drawn with
-the numbers that a draft made afterwards would take, so the guesses are those of `draft_model` however good the exit
-layer is: what differs is when they are made.
+Here the two models run in turn; `DraftRound` says how long two processors would take. A branch is drawn
+with the random streams of a draft made afterwards, so the guesses are those of `draft_model`, however good the exit
+layer is: only the time at which they are made differs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode.worker import Proposer, StepReport
 from shoal.model.packed.native import MAX_NODES
@@ -40,19 +41,19 @@ Pool = Mapping[Outcome, Chain]
 
 @dataclass(frozen=True, slots=True)
 class DraftRound:
-    """A forward of the target beside which the next draft was prepared, and what became of it; see `mirror_sd`.
+    """A forward of the target during which the next draft was prepared, and its result; see `mirror_sd`.
 
     Seconds are those of the step, which a row shares with the others of its batch.
 
     Attributes:
-        foreseen: whether the exit layer's guesses held the token that came, after the guesses that were kept.
-        reused: whether a branch for that outcome was there.
-        branches: how many there were.
-        before, after: seconds of the target below the exit layer, and from there on, head included: the forward's time
-            by the share of layers.
-        message: of what the exit layer says: norm, head, and the choice of tokens.
-        pool: of drafting all branches.
-        redraft: of drafting once the outcome was known.
+        foreseen: whether the exit layer predicted the token that came after the accepted guesses.
+        reused: whether there was a branch for that outcome.
+        branches: number of branches.
+        before, after: seconds of the target below the exit layer, and from there on with the LM head: the forward's
+            time in proportion to layers.
+        message: seconds of the exit layer's prediction: norm, LM head, and choice of tokens.
+        pool: seconds of drafting all branches.
+        redraft: seconds of drafting once the outcome was known.
     """
 
     foreseen: bool
@@ -66,23 +67,23 @@ class DraftRound:
 
     @property
     def in_turn(self) -> float:
-        """Seconds by one processor, which does all of it in turn."""
+        """Seconds of one processor, which does everything in turn."""
         return self.before + self.after + self.message + self.pool + self.redraft
 
     @property
     def overlapped(self) -> float:
-        """Seconds by two processors as fast as this one: the pool is drafted while the target's upper layers run."""
+        """Seconds of two processors like this one: branches are drafted while the target's upper layers run."""
         return self.before + self.message + max(self.after, self.pool) + self.redraft
 
 
 @dataclass(frozen=True)
 class MirrorProposer(Proposer):
-    """Chains of a second model, drafted for several outcomes of the verification before.
+    """Chains of a second model, drafted for several outcomes of the previous verification.
 
     Attributes:
         model: the second model and the length of its chains.
-        exit_layer: layers of the target that run before it is asked, 1..L.
-        k: tokens that are asked for after each node of the window; 0 drafts nothing ahead.
+        exit_layer: layers of the target that run before its prediction, 1..L.
+        k: predicted tokens after each node of the window; 0 drafts nothing ahead.
     """
 
     model: ModelProposer
@@ -96,11 +97,11 @@ class MirrorProposer(Proposer):
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """What the target was fed of a row that decodes.
+    """What the target was fed of a decoding row.
 
     Attributes:
-        row, length: the row, and how many tokens it had.
-        place: of the row among those of the forward.
+        row, length: the row, and its number of tokens then.
+        place: index of the row in the forward.
         chunk: what was fed; its last nodes are the row's last token and a chain of guesses.
     """
 
@@ -121,23 +122,23 @@ class _Window:
 
     @property
     def outcome(self) -> Outcome:
-        """What came of it."""
+        """The outcome of the verification."""
         return tuple(self.row.tokens[self.length :])
 
     def before(self) -> Row:
-        """The row as it stood when the window was fed."""
+        """The row as it was when the window was fed."""
         return replace(self.row, tokens=self.row.tokens[: self.length])
 
     def room(self, tokens: int) -> int:
-        """Guesses that the row has room for after an outcome of so many tokens: one less than it may emit then."""
+        """Guesses that the row has room for after an outcome of `tokens` tokens: one less than it may still emit."""
         return self.row.stop.room + len(self.row.tokens) - self.length - tokens - 1
 
 
 class MirrorDrafter(ModelDrafter):
-    """See the module. After a verification first the branches are drafted, as if its outcome were not known.
+    """Drafts the branches of a verification, as if its outcome were not known, before it uses the outcome.
 
-    Of a row the draft model's cache holds a beginning of its tokens as committed, and as scratch the window, then
-    branches. The last token is not read where it came from a branch: it is fed with the next window.
+    For each row, the draft model's cache holds a prefix of its tokens as committed, and as scratch the window, followed
+    by branches. If the last token came from a branch, it has not been read, and is fed with the next window.
 
     Args:
         proposer: how to draft.
@@ -155,14 +156,14 @@ class MirrorDrafter(ModelDrafter):
         self._since = self._target_seconds = 0.0
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """Keep what enters the exit layer, of rows that verify."""
+        """Keep the inputs of the exit layer for rows that verify."""
         if not rows[0].emitted:
             return None
         self._states, self._since = None, time.perf_counter()
         self._windows = [
             _Window(row, len(row.tokens), place, chunk)
             for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
-            if chunk.wanted and chunk.steps[-chunk.wanted] == row.emitted  # else it reads what was forced upon it
+            if chunk.wanted and chunk.steps[-chunk.wanted] == row.emitted  # otherwise it reads forced tokens
         ]
         return self._see if self._k else None
 
@@ -171,12 +172,12 @@ class MirrorDrafter(ModelDrafter):
             self._states = hidden
 
     def observe(self, report: StepReport) -> None:
-        """The forward has ended."""
+        """Note that the forward has ended."""
         if not report.prompt:
             self._target_seconds = time.perf_counter() - self._since
 
+    @override
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """See `ModelDrafter`; a chain that is ready is not drafted again."""
         rounds = self._look_back(rows)
         start = time.perf_counter()
         try:
@@ -198,7 +199,7 @@ class MirrorDrafter(ModelDrafter):
         return one
 
     def _commit(self, slot: int, row: Row, tree: TokenTree) -> None:
-        """Of the window, which stands before all other scratch, what was kept."""
+        """Commit the accepted part of the window, which comes before all other scratch entries."""
         known, scratch = self._cache.positions[slot], self._cache.layers[0].scratch[slot]
         unread = self._lengths[row] - known
         fed = tree.tokens[1 - min(unread, 1) :][:scratch]
@@ -206,7 +207,7 @@ class MirrorDrafter(ModelDrafter):
         self._cache.commit(slot, range(len(list(kept))))
 
     def _look_back(self, rows: Sequence[Row]) -> dict[Row, DraftRound]:
-        """Draft for what was foreseen of the last windows, and see whether it came; by rows."""
+        """Draft for the predicted outcomes of the last windows, and check which came; by rows."""
         verified = self._verified(rows)
         start = time.perf_counter()
         foreseen = self._foreseen([window for _, window in verified])
@@ -225,16 +226,16 @@ class MirrorDrafter(ModelDrafter):
         return rounds
 
     def _verified(self, rows: Sequence[Row]) -> list[tuple[int, _Window]]:
-        """Slots, ascending, and windows of the rows that go on, where they follow the last draft."""
+        """Slots, ascending, and windows of the rows that continue after the last draft."""
         fed = {window.row: window for window in self._windows}
         wanted, self._windows = set(rows), []
         seated = [(slot, fed[row]) for slot, row in enumerate(self._rows) if row in wanted & fed.keys()]
         return [(slot, one) for slot, one in seated if one.outcome and one.length == self._lengths[one.row]]
 
     def _foreseen(self, windows: Sequence[_Window]) -> list[list[Outcome]]:
-        """The outcomes of each window that the exit layer holds likely: for each node so many tokens after it.
+        """Probable outcomes of each window by the exit layer: `k` tokens after each node.
 
-        A sampled row gets draws without replacement, the first with the number by which its rule draws a guess.
+        A sampled row draws without replacement, the first token with the random stream of its rule's draft.
         """
         if self._states is None or not windows:
             return [[] for _ in windows]
@@ -245,11 +246,11 @@ class MirrorDrafter(ModelDrafter):
         for window in windows:
             window.row.ledger.heads_read += 1
             after = [(window.guesses[:count], next(told)) for count in range(len(window.tokens))]
-            found.append([(*words, token) for words, guess in after for token in guess.tokens])
+            found.append([(*outcome, token) for outcome, guess in after for token in guess.tokens])
         return found
 
     def _split(self, window: _Window) -> tuple[float, float]:
-        """Seconds of the target's forward before and after the exit layer, as its layers and its head share them."""
+        """Seconds of the target's forward before and after the exit layer, in proportion to layers and LM head."""
         layers = window.row.recipe.plan.layers(window.chunk.steps[-window.chunk.wanted])
         share = bisect_left(layers, self._exit_layer) / (len(layers) + self._target.head_layers)
         return share * self._target_seconds, (1 - share) * self._target_seconds
@@ -257,7 +258,7 @@ class MirrorDrafter(ModelDrafter):
     def _draft_ahead(
         self, verified: Sequence[tuple[int, _Window]], foreseen: Sequence[Sequence[Outcome]]
     ) -> list[Pool]:
-        """The branches of each window; as many at a time as the kernels take in one tree."""
+        """Draft the branches of each window, as many at a time as the kernels take in one tree."""
         pools: list[dict[Outcome, Chain]] = [{} for _ in verified]
         waiting = [self._parts(*one, outcomes) for one, outcomes in zip(verified, foreseen, strict=True)]
         try:
@@ -276,12 +277,12 @@ class MirrorDrafter(ModelDrafter):
         return list(pools)
 
     def _parts(self, slot: int, window: _Window, foreseen: Sequence[Outcome]) -> list[list[Wish]]:
-        """The branches that are wanted, in parts that fit in a tree each."""
+        """The wanted branches, in parts that fit into a tree each."""
         unread = window.length - self._cache.positions[slot]
         if not foreseen or unread > 1 or max(window.tokens) >= self._stack.vocab_size:
             return []
         guesses, wishes = window.guesses, list[Wish]()
-        if len(guesses) >= 1 - unread + self._cache.layers[0].scratch[slot]:  # its last node is still to be fed
+        if len(guesses) >= 1 - unread + self._cache.layers[0].scratch[slot]:  # its last node has not been fed yet
             wishes.append(self._wish(window, guesses, own=True))
         wishes += [
             self._wish(window, outcome) for outcome in foreseen
@@ -300,18 +301,18 @@ class MirrorDrafter(ModelDrafter):
         return Branches(window.before(), slot, window.tokens, held, committed, foreseen, wishes)
 
     def _after_branches(self, trees: Sequence[Branches]) -> Tensor:
-        """Logits [branches of all that go on, V]."""
+        """Logits [growing branches, V]."""
         return self._forward([tree.chunk(self._plan) for tree in trees], [tree.row for tree in trees])
 
 
 def _places(window: _Window) -> Iterator[Place]:
-    """After each node of a window."""
+    """Places after each node of a window."""
     row, guesses = window.before(), window.guesses
     return (Place(row, guesses[:count], 0) for count in range(len(guesses) + 1))
 
 
 def _extend(trees: Sequence[Branches], logits: Tensor) -> None:
-    """A guess for every branch."""
+    """Append a guess to every branch."""
     places = [tree.places() for tree in trees]
     guesses = iter(choose([place for some in places for place in some], logits, 1))
     for tree, some in zip(trees, places, strict=True):

@@ -1,11 +1,11 @@
-"""Parallel prompt decoding: trained vectors behind the last words stand for the next ones (arXiv 2405.18628).
+"""Parallel prompt decoding: trained prompt tokens behind the last token stand for the next ones (arXiv 2405.18628).
 
-They go along in the forward that verifies, behind each node at which the accepted path may end: prompt j there sees
-the text, the path to its node and the prompts before it, and what the model's head says of it is a guess of the token
-j after the next one. No word sees a prompt, and prompts are never kept, so words come out as they would without them.
+They are part of the verifying forward, behind each node at which the accepted path may end: prompt token j there sees
+the text, the path to its node and the earlier prompt tokens, and its logits guess the token j after the next one. No
+text token sees a prompt token, and prompt tokens are never kept, so the output does not change.
 
-Behind a prompt of a request nothing is known yet, so the first step only gets guesses ready. The paper's ensembles of
-virtual tokens are left out: each prompt is one vector, as in its released models.
+Nothing is known yet behind the prompt of a request, so the first step only makes guesses. The paper's ensembles of
+virtual tokens are left out: each prompt token is one vector, as in its released models.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode.row import Row
 from shoal.decode.sampling import biased
@@ -27,18 +28,18 @@ from shoal.speculative.part_file import TrainedPart
 from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
 
 PROMPTS = "prompts.{}"
-"""Tensors of a part: [D] per prompt, what enters the first layer."""
+"""Tensors of a component: [D] per prompt token, the input of the first layer."""
 MOST_PROMPTS = 6
-"""A chain of so many guesses, with as many prompts behind each of its nodes, is the longest that a forward takes."""
+"""Most prompt tokens: the longest forward has a chain of that many guesses, and as many prompt tokens per node."""
 
 
 @dataclass(eq=False)
 class PromptProposer(Proposer):
-    """The part `proposer`; see the module.
+    """Proposes the guesses of prompt tokens.
 
     Attributes:
-        part: of kind `ppd`.
-        trees: what is fed in each state; no more states than the part has prompts, and one.
+        part: a component of kind `ppd`.
+        trees: what is fed in each state; at most one state more than the component has prompt tokens.
     """
 
     part: TrainedPart
@@ -48,18 +49,18 @@ class PromptProposer(Proposer):
         hidden = self.part.size("hidden")
         count = len(self.trees.states) - 1
         self._vectors = torch.stack([self.part.take(PROMPTS.format(place), hidden) for place in range(count)])
-        self.part.check_taken(PROMPTS.partition("{")[0])  # fewer states need fewer prompts
+        self.part.check_taken(PROMPTS.partition("{")[0])  # fewer states need fewer prompt tokens
 
     @property
     def most_fed(self) -> int:
-        """See `Proposer`: prompts are fed as well."""
+        """Most fed nodes, prompt tokens included."""
         return max(tree.fed for tree in self.trees.states)
 
     def begin(self, stack: Stack, cache: KVCache) -> PromptDrafter:
         """A drafter.
 
         Raises:
-            Unsupported: the model's states are of another size.
+            Unsupported: the model's states have another size.
         """
         found = stack.embed(torch.zeros(1, dtype=torch.int64, device=stack.device),
                             torch.zeros(1, dtype=torch.int64, device=stack.device)).shape[-1]
@@ -71,10 +72,10 @@ class PromptProposer(Proposer):
 
 @dataclass(slots=True)
 class _Ready:
-    """What prompts have said of a row.
+    """Results of a row's prompt tokens.
 
     Attributes:
-        fed: last states [prompts, D] of all prompts that its last forward was fed; None where it had none.
+        fed: last states [prompts, D] of all prompt tokens in its last forward; None if there were none.
         states: [prompts, D], of those behind the node where the accepted path ended.
     """
 
@@ -83,7 +84,7 @@ class _Ready:
 
 
 class PromptDrafter(Drafter):
-    """See the module. Sampled rows get the same guesses as greedy ones.
+    """Drafts with prompt tokens. Sampled rows get the same guesses as greedy ones.
 
     Args:
         trees: what is fed in each state.
@@ -95,8 +96,9 @@ class PromptDrafter(Drafter):
         self._trees, self._vectors, self._stack = trees, vectors, stack
         self._ready: dict[Row, _Ready] = {}
 
+    @override
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """See `Worker.watch`; what was known of these rows was of the step before."""
+        # What is known of these rows is of the previous step.
         self._ready = {row: one for row, one in self._ready.items() if row.finish_reason is None}
         for row in rows:
             self._ready.pop(row, None)
@@ -111,14 +113,14 @@ class PromptDrafter(Drafter):
 
         return FromLayer(self._stack.num_layers, hook)
 
+    @override
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        """See `Worker.fork`."""
         one = self._ready.get(row)
         if one is not None:
             self._ready.update((twin, _Ready(None, one.states)) for twin in twins)
 
     def observe(self, report: StepReport) -> None:
-        """Keep what the prompts said behind the node where the accepted path ended."""
+        """Keep the results of the prompt tokens behind the node where the accepted path ended."""
         for row, tree, outcome in zip(report.rows, report.trees, report.outcomes, strict=True):
             one = self._ready.get(row)
             if one is not None and one.fed is not None:
@@ -126,7 +128,7 @@ class PromptDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per row, with prompts behind its nodes; the root alone where nothing may be guessed."""
+        """A tree per row, with prompt tokens behind its nodes; only the last token if nothing may be guessed."""
         known = {place: states for place, (row, limit) in enumerate(zip(rows, limits, strict=True))
                  if limit and (states := self._states(row, limit)) is not None}
         tables: dict[int, list[list[int]]] = {}
@@ -140,20 +142,20 @@ class PromptDrafter(Drafter):
                 for place, (row, limit) in enumerate(zip(rows, limits, strict=True))]
 
     def _states(self, row: Row, limit: int) -> Tensor | None:
-        """States [n, D] of the prompts from which the row's guesses come, at most `limit`; None where there is none."""
+        """States [n, D] of the prompt tokens that give the row's guesses, at most `limit`; None if there are none."""
         one = self._ready.get(row)
         if one is None or one.states is None or not len(one.states):
             return None
         return one.states[:limit]
 
     def _best(self, row: Row, logits: Tensor) -> list[list[int]]:
-        """The likeliest tokens by each line of logits [n, V], as many as a tree may ask for."""
+        """The most probable tokens by each row of logits [n, V], as many as a tree may need."""
         ranks = 1 + max(max(tree.guesses.ranks) for tree in self._trees.states)
         found: list[list[int]] = biased(logits, row.sampling).topk(min(ranks, logits.shape[-1])).indices.tolist()
         return found
 
     def _tree(self, row: Row, table: Sequence[Sequence[int]], limit: int) -> TokenTree:
-        """The guesses of a row, with prompts that stand no further on than its last word can be fed."""
+        """The guesses of a row, with prompt tokens only at positions up to its last possible token."""
         state = self._trees.states[min(len(table), len(self._trees.states) - 1)].capped(limit)
         guesses = state.guesses.filled(row.tokens[-1], table, len(table))
         parents, places = _asides(guesses, state, row.room - 1)
@@ -161,7 +163,7 @@ class PromptDrafter(Drafter):
 
 
 def _asides(guesses: TokenTree, state: PromptTree, deepest: int) -> tuple[list[int], list[int]]:
-    """Of each prompt behind the nodes: its parent, and which of the prompts it is; node by node."""
+    """For each prompt token behind the nodes, its parent and its index; node by node."""
     parents, places, size = list[int](), list[int](), len(guesses)
     for node, count in enumerate(state.prompts):
         for place in range(min(count, deepest - guesses.depths[node])):
@@ -171,7 +173,7 @@ def _asides(guesses: TokenTree, state: PromptTree, deepest: int) -> tuple[list[i
 
 
 def _behind(tree: TokenTree, node: int) -> list[int]:
-    """Which of a tree's asides stand behind a node, one behind the other."""
+    """Prompt tokens behind a node of a tree, in order."""
     found = list[int]()
     for place, parent in enumerate(tree.asides):
         if parent == node:

@@ -1,7 +1,7 @@
-"""Which guesses and which prompts a step of parallel prompt decoding feeds (arXiv 2405.18628, section 4).
+"""Which guesses and which prompt tokens a step of parallel prompt decoding feeds (arXiv 2405.18628, section 4).
 
-How deep a step can guess follows from how many prompts stood behind the node at which the step before ended: that is
-its state. Knows no model; imports what it needs of `RankTree` alone.
+How deep a step can guess depends on the number of prompt tokens behind the node at which the previous step ended: that
+number is its state. Knows no model.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from shoal_lab.drafts.medusa import RankTree
 
 _ROUNDS = 12
-"""Improvements of all states' trees, one after the other, at most; they seldom change after the third."""
+"""Most improvement rounds over all states' trees; they seldom change after the third."""
 _SWEEPS = 200
 Shares = Sequence[Sequence[float]]
-"""Per prompt and rank, how often that guess was right."""
+"""How often each guess was right, by prompt token and rank."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class PromptTree:
     """What is fed in one state.
 
     Attributes:
-        guesses: of depth at most the state.
-        prompts: how many stand behind each of its nodes, the root first.
+        guesses: the tree of guesses, no deeper than the state.
+        prompts: number of prompt tokens behind each of its nodes, the last token's first.
     """
 
     guesses: RankTree
@@ -33,34 +33,35 @@ class PromptTree:
 
     @property
     def fed(self) -> int:
-        """Nodes beside the root."""
+        """Number of fed nodes besides the last token."""
         return len(self.guesses.parents) - 1 + sum(self.prompts)
 
     def capped(self, most: int) -> PromptTree:
-        """At most so many prompts behind a node."""
+        """The tree with at most `most` prompt tokens behind a node."""
         return replace(self, prompts=tuple(min(most, count) for count in self.prompts))
 
 
 @dataclass(frozen=True)
 class PromptTrees:
-    """What is fed in each state, from no prompts behind the last token on."""
+    """What is fed in each state, by number of prompt tokens behind the last token."""
 
     states: tuple[PromptTree, ...]
 
     @classmethod
     def chain(cls, length: int) -> PromptTrees:
-        """Every prompt's best guess, and as many prompts behind each of them."""
+        """A chain of best guesses with as many prompt tokens behind each of its nodes."""
         return cls(tuple(PromptTree(RankTree.chain(state), (length,) * (state + 1)) for state in range(length + 1)))
 
     @classmethod
     def best(cls, shares: Shares, nodes: int) -> PromptTrees:
-        """The guesses and prompts, `nodes` of both together, that bring most tokens per step in the long run.
+        """The guesses and prompt tokens, `nodes` together, that give most tokens per step in the long run.
 
-        As published, guesses are the likeliest ones if prompts are right independently of each other, and prompts
-        stand where they bring most: behind a node, by the chance that the accepted path ends there and by what a
-        deeper next step is worth. That worth is what a state brings in the long run against the others (Howard's
-        improvement of policies), in place of the paper's expected tokens of the next step alone. So is the split
-        between guesses and prompts chosen, state by state.
+        As published, guesses are the most probable ones if prompt tokens are right independently of each other, and
+        prompt tokens go where they gain most: behind a node, by the chance that the accepted path ends there and by the
+            value of a
+        deeper next step. That value is a state's long-run gain over the others (Howard's policy improvement), where the
+        paper uses the expected tokens of the next step alone. The split between guesses and prompt tokens is chosen by
+        the same value, state by state.
         """
         tried = [[RankTree.likeliest(shares[:state], count) if count else RankTree.chain(0)
                   for count in range(nodes + 1 if state else 1)] for state in range(len(shares) + 1)]
@@ -74,16 +75,16 @@ class PromptTrees:
         return max(found, key=lambda trees: trees.tokens_per_step(shares))
 
     def tokens_per_step(self, shares: Shares) -> float:
-        """Expected in the long run, if prompts are right as often as that, independently of each other."""
+        """Long-run expectation, if prompt tokens are right with these shares, independently of each other."""
         moves, chances = self._moves(shares), [1.0] + [0.0] * (len(self.states) - 1)
-        for _ in range(_SWEEPS):  # half a step each, so that states that follow each other in turn settle too
+        for _ in range(_SWEEPS):  # half a step each, so that alternating states settle too
             chances = [(own + sum(chance * row[state] for chance, row in zip(chances, moves, strict=True))) / 2
                        for state, own in enumerate(chances)]
         return 1 + sum(chance * sum(_chances(tree.guesses, shares)[1:])
                        for chance, tree in zip(chances, self.states, strict=True))
 
     def _moves(self, shares: Shares) -> list[list[float]]:
-        """The chance of each next state, per state."""
+        """The probability of each next state, per state."""
         found = []
         for tree in self.states:
             row = [0.0] * len(self.states)
@@ -93,7 +94,7 @@ class PromptTrees:
         return found
 
     def _worth(self, shares: Shares) -> list[float]:
-        """Tokens that a step in each state brings in the long run beyond one in state 0."""
+        """Long-run gain in tokens of a step in each state, over one in state 0."""
         moves = self._moves(shares)
         gains = [sum(_chances(tree.guesses, shares)[1:]) for tree in self.states]
         worth = [0.0] * len(gains)
@@ -109,7 +110,7 @@ def _product(a: float, b: float) -> float:
 
 
 def _chances(tree: RankTree, shares: Shares) -> list[float]:
-    """Of each node, that it is accepted; 1 for the root."""
+    """The probability that each node is accepted; 1 for the last token."""
     chances, depths = [1.0], [0]
     for parent, rank in list(zip(tree.parents, tree.ranks, strict=True))[1:]:
         chances.append(chances[parent] * shares[depths[parent]][rank])
@@ -118,7 +119,7 @@ def _chances(tree: RankTree, shares: Shares) -> list[float]:
 
 
 def _ends(tree: RankTree, shares: Shares) -> list[float]:
-    """Of each node, that the accepted path ends there."""
+    """The probability that the accepted path ends at each node."""
     chances = _chances(tree, shares)
     ends = list(chances)
     for node, parent in enumerate(tree.parents[1:], start=1):
@@ -127,21 +128,21 @@ def _ends(tree: RankTree, shares: Shares) -> list[float]:
 
 
 def _best_split(tried: Sequence[RankTree], shares: Shares, nodes: int, worth: Sequence[float]) -> PromptTree:
-    """The tree of a state that brings most now and later, of those with more and more guesses."""
+    """The tree of a state with the highest value, by number of guesses."""
     best, most = None, -1.0
     for tree in tried:
         ends = _ends(tree, shares)
         prompts = _spread(ends, nodes - len(tree.parents) + 1, worth)
         value = sum(_chances(tree, shares)[1:])
         value += sum(end * worth[count] for end, count in zip(ends, prompts, strict=True))
-        if value > most - 1e-12:  # of equals the one with more guesses: a prompt must bring some in the end
+        if value > most - 1e-12:  # ties go to more guesses: a prompt token must gain something in the end
             best, most = PromptTree(tree, prompts), value
     assert best is not None
     return best
 
 
 def _spread(ends: Sequence[float], count: int, worth: Sequence[float]) -> tuple[int, ...]:
-    """So many prompts, where each, or several together, bring most after those before them."""
+    """Place `count` prompt tokens where each, or several together, gain most."""
     prompts = [0] * len(ends)
     waiting = [(*_next(end, 0, count, worth), node) for node, end in enumerate(ends)]
     heapq.heapify(waiting)
@@ -157,6 +158,6 @@ def _spread(ends: Sequence[float], count: int, worth: Sequence[float]) -> tuple[
 
 
 def _next(end: float, held: int, room: int, worth: Sequence[float]) -> tuple[float, int]:
-    """What further prompts behind a node bring, each of them at most, negated, and how many these are."""
+    """The largest gain per prompt token behind a node, negated, and the number of prompt tokens that gives it."""
     more = range(1, min(room, len(worth) - 1 - held) + 1)
     return min(((-end * (worth[held + some] - worth[held]) / some, some) for some in more), default=(0.0, 0))

@@ -1,4 +1,4 @@
-"""What a draft reads of a long prompt: its beginning, the pieces that are most like its end, and its end."""
+"""What a drafter reads of a long prompt: its beginning, the pieces most similar to its end, and its end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from math import isfinite
 from shoal.errors import Unsupported
 
 Likeness = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[float]]
-"""From pieces of a prompt and its end, both as token ids, to a number per piece: the higher, the more it is like it."""
+"""Scores pieces of a prompt by similarity to its end, all as token ids; higher is more similar."""
 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Shortens a prompt, which a long document makes long and a question at its end makes useful.
+    """Shortens a prompt that consists of a long document and a question at the end.
 
     Attributes:
-        context: most tokens that are left; a prompt of no more stays whole.
+        context: most tokens to keep; shorter prompts stay whole.
         chunk: tokens of a piece.
-        begin, end: tokens of the prompt's beginning and end that stay; the end is what pieces are compared with.
-        likeness: how; None for BM25 over token ids.
+        begin, end: tokens of the prompt's beginning and end that stay; pieces are compared with the end.
+        likeness: the similarity; None for BM25 over token ids.
 
     Raises:
         ValueError: beginning, end and one piece do not fit.
@@ -46,7 +46,7 @@ class Retrieved:
             )
 
     def __call__(self, prompt: Sequence[int]) -> list[int]:
-        """The tokens that are read instead of `prompt`, in its order."""
+        """The kept tokens of `prompt`, in its order."""
         if len(prompt) <= self.context:
             return list(prompt)
         last = len(prompt) - self.end
@@ -70,7 +70,7 @@ def bm25(pieces: Sequence[Sequence[int]], query: Sequence[int]) -> list[float]:
     """BM25 of every piece for a query, with token ids as terms.
 
     Raises:
-        Unsupported: the library that computes it is not installed.
+        Unsupported: the package bm25s is not installed.
     """
     try:
         from bm25s import BM25

@@ -1,4 +1,4 @@
-"""Search for the sublayers that a draft can do without: ask for a set, tell its score."""
+"""Search for the sublayers that a draft can skip: ask for a set, tell its score."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MOST_SEEN = 256
 
 
 class SkipSearch:
-    """Random search with a Bayesian guess now and then, over sets of attention and MLP sublayers.
+    """Random search over sets of attention and MLP sublayers, with occasional Bayesian guesses.
 
-    The first and the last layer stay whole. A Bayesian guess is the candidate of the highest expected improvement
-    under a Gaussian process whose covariance falls with the number of sublayers that two sets differ in.
+    The first and the last layer stay whole. A Bayesian guess is the candidate with the highest expected improvement
+    under a Gaussian process whose covariance falls with the number of sublayers in which two sets differ.
 
     Args:
         num_layers: L.
         start: the first set.
         seed: of the random choices.
-        fixed: whether all sets have the size of `start`; otherwise any size.
-        bayes_every: every so many sets, one is a Bayesian guess; 0 for none.
+        fixed: whether all sets have the size of `start`; otherwise any size is allowed.
+        bayes_every: one in this many sets is a Bayesian guess; 0 for none.
 
     Attributes:
         best, score: the best set so far and its score, -inf before the first.
@@ -44,7 +44,7 @@ class SkipSearch:
         self.best, self.score, self.tried, self.since = start, -math.inf, 0, 0
 
     def ask(self) -> Skips:
-        """A set to try; the start comes first."""
+        """A set to try; `start` comes first."""
         if not self.tried:
             return self.best
         if self._every and self.tried % self._every == 0:
@@ -52,7 +52,7 @@ class SkipSearch:
         return self._neighbour() if self._random.random() < 0.5 else self._any()
 
     def tell(self, skips: Skips, score: float) -> None:
-        """Learn how good a set is; higher is better."""
+        """Record the score of a set; higher is better."""
         self.tried += 1
         self.since += 1
         self._seen.append(self._bits(skips))
@@ -70,7 +70,7 @@ class SkipSearch:
         return Skips.of(self._random.sample(self._parts, min(size, len(self._parts))))
 
     def _neighbour(self) -> Skips:
-        """The best set with one or two sublayers exchanged, or flipped where the size is free."""
+        """The best set with one or two sublayers exchanged, or flipped if the size is free."""
         chosen = set(self.best.parts())
         for _ in range(self._random.randint(1, 2)):
             inside, outside = sorted(chosen), [part for part in self._parts if part not in chosen]
@@ -90,7 +90,7 @@ class SkipSearch:
 
 
 def expected_improvement(seen: Tensor, scores: list[float], candidates: Tensor) -> Tensor:
-    """By how much each candidate may be expected to beat the best score, in standard deviations of the scores.
+    """Expected improvement of each candidate over the best score, in standard deviations of the scores.
 
     Args:
         seen: bool [n, parts]; `scores` has one number for each.

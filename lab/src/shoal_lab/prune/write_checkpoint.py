@@ -18,9 +18,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shoal.engine.loading.checkpoint import Transformed
 from shoal.model.packed.source import INDEX, SINGLE, Source
+from shoal.model.transform import Transform
 
 SHARD_BYTES = 4 * 2**30
 """Size in bytes at which a file is full; not much more is in memory at once."""
+_HEAD = 8
+"""Bytes of the header's length in a file; the header itself is padded to a multiple of it."""
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def check_free(folder: Path) -> None:
@@ -45,7 +49,7 @@ def write(files: Transformed, folder: Path, dtype: torch.dtype | None = None, **
         OSError: it cannot be written.
     """
     with _new(folder) as room:
-        told, words = files.generation_config(), files.tokenizer()
+        told, tokenizer = files.generation_config(), files.tokenizer()
         config = copy.deepcopy(files.config())
         config.dtype = _weights(files.weights(), room, dtype)
         if not config.architectures:
@@ -53,8 +57,8 @@ def write(files: Transformed, folder: Path, dtype: torch.dtype | None = None, **
         config.save_pretrained(room)
         if told is not None:  # written without validation, which would judge what the authors wrote
             told.to_json_file(room / "generation_config.json")
-        if words is not None:
-            words.save_pretrained(room)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(room)
         for name, note in notes.items():
             (room / f"{name}.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
 
@@ -95,3 +99,49 @@ def _weights(source: Source, room: Path, dtype: torch.dtype | None) -> torch.dty
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (room / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return largest.dtype
+
+
+class Outline:
+    """Shapes and dtypes of a source's tensors, so that a transform of them costs nothing.
+
+    Args:
+        source: read once, tensor by tensor.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._tensors: Mapping[str, Tensor] = {
+            name: torch.empty_like(source[name], device="meta") for name in source.names()}
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._tensors)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def folder_bytes(config: Any, source: Outline, change: Transform, dtype: torch.dtype | None = None) -> int:
+    """Bytes of the safetensors that `write_checkpoint.write` makes of a changed model; an upper bound for many files.
+
+    Args:
+        config: the model's config before the change.
+        source: its weights.
+        change: what is left out.
+        dtype: as for `write_checkpoint.write`.
+    """
+    _, after = change(config, source)
+    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in sorted(after.names()):
+        tensor = after[name]
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        size = tensor.numel() * kind.itemsize
+        told[name] = {"dtype": _NAMES.get(kind, "I64"), "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    header = len(json.dumps(told, separators=(",", ":")).encode())
+    files = max(1, -(-at // SHARD_BYTES))
+    return at + _HEAD + -(-header // _HEAD) * _HEAD + (files - 1) * 1024

@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from typing_extensions import override
 
 from shoal.model.probe import find_layers
-from shoal_lab.train.divergence import Divergence
+from shoal_lab.train.divergence import AnswerDivergence
 from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 NEAR = 0.05
@@ -166,7 +166,7 @@ class ConsensusModule(TrainedModule):
     @override
     def facts(self, held_out: Sequence[TextBatch]) -> dict[str, Any]:
         """Shares of gates, `open` and `undecided`, and divergences of the agreed network on held-out texts."""
-        opened, found = [(one > 0.5).float() for one in self.agreed()], Divergence()
+        opened, found = [(one > 0.5).float() for one in self.agreed()], AnswerDivergence()
         for batch in held_out:
             found.add(batch, self.read(batch, lambda layer, _: opened[layer]), self.head.rows)
         return {"open": round(float(torch.cat(opened).mean()), 4), "undecided": round(self.undecided, 4),

@@ -18,7 +18,7 @@ _PIECE = 512
 
 
 @dataclass
-class Divergence:
+class AnswerDivergence:
     """Divergences so far; a place is where a token of an answer is predicted.
 
     Attributes:
@@ -64,7 +64,7 @@ class Divergence:
         return {"distance": distance[0], "distance_interval": distance[1:], "kept_words": kept[0],
                 "kept_words_interval": kept[1:]}
 
-    def beyond(self, other: Divergence) -> list[float]:
+    def beyond(self, other: AnswerDivergence) -> list[float]:
         """The excess of this distance over another one on the same places: mean, and both ends of its interval."""
         return _difference(other.nats, self.nats, self.answers)
 

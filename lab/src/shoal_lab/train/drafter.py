@@ -238,8 +238,10 @@ def mask_token(engine: Engine, answers: Corpus, given: str | None) -> int:
         return found
     if tokenizer is not None and tokenizer.mask_token_id is not None:
         return int(tokenizer.mask_token_id)
-    ends = {} if tokenizer is None else {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    special = [] if tokenizer is None else [token for token, held in tokenizer.added_tokens_decoder.items() if held.special]
+    ends, special = set[int | None](), list[int]()
+    if tokenizer is not None:
+        ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+        special = [token for token, held in tokenizer.added_tokens_decoder.items() if held.special]
     free = [token for token in special if token not in used and token not in ends and token < size]
     if not free:
         raise ValueError("the tokenizer has no special token that no text holds; say which token no text holds, by "

@@ -19,7 +19,6 @@ from typing_extensions import override
 from shoal.speculative.layer_head import FUSE, NORMS, LayerShape
 from shoal.speculative.part_file import TOKENS
 from shoal_lab.train.corpus import Corpus
-from shoal_lab.train.linear_start import linear_start
 from shoal_lab.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 
 _SPREAD = 0.02
@@ -29,6 +28,10 @@ _FADE = 0.8
 """Weight of a depth's loss relative to the previous depth's."""
 _LIKE = 3.0
 """Weight of the distance between outputs and states, relative to the cross-entropy."""
+_SHARDS = 12
+"""Most shards that are used: a matrix needs no more."""
+_RIDGE = 1e-3
+"""Ridge, relative to the mean square of the inputs, so that few answers do not give large weights."""
 
 
 def default_shape(hidden: int) -> LayerShape:
@@ -172,3 +175,36 @@ def _later(x: Tensor, by: int) -> Tensor:
 def _earlier(x: Tensor, by: int) -> Tensor:
     """Shift bool [B, T] left by `by` places, so that a chain's guesses stand at the place of its last token."""
     return x if not by else pad(x[:, by:], (0, by))
+
+
+@torch.no_grad()
+def linear_start(base: Base, corpus: Corpus, eps: float) -> tuple[Tensor, Tensor]:
+    """The best linear guess of a state from the previous state and the token between them: where training starts.
+
+    Least squares over some answers take seconds, and guess as well as a layer after some fifty steps of training.
+
+    Args:
+        base: the model.
+        corpus: its answers.
+        eps: epsilon of the norms of the inputs.
+
+    Returns:
+        A matrix [D, 2 D] that maps normalised state and normalised embedding, concatenated, to the next state, with
+        outputs of mean square 1; and the root mean squares of the states [D], float32.
+    """
+    squares = products = sizes = torch.zeros(())
+    count = 0
+    for shard in range(min(_SHARDS, len(corpus.shards))):
+        for one in corpus.answers(shard, validation=False):
+            first = max(0, one.prompt - 1)
+            states = one.states[first:].float()
+            pair = states[:-1], base.embed(one.tokens[first + 1 :])
+            known = torch.cat([rms_norm(x, x.shape[-1:], eps=eps) for x in pair], -1)
+            squares = squares + known.T @ known
+            products = products + known.T @ states[1:]
+            sizes = sizes + states[1:].square().sum(0)
+            count += len(known)
+    ridge = _RIDGE * count * torch.eye(len(squares))
+    matrix: Tensor = torch.linalg.solve(squares + ridge, products).T
+    roots = (sizes / count).sqrt().clamp(min=1e-6)
+    return matrix / roots[:, None], roots

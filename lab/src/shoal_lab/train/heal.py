@@ -19,7 +19,7 @@ from typing_extensions import override
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported, needs
 from shoal.heap import give_back
-from shoal_lab.train.divergence import Divergence
+from shoal_lab.train.divergence import AnswerDivergence
 from shoal_lab.train.layer_reading import LayerReading, Share
 from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
@@ -104,8 +104,8 @@ class HealModule(TrainedModule):
             found[name] = {"before": before.told(), "after": after.told(), "brought": before.beyond(after)}
         return {"plans": found, "places": sum(int(batch.guessed_from(0, 1).sum()) for batch in held_out)}
 
-    def _apart(self, held_out: Sequence[TextBatch], plan: DepthPlan) -> Divergence:
-        found = Divergence()
+    def _apart(self, held_out: Sequence[TextBatch], plan: DepthPlan) -> AnswerDivergence:
+        found = AnswerDivergence()
         for batch in held_out:
             found.add(batch, self.read(batch, plan), self.head.rows)
         return found

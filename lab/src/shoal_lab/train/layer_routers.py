@@ -20,7 +20,7 @@ from typing_extensions import override
 from shoal.depth.order import default_core
 from shoal.depth.plan import DepthPlan
 from shoal_lab.components.layer_router import BIAS, WEIGHT, router_scores
-from shoal_lab.train.divergence import Divergence
+from shoal_lab.train.divergence import AnswerDivergence
 from shoal_lab.train.heal import check_plans, shares
 from shoal_lab.train.layer_reading import LayerReading, Share
 from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
@@ -129,7 +129,7 @@ class LayerRouterModule(ShippedModule):
             "same": [whole.mean(0).expand_as(one) for one in scores],
             "drawn": [torch.rand(one.shape, generator=generator) for one in scores],
         }
-        found = {name: Divergence() for name in (*ways, *self._rivals)}
+        found = {name: AnswerDivergence() for name in (*ways, *self._rivals)}
         depth = dict.fromkeys(ways, float(count + self._layers - len(flex)))
         for place, batch in enumerate(held_out):
             for name, each in ways.items():

@@ -24,7 +24,7 @@ from shoal.model.experts import MOST_GROUPS, UNIT
 from shoal.model.packed.stack import PackedStack
 from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT, TABLE, router_scores
 from shoal_lab.train.corpus import Corpus
-from shoal_lab.train.divergence import Divergence
+from shoal_lab.train.divergence import AnswerDivergence
 from shoal_lab.train.part import Base, Guessed, ShippedModule, TextBatch
 
 _WIDTH, _WINDOW, _HIDDEN = 64, 8, 512
@@ -139,7 +139,7 @@ class ReadMEModule(ShippedModule):
 
         `energy` is the mean share of those groups in the outputs of MLPs.
         """
-        found, energy = {name: Divergence() for name in ways}, dict.fromkeys(ways, 0.0)
+        found, energy = {name: AnswerDivergence() for name in ways}, dict.fromkeys(ways, 0.0)
         for batch in held_out:
             said, whole, labels = _said(batch), self._read(batch), self.labels(batch)
             where = said & (torch.arange(said.shape[1]) + 1 < batch.lengths[:, None])  # the last token is not fed

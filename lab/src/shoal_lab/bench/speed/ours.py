@@ -112,7 +112,7 @@ class Shoal(System):
             return plain
         layer = sum(one.nbytes for one in weights.layers) / len(weights.layers)
         head = weights.head.nbytes
-        if self._model.shape is None:  # among random words none stands out, so bounds spare little
+        if self._model.shape is None:  # with random weights no token stands out, so bounds save little
             head = getattr(self.engine.stack, "head_reads", head)
         return Traffic(layer, head, plain.kv, plain.windows, plain.layer_weights)
 

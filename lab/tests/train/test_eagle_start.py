@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import rms_norm
 
-from shoal_lab.train.eagle import EagleModule
-from shoal_lab.train.linear_start import linear_start
+from shoal_lab.train.eagle import EagleModule, linear_start
 from shoal_lab.train.part import Base, TextBatch
 from tiny_corpus import made
 from trained_parts import target
