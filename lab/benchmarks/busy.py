@@ -1,16 +1,16 @@
-"""What decoding keeps of its speed beside other work: processes that compute without end, none, one, two, in turn.
+"""Speed of decoding beside other work: beside no, one or two processes that compute endlessly, in turn.
 
     python lab/benchmarks/busy.py --model FILE [--neighbours 0,1,2] [--rounds 5] [--new-tokens 64] [--peer] [--json OUT]
 
-Measured are Shoal as it is, whose threads follow what the machine gives; the same with as many threads as torch has
-whatever happens, and with one; with `--peer` llama.cpp on the same GGUF file likewise. Every round goes through all of
-them beside each number of neighbours; figures are medians of tokens per second, in relation to the same system's beside
-none. The last line on stdout is the result as JSON.
+Measures Shoal as it is, whose threads adapt to the machine; Shoal with as many threads as torch has, and with one; and
+with `--peer` llama.cpp on the same GGUF file likewise. Every round runs all of them beside each number of neighbours.
+Figures are medians of tokens per second, relative to the same system without neighbours. The last line on stdout is the
+result as JSON.
 
     python lab/benchmarks/busy.py --model FILE --compile 8 [--rounds 5] [--new-tokens 64] [--json OUT]
 
-What `shoal serve` streams to one client, alone and beside so many compilers without end, in turn: the times between
-what comes. Where there is no compiler, the neighbours are processes that compute.
+Measures the stream of `shoal serve` to one client, alone and beside endless compilers, in turn: the times between
+chunks. Without a compiler, the neighbours are processes that compute.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 import torch
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.model.packed.native import build
 from shoal.model.packed.native.threads import MACHINE
-from shoal_lab.bench import idle, report
+from shoal_lab.bench import idle
 from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 from shoal_lab.bench.load.http import Address
 from shoal_lab.bench.load.loops import Load, LoadPhase
@@ -50,14 +50,14 @@ PROMPT = [(7 * place) % 1000 + 100 for place in range(64)]
 QUESTION = "Explain the water cycle in detail."
 COMPUTING = [sys.executable, "-c", "while True: pass"]
 Decode = Callable[[int], float]
-"""So many tokens, in seconds per token without the prompt."""
+"""Decodes that many tokens; returns seconds per token, without the prompt."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    args = arguments(words)
+    args = arguments(argv)
     if args.compile:
-        report.publish({**heading(words), **streams(args)}, args.json)
+        script.publish(__file__, argv, streams(args), args.json)
         return 0
     systems = {name: decode for name, decode in made(args)}
     counts = [int(word) for word in args.neighbours.split(",")]
@@ -67,33 +67,27 @@ def main(words: Sequence[str]) -> int:
         for count in counts:
             with busy(count):
                 for name, decode in systems.items():
-                    decode(8)  # what follows the machine has time to
+                    decode(8)  # gives threads that adapt to the machine time to do so
                     seconds[name][count].append(decode(args.new_tokens))
     result = {
-        **heading(words), "kind": "busy", "model": Path(args.model).name, "threads": torch.get_num_threads(),
+        "kind": "busy", "model": Path(args.model).name, "threads": torch.get_num_threads(),
         "rounds": args.rounds, "idle": {"before": before},
         "systems": {name: summary(found) for name, found in seconds.items()},
     }
-    report.publish(result, args.json)
+    script.publish(__file__, argv, result, args.json)
     return 0
 
 
-def heading(words: Sequence[str]) -> dict[str, Any]:
-    """What the report begins with."""
-    return report.heading(env.collect(), ["python", "lab/benchmarks/busy.py", *words])
-
-
-def arguments(words: Sequence[str]) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--neighbours", default="0,1,2", help="busy processes, the first being what others relate to")
     parser.add_argument("--compile", type=int, default=0, help="so many compilers beside a server, instead")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--peer", action="store_true", help="llama.cpp too")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 def made(args: argparse.Namespace) -> Iterator[tuple[str, Decode]]:
@@ -150,7 +144,7 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compiling() -> list[str]:
-    """The command of a neighbour that compiles a kernel's file without end."""
+    """Command line of a neighbour that compiles a kernel file endlessly."""
     compiler, source = shutil.which("gcc") or shutil.which("cc"), Path(build.__file__).parent / "pack.c"
     if compiler is None:
         return COMPUTING
@@ -159,7 +153,7 @@ def compiling() -> list[str]:
 
 
 def of_streams(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Milliseconds between chunks, of all streams together, and tokens per second after the first chunk."""
+    """Milliseconds between chunks of all streams together, and tokens per second after the first chunk."""
     failed = [trace.error for trace in traces if trace.error is not None]
     if failed:
         raise SystemExit(f"a stream broke: {failed[0]}")
@@ -170,19 +164,19 @@ def of_streams(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 @contextmanager
-def busy(count: int, words: Sequence[str] = COMPUTING) -> Iterator[None]:
-    """That many processes that compute, until the end of the block.
+def busy(count: int, argv: Sequence[str] = COMPUTING) -> Iterator[None]:
+    """Run that many computing processes until the end of the block.
 
     Raises:
         RuntimeError: one of them ended by itself.
     """
     unheard = subprocess.DEVNULL
-    processes = [subprocess.Popen(words, stdout=unheard, stderr=unheard, start_new_session=True) for _ in range(count)]
+    processes = [subprocess.Popen(argv, stdout=unheard, stderr=unheard, start_new_session=True) for _ in range(count)]
     try:
         time.sleep(0.3 if count else 0)
         yield
         if any(process.poll() is not None for process in processes):
-            raise RuntimeError(f"a neighbour has ended: {words}")
+            raise RuntimeError(f"a neighbour has ended: {argv}")
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
@@ -191,7 +185,7 @@ def busy(count: int, words: Sequence[str] = COMPUTING) -> Iterator[None]:
 
 
 def summary(found: dict[int, list[float]]) -> dict[str, Any]:
-    """Tokens per second by neighbours, and in relation to the first number of them."""
+    """Tokens per second by number of neighbours, also relative to the first number."""
     rates = {count: 1 / statistics.median(times) for count, times in found.items()}
     first = next(iter(rates.values()))
     return {str(count): {"tokens_per_second": rate, "ratio": rate / first, "range": [1 / max(found[count]),

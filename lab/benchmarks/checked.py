@@ -1,6 +1,6 @@
-"""Checked answers under depth schedules: tables of lab/reports/evidence, and what cards say of lossy methods.
+"""Checked answers under depth schedules: tables of lab/reports/evidence, and evidence in cards about lossy methods.
 
-lab/reports/evidence/MODEL-SUITE.json is what `shoal eval --suite SUITE --controls ...` writes as results.json.
+lab/reports/evidence/MODEL-SUITE.json is the results.json of `shoal eval --suite SUITE --controls ...`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 TASKS = {"programs": "code", "humaneval": "code", "mbpp": "code", "gsm8k": "mathematics", "squad": "retrieval",
          "wikidata_qa": "facts"}
-"""Suite -> the kind of text that it stands for in a card."""
+"""Suite -> the kind of text that it represents in a card."""
 BEARABLE = 0.015
-"""Share of the items that a reader may be ready to lose."""
+"""Share of the items that a reader may accept to lose."""
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """One report of several of one model and suite: that of most items, and the speed-ups that only others have.
+    """One report of several of one model and suite: the one with most items, and speed-ups that only others have.
 
-    A row from another report has the full model's share of right answers there, under "of".
+    A row from another report holds the full model's share of right answers there, under "of".
     """
     first, *rest = sorted(reports, key=lambda report: -report["suites"][0]["items"])
     suite, others = first["suites"][0], {}
@@ -36,7 +36,7 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def table(model: str, report: Report) -> str:
-    """One model's answers: D3 and its controls at each speed-up, beside full depth and trivial answers."""
+    """One model's answers: D3 and its controls at each speed-up, with full depth and trivial answers."""
     suite = report["suites"][0]
     full, rows = suite["answers"][0], suite["answers"][1:]
     groups = suite["full_by_group"]
@@ -53,14 +53,14 @@ def table(model: str, report: Report) -> str:
 
 
 def short(reports: Mapping[tuple[str, str], Report]) -> str:
-    """What D3 and constant depth lose: a line per model, suite and speed-up."""
+    """Losses of D3 and constant depth: a line per model, suite and speed-up."""
     lines = []
     for (model, name), report in reports.items():
         full, rows = report["suites"][0]["answers"][0], report["suites"][0]["answers"][1:]
         for d3 in (row for row in rows if row["label"] == "d3"):
             at = {row["label"]: row for row in rows if row["speedup"] == d3["speedup"]}
             times = " / ".join(filter(None, (_time(at[label]) for label in ("d3", "constant") if label in at)))
-            rival = ["no such mean", ""]  # answers may be too short for two levels to reach it
+            rival = ["no such mean", ""]  # answers may be too short for two levels to reach the mean
             if "constant" in at:
                 rival = [_points(_turned(at["constant"]["difference"])), _p(at["constant"]["versus_d3"])]
             right = _percent(d3.get("of", full["accuracy"]))
@@ -103,7 +103,7 @@ def _largest(rows: Sequence[Row]) -> list[str]:
 
 
 def lossy(report: Report) -> list[dict[str, Any]]:
-    """What D3 loses, as a card has it; nothing where it was not timed."""
+    """D3's losses as a card holds them; empty if it was not timed."""
     suite = report["suites"][0]
     full = suite["answers"][0]
     return [
@@ -116,7 +116,7 @@ def lossy(report: Report) -> list[dict[str, Any]]:
 
 
 def _turned(found: Mapping[str, float]) -> dict[str, float]:
-    """A difference from the full model as a loss."""
+    """Turn a difference from the full model into a loss."""
     return {**found, "mean": -found["mean"], "low": -found["high"], "high": -found["low"]}
 
 
@@ -126,12 +126,12 @@ def _points(found: Mapping[str, float]) -> str:
 
 
 def _time(row: Row) -> str:
-    """How many times faster than full depth where it was timed."""
+    """How many times faster than full depth, if it was timed."""
     return f"{row['timing']['realised_speedup']:.2f}x" if row.get("timing") else ""
 
 
 def _p(found: Mapping[str, float]) -> str:
-    """The adjusted p-value, over clusters where items come in such."""
+    """The adjusted p-value, over clusters if items have them."""
     p = next(found[name] for name in ("p_cluster_holm", "p_holm", "p") if name in found)
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 

@@ -1,10 +1,10 @@
-"""Tables of lab/reports/choosing: two models that take turns, searches, choices of the next token, by right answers.
+"""Tables of lab/reports/choosing: two models that take turns, searches, and choices of the next token.
 
     python lab/benchmarks/choosing.py            writes them
-    python lab/benchmarks/choosing.py --check    says whether they are out of date, exit code 1 if they are
+    python lab/benchmarks/choosing.py --check    exits with code 1 if they are out of date
 
-In lab/reports/choosing, KIND-MODEL-SUITE.json is what `shoal eval --suite SUITE --measure answers --methods ...` writes
-as results.json, KIND being `switching`, `search` or `tokens`.
+lab/reports/choosing/KIND-MODEL-SUITE.json is the results.json of `shoal eval --suite SUITE --measure answers
+--methods ...`, where KIND is `switching`, `search` or `tokens`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ REPORTS = ROOT / "lab" / "reports" / "choosing"
 PAGE = REPORTS / "README.md"
 
 ALIKE = 0.05
-"""Shares of the large model that differ by no more are compared."""
+"""Largest difference between shares of the large model that are compared."""
 
 Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Write the page's tables, or compare them."""
     text = PAGE.read_text("utf-8")
     new = between(text, tables())
     if new != text:
-        print(f"{'out of date' if '--check' in words else 'written'}: {PAGE.relative_to(ROOT)}")
-    if "--check" in words:
+        print(f"{'out of date' if '--check' in argv else 'written'}: {PAGE.relative_to(ROOT)}")
+    if "--check" in argv:
         return int(new != text)
     PAGE.write_text(new, encoding="utf-8")
     return 0
 
 
 def tables() -> dict[str, str]:
-    """Markdown by the name of its mark."""
+    """Markdown tables by the name of their mark."""
     makers = {"switching": switching, "search": search, "tokens": tokens}
     found = {kind: load(kind) for kind in makers}
     every = {f"{kind}, {name}": report for kind, reports in found.items() for name, report in reports.items()}
@@ -61,14 +61,14 @@ def load(kind: str) -> dict[str, Report]:
 
 
 def head(name: str, report: Report) -> str:
-    """Which model, which items, and how answers were drawn."""
+    """The model, the items, and the temperature."""
     suite = report["suites"][0]
     how = f"temperature {report['temperature']:g}" if "temperature" in report else "greedy"
     return f"**{name.removesuffix('-' + suite['suite'])}, {suite['suite']}**, {suite['items']:,} items, {how}:"
 
 
 def switching(report: Report) -> str:
-    """Who wrote how much, and what that was worth beside chance at an equal share."""
+    """Share of each model, and right answers compared with chance at an equal share."""
     rows = answers(report)
     control = {one["label"]: one for one in rows if one["method"]["method"] == "random_switching"}
     lines = []
@@ -85,7 +85,7 @@ def switching(report: Report) -> str:
 
 
 def search(report: Report) -> str:
-    """Right answers beside the tokens that were decoded for them."""
+    """Right answers, and the tokens decoded for them."""
     rows = answers(report)
     lines = []
     for row in rows:
@@ -98,7 +98,7 @@ def search(report: Report) -> str:
 
 
 def rivals(row: Row, rows: Sequence[Row]) -> list[Row]:
-    """Samples of which the same verifier chooses; beside these themselves, those of which likelihood does."""
+    """Samples chosen by the same verifier; for these themselves, samples chosen by likelihood."""
     kind, verifier = row["method"]["method"], judge(row)
     if kind == "full" or (kind, verifier) == ("best_of", "likelihood"):
         return []
@@ -107,7 +107,7 @@ def rivals(row: Row, rows: Sequence[Row]) -> list[Row]:
 
 
 def judge(row: Row) -> str:
-    """Who says which answer is best."""
+    """The judge that chooses the best answer."""
     return str(row["method"].get("method_args", {}).get("verifier", "likelihood"))
 
 
@@ -123,32 +123,32 @@ def tokens(report: Report) -> str:
 
 
 def answers(report: Report) -> list[Row]:
-    """The full model's first."""
+    """Rows of answers, the full model's first."""
     return list(report["suites"][0]["answers"])
 
 
 def shown(row: Row, plain: str = "the model alone") -> str:
-    """A contender without its models' files; of a card, the numbers that it sets."""
-    words = [word for word in row["label"].split(":") if not word.startswith(("draft=", "judge="))]
+    """A candidate's label without its models' files; for a card, the numbers that it sets."""
+    parts = [part for part in row["label"].split(":") if not part.startswith(("draft=", "judge="))]
     if row["method"]["method"] == "calibrated":
         held = row["method"]["inner"]
-        words = [held["method"], *(f"{knob}={value}" for knob, value in held["method_args"].items()
+        parts = [held["method"], *(f"{knob}={value}" for knob, value in held["method_args"].items()
                                    if isinstance(value, (int, float)))]
-    return plain if words == ["full"] else ", ".join([f"`{words[0]}`", *words[1:]])
+    return plain if parts == ["full"] else ", ".join([f"`{parts[0]}`", *parts[1:]])
 
 
 def share(row: Row) -> float:
-    """Of the tokens, the engine's own model's."""
+    """Share of tokens from the engine's own model."""
     return 1 - float(row.get("second_tokens_per_answer", 0)) / float(row["tokens_per_answer"])
 
 
 def spent(row: Row) -> float:
-    """Tokens decoded for an answer, those thrown away included."""
+    """Tokens decoded per answer, rejected ones included."""
     return float(row["tokens_per_answer"]) + float(row.get("thrown_away_per_answer", 0))
 
 
 def versus(report: Report, row: Row, other: Row) -> Mapping[str, float]:
-    """What `row` has more right answers than `other`, on the same items."""
+    """How many more answers `row` has right than `other`, on the same items."""
     for one in report["suites"][0]["between"]:
         if {one["label"], one["than"]} == {row["label"], other["label"]}:
             sign = 1 if one["label"] == row["label"] else -1
@@ -164,18 +164,18 @@ def right(row: Row) -> str:
 
 
 def gained(row: Row) -> str:
-    """Beyond the full model, of which nothing is said."""
+    """The gain over the full model; empty for the full model itself."""
     return "" if row["label"] == "full" else gap(row["difference"])
 
 
 def gap(found: Mapping[str, float]) -> str:
-    """Points, bold where they are beyond doubt after Holm's adjustment, where there is one."""
+    """Points, bold if significant after Holm's adjustment if there is one."""
     text = f"{100 * found['mean']:+.1f} [{100 * found['low']:+.1f} to {100 * found['high']:+.1f}]"
     return f"**{text}**" if found.get("p_holm", found["p"]) < 0.05 else text
 
 
 def pace(row: Row) -> str:
-    """Seconds of a lone answer, the prompt's reading by either model included."""
+    """Seconds of a single answer, prefill by both models included."""
     timing = row.get("timing")
     return "" if timing is None else f"{timing['seconds_per_answer']:.2f}"
 

@@ -1,15 +1,14 @@
-"""What a constraint costs a step of a real model.
+"""Cost of a constraint per step of a real model.
 
     python lab/benchmarks/constraints.py --model FILE [--rounds 9] [--new-tokens 64] [--json OUT]
 
-One prompt is answered freely and under a JSON schema in turns, to so many tokens, greedily and with draws, with the
-limit out of sight and near all the time; the ratio is that of the medians of seconds per forward. Whether answers are
-valid is for `schemas.py`. The last line on stdout is the result as JSON.
+One prompt is answered freely and under a JSON schema in turns, to a fixed length, greedily and sampled, with the limit
+far away and near all the time. The ratio is that of median seconds per forward. `schemas.py` checks that answers are
+valid. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -17,43 +16,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import script
 import shoal
 from schemas import SCHEMAS
-from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.engine.request import chat_ids
-from shoal_lab.bench import idle, report
+from shoal_lab.bench import idle
 
 LONG = {"type": "array", "items": {"type": "object", "properties": {"title": {"type": "string"}, "year": {"type":
         "integer"}}, "required": ["title", "year"], "additionalProperties": False}, "minItems": 40}
-"""A text that does not come to its end before the limit."""
+"""A schema whose texts do not end before the limit."""
 SHORT = {**LONG, "minItems": 4}
-"""One that takes about half of it, so that every token is looked at."""
+"""A schema whose texts take about half of the limit, so that every token is checked."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     engine = shoal.load(args.model)
     result = {
-        **report.heading(env.collect(), ["python", "lab/benchmarks/constraints.py", *words]), "kind": "constraints",
+        "kind": "constraints",
         "model": Path(engine.model_name).name, "idle": {"now": idle.watch(0.5)},
         "compile": compiled(engine), "cost": cost(engine, args.rounds, args.new_tokens, LONG),
         "cost_of_draws": cost(engine, args.rounds, args.new_tokens, LONG, temperature=1.0, seed=0),
         "cost_of_winding_up": cost(engine, args.rounds, args.new_tokens, SHORT),
         "cost_of_winding_up_draws": cost(engine, args.rounds, args.new_tokens, SHORT, temperature=1.0, seed=0),
     }  # fmt: skip
-    report.publish(result, args.json)
+    script.publish(__file__, argv, result, args.json)
     return 0
 
 
 def compiled(engine: Engine) -> dict[str, float]:
-    """Seconds for the tokenizer, once per model, and for each schema, once as well."""
+    """Seconds for the tokenizer, once per model, and mean seconds per schema."""
     started = time.perf_counter()
     compiler = engine.constraints
     ready = time.perf_counter()
@@ -71,7 +69,7 @@ def cost(engine: Engine, rounds: int, new: int, schema: dict[str, Any], **drawn:
         name, options = (("free", {"ignore_eos": True}), ("constrained", {"constraint": schema}))[number % 2]
         stats = engine.generate(ids, max_new_tokens=new, **options, **drawn).stats
         forwards[name] = stats.target_forwards - 1
-        if number > 1:  # one of each warms up
+        if number > 1:  # the first of each warms up
             seconds[name].append(stats.decode_seconds / forwards[name])
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     return {"new_tokens": new, "forwards": forwards, "seconds": seconds, "medians": medians,

@@ -1,13 +1,14 @@
-"""What a long context costs: steps after contexts of several lengths, and prompts of several lengths, in turn.
+"""Cost of long contexts: steps after contexts of several lengths, and prompts of several lengths, in turn.
 
     python lab/benchmarks/context.py --model FILE.gguf [--contexts 512,8192,32768] [--prompts 512,2048,8192] 
         [--rounds 5] [--ticks 8] [--dtype float32] [--methods kv_int8] [--peer llama.cpp] [--json OUT]
 
-Systems are Shoal, the same with the KV in the forms of `--methods` and, with `--peer`, llama.cpp on the same file, its
-KV in float16. Every round goes through all systems, a few steps and each prompt once. Steps run on a context that is
-made but once, of the keys and values of 512 tokens over and over, so contexts are multiples of 512, or less. `kv_roof`
-is the part of the machine's bandwidth at which the KV is read: the bytes by which a context exceeds the first one, over
-the seconds by which its steps do. The last line on stdout is the result as JSON.
+Systems are Shoal, Shoal with the KV formats of `--methods` and, with `--peer`, llama.cpp on the same file with its KV
+in float16. Every round runs all systems, a few steps and each prompt once. A context is made once, by repeating the
+keys and values of 512 tokens, so contexts are multiples of 512, or shorter. `kv_roof` is the share of the machine's
+bandwidth at which the KV is read: the bytes by which a context exceeds the first one, over the seconds by which its
+    steps do. The
+last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 
 import torch
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
@@ -31,7 +32,7 @@ from shoal.methods.full import Full
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import column_bytes
 from shoal.model.stack import SequenceChunk
-from shoal_lab.bench import idle, report
+from shoal_lab.bench import idle
 from shoal_lab.bench.bandwidth import read_bandwidth
 from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 from shoal_lab.bench.model import FILE, MeasuredModel
@@ -42,7 +43,7 @@ READ = 512
 
 
 class Ours:
-    """Shoal, by its engine's stack. `kv_bytes`: of one position in its form, in all layers."""
+    """Shoal through its engine's stack. `kv_bytes`: bytes of one position in its format, in all layers."""
 
     def __init__(self, engine: Engine, method: Method) -> None:
         self._engine, self._method = engine, method
@@ -56,13 +57,13 @@ class Ours:
             form, stack.kv_sizes[layer], stack.dtype)
 
     def hold(self, context: int) -> Callable[[], object]:
-        """Make a context; what is returned runs one step on it."""
+        """Make a context; the returned function runs one step on it."""
         stack = self._engine.stack
         rooms = [context + 1] * stack.num_layers
         cache = KVCache(stack.windows, 1, rooms)
         cache.set_store(0, self._store, rooms)
         plan = self._engine.recipe("full", 2).plan
-        tokens = words(min(READ, context))
+        tokens = prompt(min(READ, context))
         for first in range(0, len(tokens), stack.prefill_chunk):
             piece = tokens[first : first + stack.prefill_chunk]
             stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
@@ -95,18 +96,18 @@ class Baseline:
         self.kv_bytes = 2 * kv_numbers
 
     def hold(self, context: int) -> Callable[[], object]:
-        """See `Ours`."""
+        """Make a context; the returned function runs one step on it."""
         room = self._system.new_context(2, context + 1, unified=True)
-        room.repeat(words(min(READ, context)), context // READ or 1)
+        room.repeat(prompt(min(READ, context)), context // READ or 1)
 
         def step() -> None:
-            room.decode([(words(1)[0], context, 0, True)])
+            room.decode([(prompt(1)[0], context, 0, True)])
             room.forget(context)
 
         return step
 
     def read(self, prompt: Sequence[int]) -> object:
-        """See `Ours`."""
+        """Run a prompt."""
         return self._system.generate([prompt], 1, None)
 
 
@@ -131,10 +132,10 @@ def main(argv: Sequence[str]) -> int:
                 found["steps"][context][name].append(statistics.median(timed(steps[context][name])
                                                                        for _ in range(args.ticks)))
             for size in args.prompts:
-                found["prompts"][size][name].append(timed(lambda: systems[name].read(words(size))))  # noqa: B023
+                found["prompts"][size][name].append(timed(lambda: systems[name].read(prompt(size))))  # noqa: B023
         bandwidths.append(read_bandwidth(0.3))
-    report.publish({
-        **report.heading(env.collect(), ["python", "lab/benchmarks/context.py", *argv]), "kind": "context",
+    script.publish(__file__, argv, {
+        "kind": "context",
         "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
         "rounds": args.rounds, "ticks": args.ticks, "idle": {"before": before}, "roof": bandwidths,
         "kv_bytes_per_position": {name: system.kv_bytes for name, system in systems.items()},
@@ -150,7 +151,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
         return [int(word) for word in text.split(",") if word]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--contexts", type=sizes, default=[512, 8192, 32768])
     parser.add_argument("--prompts", type=sizes, default=[512, 2048, 8192])
@@ -159,7 +160,6 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", help="of Shoal's KV; the machine's own by default")
     parser.add_argument("--methods", type=methods_from, default="kv_int8", help="as in `shoal bench`")
     parser.add_argument("--peer", choices=["llama.cpp"])
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 
@@ -172,20 +172,20 @@ def made(args: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, System
         yield args.peer, Baseline(args.model, sum(h * (k + v) for h, k, v in engine.stack.kv_sizes))
 
 
-def words(count: int) -> list[int]:
-    """A prompt."""
+def prompt(count: int) -> list[int]:
+    """Token ids of a prompt."""
     return [(7 * place) % 1000 + 100 for place in range(count)]
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds."""
+    """Seconds of a call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
-    """What was read for one length; every system over the first one, round by round."""
+    """Readings of one length; every system also over the first one, round by round."""
     first = next(iter(times.values()))
     ratios = {name: statistics.median(b / a for a, b in zip(first, t, strict=True)) for name, t in times.items()}
     return {"tokens": size, "seconds": times, "median": {name: statistics.median(t) for name, t in times.items()},
@@ -195,7 +195,7 @@ def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
 def bandwidth_parts(
     context: int, steps: dict[int, dict[str, list[float]]], systems: dict[str, System], bandwidths: list[float]
 ) -> dict[str, Any]:
-    """`kv_roof` by system; of the first context nothing."""
+    """`kv_roof` by system; empty for the first context."""
     first = next(iter(steps), context)
     if context == first:
         return {}

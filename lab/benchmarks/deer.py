@@ -1,11 +1,11 @@
-"""A masked-diffusion model, its twin that writes from left to right, and both together (DEER), on the suite `parallel`.
+"""A masked-diffusion model, its autoregressive counterpart, and both together (DEER), on the suite `parallel`.
 
     python lab/benchmarks/deer.py [--n 200] [--timed 50] [--rounds 3] [--threads 1] [--json OUT]
 
-Greedy, with as many places as the longest answer of a task has words, and one for its end. Scores and counts are of all
-prompts in one batch; times of the first ones, each alone. There the methods take turns prompt by prompt in one process,
-and an answer's time is the least of its rounds. Intervals of scores are Wilson's, bounds of ratios of medians by
-bootstrap over prompts, both of 95 %. The last line on stdout is the result as JSON.
+Greedy decoding with room for the longest answer of a task and its end. Scores and counts are of all prompts in one
+batch; the first prompts are also timed one at a time. For times, the methods take turns prompt by prompt in one
+process, and an answer's time is the minimum over rounds. Intervals of scores are Wilson's, those of ratios of medians
+bootstrap over prompts, both at 95 %. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+import script
 import shoal
 from parallel import items_of, right_of
-from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.types import Result
-from shoal_lab.bench import report
 from shoal_lab.eval.items import Item
 from shoal_lab.eval.paired import wilson
 from shoal_lab.eval.sources.parallel import TASKS
@@ -45,14 +43,13 @@ _COUNTS = ("new_tokens", "target_forwards", "draft_forwards", "drafted", "accept
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--canvas", default="hub/shoal-canvas")
     parser.add_argument("--twin", default="hub/shoal-canvas-twin")
     parser.add_argument("--n", type=int, default=200, help="items of a task, at most")
     parser.add_argument("--timed", type=int, default=50, help="of these are timed, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     canvas, twin = (shoal.load(name, dtype="float32") for name in (args.canvas, args.twin))
@@ -60,13 +57,12 @@ def main() -> None:
     for task in TASKS:
         found[task] = measure(canvas, twin, task, args)
         print(task, {label: (row["right"], row["ms"]) for label, row in found[task]["rows"].items()}, file=sys.stderr)
-    heading = report.heading(env.collect(), ["lab/benchmarks/deer.py", *sys.argv[1:]])
-    report.publish({**heading, "models": {one.model_name: one.fingerprint for one in (canvas, twin)},
+    script.publish(__file__, sys.argv[1:], {"models": {one.model_name: one.fingerprint for one in (canvas, twin)},
                     "timed": args.timed, "rounds": args.rounds, "threads": args.threads, "tasks": found}, args.json)
 
 
 def measure(canvas: Engine, twin: Engine, task: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All ways to answer one task."""
+    """All settings on one task."""
     items, masks = items_of(canvas, task, args.n)
     settings: Settings = {
         "canvas 1 a step": (canvas, Diffusion(masks)),
@@ -88,7 +84,7 @@ def measure(canvas: Engine, twin: Engine, task: str, args: argparse.Namespace) -
 
 
 def timed(settings: Settings, prompts: Sequence[str], masks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each prompt's answer, alone."""
+    """Seconds of each prompt's answer, one at a time."""
     seconds = {label: [float("inf")] * len(prompts) for label in settings}
     labels = list(settings)
     for place, prompt in enumerate(prompts):
@@ -103,7 +99,7 @@ def timed(settings: Settings, prompts: Sequence[str], masks: int, rounds: int) -
 
 
 def row_of(items: Sequence[Item], answers: Sequence[Result], seconds: Sequence[float]) -> dict[str, Any]:
-    """Score, work and time of one way to answer."""
+    """Score, work and time of one setting."""
     right, n = right_of(items, answers), len(items)
     sums = {name: sum(getattr(one.stats, name) for one in answers) for name in _COUNTS}
     return {
@@ -115,7 +111,7 @@ def row_of(items: Sequence[Item], answers: Sequence[Result], seconds: Sequence[f
 
 
 def ratio_of_medians(top: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """How much longer the first takes than the second."""
+    """Median of the first over that of the second, with an interval."""
     pairs = torch.tensor([list(top), list(under)], dtype=torch.float64)
     draws = torch.randint(pairs.shape[1], (_DRAWS, pairs.shape[1]), generator=torch.Generator().manual_seed(0))
     medians = pairs[:, draws].quantile(0.5, -1)

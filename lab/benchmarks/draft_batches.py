@@ -1,12 +1,12 @@
-"""What drafting methods bring where several texts are decoded together.
+"""Speed-up of drafting methods when several texts are decoded together.
 
     python lab/benchmarks/draft_batches.py --model M [--data DATA] --methods auto,eagle [--rows 1,4,8] 
         [--texts code,chat] [--groups 2] [--new-tokens 96] [--rounds 3] [--threads 2] [--json OUT]
 
-Greedy answers to texts of one kind, `rows` of them at a time, each to its end or to so many tokens; plain decoding and
-the methods take turns, every other round backwards. Times are those of decoding, without the reading of prompts; a
-ratio is plain decoding's over a method's in the same round on the same texts. Guesses change no token: `equal` counts
-the answers that are those of plain decoding, `n` all of them. The last line on stdout is the result as JSON.
+Texts of one kind are answered greedily, `rows` of them at a time, each to its end or to `--new-tokens`. Plain decoding
+and the methods take turns, every other round backwards. Times are those of decoding, without prefill; a ratio is plain
+decoding's time over a method's in the same round on the same texts. Drafts change no token: `equal` counts the answers
+that equal plain decoding's, of `n`. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.engine.loading.checkpoint import shown_name
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.types import Result
-from shoal_lab.bench import report, workloads
+from shoal_lab.bench import workloads
 from shoal_lab.bench.rounds import in_order, ratio
 from shoal_lab.train.prompts import encoded
 
@@ -38,7 +38,7 @@ Answers = Sequence[Result]
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, help="folder with texts of all kinds but `problems`")
     parser.add_argument("--methods", required=True)
@@ -48,15 +48,13 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     engine = shoal.load(args.model)
     methods: dict[str, Method] = {PLAIN: Full(), **dict(methods_from(args.methods))}
     rows = [row for kind in args.texts.split(",") for count in map(int, args.rows.split(","))
             for row in rows_of(engine, kind, count, methods, args)]
-    report.publish({
-        **report.heading(env.collect(), ["lab/benchmarks/draft_batches.py", *sys.argv[1:]]),
+    script.publish(__file__, sys.argv[1:], {
         "model": shown_name(engine.model_name), "computes_in": str(engine.stack.dtype).removeprefix("torch."),
         "threads": args.threads, "new_tokens": args.new_tokens, "rounds": args.rounds, "rows": rows,
     }, args.json)
@@ -65,7 +63,7 @@ def main() -> None:
 def rows_of(
     engine: Engine, kind: str, count: int, methods: Mapping[str, Method], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row of the table for each method, for texts of that kind, `count` at a time."""
+    """A row of the table for each method, for texts of that kind, `count` at a time."""
     texts = workloads.prompts(args.data, kind, count * args.groups)
     prompts = encoded(texts, engine.tokenizer)
     groups = [prompts[first : first + count] for first in range(0, len(prompts) - count + 1, count)]
@@ -83,7 +81,7 @@ def rows_of(
 
 
 def work(answers: Answers, plain: Answers) -> dict[str, Any]:
-    """Answers that are the same, and tokens for each forward of a row."""
+    """Number of equal answers, and tokens per forward of a row."""
     forwards = sum((one.stats.new_tokens - 1) / one.stats.tokens_per_forward for one in answers)
     pairs = zip(answers, plain, strict=True)
     return {"n": len(answers), "equal": sum(one.tokens == other.tokens for one, other in pairs),

@@ -1,7 +1,7 @@
-"""D3 beside constant depth at equal measured time: tables of lab/reports/evidence.
+"""D3 and constant depth at equal measured time: tables of lab/reports/evidence.
 
-Equal means of layers are not equal times of an answer. Here constant depth gets the time that D3 was measured to take,
-and its loss there is read off the line between its own two nearest points, of which full depth is the first.
+Equal mean depth is not equal time per answer. Here constant depth gets the measured time of D3, and its loss there is
+interpolated between its own two nearest points, of which full depth is the first.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pages import markdown
 
 Report = Mapping[str, Any]
 Points = Sequence[tuple[float, float]]
-"""Measured speed-up and loss of one schedule, the gentlest first."""
+"""Measured speed-up and loss of one schedule, smallest speed-up first."""
 _NO_GAIN = 1.005
-"""A speed-up below is none."""
+"""Speed-ups below this count as none."""
 
 
 def answers(reports: Mapping[tuple[str, str], Report]) -> str:
-    """Points of right answers lost: a line per model, suite and speed-up of D3."""
+    """Lost points of right answers: a line per model, suite and speed-up of D3."""
     lines = []
     for (model, suite), report in reports.items():
         rows = report["suites"][0]["answers"]
@@ -32,7 +32,7 @@ def answers(reports: Mapping[tuple[str, str], Report]) -> str:
 
 
 def distances(reports: Mapping[str, Report], times: Mapping[str, Report]) -> str:
-    """KL in nats: a line per model that was timed and speed-up of D3."""
+    """KL in nats: a line per timed model and speed-up of D3."""
     lines = []
     for model, timed in times.items():
         kl = {(row["label"], row.get("speedup")): row["kl"]["mean"] for row in reports[model]["distance"]["rows"]}
@@ -48,9 +48,9 @@ def distances(reports: Mapping[str, Report], times: Mapping[str, Report]) -> str
 
 
 def at_time(points: Points, speedup: float) -> float | None:
-    """The loss at a measured speed-up, on lines from (1, 0) through the points; None beyond the fastest.
+    """The loss at a measured speed-up, interpolated from (1, 0) through the points; None beyond the fastest.
 
-    A point that is slower than one of a smaller loss is left out: nobody would choose it.
+    A point that is slower than one with a smaller loss is left out: nobody would choose it.
     """
     chosen = [(1.0, 0.0)]
     for time, loss in sorted(points, key=lambda point: point[1]):
@@ -63,7 +63,7 @@ def at_time(points: Points, speedup: float) -> float | None:
 
 
 def _compared(ideals: Sequence[float], points: Mapping[str, Points], digits: int) -> list[list[str]]:
-    """Cells of every point of D3: its ideal, its time, its loss, and what constant depth loses in that time."""
+    """Cells of every point of D3: its ideal speed-up, time and loss, and the loss of constant depth in that time."""
     lines = []
     for ideal, (time, loss) in zip(ideals, points["d3"], strict=True):
         rival = at_time(points["constant"], time)

@@ -1,14 +1,13 @@
-"""Tables and pictures of lab/reports/evidence, and the evidence in the cards that ship.
+"""Tables and plots of lab/reports/evidence, and the evidence in the cards that ship.
 
     python lab/benchmarks/evidence.py            writes them
-    python lab/benchmarks/evidence.py --check    says what is out of date, exit code 1 if anything is
+    python lab/benchmarks/evidence.py --check    prints what is out of date, with exit code 1
 
-In lab/reports/evidence, MODEL-distance.json is what `shoal eval --measure distance` writes as results.json,
-MODEL-controls.json the same of fewer answers under all controls, MODEL-times.json the same with `--timed`,
-MODEL-SUITE.json what it writes of checked answers (MODEL-SUITE-N.json of fewer), and MODEL-why.json what
-lab/benchmarks/why.py writes; lab/reports/auto/MODEL.json says what drafts brought. Tables go between lines such as
-`<!-- distance:begin -->` and `<!-- distance:end -->`, short ones in README.md, long ones in tables.md;
-`shoal recommend` reads the cards.
+In lab/reports/evidence, MODEL-distance.json is the results.json of `shoal eval --measure distance`, MODEL-controls.json
+the same with fewer answers under all controls, MODEL-times.json the same with `--timed`, MODEL-SUITE.json that of
+checked answers (MODEL-SUITE-N.json of fewer), and MODEL-why.json the result of lab/benchmarks/why.py;
+lab/reports/auto/MODEL.json holds the speed-ups of drafts. Tables go between lines such as `<!-- distance:begin -->` and
+`<!-- distance:end -->`, short ones in README.md, long ones in tables.md; `shoal recommend` reads the cards.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ SHOWN = ("d3", "constant", "linear", "d3, start 0.2", "reversed d3", "unified la
 """Schedules in the tables, in this order; the reports hold all."""
 _PAIRED = "draft_model:"
 _EVERY, _LEAST = 32, 400
-"""Positions of a column, and tokens that it must hold."""
+"""Positions of a column, and least number of its tokens."""
 
 Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 
-def main(words: Sequence[str]) -> int:
-    """Write the page's tables and the cards, or compare them; pictures are written only."""
+def main(argv: Sequence[str]) -> int:
+    """Write the page's tables and the cards, or compare them; plots are only written."""
     reports = load()
     found = tables(reports, answered())
     new = {**{page: between(page.read_text("utf-8"), found) for page in PAGES}, **cards()}
     stale = [path for path, text in new.items() if path.read_text("utf-8") != text]
     for path in stale:
-        print(f"{'out of date' if '--check' in words else 'written'}: {path.relative_to(ROOT)}")
-    if "--check" in words:
+        print(f"{'out of date' if '--check' in argv else 'written'}: {path.relative_to(ROOT)}")
+    if "--check" in argv:
         return int(bool(stale))
     for path in stale:
         path.write_text(new[path], encoding="utf-8")
@@ -59,7 +58,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def cards() -> dict[Path, str]:
-    """The cards of the models that were measured, with what is known of methods on them."""
+    """The cards of the measured models, with the evidence on methods."""
     found, answers = {}, answered()
     for name, card in CARDS.items():
         path = ROOT / "src" / "shoal" / "cards" / f"{card}.json"
@@ -72,9 +71,9 @@ def cards() -> dict[Path, str]:
 
 
 def lossless(name: str) -> tuple[list[dict[str, Any]], Report]:
-    """What `auto` brought on each kind of text, as a card has it, and on what machine.
+    """Speed-ups of `auto` on each kind of text as a card holds them, and the report with the machine.
 
-    With a smaller model that drafts beside it, from the report in which both took turns.
+    If a smaller model drafts, both are in one report, in which they took turns.
     """
     alone, path = auto(name), ROOT / "lab" / "reports" / "drafts" / f"{name}.json"
     beside = json.loads(path.read_text("utf-8")) if path.is_file() else {"results": []}
@@ -97,7 +96,7 @@ def load(kind: str = "distance") -> dict[str, Report]:
 
 
 def answered(folder: Path = REPORTS) -> dict[tuple[str, str], Report]:
-    """Reports of checked answers by model and suite, the one of most items first; others add what it lacks."""
+    """Reports of checked answers by model and suite: the one with most items first; others add what it lacks."""
     found: dict[tuple[str, str], list[Report]] = {}
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text("utf-8"))
@@ -109,12 +108,12 @@ def answered(folder: Path = REPORTS) -> dict[tuple[str, str], Report]:
 
 
 def auto(name: str) -> Report:
-    """What drafts brought on a model."""
+    """The report of drafts on a model."""
     return json.loads((ROOT / "lab" / "reports" / "auto" / f"{name}.json").read_text("utf-8"))  # type: ignore[no-any-return]
 
 
 def tables(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report]) -> dict[str, str]:
-    """Markdown by the name of its mark."""
+    """Markdown tables by the name of their mark."""
     some = {kind: load(kind) for kind in ("controls", "why", "times")}
     every = {**reports, **{f"{model}, {suite}{more}": report for (model, suite), one in answers.items()
                            for more, report in {"": one, **one.get("others", {})}.items()},
@@ -149,7 +148,7 @@ def distance(name: str, report: Report) -> str:
 
 
 def short(reports: Mapping[str, Report]) -> str:
-    """D3, constant depth and the control that is nearest to the full model: a line per model and speed-up."""
+    """D3, constant depth and the control nearest to the full model: a line per model and speed-up."""
     header = ["model", "ideal", "D3: KL, nats [95 %]", "constant minus D3", "nearest control, minus D3",
               "likeliest token kept by D3, %"]
     lines = []
@@ -163,7 +162,7 @@ def short(reports: Mapping[str, Report]) -> str:
 
 
 def _gap(row: Row) -> str:
-    """How much farther from the full model than D3, bold where that is beyond doubt."""
+    """How much farther from the full model than D3, bold if significant."""
     found = row["versus_d3"]["kl"]
     text = f"{found['mean']:+.3f} [{found['low']:+.3f} to {found['high']:+.3f}]"
     return f"**{text}**" if found.get("p_holm", found["p"]) < 0.05 else text
@@ -193,7 +192,7 @@ def orders(reports: Mapping[str, Report]) -> str:
 
 
 def times(reports: Mapping[str, Report]) -> str:
-    """What an ideal speed-up is in time, for D3 and constant depth: measured, and as the cost card expects it."""
+    """The time behind an ideal speed-up, for D3 and constant depth: measured, and predicted by the cost card."""
     lines = []
     for name, report in reports.items():
         rows = {(row["label"], row["speedup"]): row for row in report["distance"]["times"]}
@@ -205,7 +204,7 @@ def times(reports: Mapping[str, Report]) -> str:
 
 
 def positions(name: str, report: Report) -> str:
-    """The full model's loss, and the KL of D3 and its like, by position."""
+    """The full model's loss, and the KL of D3 and similar schedules, by position."""
     rows, width = report["distance"]["rows"], report["distance"]["bin"]
     step = _EVERY // width
     bins = [index for index in range(0, len(rows[0]["by_position"]), step)
@@ -224,7 +223,7 @@ def _over(row: Row, measure: str, index: int, step: int) -> str:
 
 
 def command(name: str, report: Report) -> str:
-    """The command of a report, where it ran and how long."""
+    """The command of a report, its machine and its duration."""
     machine, minutes = report["machine"], report.get("minutes")
     what = f"{machine['cpu']}, {machine['cpu_capability']}, {report['dtype']}, {report['date'][:10]}"
     cores = f"{machine['torch_threads']} of {machine['cpu_count']} cores"
@@ -233,7 +232,7 @@ def command(name: str, report: Report) -> str:
 
 
 def draw(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report], folder: Path) -> None:
-    """All models side by side; for each model KL against mean depth, and by position."""
+    """All models side by side; for each model KL over mean depth, and by position."""
     import evidence_plots
     from shoal_lab.eval import distance_plots
 

@@ -1,4 +1,4 @@
-"""The two pictures of lab/reports/evidence that set models side by side. Needs matplotlib."""
+"""The two plots of lab/reports/evidence that compare models. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SHOWN = ("d3", "constant", "linear")
 def draw_answers(
     answers: Mapping[tuple[str, str], Report], tasks: Mapping[str, str], drafts: Mapping[str, Report], path: Path
 ) -> Path:
-    """Points lost against the ideal speed-up of schedules, a panel per model, and what `auto` gains at no loss.
+    """Lost points over the ideal speed-up of schedules, a panel per model, and the lossless gain of `auto`.
 
     Args:
         answers: reports of checked answers by model and suite.
-        tasks: suite -> the kind of text whose drafts stand beside it.
-        drafts: what drafts brought, by model.
-        path: of the picture.
+        tasks: suite -> the kind of text of the drafts to compare with.
+        drafts: reports of drafts by model.
+        path: path of the plot.
     """
     panels, figure = _panels(len(answers))
     for axes, ((model, suite), report) in zip(panels, answers.items(), strict=False):
@@ -45,7 +45,7 @@ def draw_answers(
 
 
 def draw_distances(reports: Mapping[str, Report], path: Path) -> Path:
-    """KL from the full model against the ideal speed-up, a panel per model."""
+    """KL from the full model over the ideal speed-up, a panel per model."""
     panels, figure = _panels(len(reports))
     for axes, (model, report) in zip(panels, reports.items(), strict=False):
         rows = [row for row in report["distance"]["rows"] if row["label"] in _SHOWN]
@@ -60,7 +60,7 @@ def draw_distances(reports: Mapping[str, Report], path: Path) -> Path:
 
 
 def _panels(count: int) -> tuple[Sequence[Any], Figure]:
-    """So many axes, two in a line."""
+    """That many axes, two in a row."""
     figure = Figure(figsize=(10, 3.6 * math.ceil(count / 2)), layout="constrained")
     panels = figure.subplots(math.ceil(count / 2), 2, squeeze=False).flatten()
     for number, axes in enumerate(panels):

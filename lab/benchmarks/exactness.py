@@ -1,18 +1,17 @@
-"""Does drafting change a word? Every exact method, alone and over others, against the same text without drafts.
+"""Does drafting change a token? Every exact method, alone and over others, against the same text without drafts.
 
     python lab/benchmarks/exactness.py --model FILE --json OUT [--tokens 64] [--questions JSONL --prompts 60]
         [--only WORD]
 
-A setting is a method, a way of choosing tokens, a length of prompts, and how many texts are decoded together. Its texts
-are compared token by token, and where log-probabilities are asked for number by number, with those that the method's
-plan or KV method gives alone, one token and one text at a time. Seeded draws use the rule `match`, which draws the same
-numbers; rules that keep the distribution alone are the tests' matter. The last line on stdout is the report as JSON;
-exit code 1 where anything differs.
+A setting is a method, a way of choosing tokens, a length of prompts, and a batch size. Its texts are compared token by
+token, and log-probabilities number by number if they are asked for, with those of the method's plan or KV method
+without drafts, one token and one text at a time. Seeded draws use the rule `match`, which draws the same numbers; tests
+check the rules that only keep the distribution. The last line on stdout is the report as JSON; the exit code is 1 if
+anything differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
@@ -23,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.cli.options.method_list import methods_from
 from shoal.model.packed import native
 from shoal_lab.bench import report
@@ -38,9 +37,9 @@ DRAFTS = ("prompt_lookup", "prompt_lookup:length=40:min_ngram=1", "aded", "aded:
 """Methods that draft; `{model}` is the model itself, whose guesses are mostly right."""
 UNDER = ("d3:mean=0.85", "unified_layer_skipping", "early_exit:exit_layer=20", "kv_int8", "kv_int4", "mustafar",
          "tidal:k=96", "topk_oracle:k=64", "streaming_llm:window=64", "snapkv:budget=96")
-"""Methods that a draft may be put over: the text is theirs."""
+"""Methods over which drafts may run: the text is theirs."""
 OVER = ("prompt_lookup", "aded", "draft_model:draft={model}:branching=[3,2,2]", "swift:nodes=60:length=12")
-"""Drafts that are put over them: a chain from the text, trees from a table and from a model, the model's own layers."""
+"""Drafts that run over them: a chain from the text, trees from a table and from a model, the model's own layers."""
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "parts": {"type": "array", "items": {
     "type": "string"}, "minItems": 3}}, "required": ["name", "parts"]}
 CHOICES: Mapping[str, Mapping[str, Any]] = {
@@ -60,11 +59,11 @@ QUESTIONS = (
     "Rewrite as a table: Ann is 30 and lives in Rome. Bob is 41 and lives in Oslo. Eve is 25 and lives in Lima.",
 )
 TOGETHER = 5
-"""Texts of a batch."""
+"""Texts in a batch."""
 LONG = 3000
 """Tokens of a long prompt."""
 ALONE = 2
-"""Long prompts that are decoded one at a time; beside each other all are."""
+"""Long prompts that are decoded one at a time; all are decoded in a batch."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Setting:
 
 
 class Judge:
-    """Runs settings, and what they are compared with once."""
+    """Runs settings, and their references once."""
 
     def __init__(self, engine: Any, model: str, tokens: int, questions: Sequence[str]) -> None:
         self._engine, self._model, self._tokens = engine, model, tokens
@@ -92,7 +91,7 @@ class Judge:
         self._plain: dict[tuple[Any, ...], Any] = {}
 
     def compare(self, setting: Setting) -> dict[str, Any]:
-        """What came of a setting: how many texts are equal, where the others part, or why it cannot run."""
+        """The result of a setting: how many texts are equal, where the others diverge, or why it cannot run."""
         started = time.perf_counter()
         try:
             method = self._method(setting.method)
@@ -128,7 +127,7 @@ class Judge:
         return [one for group in groups for one in self._generate(group, method, setting)]
 
     def _alone(self, below: str, setting: Setting, number: int) -> Any:
-        """The text that a setting must give: by itself, but that draws are keyed by the place in the batch."""
+        """The reference text of a setting: decoded alone, except that draws are keyed by the place in the batch."""
         drawn = setting.together > 1 and "seed" in CHOICES[setting.choice]
         key = (below, setting.choice, setting.prompts, drawn, None if drawn else number)
         if key not in self._plain:
@@ -139,7 +138,7 @@ class Judge:
 
 
 def _questions(path: Path | None, count: int) -> list[str]:
-    """Ours, or the first of a file of JSON lines, each with its `turns`, of which the first is asked."""
+    """Our questions, or the first turns of the first lines of a JSONL file with `turns`."""
     if path is None:
         return [QUESTIONS[number % len(QUESTIONS)] for number in range(count)]
     lines = path.read_text("utf-8").splitlines()[:count]
@@ -147,12 +146,12 @@ def _questions(path: Path | None, count: int) -> list[str]:
 
 
 def _long(engine: Any, count: int) -> list[Any]:
-    """Prompts of `LONG` tokens: a passage of the licence, from another place on each, with a question behind it."""
+    """Prompts of `LONG` tokens: a passage of the licence, each from another place, with a question after it."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")
-    words = text.split()
+    pieces = text.split()
     prompts = []
     for number in range(count):
-        some = words[37 * number :] + words
+        some = pieces[37 * number :] + pieces
         size = LONG * 3 // 4
         while len(engine.tokenizer(" ".join(some[:size])).input_ids) > LONG - 60:
             size -= 20
@@ -166,23 +165,22 @@ def _first_difference(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
 
 
 def settings(only: str | None) -> Iterator[Setting]:
-    """All of them; over other methods and after long prompts not every way of choosing tokens."""
-    words = [*DRAFTS, *(f"{over}+{under}" for under in UNDER for over in OVER)]
-    for word, choice, prompts, together in itertools.product(words, CHOICES, ("short", "long"), (1, TOGETHER)):
-        if only is None or re.search(only, word):
+    """All settings; over other methods and after long prompts, only some ways of choosing tokens."""
+    specs = [*DRAFTS, *(f"{over}+{under}" for under in UNDER for over in OVER)]
+    for spec, choice, prompts, together in itertools.product(specs, CHOICES, ("short", "long"), (1, TOGETHER)):
+        if only is None or re.search(only, spec):
             if prompts == "long":
-                wanted = choice == "greedy" and together > 1 if "+" in word else choice in ("greedy", "min_p")
+                wanted = choice == "greedy" and together > 1 if "+" in spec else choice in ("greedy", "min_p")
             else:
-                wanted = "+" not in word or choice not in ("seeded", "constraint")
+                wanted = "+" not in spec or choice not in ("seeded", "constraint")
             if wanted:
-                yield Setting(word, choice, prompts, together)
+                yield Setting(spec, choice, prompts, together)
 
 
 def main() -> int:
     """Compare, write, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--json", required=True, type=Path)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--questions", type=Path, help="JSON lines with `turns`; by default five of our own")
     parser.add_argument("--prompts", type=int, default=5)
@@ -208,10 +206,9 @@ def main() -> int:
 def _report(model: str, known: Mapping[str, Any]) -> dict[str, Any]:
     ran = [one for one in known.values() if "not_run" not in one]
     sums = {name: sum(one[name] for one in ran) for name in ("texts", "tokens", "drafted", "accepted")}
-    heading = report.heading(env.collect(), ["python", "lab/benchmarks/exactness.py", *sys.argv[1:]])
-    return {**heading, "kind": "exactness", "model": Path(model).name, "vectors": native.vector_set(), "ran": len(ran),
-            "not_run": len(known) - len(ran), **sums, "apart": sum(bool(one["apart"]) for one in ran),
-            "settings": dict(known)}
+    return {**script.heading(__file__, sys.argv[1:]), "kind": "exactness", "model": Path(model).name,
+            "vectors": native.vector_set(), "ran": len(ran), "not_run": len(known) - len(ran), **sums,
+            "apart": sum(bool(one["apart"]) for one in ran), "settings": dict(known)}
 
 
 if __name__ == "__main__":

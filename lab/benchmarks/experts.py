@@ -1,18 +1,18 @@
-"""How much of a model's law is kept where tokens of answers run a part of the MLPs: `read_me` beside what else chooses.
+"""Divergence from the model if tokens of answers run a part of the MLPs: `read_me` compared with other choices.
 
     python lab/benchmarks/experts.py --model M.gguf --part PART --answers DIR [--texts 24] [--epochs 16] [--json OUT]
     python lab/benchmarks/experts.py --model M.gguf --part PART --rounds 15 [--json OUT]
 
-PART is what `shoal train read_me --model M.gguf --out PART --answers DIR` wrote. Of answers that it was not trained on,
-with prompts that run all neurons: the mean Kullback-Leibler divergence from the whole model, the share of its likeliest
-words that stay the likeliest, and the share of what MLPs give (by squared norms of groups) that goes through what runs.
-Beside the router: as many groups by lot; the groups that a token's own forward would choose; the same for groups of
-random neurons, whose router is trained alike; and the same neurons for all tokens, those that are used most, or that
-`shoal prune ppm` and `shoal prune cfsp --uniform` keep, which are also measured where prompts run no more than that,
-as a pruned model's do.
+PART is the output of `shoal train read_me --model M.gguf --out PART --answers DIR`. On held-out answers, with prompts
+that run all neurons, it measures the mean Kullback-Leibler divergence from the whole model, the share of its argmax
+tokens that stay argmax, and the share of the MLPs' outputs (by squared norms of groups) from what runs. The router is
+compared with as many random groups; the groups that a token's own forward would choose; the same for groups of random
+neurons, with a router trained alike; and the same neurons for all tokens, those used most, or those that `shoal prune
+ppm` and `shoal prune cfsp --uniform` keep. The latter are also measured with prompts that run only these neurons, as in
+a pruned model.
 
-With --rounds what a token takes, on the executor that the model runs on by itself: all neurons and some of them take
-turns, in the file's own types (whose groups are int8 copies), int8 and int4; a ratio is one of two neighbours, with the
+With --rounds it measures the time of a token on the model's default executor: all neurons and some of them take turns,
+in the file's own types (whose groups are int8 copies), int8 and int4; a ratio is one of two neighbours, with the
 quartiles of all. The last line on stdout is the result as JSON.
 """
 
@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.methods.full import Full
@@ -54,7 +54,7 @@ _PROMPT = "Write a long story about a lighthouse keeper and the sea.\n"
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--part", required=True)
     parser.add_argument("--answers", type=Path, help="those that the part was trained on; they are measured")
@@ -62,10 +62,9 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=24, help="answers that are measured, at most")
     parser.add_argument("--epochs", type=int, default=16, help="of the router of random groups; 0 leaves it out")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    found: dict[str, Any] = report.heading(env.collect(), ["lab/benchmarks/experts.py", *sys.argv[1:]])
+    found: dict[str, Any] = script.heading(__file__, sys.argv[1:])
     if args.answers is not None:
         found |= _losses(args)
     if args.rounds:
@@ -74,7 +73,7 @@ def main() -> None:
 
 
 def _losses(args: argparse.Namespace) -> dict[str, Any]:
-    """What is lost, by who chooses."""
+    """The losses, by who chooses."""
     engine, answers = shoal.load(args.model, backend="hf", dtype="float32"), Corpus(args.answers)
     part = part_file.read(args.part, "read_me", engine.info())
     held_out = [TextBatch.of(some) for some in batches(answers.validation(args.texts), _BATCH)]
@@ -85,7 +84,7 @@ def _losses(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _times(args: argparse.Namespace, quant: Quant | None) -> list[dict[str, Any]]:
-    """Milliseconds of a token, and times of neighbours over each other."""
+    """Milliseconds of a token, and ratios of neighbouring times."""
     engine = shoal.load(args.model, quant=quant)
     groups = part_file.read(args.part, "read_me", engine.info()).size("groups")
     ways = {1.0: Full(), **{share: ReadME(args.part, round(share * groups)) for share in SHARES}}
@@ -108,7 +107,7 @@ def _times(args: argparse.Namespace, quant: Quant | None) -> list[dict[str, Any]
 def _routed(
     args: argparse.Namespace, engine: Engine, part: TrainedPart, answers: Corpus, held_out: Sequence[TextBatch]
 ) -> list[dict[str, Any]]:
-    """The part's own groups."""
+    """The component's own groups."""
     shape = part.shape
     groups = part.take(NEURONS, shape["layers"], shape["groups"], shape["neurons"]).long()
     module = ReadMEModule(Base(engine.stack), engine.model, groups, shape["shared"], shape["groups"])
@@ -123,7 +122,7 @@ def _routed(
 def _random(
     args: argparse.Namespace, engine: Engine, part: TrainedPart, answers: Corpus, held_out: Sequence[TextBatch]
 ) -> list[dict[str, Any]]:
-    """Groups of random neurons beside the same shared ones, with a router of their own."""
+    """Groups of random neurons with the same shared ones, and a router of their own."""
     shape, generator = part.shape, torch.Generator().manual_seed(0)
     groups = part.take(NEURONS, shape["layers"], shape["groups"], shape["neurons"]).long()
     for layer in groups[:, shape["shared"] :]:
@@ -180,8 +179,8 @@ def _rows(
     return found
 
 
-def _tell(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

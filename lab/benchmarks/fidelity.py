@@ -1,12 +1,12 @@
-"""Whether a model file is run right: perplexity, logits and greedy text beside the same weights in float32.
+"""Whether a model file runs correctly: perplexity, logits and greedy text against the same weights in float32.
 
     python lab/benchmarks/fidelity.py --model FILE.gguf --text test.txt --work DIR --json OUT \
         [--systems shoal,llama.cpp,...] [--tokens 20000] [--window 512] [--minutes 10]
 
-The reference is transformers on the file's numbers, dequantised to float32. Every system reads in a process of its own,
-one after the other, each for at most `--minutes`; what was read lies in the folder `--work`, and the same command goes
-on from there. `--join` only writes the report from what is there. Systems: see `SYSTEMS` in lab/benchmarks/readers.py;
-those in formats of Shoal's own read the folder `--dequantised`, which is made below `--work` where none is given.
+The reference is transformers on the file's weights, dequantised to float32. Every system reads in a process of its own,
+one after the other, each for at most `--minutes`; results are kept in the folder `--work`, and the same command
+resumes. `--join` only writes the report from the results. For systems see `SYSTEMS` in lab/benchmarks/readers.py; those
+in Shoal's own formats read the folder `--dequantised`, which is made below `--work` by default.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 import perplexity
 import readers
+import script
 from real_page import fidelity_rows
 from shoal.cli import env
 from shoal_lab.bench import bandwidth, idle, report
@@ -37,12 +38,12 @@ PROBE = 64
 """Tokens whose logits are compared one by one."""
 
 PROMPTS, PROMPT, ANSWER = 4, 64, 48
-"""Greedy texts: how many, tokens of each prompt, tokens of each answer."""
+"""Greedy texts: their number, tokens of each prompt, tokens of each answer."""
 
 
-def main(words: Sequence[str]) -> int:
-    """Read by every system, then write the report."""
-    args = arguments(words)
+def main(argv: Sequence[str]) -> int:
+    """Let every system read, then write the report."""
+    args = arguments(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     if args.only is not None:
         read_one(args, args.only)
@@ -50,11 +51,11 @@ def main(words: Sequence[str]) -> int:
     systems = [readers.REFERENCE, *(name for name in args.systems.split(",") if name != readers.REFERENCE)]
     absent = {}
     for name in () if args.join else systems:
-        done = subprocess.run([sys.executable, __file__, *words, "--only", name], stderr=subprocess.PIPE, text=True)
+        done = subprocess.run([sys.executable, __file__, *argv, "--only", name], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             absent[name] = (done.stderr.strip().splitlines() or [f"its process ended with code {done.returncode}"])[-1]
             print(f"{name}: {absent[name]}", file=sys.stderr)
-    found = joined(args, systems, absent, ["python", "lab/benchmarks/fidelity.py", *words])
+    found = joined(args, systems, absent, ["python", "lab/benchmarks/fidelity.py", *argv])
     if args.json is not None:
         report.write(found, args.json)
     print(text(found))
@@ -62,9 +63,9 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text")
     parser.add_argument("--work", type=Path, required=True, help="folder for what has been read so far")
@@ -74,10 +75,9 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--minutes", type=float, help="most time that a system reads in one go, loading not counted")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--join", action="store_true", help="read nothing, write the report")
     parser.add_argument("--only", help=argparse.SUPPRESS)
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 def read_one(args: argparse.Namespace, name: str) -> None:
@@ -115,14 +115,14 @@ def made(args: argparse.Namespace, model: MeasuredModel) -> Path:
 
 
 def tokens_of(args: argparse.Namespace, model: MeasuredModel) -> tuple[list[int], int | None]:
-    """The text's ids without special tokens, and the token that begins every text, if one does; kept in the folder."""
+    """The text's ids without special tokens, and the token that begins every text, if any; kept in the folder."""
     place = args.work / "ids.json"
     about = [Path(args.model).name, args.text.name, args.tokens]
     if place.is_file() and (kept := json.loads(place.read_text("utf-8")))["about"] == about:
         return kept["ids"], kept["first"]
     tokenizer = model.tokenizer()
-    words = args.text.read_text(encoding="utf-8")[: 12 * args.tokens]
-    ids = tokenizer(words, add_special_tokens=False)["input_ids"][: args.tokens]
+    text = args.text.read_text(encoding="utf-8")[: 12 * args.tokens]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens]
     start = tokenizer("a")["input_ids"]
     first = start[0] if start and start[0] == tokenizer.bos_token_id else None
     place.write_text(json.dumps({"about": about, "ids": ids, "first": first}), encoding="utf-8")
@@ -132,7 +132,7 @@ def tokens_of(args: argparse.Namespace, model: MeasuredModel) -> tuple[list[int]
 def joined(
     args: argparse.Namespace, systems: Sequence[str], absent: dict[str, str], command: Sequence[str]
 ) -> dict[str, Any]:
-    """The report from the records that there are."""
+    """The report from the existing records."""
     model = MeasuredModel(model=args.model)
     records = {name: args.work / f"{slug(name)}.json" for name in systems}
     found = {name: json.loads(path.read_text("utf-8")) for name, path in records.items() if path.is_file()}
@@ -153,7 +153,7 @@ def joined(
 
 
 def row(work: Path, name: str, found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """Everything about one system."""
+    """All figures of one system."""
     ours, theirs = (torch.from_numpy(numpy.load(work / f"{slug(one)}.npy")) for one in (name, readers.REFERENCE))
     error = perplexity.logit_error(ours, theirs)
     seconds = found["seconds"]
@@ -166,7 +166,7 @@ def row(work: Path, name: str, found: dict[str, Any], reference: dict[str, Any])
 
 
 def greedy(found: Sequence[Any], reference: Sequence[Any], tolerance: float) -> dict[str, Any]:
-    """How greedy texts part from the reference's; a tie is a margin that the logits' largest difference can turn."""
+    """Where greedy texts diverge from the reference's; a margin below the logits' largest difference is a tie."""
     parted = []
     for (tokens, _), (expected, margins) in zip(found, reference, strict=True):
         parted.append(diverge(expected, tokens, lambda before, gaps=margins: gaps[len(before)], tolerance))
@@ -179,7 +179,7 @@ def greedy(found: Sequence[Any], reference: Sequence[Any], tolerance: float) -> 
 
 
 def slug(name: str) -> str:
-    """A file's name."""
+    """A file name."""
     return name.replace(" ", "-")
 
 

@@ -1,12 +1,12 @@
-"""Requests with extreme values in every field and every option of every method, beside a stream that must not notice.
+"""Requests with extreme values in every field and every option of every method, beside a stream that must not stall.
 
     python lab/benchmarks/fuzz_serve.py --model FILE --requests 2000 --json OUT [--clients 4] [--seed 0]
 
-It starts `shoal serve`, reads one long stream after another, and meanwhile sends requests: first each field and each
-option at each extreme value, alone, then several drawn at once. It watches the longest time between two chunks of a
-stream, answers of 500 and beyond, whether /health says what the stream shows, tracebacks in the log, and how long the
-process takes to end after SIGTERM, with requests under way. The last line on stdout is the report as JSON; exit code 1
-where a gap is longer than a second, an answer is a 500, /health was wrong, or the end came late.
+Starts `shoal serve`, reads one long stream after another, and meanwhile sends requests: first each field and option at
+each extreme value, alone, then several at random. It records the longest time between two chunks of a stream, answers
+with status 500 and above, whether /health agrees with the stream, tracebacks in the log, and the time that the process
+takes to end after SIGTERM with requests in progress. The last line on stdout is the report as JSON; the exit code is 1
+if a gap is longer than a second, an answer is a 500, /health is wrong, or the process ends late.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ from typing import Any
 import httpx
 import psutil
 
+import script
 from shoal import methods
-from shoal.cli import env
 from shoal.methods.common.limits import limits_of
 from shoal.serve import policy
 from shoal.serve.protocol import fields, responses
 from shoal.serve.settings import Settings
-from shoal_lab.bench import report
 from shoal_lab.bench.process import resident, served
 
 GRACE = 10.0
 LONGEST = 1.0
-"""Seconds between two chunks of the stream."""
+"""Most seconds between two chunks of the stream."""
 PATIENCE = 20.0
-"""Seconds after which a client leaves: most requests that are taken at all ask for few tokens."""
+"""Seconds after which a client leaves; most accepted requests ask for few tokens."""
 HUGE = [10**9, -(10**9), 2**31, 2**63, 2**64, 10**30, -1, 0, 1, 1e308, -1e308, 5e-324, 1e-9, 0.999999, 2.5]
 ODD: list[Any] = [
     None, True, "", "x" * 5000, "\ud800", "inf", "nan", [], [[]], [0], [-1], [10**30], ["x"] * 1000, [1] * 5000, {},
@@ -55,11 +54,11 @@ MESSAGES = [{"role": "user", "content": LINE}]
 
 
 class Requests:
-    """What is sent: all extremes of one value alone, then drawn ones.
+    """The requests: all extremes of one value alone, then random ones.
 
     Args:
-        count: how many.
-        dice: what draws.
+        count: number of requests.
+        dice: random numbers.
     """
 
     def __init__(self, count: int, dice: random.Random) -> None:
@@ -105,7 +104,7 @@ class Requests:
         return route, {"model": "fuzz", **asked, **limit, "stream": self._dice.random() < 0.5, **more}
 
     def _drawn(self) -> tuple[str, Any]:
-        """Several at once: fields, options, a method in a method, and lists of methods."""
+        """Several extremes at once: fields, options, a method in a method, and lists of methods."""
         dice, names = self._dice, policy.allowed(Settings())
         more = {field: dice.choice([*HUGE, *ODD]) for field in dice.sample([*fields.CHAT, *fields.extras()], 2)}
         more = {"temperature": dice.choice((0, 1e-30, 1, 2)), "n": dice.choice((1, 1, 1, 2, 16)),
@@ -132,15 +131,15 @@ class Requests:
 
 
 class Bystander:
-    """One stream after another, and how long there was nothing to read.
+    """Reads one stream after another, and records the gaps.
 
     Args:
         http: the connections.
         pid: the server's process.
 
     Attributes:
-        gaps: seconds between two chunks, processor seconds that the server took in them, and when they ended. On a
-            machine that does other work the first say little; half of the second is the least that two cores take.
+        gaps: seconds between two chunks, processor seconds that the server used in them, and their end time. On a busy
+            machine the first say little; half of the second is the least that two cores take.
     """
 
     def __init__(self, http: httpx.AsyncClient, pid: int) -> None:
@@ -150,7 +149,7 @@ class Bystander:
         self.errors: list[str] = []
 
     async def read(self) -> None:
-        """Until it is cancelled."""
+        """Read until cancelled."""
         while True:
             body = {"model": "fuzz", "prompt": "Once upon a time", "max_tokens": 4000, "stream": True,
                     "ignore_eos": True, "temperature": 0, "method": "full"}
@@ -179,11 +178,11 @@ class Bystander:
 
 
 class Fuzz:
-    """Sends requests from several clients, and counts what comes.
+    """Sends requests from several clients, and counts the answers.
 
     Args:
         http: the connections.
-        requests: what is sent.
+        requests: the requests.
     """
 
     def __init__(self, http: httpx.AsyncClient, requests: Requests) -> None:
@@ -191,10 +190,10 @@ class Fuzz:
         self.statuses: Counter[str] = Counter()
         self.failures: list[dict[str, Any]] = []
         self.sent: list[tuple[float, float, str]] = []
-        """When each was sent and answered, and the end of its body."""
+        """Start time and end time of each request, and the end of its body."""
 
     async def client(self) -> None:
-        """Until there is nothing more to send."""
+        """Send until no request is left."""
         for route, body in self._requests:
             data = json.dumps(body).encode()
             began = time.monotonic()
@@ -216,7 +215,7 @@ class Fuzz:
 
 
 async def _watch(http: httpx.AsyncClient, bystander: Bystander, stall: float) -> list[str]:
-    """Ask /health again and again; what it says against what the stream shows, until cancelled."""
+    """Ask /health repeatedly until cancelled; returns disagreements with the stream."""
     wrong: list[str] = []
     with suppress(asyncio.CancelledError):
         while True:
@@ -244,7 +243,7 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         watching.cancel()
         wrong = await watching
         body = {"model": "fuzz", "prompt": LINE, "max_tokens": 4000, "stream": True, "ignore_eos": True}
-        for _ in range(4):  # under way when the signal comes
+        for _ in range(4):  # in progress when the signal comes
             asyncio.create_task(fuzz._answer("/v1/completions", json.dumps(body).encode())).add_done_callback(_seen)
         await asyncio.sleep(1.0)
         after = resident(pid)
@@ -271,7 +270,7 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """A stream that was cut off is no fault of the fuzz."""
+    """Retrieve the exception of a stream that was cut off, which is no failure."""
     if not task.cancelled():
         task.exception()
 
@@ -285,15 +284,14 @@ def _ended(pid: int) -> float:
     return time.monotonic() - began
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Serve, ask, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     options = ["--model", args.model, "--grace", str(GRACE), "--served-model-name", "fuzz", "--kv-gib", "2",
                "--prefix-gib", "0.25"]
     with served(*options) as (server, url, log):
@@ -301,8 +299,7 @@ def main(words: Sequence[str]) -> int:
         said = log.read_text("utf-8", "replace")
     found["tracebacks"] = said.count("Traceback (most recent call last)")
     found["first_traceback"] = said[said.find("Traceback") :][:3000] if found["tracebacks"] else ""
-    heading = report.heading(env.collect(), ["python", "lab/benchmarks/fuzz_serve.py", *words])
-    report.publish({**heading, "kind": "fuzz of a server", "model": Path(args.model).name, **found}, args.json)
+    script.publish(__file__, argv, {"kind": "fuzz of a server", "model": Path(args.model).name, **found}, args.json)
     late = found["seconds_to_end"] > GRACE + 5
     return int(bool(found["longest_gap"] > LONGEST or found["server_errors"] or found["health_wrong"] or late))
 

@@ -1,27 +1,24 @@
-"""How the kernel for products of few tokens does on a GPU, by the way in which a matrix is cut, beside torch's.
+"""Speed of the kernel for products of few tokens on a GPU by tile shape, compared with torch's.
 
     python lab/benchmarks/gpu_products.py [--tokens 1] [--json OUT]
 
 Microseconds per product from replays of a captured graph, medians of three, over matrices that together exceed the
-cache; `tile_for` in `shoal/model/packed/cuda/products.py` keeps what was best. Torch's is `linear` for 16 bits.
+cache; `tile_for` in `shoal/model/packed/cuda/products.py` holds the best tiles. Torch's product is `linear` in 16 bits.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from shoal.cli import env
+import script
 from shoal.model.packed.cuda.products import Matrix, Tile, product
-from shoal_lab.bench import report
 
 SHAPES = {
     "1b qkv": (3072, 2048, False), "1b gate and up": (16384, 2048, True), "1b down": (2048, 8192, False),
@@ -42,17 +39,15 @@ _TURNS = 10
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     found = [row for shape in SHAPES for row in measured(shape, args.tokens)]
     for row in found:
         (micros, *tile), torchs = row["tiles"][0], row["torch_microseconds"]
         beside = "" if torchs is None else f", torch's {torchs:.1f}"
         print(f"{row['shape']:16} {row['bits']:2} bits {micros:7.1f} us as {tile}{beside}")
-    heading = report.heading(env.collect(), ["python", "lab/benchmarks/gpu_products.py", *argv])
-    report.publish({**heading, "kind": "gpu products", "rows": found}, args.json)
+    script.publish(__file__, argv, {"kind": "gpu products", "rows": found}, args.json)
     return 0
 
 
@@ -82,10 +77,10 @@ def made(rows: int, columns: int, bits: int) -> Matrix:
 
 
 def by_replay(matrices: Sequence[Matrix], run: Callable[[Matrix], object]) -> float | None:
-    """Microseconds of a product; None where the kernel does not fit the GPU's shared memory."""
+    """Microseconds of a product; None if the kernel does not fit the GPU's shared memory."""
     try:
         run(matrices[0])
-    except Exception as error:  # Triton's own type moved between its versions
+    except Exception as error:  # Triton's own type differs between versions
         if "out of resource" not in str(error):
             raise
         return None

@@ -1,11 +1,11 @@
-"""Steps and prompts of Shoal and of transformers on a GPU, by turns in one process, on a model or random weights.
+"""Steps and prompts of Shoal and of transformers on a GPU, in turns in one process, on a model or random weights.
 
     python lab/benchmarks/gpu_steps.py [--shape 7b | --model M] [--quant none,int8,int4] [--mean 0.8] [--batch 1,4,16]
         [--context 64] [--tokens 64] [--rounds 5] [--no-peer] [--json OUT]
 
-A step is a token of every row: what a generation of `tokens` takes more than one of two tokens, by the tokens between.
-`first` is what one token takes, the prompt read with it. Medians over the rounds; ratios are medians of those within a
-round. `--device cpu` shows that the script works. The last line on stdout is the result as JSON.
+A step is a token of every row: the time of a generation of `tokens` above that of two tokens, over the tokens between.
+`first` is the time of one token, prefill included. Figures are medians over the rounds; ratios are medians of those
+within a round. `--device cpu` shows that the script works. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.cli import env
+import script
 from shoal.engine.engine import Engine
 from shoal.methods.d3 import D3
 from shoal.methods.full import Full
-from shoal_lab.bench import report
 from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.rounds import figure, in_order, ratio
 
@@ -47,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
             systems[_BASELINE] = partial(by_transformers, hf_model, torch.tensor(rows, device=args.device))
         cells.append({"batch": batch, "systems": measured(systems, args)})
         print(table(cells[-1]), flush=True)
-    report.publish({
-        **report.heading(env.collect(), ["python", "lab/benchmarks/gpu_steps.py", *argv]), "kind": "gpu steps",
+    script.publish(__file__, argv, {
+        "kind": "gpu steps",
         "subject": model.name, "context": args.context, "tokens": args.tokens, "cells": cells,
     }, args.json)  # fmt: skip
     return 0
@@ -56,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--model", help="folder, Hub id or .gguf file, instead of a shape")
     parser.add_argument("--quant", default="none,int8,int4")
@@ -67,7 +65,6 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 
@@ -83,7 +80,7 @@ def generators(engines: dict[str, Engine], rows: list[list[int]], d3: D3) -> lis
 
 
 def by_transformers(model: Any, ids: torch.Tensor, count: int) -> None:
-    """The same by `generate`."""
+    """Generate with transformers."""
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
                    do_sample=False, pad_token_id=0)
 
@@ -106,7 +103,7 @@ def measured(systems: dict[str, Generate], args: argparse.Namespace) -> dict[str
 
 
 def seconds(generate: Generate, count: int) -> float:
-    """What a generation takes, to its end on the device."""
+    """Seconds of a generation, to its end on the device."""
     start = time.perf_counter()
     generate(count)
     if torch.cuda.is_available():

@@ -1,15 +1,14 @@
-"""Whether answers under a grammar are texts of it, how many words it replaces, and what asking it costs.
+"""Whether answers under a grammar are valid, how many tokens it replaces, and the cost of asking it.
 
     python lab/benchmarks/grammars.py [--model hub/shoal-canvas] [--n 2000] [--json OUT]
 
-So many answers, spread over the grammars, one half greedy and the other drawn, in canvases of several lengths and in
-several numbers of steps; each request once under its grammar and once without. A recogniser of its own judges them: it
-shares no code with what decodes. The last line on stdout is the result as JSON.
+`--n` answers, spread over the grammars, one half greedy and the other sampled, on canvases of several lengths and in
+several numbers of steps; each request once under its grammar and once without. A separate recogniser judges them: it
+shares no code with the decoder. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import sys
@@ -18,12 +17,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal_lab.bench import idle, report
 from shoal_lab.eval import suites
@@ -80,14 +78,12 @@ MODES: Mapping[str, Mapping[str, float]] = {"greedy": {}, "drawn": {"temperature
 
 def main() -> None:
     """Decode, judge, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", default="hub/shoal-canvas")
     parser.add_argument("--n", type=int, default=2000, help="answers, rounded up to as many for each grammar and mode")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     engine = shoal.load(args.model, dtype="float32")
-    heading = report.heading(env.collect(), ["lab/benchmarks/grammars.py", *sys.argv[1:]])
-    found = {**heading, "model": engine.model_name, "fingerprint": engine.fingerprint,
+    found = {**script.heading(__file__, sys.argv[1:]), "model": engine.model_name, "fingerprint": engine.fingerprint,
              "idle": {"now": idle.watch(0.5)}, **measured(engine, args.n)}
     report.publish(found, args.json)
 
@@ -116,7 +112,7 @@ def judged(engine: Engine, text: str, drawn: dict[str, float], prompts: Sequence
                 found = engine.generate(group, method=method, **asked)
             said = [[engine.tokenizer.decode([token]) for token in one.tokens if token not in engine.eos_token_ids]
                     for one in found]
-            right[bound] += sum(recognises(rules, words) for words in said)
+            right[bound] += sum(recognises(rules, tokens) for tokens in said)
             answers |= set(map(tuple, said)) if bound else set()
         with alone.over(engine):
             engine.generate(prompts[0], method=DiffusionGrammar(rules=text, steps=steps), **asked)
@@ -126,24 +122,24 @@ def judged(engine: Engine, text: str, drawn: dict[str, float], prompts: Sequence
 
 @dataclass
 class Watch:
-    """What steps cost, and what became of guesses."""
+    """Records the cost of steps, and what became of guesses."""
 
     steps: int = 0
-    words: int = 0
+    tokens: int = 0
     replaced: int = 0
     forward_seconds: float = 0.0
     asking_seconds: float = 0.0
 
     @contextmanager
     def over(self, engine: Engine) -> Iterator[None]:
-        """Steps of the engine are watched inside."""
+        """Watch the engine's steps inside the block."""
         fill, forward = Canvas.fill, engine.stack.forward
 
         def filled(canvas: Canvas, guesses: Sequence[Guess], logits: Any) -> None:
             started = time.perf_counter()
             fill(canvas, guesses, logits)
             self.asking_seconds += time.perf_counter() - started
-            self.steps, self.words = self.steps + 1, self.words + len(guesses)
+            self.steps, self.tokens = self.steps + 1, self.tokens + len(guesses)
             self.replaced += sum(canvas.words[canvas.row.prompt_length + one.place] != one.token for one in guesses)
 
         def forwarded(*args: Any) -> Any:
@@ -156,25 +152,25 @@ class Watch:
             yield
 
     def counts(self) -> dict[str, Any]:
-        """Words that were decided, and how many of them are not the guess."""
-        return {"words": self.words, "replaced": self.replaced, "replaced_share": self.replaced / self.words}
+        """Number of decided tokens, and of those that are not the guess."""
+        return {"words": self.tokens, "replaced": self.replaced, "replaced_share": self.replaced / self.tokens}
 
     def times(self) -> dict[str, Any]:
-        """Of a step: the grammar's part and the forward."""
+        """Milliseconds per step: the grammar's part and the forward."""
         return {"asking_ms_per_step": 1e3 * self.asking_seconds / self.steps,
                 "forward_ms_per_step": 1e3 * self.forward_seconds / self.steps}
 
 
 def rules_of(text: str) -> dict[str, list[list[str]]]:
-    """By name, the alternatives, texts in their quotes."""
+    """The alternatives of each rule by name, texts in their quotes."""
     lines = [line.split("::=") for line in text.splitlines() if line.strip()]
     return {head.strip(): [re.findall(r'"[^"]*"|\w+', one) for one in body.split("|")] for head, body in lines}
 
 
-def recognises(rules: Mapping[str, Sequence[Sequence[str]]], words: Sequence[str | None]) -> bool:
-    """Whether the words are a text of the first rule's name, None being any word.
+def recognises(rules: Mapping[str, Sequence[Sequence[str]]], tokens: Sequence[str | None]) -> bool:
+    """Whether the tokens are a text of the first rule; None stands for any token.
 
-    A table says of each name and place where texts of the name that begin there may end; the rules are applied to it,
+    For each rule and place, a table holds the ends of texts that begin there; the rules are applied to the table,
     empty at first, until it grows no more. Slow and obvious.
     """
     ends: dict[tuple[str, int], set[int]] = defaultdict(set)
@@ -182,23 +178,23 @@ def recognises(rules: Mapping[str, Sequence[Sequence[str]]], words: Sequence[str
     while grown:
         before = sum(map(len, ends.values()))
         for name, alternatives in rules.items():
-            for first in range(len(words) + 1):
+            for first in range(len(tokens) + 1):
                 for parts in alternatives:
-                    ends[name, first] |= _after(parts, first, words, ends)
+                    ends[name, first] |= _after(parts, first, tokens, ends)
         grown = sum(map(len, ends.values())) > before
-    return len(words) in ends[next(iter(rules)), 0]
+    return len(tokens) in ends[next(iter(rules)), 0]
 
 
 def _after(
-    parts: Sequence[str], first: int, words: Sequence[str | None], ends: Mapping[tuple[str, int], set[int]]
+    parts: Sequence[str], first: int, tokens: Sequence[str | None], ends: Mapping[tuple[str, int], set[int]]
 ) -> set[int]:
-    """Where one part after the other may end."""
+    """Where the parts, one after the other, may end."""
     at = {first}
     for part in parts:
         if part == '""':
             continue
         if part.startswith('"'):
-            at = {place + 1 for place in at if place < len(words) and words[place] in (None, part[1:-1])}
+            at = {place + 1 for place in at if place < len(tokens) and tokens[place] in (None, part[1:-1])}
         else:
             at = {last for place in at for last in ends.get((part, place), ())}
     return at

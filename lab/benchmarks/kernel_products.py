@@ -1,22 +1,20 @@
-"""One matrix times a few tokens: Shoal's kernels beside torch's own and what its inductor generates.
+"""One matrix times a few tokens: Shoal's kernels compared with torch's own and with code that its inductor generates.
 
     python lab/benchmarks/kernel_products.py [--rows 8192] [--cols 2048] [--tokens 1,8] [--rounds 5] [--json OUT]
 
-Each candidate has a pool of matrices larger than any cache and goes through it in turn; candidates take turns by the
-round, and the roof is read before each. Bytes are those of weights and scales. The error is that of the product
-against the float32 one, in relation to its norm: quantised weights differ by their rounding. The last line on stdout
-is the result as JSON.
+Each candidate runs through its own pool of matrices, larger than any cache; candidates take turns by the round, and
+bandwidth is read before each round. Bytes are those of weights and scales. The error is that of the product against the
+float32 one, relative to its norm: quantised weights differ by their rounding. The last line on stdout is the result as
+JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from tqdm import tqdm
 
+import script
 from shoal.model.packed import native
 from shoal_lab.bench.bandwidth import read_bandwidth
 
@@ -35,7 +34,7 @@ Made = tuple[Product, int]
 
 
 def shoal(kind: native.Kind) -> Callable[[Tensor], Made]:
-    """Our kernels, called alone: one call into the library per product."""
+    """Our kernels, called directly: one call into the library per product."""
 
     def make(weight: Tensor) -> Made:
         packed = native.pack(weight, kind)
@@ -51,7 +50,7 @@ def torch_linear(weight: Tensor) -> Made:
 
 
 def onednn_linear(weight: Tensor) -> Made:
-    """oneDNN on a weight in its own order, as inductor freezes it."""
+    """oneDNN on a weight in its own layout, as inductor freezes it."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 1)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), 2 * weight.numel()
 
@@ -88,7 +87,7 @@ def _generated(x: Tensor, nibbles: Tensor, scales: Tensor) -> Tensor:
 
 
 def inductor_int4(weight: Tensor) -> Made:
-    """Plain torch code, dequantise and multiply, compiled."""
+    """Plain torch code that dequantises and multiplies, compiled."""
     values, scale = _int4(weight)
     nibbles, scales = values[:, ::2] | values[:, 1::2] << 4, scale.bfloat16()
     return lambda x: _generated(x, nibbles, scales), nibbles.nbytes + scales.nbytes
@@ -110,9 +109,9 @@ class Candidate:
     """A pool of one kind of matrix.
 
     Attributes:
-        bytes: read per product.
-        error: of its first product, in relation to the norm of the true one.
-        times: seconds per product, by tokens.
+        bytes: bytes read per product.
+        error: error of its first product, relative to the norm of the true one.
+        times: seconds per product, by number of tokens.
     """
 
     def __init__(self, make: Callable[[Tensor], Made], weight: Tensor) -> None:
@@ -128,7 +127,7 @@ class Candidate:
             yield from self._pool
 
     def measure(self, tokens: int, x: Tensor) -> None:
-        """Time one pass through the pool, after a product that does not count."""
+        """Time one pass through the pool, after a warm-up product."""
         next(self._next)(x)
         start = time.perf_counter()
         for _ in self._pool:
@@ -139,12 +138,11 @@ class Candidate:
 @torch.no_grad()
 def main() -> None:
     """Measure all candidates; print a table and the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--cols", type=int, default=2048)
     parser.add_argument("--tokens", default="1,8")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     weight = torch.randn(args.rows, args.cols) * 0.02

@@ -1,12 +1,12 @@
-"""What parts that keep, store or select KV cost and bring on a real model: loss, bytes and speed at a given context.
+"""Cost and gain of methods that evict, quantise or select KV on a real model: loss, bytes and speed at a given context.
 
     python lab/benchmarks/kv_parts.py --model FILE_OR_FOLDER --text wikitext2/test.txt [--context 2000] [--json OUT]
 
-Each text is `--context` tokens that are read as a prompt, and the next `--scored` ones, which are fed one by one in
-place of what the model would say: the mean of their negative log-likelihoods is the loss, in nats; its difference to
-plain decoding's is paired by text, with a 95 % interval by bootstrap over texts. Speed is that of tokens that the model
-says itself after the same prompts, forms in turns. `window` is the control of `streaming_llm` and of `topk_oracle`: as
-many columns, the newest ones. The last line on stdout is the result as JSON.
+Each text is a prompt of `--context` tokens, followed by `--scored` tokens that are forced one by one: the mean of their
+negative log-likelihoods is the loss, in nats; its difference to plain decoding's is paired by text, with a 95 %
+bootstrap interval over texts. Speed is that of free decoding after the same prompts, methods in turns. `window` is the
+control of `streaming_llm` and of `topk_oracle`: as many KV slots, the newest ones. The last line on stdout is the
+result as JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.methods import make
-from shoal_lab.bench import idle, report
+from shoal_lab.bench import idle
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    args = arguments(words)
+    args = arguments(argv)
     engine = shoal.load(args.model, dtype=args.dtype)
     ids = engine.tokenizer(args.text.read_text("utf-8"), add_special_tokens=False)["input_ids"]
     size = args.context + args.scored
@@ -48,19 +48,19 @@ def main(words: Sequence[str]) -> int:
             one["seconds"].append(answer.stats.decode_seconds / (args.new_tokens - 1))
             one["bytes"].append(answer.stats.kv_bytes_used)
     result = {
-        **report.heading(env.collect(), ["python", "lab/benchmarks/kv_parts.py", *words]), "kind": "kv_parts",
+        "kind": "kv_parts",
         "model": Path(engine.model_name).name, "context": args.context, "scored": args.scored, "texts": len(texts),
         "columns": args.columns, "idle": {"now": idle.watch(0.5)},
         "methods": {
             name: {"method": forms[name].to_dict(), **summary(one, found["full"])} for name, one in found.items()
         },
     }
-    report.publish(result, args.json)
+    script.publish(__file__, argv, result, args.json)
     return 0
 
 
 def methods(columns: int) -> dict[str, Any]:
-    """What is compared, in order; each that gives something up leaves about `columns` columns to a query."""
+    """The methods, in order; each that evicts or selects leaves about `columns` KV slots to a query."""
 
     def ends(sinks: int) -> dict[str, Any]:
         return {"method": "streaming_llm", "method_args": {"window": columns - sinks, "sinks": sinks, "every": 16}}
@@ -77,7 +77,7 @@ def methods(columns: int) -> dict[str, Any]:
 
 
 def loss(engine: Engine, text: Sequence[int], context: int, method: Any) -> float:
-    """Mean negative log-likelihood, nats, of what follows the context."""
+    """Mean negative log-likelihood in nats of the tokens after the context."""
     follows, found = iter(text[context:]), list[float]()
 
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def loss(engine: Engine, text: Sequence[int], context: int, method: Any) -> floa
 
 
 def summary(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
-    """Medians, and how far the loss lies from plain decoding's."""
+    """Medians, and the difference of the loss to plain decoding's."""
     rises = [a - b for a, b in zip(one["loss"], full["loss"], strict=True)]
     ratios = [b / a for a, b in zip(one["seconds"], full["seconds"], strict=True)]
     dice = random.Random(0)
@@ -105,9 +105,9 @@ def summary(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True, help="a GGUF file or a folder in the Hugging Face format")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text")
     parser.add_argument("--dtype", help="as of shoal.load")
@@ -116,8 +116,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=10, help="most texts")
     parser.add_argument("--columns", type=int, default=256, help="columns that a query is left")
     parser.add_argument("--new-tokens", type=int, default=33, help="tokens of an answer whose speed is measured")
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

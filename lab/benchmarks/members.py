@@ -3,17 +3,16 @@
     python lab/benchmarks/members.py --model FILE [--draws 0] [--json OUT]
 
 Each case is a short file that makes an object of a standard class (`constraints/values.json`), says in a comment what
-is wanted and ends with the object: once with a dot, which cuts the tokens of `.member` in two, once without, where only
-answers that begin with a dot count. The first answer is greedy, others are drawn at temperature 0.8. Another process
-makes the object and looks whether it has what stands behind the dot; jedi is not asked. Shares of answers that name a
-member that is there have Wilson's 95 % intervals, what the monitor adds a paired one; an answer without a member counts
-as none. With `--draws 2` there are 351 answers of each kind, three to a case, which the intervals take to be
-independent. The last line on stdout is the report as JSON.
+is wanted and ends with the object: once with a dot, which splits the tokens of `.member`, once without, where only
+answers that begin with a dot count. The first answer is greedy, others are sampled at temperature 0.8. Another process
+makes the object and checks that it has the member; jedi is not used for that. Shares of answers with an existing member
+have Wilson's 95 % intervals, the gain of the monitor a paired one; an answer without a member counts as wrong. With
+`--draws 2` there are 351 answers of each kind, three per case, which the intervals treat as independent. The last line
+on stdout is the report as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -22,9 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import script
 import shoal
-from shoal.cli import env
-from shoal_lab.bench import report
 from shoal_lab.eval.paired import accuracy_difference, wilson
 
 CONSTRAINTS = Path(__file__).parents[1] / "reports" / "constraints"
@@ -39,13 +37,12 @@ for line in sys.stdin:
 """
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Ask, judge and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--draws", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     engine = shoal.load(args.model)
     cases = [(module, made, wish) for module, several in VALUES.items() for made in several for wish in WISHES]
     found = [answered(engine, *case, dot, draw, monitor) for case in cases for dot in (True, False)
@@ -54,18 +51,18 @@ def main(words: Sequence[str]) -> int:
     for one, exists in zip(asked, judged(asked), strict=True):
         one["exists"] = exists
     result = {
-        **report.heading(env.collect(), ["python", "lab/benchmarks/members.py", *words]), "kind": "members",
+        "kind": "members",
         "model": Path(engine.model_name).name, "cases": len(cases), **summary(found),
         "missing": [one for one in asked if not one["exists"]],
     }  # fmt: skip
-    report.publish(result, args.json)
+    script.publish(__file__, argv, result, args.json)
     return 0
 
 
 def answered(
     engine: shoal.Engine, module: str, made: str, wish: str, dot: bool, draw: int, monitor: bool
 ) -> dict[str, Any]:
-    """What a model writes behind the object; its member is None where that is no dot."""
+    """The model's continuation of the object; its member is None if that is not a dot."""
     name = made.partition("(")[0].partition(".")[0]
     prompt = f"from {module} import {name}\n\nvalue = {made}\nprint(value.__doc__)\n\n# {wish}\nresult = value"
     drawn = {"temperature": 0.8, "seed": draw} if draw else {}
@@ -77,16 +74,15 @@ def answered(
 
 
 def judged(found: Sequence[dict[str, Any]]) -> list[bool]:
-    """Whether each object has its member, by making it; what is no name is none."""
-    lines = [json.dumps([one["module"], one["made"], one["member"]]) for one in found]
-    words = [sys.executable, "-c", JUDGE]
-    ran = subprocess.run(words, input="\n".join(lines), text=True, capture_output=True, check=True)
+    """Whether each object has its member, by making it; what is not a name counts as missing."""
+    lines = "\n".join(json.dumps([one["module"], one["made"], one["member"]]) for one in found)
+    ran = subprocess.run([sys.executable, "-c", JUDGE], input=lines, text=True, capture_output=True, check=True)
     return [line == "True" and one["member"].isidentifier()
             for line, one in zip(ran.stdout.split(), found, strict=True)]
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many of the members exist, and how many of those that exist without the monitor it leaves as they are."""
+    """How many members exist, and how many of those that exist without the monitor it leaves unchanged."""
 
     def counted(ones: Sequence[dict[str, Any]]) -> dict[str, Any]:
         exist = sum(bool(one["exists"]) for one in ones)

@@ -1,20 +1,19 @@
-"""Whether requests take the memory that was predicted, and whether a server stays within its limit.
+"""Whether requests take the predicted memory, and whether a server stays within its limit.
 
     python lab/benchmarks/memory.py --model FILE [--model FILE ...] [--requests 200] [--longest 1000] [--methods A,B+C]
                                 [--json OUT]
     python lab/benchmarks/memory.py --model FILE --serve 2GiB --minutes 60 [--group NAME] [--json OUT]
 
-Requests are random: prompts of up to `--longest` tokens, up to 4 of them, up to 48 new tokens, greedy or drawn, by
-methods that store the KV in different forms, or by those of `--methods`. Each process of its own answers a few of them.
-Before each request the process is measured and the request's peak predicted, as `engine.limit` does it; then the
-kernel's peak begins anew. *Resident* is that peak of the whole process (VmHWM), *private* the peak without pages of
-files (libraries, and weights that are mapped from a file), of which only what is in memory when the request ends is
-known.
+Requests are random: up to 4 prompts of up to `--longest` tokens, up to 48 new tokens, greedy or sampled, with methods
+that store the KV in different formats, or those of `--methods`. Several processes answer a few of them each. Before
+each request the process is measured and the request's peak predicted, as `engine.limit` does it; then the kernel's peak
+is reset. *Resident* is that peak of the whole process (VmHWM), *private* the peak without pages of files (libraries,
+and weights mapped from a file), of which only the size at the end of the request is known.
 
 A server is started with `--memory`, and clients send it random requests, some of which can never fit; its memory is
-read ten times a second, and the kernel says its peak. With `--group` the system enforces the limit as well: the server
-is put into that control group of memory, which is made with the same limit (this takes root), and the kernel ends it if
-it takes more. The last line on stdout is the report as JSON.
+read ten times a second, and the kernel reports its peak. With `--group` the system enforces the limit as well: the
+server joins that memory control group, which is created with the same limit (this takes root), and the kernel kills it
+if it exceeds it. The last line on stdout is the report as JSON.
 """
 
 from __future__ import annotations
@@ -35,22 +34,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.cli import env
+import script
 from shoal.cli.options.method_list import methods_from
 from shoal.engine.memory.amounts import parse
-from shoal_lab.bench import report
 from shoal_lab.bench.process import MemorySampler, reset_peak_memory
 
 METHODS = ("full,prompt_lookup,kv_int8,streaming_llm:window=256,snapkv:budget=256,centroid_kv,d3,"
            "prompt_lookup+kv_int8")
 PER_PROCESS = 5
 MOST = 0.05
-"""The largest error that is wanted."""
+"""The largest tolerated error."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", action="append", required=True)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--longest", type=int, default=1000, help="tokens of a prompt, at least 100")
@@ -59,20 +57,18 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--group", metavar="NAME")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     if args.answer:
         return answer(args.model[0], json.load(sys.stdin))
     found = (served(args.model[0], args.serve, args.minutes, args.group) if args.serve
              else predicted(args.model, args.requests, list(methods_from(args.methods)), args.longest))
-    shown = [word if word not in args.model else Path(word).name for word in words]
-    heading = report.heading(env.collect(), ["python", "lab/benchmarks/memory.py", *shown])
-    report.publish({**heading, "kind": "memory", **found}, args.json)
+    shown = [word if word not in args.model else Path(word).name for word in argv]
+    script.publish(__file__, shown, {"kind": "memory", **found}, args.json)
     return 0
 
 
 def predicted(models: Sequence[str], count: int, methods: Sequence[str], longest: int) -> dict[str, Any]:
-    """Requests of all models, by turns, and how far the predictions were off."""
+    """Requests of all models, in turns, and the errors of the predictions."""
     draw, requests = random.Random(0), list[dict[str, Any]]()
     wishes = [wish(draw, methods, longest) for _ in range(count)]
     for first in range(0, count, PER_PROCESS):
@@ -88,7 +84,7 @@ def predicted(models: Sequence[str], count: int, methods: Sequence[str], longest
 
 
 def wish(draw: random.Random, methods: Sequence[str], longest: int) -> dict[str, Any]:
-    """A request, as JSON."""
+    """A random request, as JSON."""
     rows = draw.choice([1, 1, 1, 2, 4])
     drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1} if draw.random() < 0.4 else {}
     return {"prompts": [draw.choice([draw.randint(1, 100), draw.randint(100, longest)]) for _ in range(rows)],
@@ -96,13 +92,13 @@ def wish(draw: random.Random, methods: Sequence[str], longest: int) -> dict[str,
 
 
 def prompt(draw: random.Random, length: int) -> list[int]:
-    """Tokens that repeat themselves, so that there is something to guess."""
+    """Tokens that repeat themselves, so that prompt lookup finds something."""
     piece = [draw.randrange(1000, 30000) for _ in range(length // 2 + 1)]
     return (piece + piece)[:length]
 
 
 def answer(model: str, wishes: Sequence[dict[str, Any]]) -> int:
-    """Answer requests in this process; prints what was predicted and measured of each."""
+    """Answer requests in this process; prints the prediction and measurement of each."""
     import shoal
     from shoal.engine.memory.footprint import footprint
     from shoal.engine.request import Request
@@ -128,7 +124,7 @@ def answer(model: str, wishes: Sequence[dict[str, Any]]) -> int:
 
 
 def status(name: str, pid: int | str = "self") -> int:
-    """Bytes that the kernel tells of a process; 0 where it has ended."""
+    """Bytes of a field in the kernel's status of a process; 0 if it has ended."""
     try:
         told = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -138,7 +134,7 @@ def status(name: str, pid: int | str = "self") -> int:
 
 
 def summary(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Largest and middle errors, by model and by method."""
+    """Largest and median errors, by model and by method."""
 
     def errors(some: Sequence[dict[str, Any]]) -> dict[str, Any]:
         sizes = {}
@@ -162,9 +158,9 @@ def served(model: str, memory: str, minutes: float, name: str | None) -> dict[st
     group = ControlGroup(name, parse(memory)) if name else None
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
-    words = ["serve", "--model", model, "--memory", memory, "--port", str(port), "--methods",
+    argv = ["serve", "--model", model, "--memory", memory, "--port", str(port), "--methods",
              "full,prompt_lookup,kv_int8,snapkv", "--served-model-name", "m", "--no-playground"]
-    server = subprocess.Popen([sys.executable, "-m", "shoal", *words], stderr=subprocess.DEVNULL)
+    server = subprocess.Popen([sys.executable, "-m", "shoal", *argv], stderr=subprocess.DEVNULL)
     if group:
         group.take(server.pid)
     try:
@@ -192,11 +188,11 @@ def served(model: str, memory: str, minutes: float, name: str | None) -> dict[st
 
 
 class ControlGroup:
-    """A group of processes whose memory the system limits; made anew if need be.
+    """A group of processes with a memory limit that the system enforces; it is made anew.
 
     Args:
         name: a folder in the hierarchy of memory, such as `shoal`.
-        limit: bytes, pages of files among them.
+        limit: bytes, pages of files included.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -209,11 +205,11 @@ class ControlGroup:
         (self._folder / ("memory.limit_in_bytes" if self._old else "memory.max")).write_text(str(limit))
 
     def take(self, pid: int) -> None:
-        """Put a process into the group; what it starts from now on belongs to it, too."""
+        """Add a process to the group; its later children belong to it too."""
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     def report(self) -> dict[str, Any]:
-        """The limit, the peak with pages of files, and how many processes were ended for want of memory."""
+        """The limit, the peak with pages of files, and the number of processes killed for memory."""
         names = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control") if self._old else (
             "memory.max", "memory.peak", "memory.events")
         limit, peak, events = ((self._folder / name).read_text() for name in names)
@@ -231,7 +227,7 @@ def reachable(url: str) -> bool:
 
 
 def ask(url: str, number: int, end: float, answers: Counter[str]) -> None:
-    """A client: random requests, one after the other; one in twenty asks for more than can ever fit."""
+    """A client that sends random requests one after the other; one in twenty can never fit."""
     draw = random.Random(number)
     while time.monotonic() < end:
         huge = draw.random() < 0.05

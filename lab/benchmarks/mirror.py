@@ -1,12 +1,12 @@
-"""What mirror_sd has ready, and what two processors would gain from it, by exit layer and tokens asked for.
+"""How often mirror_sd has a draft ready, and what two processors would gain, by exit layer and number of tokens.
 
     python lab/benchmarks/mirror.py --model M --draft SMALL --data DATA [--items 6] [--new-tokens 64] [--length 4]
         [--k 1,4] [--exits 0.5,0.75] [--threads 1] [--json OUT]
 
 Greedy answers to HumanEval's first tasks, which begin with the given signature, one at a time; the settings take turns
-task by task, `k 0` being draft_model with a ledger. Seconds are compared within a setting's own ledger alone
-(`shoal_lab.drafts.mirror.DraftRound`): all are given in units of the target's forwards there. The last line on stdout
-is the result as JSON.
+task by task, and `k 0` is draft_model with a ledger. Seconds are only compared within a setting's own ledger
+(`shoal_lab.drafts.mirror.DraftRound`), in units of the target's forwards there. The last line on stdout is the result
+as JSON.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import Any
 
 import torch
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.engine.loading.checkpoint import shown_name
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.types import Result
-from shoal_lab.bench import report
 from shoal_lab.drafts.mirror import DraftRound
 from shoal_lab.eval.items import encode
 from shoal_lab.eval.sources.code import humaneval
@@ -40,7 +39,7 @@ _SUMS = ("in_turn", "overlapped")
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft", required=True)
     parser.add_argument("--data", type=Path, required=True)
@@ -50,7 +49,6 @@ def main() -> None:
     parser.add_argument("--k", default="1,4")
     parser.add_argument("--exits", default="0.5,0.75", help="as shares of the layers")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     engine = shoal.load(args.model)
@@ -62,8 +60,7 @@ def main() -> None:
             answers[label].append(engine.generate(list(item.prompt), method=method, max_new_tokens=args.new_tokens))
         print(f"{place + 1} of {args.items}", file=sys.stderr)
     rows = {label: row_of(found, answers["full"]) for label, found in answers.items()}
-    report.publish({
-        **report.heading(env.collect(), ["lab/benchmarks/mirror.py", *sys.argv[1:]]),
+    script.publish(__file__, sys.argv[1:], {
         "model": shown_name(engine.model_name), "draft": Path(args.draft).name, "layers": engine.stack.num_layers,
         "head_layers": engine.stack.head_layers, "computes_in": str(engine.stack.dtype).removeprefix("torch."),
         "length": args.length, "new_tokens": args.new_tokens, "items": args.items, "rows": rows,
@@ -82,7 +79,7 @@ def settings(engine: Engine, args: argparse.Namespace) -> Mapping[str, Method]:
 
 
 def row_of(answers: Sequence[Result], plain: Sequence[Result]) -> dict[str, Any]:
-    """Work of one setting, and what its ledger says."""
+    """Work of one setting, and the figures of its ledger."""
     stats = [one.stats for one in answers]
     rounds = [one for some in stats for one in some.records["draft_rounds"]]
     forwards = sum((one.new_tokens - 1) / one.tokens_per_forward for one in stats)
@@ -96,7 +93,7 @@ def row_of(answers: Sequence[Result], plain: Sequence[Result]) -> dict[str, Any]
 
 
 def ledger(rounds: Sequence[DraftRound]) -> dict[str, Any]:
-    """Rates, and seconds in units of the target's forwards; `pool_hidden` is for a drafter that is fast enough."""
+    """Rates, and seconds in units of the target's forwards; `pool_hidden` assumes a drafter that is fast enough."""
     target = sum(one.before + one.after for one in rounds)
     units = {name: sum(getattr(one, name) for one in rounds) / target for name in (*_SECONDS, *_SUMS)}
     return {

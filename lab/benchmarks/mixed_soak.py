@@ -1,14 +1,13 @@
-"""A long load of all that clients do at once: chats that begin alike, turns, calls of tools, schemas, draws, leaving.
+"""A long mixed load: chats with a common prefix, turns, tool calls, schemas, sampling, clients that leave.
 
     python lab/benchmarks/mixed_soak.py --model FILE --minutes 30 --json OUT [--streams 16] [--seed 0]
 
-It starts `shoal serve` and keeps so many clients busy, each of which asks again once it has its answer or has left.
-Every answer is checked: its status, its end, its usage, and that calls and schemas are what was asked for. Memory is
-the server's resident set, and must stay within 2 % after the first tenth (`shoal_lab.bench.load.figures.flat`). The
-server's own time is the processor time of its main thread, which is all of HTTP and JSON; decoding has a thread of its
-own. The last line on stdout is the report as JSON; exit code 1 where an answer was wrong, or memory moved.
+Starts `shoal serve` and keeps `--streams` clients busy, each of which asks again once it has its answer or has left.
+Every answer is checked: status, end, usage, and that calls and schemas are valid. Memory is the server's resident set,
+which must stay within 2 % after the first tenth (`shoal_lab.bench.load.figures.flat`). The server's own time is the
+processor time of its main thread, which does HTTP and JSON; decoding has a thread of its own. The last line on stdout
+is the report as JSON; the exit code is 1 if an answer was wrong, or memory was not flat.
 """
-
 from __future__ import annotations
 
 import argparse
@@ -26,14 +25,13 @@ from typing import Any
 import httpx
 import psutil
 
-from shoal.cli import env
-from shoal_lab.bench import report
+import script
 from shoal_lab.bench.load import figures
 from shoal_lab.bench.load.run import thinned
 from shoal_lab.bench.process import MemorySampler, resident, served
 
 KINDS = {"prefix": 5, "turns": 4, "leaves": 3, "call": 3, "schema": 2, "draws": 2, "completion": 1}
-"""How often each is drawn."""
+"""Kind -> its relative frequency."""
 RULES = ["Answer in few words.", "Be polite and exact.", "Speak as a sailor would."]
 SYSTEMS = [f"You are assistant number {i}. " + " ".join(RULES * 12) for i in range(4)]
 TOPICS = ["the sea", "a train", "bread", "an old map", "chess", "rain", "a violin", "two brothers", "Mars", "soup"]
@@ -44,16 +42,16 @@ _COUNTED = re.compile(r"^shoal:(\w+?)(?:_total)?\{[^}]*\} ([\d.e+]+)$", re.MULTI
 
 
 class Wrong(Exception):
-    """An answer that is not what was asked for."""
+    """An answer is not what was asked for."""
 
 
 class Client:
-    """Asks one thing after another, and counts what came.
+    """Sends one request after another, and counts the answers.
 
     Args:
         http: the connections.
-        dice: what draws requests.
-        tools: whether the model's template has a place for tools.
+        dice: random numbers.
+        tools: whether the model's template supports tools.
     """
 
     def __init__(self, http: httpx.AsyncClient, dice: random.Random, tools: bool) -> None:
@@ -62,13 +60,13 @@ class Client:
         self.errors: list[str] = []
 
     async def work(self, until: float) -> None:
-        """Until the clock says so."""
+        """Send requests until that time."""
         while time.monotonic() < until:
             kind = self._dice.choices([*KINDS], [*KINDS.values()])[0]
             await self.ask("schema" if kind == "call" and not self._tools else kind)
 
     async def ask(self, kind: str) -> None:
-        """One of a kind; what is wrong with the answer is noted."""
+        """Send a request of a kind; errors of the answer are recorded."""
         try:
             await getattr(self, f"_{kind}")()
             self.counts[kind] += 1
@@ -161,15 +159,14 @@ class Client:
         await self._whole(body, "/v1/completions")
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Serve, ask, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     options = ["--model", args.model, "--kv-gib", "2", "--prefix-gib", "0.25", "--served-model-name", "soak",
                "--no-playground"]
     with served(*options) as (server, url, log):
@@ -178,8 +175,7 @@ def main(words: Sequence[str]) -> int:
         found["exit_code"] = server.wait(60)
         said = log.read_text("utf-8").splitlines()
     found["server_log"] = [line for line in said if not line.startswith('{"event": "request"')][:20]
-    heading = report.heading(env.collect(), ["python", "lab/benchmarks/mixed_soak.py", *words])
-    report.publish({**heading, "kind": "mixed soak", "model": Path(args.model).name, **found}, args.json)
+    script.publish(__file__, argv, {"kind": "mixed soak", "model": Path(args.model).name, **found}, args.json)
     return int(bool(found["errors"] or not (found["memory"] or {}).get("flat")))
 
 
@@ -207,7 +203,7 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _main_thread(pid: int) -> float:
-    """Processor seconds of the thread that does all but decode."""
+    """Processor seconds of the thread that does everything except decoding."""
     (thread,) = (one for one in psutil.Process(pid).threads() if one.id == pid)
     return float(thread.user_time + thread.system_time)
 

@@ -1,24 +1,24 @@
-"""What the pages of results share: tables in Markdown, and commands as they are given today."""
+"""Shared by the pages of results: Markdown tables, and commands in their current form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 OLD = {"--serve": "bench-serve", "--suite spec": "bench-drafts"}
-"""Words of `shoal bench` that once chose another program -> that program's command."""
+"""Options of `shoal bench` that once chose another program -> that program's command."""
 
 
 AUTO = "lab/benchmarks/auto.py "
-"""A script that bench-drafts has taken in."""
+"""A script that became part of bench-drafts."""
 
 
 def current(command: str) -> str:
-    """The command that makes the same report now; one that is still given so stays as it is."""
+    """The command that makes the same report now; current commands are returned unchanged."""
     if command.startswith(AUTO):
         return command.replace(AUTO, "shoal bench-drafts --data ../shared/data --methods auto --items 10 ", 1)
-    for words, name in OLD.items():
-        if command.startswith("shoal bench ") and f" {words} " in f"{command} ":
-            return f"{command} ".replace("shoal bench ", f"shoal {name} ", 1).replace(f" {words} ", " ", 1).rstrip()
+    for options, name in OLD.items():
+        if command.startswith("shoal bench ") and f" {options} " in f"{command} ":
+            return f"{command} ".replace("shoal bench ", f"shoal {name} ", 1).replace(f" {options} ", " ", 1).rstrip()
     return command
 
 

@@ -1,11 +1,11 @@
-"""The published setting of D3 (arXiv 2503.08524): GSM8K and BBH, full depth beside D3, through lm-evaluation-harness.
+"""The published setting of D3 (arXiv 2503.08524): GSM8K and BBH, full depth and D3, with lm-evaluation-harness.
 
     python lab/benchmarks/paper_table.py --model meta-llama/Llama-2-7b-hf --device cuda
     python lab/benchmarks/paper_table.py --data DIR --limit 20
 
 The paper states the mean layers of each run but not alpha, the core or the removal order. So D3 is solved for the
-published mean depth over --horizon tokens, with our defaults for the rest; the realised mean stands in the table.
-Models without published figures are run at the shares of depth of the 7B model. Needs: pip install 'shoal-lab[eval]'.
+published mean depth over --horizon tokens, with our defaults for the rest; the table shows the realised mean. Models
+without published figures run at the depth shares of the 7B model. Needs: pip install 'shoal-lab[eval]'.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+import script
 from shoal import catalog
 from shoal.methods.d3 import D3
 from shoal_lab.eval.harness import compare
@@ -41,7 +42,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", help="folder, Hub id or name; SmolLM2-135M-Instruct if none")
     parser.add_argument("--data", metavar="DIR", type=Path, help="holds gsm8k/ and bbh/; the Hub's data sets if none")
     parser.add_argument("--tasks", default="gsm8k,bbh", help="gsm8k, bbh, bbh_<task>")
@@ -55,7 +56,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch", metavar="N", type=int, default=8)
     parser.add_argument("--backend", choices=("hf", "packed", "auto"), default="auto", help="who runs the layers")
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=256)
-    parser.add_argument("--json", metavar="FILE", type=Path)
     return parser
 
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, task: str) -> dict[str, Any]:
 
 
 def names(task: str, data: Path | None) -> list[str]:
-    """The harness's names: its own definitions where there is no local data."""
+    """Task names: the harness's own definitions if there is no local data."""
     if data is not None:
         return [task]
     return ["bbh_cot_fewshot"] if task == "bbh" else [task]

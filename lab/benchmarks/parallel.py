@@ -1,25 +1,23 @@
-"""What deciding words together costs: right answers against words a forward, on the tasks of the suite `parallel`.
+"""The price of deciding several tokens per forward: right answers by tokens per forward, on the suite `parallel`.
 
     python lab/benchmarks/parallel.py [--model hub/shoal-canvas] [--n 200] [--json OUT] [--plot OUT.png]
 
-Answers are greedy, with just as many masks as the longest answer of the task has words, and one for its end. Intervals
-are Wilson's, of 95 %. The last line on stdout is the result as JSON.
+Answers are greedy, with as many masks as the longest answer of the task has tokens, and one for its end. Intervals are
+Wilson's at 95 %. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.types import Result
-from shoal_lab.bench import report
 from shoal_lab.eval import suites
 from shoal_lab.eval.items import Item
 from shoal_lab.eval.judges.texts import listed
@@ -37,20 +35,18 @@ _BLOCK = 4
 
 
 def main() -> None:
-    """Measure, print, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, print, plot."""
+    parser = script.parser(__doc__)
     parser.add_argument("--model", default="hub/shoal-canvas")
     parser.add_argument("--n", type=int, default=200, help="items of a task, at most")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     engine = shoal.load(args.model, dtype="float32")
     found = {task: measure(engine, task, args.n) for task in TASKS}
-    heading = report.heading(env.collect(), ["lab/benchmarks/parallel.py", *sys.argv[1:]])
-    result = {**heading, "model": engine.model_name, "fingerprint": engine.fingerprint, "tasks": found}
+    result = {"model": engine.model_name, "fingerprint": engine.fingerprint, "tasks": found}
     if args.plot is not None:
         draw(found, args.plot)
-    report.publish(result, args.json)
+    script.publish(__file__, sys.argv[1:], result, args.json)
 
 
 def measure(engine: Engine, task: str, limit: int) -> dict[str, Any]:
@@ -64,19 +60,19 @@ def measure(engine: Engine, task: str, limit: int) -> dict[str, Any]:
 
 
 def items_of(engine: Engine, task: str, limit: int) -> tuple[list[Item], int]:
-    """The task's first items, and as many places as their longest answer has words, and one for its end."""
+    """The task's first items, and the number of masks: tokens of their longest answer, and one for its end."""
     items = [item for item in suites.get("parallel").items(None) if item.group == task][:limit]
     return items, 1 + max(len(engine.tokenizer(gold)["input_ids"]) for item in items for gold in item.golds)
 
 
 def by_steps(masks: int) -> dict[str, Method]:
-    """So many words a step."""
-    return {f"{words} a step" if words < masks else "all at once": Diffusion(masks, max(1, -(-masks // words)))
-            for words in _AT_ONCE}
+    """Methods that decide a fixed number of tokens per step."""
+    return {f"{tokens} a step" if tokens < masks else "all at once": Diffusion(masks, max(1, -(-masks // tokens)))
+            for tokens in _AT_ONCE}
 
 
 def others(masks: int) -> dict[str, Method]:
-    """The other rules: all of the answer one block, then blocks with and without kept KV."""
+    """The other rules: the whole answer as one block, then blocks with and without kept KV."""
     small = min(_BLOCK, masks)
     found: dict[str, Method] = {f"threshold {one}": FastDLLM(masks, one, reuse="none") for one in _THRESHOLDS}
     found |= {f"prophet {gap}": Prophet(masks, (gap,) * 3) for gap in (8.0, 4.0)}
@@ -88,23 +84,23 @@ def others(masks: int) -> dict[str, Method]:
 
 
 def scored(engine: Engine, items: Sequence[Item], method: Method, masks: int) -> dict[str, Any]:
-    """Right answers, and words a forward: those of the answer, its end counted."""
+    """Right answers, and tokens per forward, the answer's end included."""
     found = engine.generate([item.prompt for item in items], method=method, max_new_tokens=masks, seed=0)
     right = right_of(items, found)
-    words, forwards = (sum(getattr(one.stats, name) for one in found) for name in ("new_tokens", "target_forwards"))
+    tokens, forwards = (sum(getattr(one.stats, name) for one in found) for name in ("new_tokens", "target_forwards"))
     return {
         "right": right, "accuracy": right / len(items), "interval": list(wilson(right, len(items))),
-        "forwards": forwards / len(items), "words_per_forward": words / forwards,
+        "forwards": forwards / len(items), "words_per_forward": tokens / forwards,
     }
 
 
 def right_of(items: Sequence[Item], answers: Sequence[Result]) -> int:
-    """How many answers are right."""
+    """Number of right answers."""
     return sum(listed(one.text, item)["right"] for one, item in zip(answers, items, strict=True))
 
 
 def draw(tasks: Mapping[str, Any], path: Path) -> None:
-    """A line for each task over the words of a step."""
+    """A line for each task over the tokens per step."""
     axes, figure = axes_of("words a forward", "right answers, %", "What deciding words together costs")
     for task, found in tasks.items():
         rows = [row for row in found["rows"] if row["label"].endswith("a step") or row["label"] == "all at once"]

@@ -1,8 +1,8 @@
 """Whether a system computes what a model file says: perplexity on windows of a text, window by window.
 
-A text's tokens are cut into windows that do not overlap; every token of a window but the first is judged, so each
-window stands for itself. Where the tokenizer begins texts with a token of its own, every window does. A record on disk
-grows with each window, so that a reading can be broken off and taken up again.
+A text's tokens are cut into windows that do not overlap; every token of a window except the first is judged, so windows
+are independent. If the tokenizer begins texts with a special token, every window begins with it. A record on disk grows
+with each window, so that a reading can be interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tqdm import tqdm
 from readers import Reader
 
 _BLOCK = 128
-"""Positions whose losses are computed at once: the softmax makes copies of the logits."""
+"""Positions whose losses are computed at once: the softmax copies the logits."""
 
 
 def windows(ids: Sequence[int], tokens: int, length: int, first: int | None) -> list[list[int]]:
-    """Windows of `length` ids out of the first `tokens` ids of a text.
+    """Windows of `length` ids from the first `tokens` ids of a text.
 
     Args:
         ids: the text, without special tokens.
-        tokens: how many of them are read at most.
-        length: of a window, its special token included.
+        tokens: most ids to read.
+        length: length of a window, with its special token.
         first: the special token that begins every window, or None.
 
     Raises:
@@ -58,13 +58,13 @@ def loss(logits: Tensor, ids: Sequence[int]) -> float:
 def read(
     reader: Reader, pieces: Sequence[Sequence[int]], record: Path, about: Mapping[str, Any], until: float | None = None
 ) -> dict[str, Any]:
-    """Judge windows that the record does not hold yet.
+    """Judge windows that the record lacks.
 
     Args:
         reader: the system.
         pieces: all windows.
         record: JSON file that is read first and written after every window.
-        about: what was read how; a record of something else is begun anew.
+        about: facts of the reading; a record with other facts is started again.
         until: `time.perf_counter()` at which no further window is begun.
     """
     found = resume(record, about)
@@ -80,7 +80,7 @@ def read(
 
 
 def resume(record: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record holds, if it is one of the same reading; otherwise an empty one."""
+    """A record of the same reading; otherwise an empty one."""
     empty = {"about": dict(about), "losses": [], "judged": [], "seconds": 0.0}
     if not record.is_file():
         return empty
@@ -89,10 +89,10 @@ def resume(record: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def against(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """Perplexity beside the reference's, over the windows that both have read.
+    """Perplexity and the reference's, over the windows that both have read.
 
     Returns:
-        windows, tokens, perplexity, reference_perplexity; ratio of the two with the ends of its 95 % interval, by the
+        windows, tokens, perplexity, reference_perplexity; ratio of the two with the ends of its 95 % interval, from the
         spread of the windows' differences (`ratio_low`, `ratio_high`; absent with fewer than two windows).
     """
     count = min(len(found["losses"]), len(reference["losses"]))

@@ -1,4 +1,4 @@
-"""Decoding on a machine without the native kernels, beside transformers' modules on the same weights.
+"""Decoding on a machine without the native kernels, compared with transformers' modules on the same weights.
 
     SHOAL_NATIVE=off python lab/benchmarks/plain.py --model FILE [--dtype float32] [--rounds 6] [--no-compile]
         [--json F]
@@ -10,7 +10,6 @@ token, their medians, and Shoal's median over each.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,23 +20,22 @@ from typing import Any
 import torch
 from transformers import DynamicCache, StaticCache
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint
-from shoal_lab.bench import idle, report
+from shoal_lab.bench import idle
 
 PROMPT, NEW = "Once upon a time there was a", 16
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     engine = shoal.load(args.model, dtype=args.dtype)
     modules = GgufCheckpoint(Path(args.model)).model(getattr(torch, args.dtype)).eval()
     ids = engine.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
@@ -54,8 +52,8 @@ def main(words: Sequence[str]) -> int:
             if turn:  # the first one warms up, and compiles
                 seconds[name].append(found)
     medians = {name: statistics.median(found) for name, found in seconds.items()}
-    report.publish({
-        **report.heading(env.collect(), ["python", "lab/benchmarks/plain.py", *words]), "kind": "plain",
+    script.publish(__file__, argv, {
+        "kind": "plain",
         "model": Path(args.model).name, "stack": type(engine.stack).__name__, "dtype": args.dtype,
         "threads": torch.get_num_threads(), "idle": {"now": idle.watch(0.5)}, "seconds": seconds, "medians": medians,
         "shoal_over": {name: medians["shoal"] / other for name, other in medians.items()},

@@ -1,11 +1,11 @@
-"""What it brings that rows share forwards without padding, on a real model: time of a load, shared and apart.
+"""Gain from rows that share forwards without padding, on a real model: time of a load, shared and separate.
 
     python lab/benchmarks/prepacking.py --model FILE_OR_FOLDER --text wikitext2/test.txt [--rounds 9] [--json OUT]
 
-`step`: requests come one every few steps; pieces of their prompts share the forward of the rows that decode, or have
-one of their own before it. `padding` (only with --backend hf): prompts of different lengths are read side by side, or
-padded to the longest. Both forms do the same work in turns, and every row's text must be the same in both. The last
-line on stdout is the result as JSON.
+`step`: a request comes every few steps; pieces of its prompt share the forward of the decoding rows, or have one of
+their own before it. `padding` (only with --backend hf): prompts of different lengths are read side by side, or padded
+to the longest. Both variants do the same work in turns, and every row's text must be equal in both. The last line on
+stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.decode.batch import Batch
 from shoal.decode.row import Row
 from shoal.engine.engine import Engine
 from shoal.engine.request import Request
 from shoal.model.hf import HFStack
-from shoal_lab.bench import idle, report
+from shoal_lab.bench import idle
 
 EVERY = 4
 """Steps between two arrivals."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    args = arguments(words)
+    args = arguments(argv)
     engine = shoal.load(args.model, backend=args.backend, dtype=args.dtype)
     ids = engine.tokenizer(args.text.read_text("utf-8")[:20_000], add_special_tokens=False)["input_ids"]
     dice = random.Random(0)
@@ -48,18 +48,18 @@ def main(words: Sequence[str]) -> int:
                             "prepacked": lambda: side_by_side(engine, prompts, prepacked=True)}
     found = {name: compare(both, args.rounds) for name, both in forms.items()}
     result = {
-        **report.heading(env.collect(), ["python", "lab/benchmarks/prepacking.py", *words]), "kind": "prepacking",
+        "kind": "prepacking",
         "model": Path(engine.model_name).name, "backend": type(engine.stack).__name__,
         "prompts": [len(one) for one in prompts], "new_tokens": args.new_tokens, "every": EVERY,
         "idle": {"now": idle.watch(0.5)}, **found,
     }
-    report.publish(result, args.json)
+    script.publish(__file__, argv, result, args.json)
     return 0
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that prompts are cut from")
     parser.add_argument("--backend", default="auto")
@@ -67,8 +67,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 def cut(ids: Sequence[int], length: int, dice: random.Random) -> list[int]:
@@ -84,7 +83,7 @@ def rows_of(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> li
 
 
 def arrivals(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, *, shared: bool) -> list[Row]:
-    """Serve all prompts, of which one comes every few steps."""
+    """Serve all prompts; one comes every few steps."""
     batch, rows = Batch(engine.stack), rows_of(engine, prompts, new_tokens)
     chunk, steps, waiting = min(256, engine.stack.prefill_chunk), 0, list(rows)
     while waiting or batch.rows:
@@ -116,7 +115,7 @@ def side_by_side(engine: Engine, prompts: Sequence[list[int]], *, prepacked: boo
 
 
 def compare(forms: dict[str, Callable[[], list[Row]]], rounds: int) -> dict[str, Any]:
-    """Seconds of both forms, in turns, and how the second compares with the first."""
+    """Seconds of both variants, in turns, and the ratio of the second to the first."""
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     texts: dict[str, list[list[int]]] = {}
     for number in range(-1, rounds):

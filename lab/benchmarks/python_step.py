@@ -1,14 +1,13 @@
-"""What Python costs per plain token: computing time of a step less that of the kernels' call, and where it goes.
+"""Time of Python per plain token: CPU time of a step less that of the kernels' call, and a profile of it.
 
     python lab/benchmarks/python_step.py --model FILE [--tokens 200] [--rounds 5] [--top 25] [--json OUT]
 
-One thread computes everything, and its own time is taken, so that other work on the machine counts for nothing. Each
+One thread computes everything, and its own CPU time is taken, so that other work on the machine does not count. Each
 round decodes a text greedily by `Engine.generate`; the median round counts. The last line on stdout is the report.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import json
 import pstats
@@ -21,8 +20,8 @@ from typing import Any
 
 import torch
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.model.packed import native
 from shoal.model.packed.native.library import require
 from shoal_lab.bench import report
@@ -31,7 +30,7 @@ PROMPT = "The history of bread begins"
 
 
 class Kernels:
-    """The computing time that the library's calls take, while they are watched."""
+    """CPU time of the library's calls while they are watched."""
 
     def __init__(self) -> None:
         self.seconds, self._library = 0.0, require()
@@ -54,12 +53,11 @@ class Kernels:
 
 def main() -> int:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--top", type=int, default=25)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     engine = shoal.load(args.model)
@@ -71,7 +69,7 @@ def main() -> int:
     rounds = [_round(decode) for _ in range(args.rounds)]
     step, kernels = (statistics.median(one[place] for one in rounds) / args.tokens * 1e3 for place in (0, 1))
     found = {
-        **report.heading(env.collect(), ["python", "lab/benchmarks/python_step.py", *sys.argv[1:]]),
+        **script.heading(__file__, sys.argv[1:]),
         "kind": "python_step", "model": Path(engine.model_name).name, "vectors": native.vector_set(),
         "milliseconds": {"step": round(step, 4), "kernels": round(kernels, 4), "python": round(step - kernels, 4)},
         "rounds": [[round(value / args.tokens * 1e3, 4) for value in one] for one in rounds],
@@ -83,7 +81,7 @@ def main() -> int:
 
 
 def _round(decode: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of computing, and those of them that the kernels took."""
+    """CPU seconds, and those of the kernels."""
     with Kernels() as kernels:
         start = time.thread_time()
         decode()
@@ -91,7 +89,7 @@ def _round(decode: Callable[[], None]) -> tuple[float, float]:
 
 
 def _profile(decode: Callable[[], None], tokens: int, top: int) -> list[dict[str, Any]]:
-    """The functions that take most time of their own, per token; the profiler makes all of them slower."""
+    """The functions with most time of their own, per token; the profiler slows all of them down."""
     profile = cProfile.Profile(time.thread_time)
     profile.runcall(decode)
     entries = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]

@@ -3,9 +3,9 @@
     python lab/benchmarks/quality.py --data DIR
     python lab/benchmarks/quality.py --data DIR --quick --out quick
 
-Calibrates the model, then runs `shoal eval` on every suite, two commands at a time with one thread each. What was
-measured is kept under --work, so an interrupted run goes on; results go to --out, pictures to --pictures. The commands
-are printed and stand in each result. Times are measured apart, on an idle machine, by quality_times.py.
+Calibrates the model, then runs `shoal eval` on every suite, two commands at a time with one thread each. Outcomes are
+kept under --work, so an interrupted run resumes; results go to --out, plots to --pictures. The commands are printed,
+and each result holds its own. quality_times.py measures times separately, on an idle machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from quality_tables import between, merged, tables, times_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "models"
-FAST = ["--dtype", "bfloat16", "--batch", "16"]  # how the comparisons run
-EXACT = ["--dtype", "float32", "--batch", "64"]  # how the model is calibrated
+FAST = ["--dtype", "bfloat16", "--batch", "16"]  # for comparisons
+EXACT = ["--dtype", "float32", "--batch", "64"]  # for calibration
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str]]]]:
-    """Lists of (result, command); those of a list run side by side. The most telling come first."""
+    """Lists of (result, command); those of a list run side by side. The most informative come first."""
     n, few = ("24", "16") if small else ("2000", "300")
     size = ("60", "8", "16") if small else ("200", "48", "300")
     longest = ["--max-new-tokens", "160"]
@@ -88,35 +88,35 @@ def stages(card: Path, data: Path, small: bool) -> list[list[tuple[str, list[str
     ]
 
 
-def evaluate(args: argparse.Namespace, name: str, words: list[str]) -> None:
+def evaluate(args: argparse.Namespace, name: str, argv: list[str]) -> None:
     """Run a command of shoal and keep its results."""
-    if words[0] == "calibrate":
+    if argv[0] == "calibrate":
         if not (args.out / "card.json").is_file():
-            shoal(args, [*words, *EXACT, "--threads", "1"])
+            shoal(args, [*argv, *EXACT, "--threads", "1"])
         return
     work, base = args.work / name, args.work / name.partition("_")[0] / "outcomes.jsonl"
-    if base.is_file() and not work.is_dir():  # commands on one suite share what the full model answered
+    if base.is_file() and not work.is_dir():  # commands on one suite share the full model's answers
         work.mkdir(parents=True)
         shutil.copy(base, work)
-    shoal(args, [*words, *FAST, "--threads", "1", "--out", str(work)])
+    shoal(args, [*argv, *FAST, "--threads", "1", "--out", str(work)])
     report = json.loads((work / "results.json").read_text("utf-8"))
-    report["command"] = ["shoal", *words, *FAST, "--threads", "1"]
+    report["command"] = ["shoal", *argv, *FAST, "--threads", "1"]
     (args.out / name).parent.mkdir(exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def shoal(args: argparse.Namespace, words: list[str]) -> None:
-    model = [] if "--model" in words else ["--model", args.model]
-    command = ["-m", "shoal", *words, *model]
+def shoal(args: argparse.Namespace, argv: list[str]) -> None:
+    model = [] if "--model" in argv else ["--model", args.model]
+    command = ["-m", "shoal", *argv, *model]
     print("python", *command, flush=True)
     env = {"SHOAL_MODELS": str(FIXTURES), **os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], env=env, stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
-        raise SystemExit(f"failed with code {done.returncode}: shoal {' '.join(words)}")
+        raise SystemExit(f"failed with code {done.returncode}: shoal {' '.join(argv)}")
 
 
 def publish(out: Path, pictures: Path) -> None:
-    """Pictures of all results, the controls on one suite at all speed-ups together, and the tables of the page."""
+    """Plots of all results, the controls on one suite at all speed-ups together, and the tables of the page."""
     from shoal_lab.eval.plots import draw_layers, draw_positions, draw_report
 
     pictures.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def publish(out: Path, pictures: Path) -> None:
         suite = report["suites"][0]
         if suite["suite"] == "known":
             draw_report(report, pictures)
-        elif "by_position" in suite:  # measured at one speed-up, which makes no curve
+        elif "by_position" in suite:  # measured at one speed-up, which gives no curve
             draw_positions(suite, pictures / f"{suite['suite']}-positions.png")
     found = tables(out) | {f"layerskip {name}": table for name, table in tables(out / "layerskip").items()}
     if (out / "dial.json").is_file():

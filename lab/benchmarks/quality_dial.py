@@ -1,4 +1,4 @@
-"""The dial between lossless and lossy: D3 as drafter under the rule `lenient`, over its margin and the block."""
+"""The range between lossless and lossy: D3 as drafter under the rule `lenient`, by its margin and block length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCKS = ((4, 0.75), (8, 0.75), (4, 0.5))
 
 
 def methods(small: bool) -> str:
-    """What `shoal eval --methods` measures: every block at every margin."""
+    """Argument of `shoal eval --methods`: every block at every margin."""
     margins = MARGINS[::2] if small else MARGINS
     return ",".join(
         f"d3_spec:length={length}:mean={mean}:rule=lenient:margin={margin}"
@@ -22,7 +22,7 @@ def methods(small: bool) -> str:
 
 
 def table(report: dict, times: dict[str, dict]) -> str:
-    """Markdown: a line for every block and margin."""
+    """Markdown table with a line for every block and margin."""
     lines = ["| guesses | of layers | margin, nats | right % | difference from full, points [95 %] | p | same answer % "
              "| ideal | realised | s/answer |", "|---" * 10 + "|"]
     for row in report["suites"][0]["answers"]:
@@ -40,7 +40,7 @@ def table(report: dict, times: dict[str, dict]) -> str:
 
 
 def draw(report: dict, known: list[dict], path: Path) -> None:
-    """Accuracy lost against ideal speed-up: the dial's lines, and the schedules without verification beside them."""
+    """Lost accuracy over ideal speed-up: a line per block, and the schedules without verification."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")

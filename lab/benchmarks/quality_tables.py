@@ -27,7 +27,7 @@ def merged(out: Path) -> list[dict]:
 
 
 def times_of(out: Path) -> dict[str, dict]:
-    """What quality_times.py measured, by the key of the method; nothing where it has not run."""
+    """Figures of quality_times.py by the key of the method; empty if it has not run."""
     path = out / "times.json"
     measured = json.loads(path.read_text("utf-8"))["times"] if path.is_file() else []
     return {key_of(time["method"]): time for time in measured}
@@ -39,7 +39,7 @@ def key_of(method: dict) -> str:
 
 
 def timing(row: dict, times: dict[str, dict]) -> list[str]:
-    """Cells for the realised speed-up and the seconds per answer; blank for what was not timed."""
+    """Cells for the realised speed-up and the seconds per answer; blank if it was not timed."""
     time = times.get(key_of(row["method"]))
     return ["", ""] if time is None else [f"{time['realised_speedup']:.2f}x", f"{time['seconds_per_answer']:.3f}"]
 
@@ -97,7 +97,7 @@ def positions(suite: dict) -> str:
     kinds = [("reference text", "by_position"), ("own answers", "own_by_position")]
     shown = [(name, suite[key]) for name, key in kinds if suite.get(key)]
     most = shown[0][1][0]["tokens"]
-    enough = most // 4 if suite["kind"] == "text" else 200  # the last bins of a text hold a few unusual ones
+    enough = most // 4 if suite["kind"] == "text" else 200  # the last bins of a text hold few, unusual tokens
     firsts = [found["first"] for found in shown[0][1] if found["tokens"] >= enough]
     lines = ["| tokens from | " + " | ".join(map(str, firsts)) + " |", "|---" * (len(firsts) + 1) + "|"]
     for name, bins in shown:
@@ -112,12 +112,12 @@ def gap(row: dict, key: str, scale: float, digits: int) -> list[str]:
         return ["", ""]
     found = row[key]
     p = found.get("p_holm", found["p"])
-    words = " to ".join(f"{scale * found[end]:+.{digits}f}" for end in ("low", "high"))
-    return [f"{scale * found['mean']:+.{digits}f} [{words}]", "<0.001" if p < 0.001 else f"{p:.3f}"]
+    interval = " to ".join(f"{scale * found[end]:+.{digits}f}" for end in ("low", "high"))
+    return [f"{scale * found['mean']:+.{digits}f} [{interval}]", "<0.001" if p < 0.001 else f"{p:.3f}"]
 
 
 def between(text: str, found: dict[str, str]) -> str:
-    """`text` with each table between its lines `<!-- name:begin -->` and `<!-- name:end -->`, where it has them."""
+    """`text` with each table between its lines `<!-- name:begin -->` and `<!-- name:end -->`, if it has them."""
     for name, table in found.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
         if begin in text and end in text:

@@ -1,9 +1,9 @@
-"""Time every method that the results of quality.py hold, one answer at a time, in turn. Run it on an idle machine.
+"""Time every method in the results of quality.py, one answer at a time, in turn. Run it on an idle machine.
 
     python lab/benchmarks/quality_times.py
 
 Reads lab/reports/quality/*.json and writes times.json beside them; quality.py puts the figures into its tables. The
-model computes in the type that Shoal picks for the machine.
+model runs in Shoal's default dtype for the machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def found(out: Path) -> list[dict]:
-    """The methods of all results, each once, the full model first; schedules that no method makes are left out."""
+    """The methods of all results, each once, the full model first; schedules without a method are left out."""
     reports = [json.loads(path.read_text("utf-8")) for path in sorted(out.glob("*.json"))]
     rows = [row for report in reports for suite in report.get("suites", ()) for row in suite.get("answers", ())]
     first = methods.make("full").to_dict()

@@ -1,13 +1,13 @@
-"""What quantised weights cost in quality: perplexity in bfloat16, int8 and int4 on the same text.
+"""Quality cost of quantised weights: perplexity in bfloat16, int8 and int4 on the same text.
 
     python lab/benchmarks/quantisation.py --text FILE [--model M] [--windows 64] [--json OUT]
     python lab/benchmarks/quantisation.py --writer OTHER [--model M] [--windows 64] [--json OUT]
 
-A text is cut into windows of the model's context; every token but a window's first is judged. A line of a `.jsonl`
-file counts as one window: its "question", a newline and its "solution" (or "equations" and "answer"), which alone is
-judged. With `--writer` every window is a text that another model of the same kind draws at temperature 1: text that
-the model under test has neither seen nor made, where nothing held out is at hand. Losses are also given in bits per
-byte of the text, which compare between vocabularies. The last line on stdout is the result as JSON.
+A text is cut into windows of the model's context; every token except a window's first is judged. A line of a `.jsonl`
+file is one window: its "question", a newline and its "solution" (or "equations" and "answer"), of which only the latter
+is judged. With `--writer` every window is a text that another model of the same kind samples at temperature 1: text
+that the model has neither seen nor made, if no held-out text is at hand. Losses are also given in bits per byte of the
+text, which compare between vocabularies. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import script
 import shoal
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
@@ -32,18 +33,17 @@ from shoal.model.stack import SequenceChunk
 
 KINDS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"))
 AT_ONCE = 16
-"""Texts that are drawn side by side."""
+"""Texts that are sampled side by side."""
 
 
 def main() -> None:
-    """Measure every kind and print a table and the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure every format, and print a table and the JSON."""
+    parser = script.parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl (.jsonl.gz) of problems")
     source.add_argument("--writer", help="folder or Hub id of a model that writes the text")
     parser.add_argument("--model", help="folder, Hub id or name; SmolLM2-135M-Instruct if none")
     parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     texts = written(args.writer, args.windows) if args.writer else []
     rows = [measure(args, texts, dtype, quant) for dtype, quant in KINDS]
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, texts: Sequence[str], dtype: str, quant: Any) -> dict[str, Any]:
-    """Mean negative log-likelihood of the text under one kind of weights."""
+    """Mean negative log-likelihood of the text with one format of weights."""
     engine = shoal.load(args.model, dtype=dtype, quant=quant, backend="packed")
     pieces = list(windows(engine, args.text, args.windows) if args.text else openings(engine, texts))
     total, count, size = 0.0, 0, 0
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, texts: Sequence[str], dtype: str, quant: A
 
 
 def written(writer: str, count: int) -> list[str]:
-    """Texts that a model draws from its beginning-of-sequence id on, until it ends them or its context is full."""
+    """Texts that a model samples from its beginning-of-sequence id on, until they end or fill its context."""
     engine = shoal.load(writer, dtype="float32")
     start, room = engine.tokenizer.bos_token_id, (engine.stack.max_positions or 1024) - 1
     texts: list[str] = []
@@ -92,7 +92,7 @@ def written(writer: str, count: int) -> list[str]:
 
 
 def openings(engine: Engine, texts: Sequence[str]) -> Iterator[tuple[list[int], int]]:
-    """Texts as windows: the beginning-of-sequence id, then all that is judged."""
+    """Texts as windows: the beginning-of-sequence id, then the judged tokens."""
     tokenizer, length = engine.tokenizer, engine.stack.max_positions or 1024
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][: length - 1]
@@ -101,7 +101,7 @@ def openings(engine: Engine, texts: Sequence[str]) -> Iterator[tuple[list[int], 
 
 
 def text_bytes(engine: Engine, ids: Sequence[int]) -> int:
-    """Bytes of the text that the ids stand for."""
+    """Bytes of the decoded text."""
     return len(engine.tokenizer.decode(ids, skip_special_tokens=True).encode())
 
 

@@ -23,14 +23,14 @@ from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.system import Setting
 
 REFERENCE = "reference"
-"""transformers on the file's numbers, dequantised to float32."""
+"""transformers on the file's weights, dequantised to float32."""
 
 OURS = {"shoal": FILE, "shoal bf16": None, "shoal int8": "int8", "shoal int4": "int4"}
-"""Shoal on the file itself, and on the dequantised weights in formats of its own."""
+"""Shoal on the file itself, and on the dequantised weights in its own formats."""
 
 _LLAMA = "llama.cpp"
 SYSTEMS = (REFERENCE, *OURS, _LLAMA, *(f"{_LLAMA} {kind}" for kind in FTYPES))
-"""llama.cpp with a type: what its quantiser makes of the same dequantised weights, mixed as it does by default."""
+"""llama.cpp with a type: the output of its quantiser for the same dequantised weights, mixed as by default."""
 
 
 class Reader(Protocol):
@@ -39,11 +39,11 @@ class Reader(Protocol):
     bits_per_weight: float
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """float32 [len(ids), V]: after each token, the scores of the next."""
+        """float32 [len(ids), V]: logits after each token."""
         ...
 
     def greedy(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-        """The likeliest `count` tokens after `ids`, and how far the best logit was ahead of the second (or nothing)."""
+        """The greedy `count` tokens after `ids`, and the margins of the best logit over the second (or nothing)."""
         ...
 
 
@@ -52,8 +52,8 @@ def open_reader(name: str, model: MeasuredModel, threads: int) -> Reader:
 
     Args:
         name: one of `SYSTEMS`.
-        subject: a GGUF file, with its dequantised folder for Shoal's own formats.
-        threads: CPU threads of llama.cpp; torch's are the process's.
+        model: a GGUF file, with its dequantised folder for Shoal's own formats.
+        threads: CPU threads of llama.cpp; torch's are those of the process.
     """
     if name == REFERENCE:
         return _Transformers(model)
@@ -109,7 +109,7 @@ class _Llama:
             self.bits_per_weight = model.file.bits_per_weight
             self._open(model, threads)
             return
-        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # mapped files stay without their names
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # mapped files outlive their names
             target = Path(folder) / f"{kind}.gguf"
             requantise(library(), Path(str(model.model)), target, kind, threads, pure=False)
             made = MeasuredModel(model=str(target))

@@ -1,12 +1,12 @@
-"""Measure real model files: speed, loading, fidelity, formats. Meant for an idle machine and about an hour.
+"""Measure real model files: speed, loading, fidelity, formats. Takes an idle machine and about an hour.
 
     python lab/benchmarks/real.py --text ../shared/data/wikitext2/test.txt --work DIR [--minutes 60] [--dry-run]
         [--models smollm2-135m,...] [--parts speed,together,startup,fidelity,quantised,formats] [--methods auto]
 
-The files are looked for in $SHOAL_MODELS, else in ~/.cache/shoal-models. Each part of each model is a command of its
-own, which is printed, bounded in time by its share of `--minutes`, and writes lab/reports/real/MODEL-PART.json; a
-command that fails is reported at the end and stops nothing. Weights in other formats are kept below `--work`, and so is
-what fidelity has read: run again to go on there.
+The files are looked for in $SHOAL_MODELS, otherwise in ~/.cache/shoal-models. Each part of each model is a command of
+its own, which is printed, limited to its share of `--minutes`, and writes lab/reports/real/MODEL-PART.json; a command
+that fails is reported at the end and stops nothing. Weights in other formats and fidelity's readings are kept below
+`--work`, so that another run resumes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ READERS = {
     "quantised": ("shoal bf16", "shoal int8", "shoal int4", "llama.cpp Q8_0", "llama.cpp Q4_0", "llama.cpp Q4_1",
                   "llama.cpp Q4_K_M"),
 }
-"""Part -> what reads the text after the reference, which has read it already in the second."""
+"""Part -> systems that read the text after the reference, which has already read it before the second part."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run every command in turn."""
-    args = arguments(words)
+    args = arguments(argv)
     (ROOT / OUT).mkdir(exist_ok=True)
     failed = []
     for part in args.parts.split(","):
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     return int(bool(failed))
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Options, checked before anything runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="wikitext-2's test split, or another UTF-8 text")
@@ -68,7 +68,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=20_000, help="that fidelity reads")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     for option, known in (("models", MODELS), ("parts", PARTS)):
         wrong = [word for word in getattr(args, option).split(",") if word not in known]
         if wrong:
@@ -77,7 +77,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def command_of(part: str, name: str, args: argparse.Namespace) -> list[str]:
-    """The command line of a part of a model."""
+    """The command line of a model's part."""
     folder = Path(os.environ.get("SHOAL_MODELS") or Path.home() / ".cache" / "shoal-models")
     file, report = str(folder / MODELS[name][0]), str(OUT / f"{name}-{part}.json")
     work, text = args.work.resolve() / name, os.path.relpath(args.text, ROOT)

@@ -18,13 +18,13 @@ Report = Mapping[str, Any]
 Row = table.Row
 
 BASELINES = {name: shown for name, shown in NAMES.items() if name != OURS}
-"""Column by column: a system's name in reports, and in tables."""
+"""A system's name in reports -> its name in tables, column by column."""
 
 HEADER = ["model", "what", "Shoal", *BASELINES.values(), *(f"times better than {name}" for name in BASELINES.values())]
 
 
 def overview(reports: Sequence[Report]) -> str:
-    """All files at a glance, as Markdown: a line per file and measurement. Empty without reports of files."""
+    """All files in a Markdown table: a line per file and measurement. Empty without reports of files."""
     rows = [row for name in _names(reports) for row in _rows(name, [r for r in reports if _name(r) == name])]
     if not rows:
         return ""
@@ -35,11 +35,11 @@ def overview(reports: Sequence[Report]) -> str:
 
 GLANCE = {("generate", 1, 64): "decode, tokens/s", ("generate", 8, 64): "8 rows together",
           ("prefill", 1, 64): "prompt of 64", ("prefill", 1, 512): "prompt of 512"}
-"""What a model's one line shows: kind, rows, context, and the heading."""
+"""Columns of a model's line: kind, rows, context, and the heading."""
 
 
 def glance(reports: Sequence[Report]) -> str:
-    """A line per file, as Markdown: tokens per second, and how many times each peer's. Empty without reports."""
+    """A Markdown line per file: tokens per second, and the ratio to each baseline. Empty without reports."""
     if not reports:
         return ""
     header = ["file", *GLANCE.values(), "8 positions over one; 16"]
@@ -63,7 +63,7 @@ def _glance_cell(row: Mapping[str, Any]) -> str:
 
 
 def page(stem: str, report: Report) -> str:
-    """One report of loading or fidelity in full, as Markdown."""
+    """One whole report of loading or fidelity, as Markdown."""
     header, *rows = startup_table.rows(report) if report["kind"] == "startup" else fidelity_rows(report)
     when = f"{report['date'][:10]}, {_commit(report)}"
     lines = [f"\n### {stem}\n", f"**{_name(report)}**, {_machine(report)}, {when}.", ""]
@@ -99,7 +99,7 @@ def _name(report: Report) -> str:
 
 
 def _speed(report: Report) -> list[Mapping[str, Any]]:
-    """Results on the file's own numbers."""
+    """Results on the file's own weights."""
     return [] if "kind" in report else [result for result in report["results"] if result["quant"] == FILE]
 
 
@@ -156,7 +156,7 @@ def _ratio(figure: Mapping[str, float] | None) -> str:
 
 
 def _machines(reports: Sequence[Report], spread: bool = True) -> list[str]:
-    """A line per machine: what every figure below was measured on, and how its spread is shown, if it is."""
+    """A line per machine: on what the figures below were measured, and how their spread is shown, if it is."""
     lines = []
     for machine in dict.fromkeys(map(_machine, reports)):
         own = [report for report in reports if _machine(report) == machine]

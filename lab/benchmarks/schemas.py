@@ -1,12 +1,12 @@
-"""Whether bound answers of a real model are valid: 20 questions to each of 50 schemas (`constraints/schemas.json`).
+"""Whether constrained answers of a model are valid: 20 questions for each of 50 schemas (constraints/schemas.json).
 
     python lab/benchmarks/schemas.py --model FILE --json OUT [--rows 16] [--most 1000] [--new-tokens 512]
         [--minutes 4.5]
 
-Half of the answers are greedy, half are drawn with temperature 1; all go through the scheduler, so many at once. Each
-is read by `json` and judged by the `jsonschema` package, which knows nothing of the engine behind the constraint.
-Answers that end by the limit are counted apart. Every answer is written to OUT.jsonl as it comes, and the same command
-goes on where that file ends; the report is written once all are there. The last line on stdout is it as JSON.
+Half of the answers are greedy, half are sampled at temperature 1; all go through the scheduler, `--rows` at once. Each
+is parsed by `json` and judged by the `jsonschema` package, which is independent of the engine's constraints. Answers
+that end at the limit are counted separately. Every answer is appended to OUT.jsonl as it comes, and the same command
+resumes there; the report is written once all are there. The last line on stdout is the report as JSON.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from typing import Any
 
 import jsonschema
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.engine.request import chat_ids
 from shoal.engine.scheduling.request_handle import RequestHandle
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal_lab.bench import report
 
 CONSTRAINTS = Path(__file__).parents[1] / "reports" / "constraints"
 SCHEMAS: dict[str, Any] = json.loads((CONSTRAINTS / "schemas.json").read_text("utf-8"))
@@ -38,20 +37,19 @@ MODELS = (
     "a letter from Japan", "a song with \"quotes\" in its name",
 )  # fmt: skip
 GREEDY = 10
-"""Of the subjects, how many are answered greedily."""
+"""Number of topics that are answered greedily."""
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
-def main(words: Sequence[str]) -> int:
-    """Ask what has not been asked yet, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str]) -> int:
+    """Ask the remaining questions, and print."""
+    parser = script.parser(__doc__, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--most", type=int, default=1000)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--minutes", type=float, default=4.5)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     journal = args.json.with_suffix(".jsonl")
     asked = [(name, place) for place in range(len(MODELS)) for name in SCHEMAS][: args.most]
     left = asked[len(_read(journal)) :]
@@ -61,13 +59,12 @@ def main(words: Sequence[str]) -> int:
     if len(found) < len(asked):
         print(f"{len(found)} of {len(asked)} answers; run the same command again for the rest", file=sys.stderr)
         return 0
-    heading = report.heading(env.collect(), ["python", "lab/benchmarks/schemas.py", *words])
-    report.publish({**heading, "kind": "schemas", "model": Path(args.model).name, **summary(found)}, args.json)
+    script.publish(__file__, argv, {"kind": "schemas", "model": Path(args.model).name, **summary(found)}, args.json)
     return 0
 
 
 def _ask(args: argparse.Namespace, left: Sequence[tuple[str, int]], journal: Path) -> None:
-    """Answers in the order in which they are asked, until all are there or time is up."""
+    """Ask in order until all answers are there or time is up."""
     until = time.monotonic() + 60 * args.minutes
     engine = shoal.load(args.model)
     with Scheduler(engine, max_rows=args.rows) as scheduler, journal.open("a", encoding="utf-8") as file:
@@ -94,7 +91,7 @@ def _next(waiting: Iterator[tuple[str, int]], most: int) -> Iterator[tuple[str, 
 
 
 def question(name: str, place: int) -> list[dict[str, str]]:
-    """The messages that ask one schema's question about a subject."""
+    """The messages with one schema's question about a topic."""
     schema = json.dumps(SCHEMAS[name]["schema"])
     text = f"{SCHEMAS[name]['ask']}: {MODELS[place]}. Answer in JSON under this schema: {schema}"
     return [{"role": "user", "content": text}]
@@ -112,7 +109,7 @@ def verdict(schema: Any, text: str, reason: str) -> str:
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, of each schema where any answer was not valid too, and the texts of those answers."""
+    """Counts, also per schema with an answer that was not valid, and the texts of those answers."""
     kinds = Counter(one["verdict"] for one in found)
     short = [one for one in found if one["verdict"] != "valid"]
     return {
@@ -125,7 +122,7 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read(journal: Path) -> list[dict[str, Any]]:
-    """What has been answered; a last line that was cut off is asked again."""
+    """The answers so far; a truncated last line is asked again."""
     if not journal.exists():
         return []
     lines = journal.read_text("utf-8").splitlines(keepends=True)

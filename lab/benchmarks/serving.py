@@ -4,17 +4,17 @@
     python lab/benchmarks/serving.py --only streams,card,depth --minutes 10
     python lab/benchmarks/serving.py --model smollm2-135m --quick --out quick --pictures quick
 
-Every stage but two is one `shoal bench-serve` command, which is printed and stands in its result:
+Every stage but two is one `shoal bench-serve` command, which is printed and recorded in its result:
 
     streams   full depth, 1, 8 and 16 clients that ask again once answered
-    card      what a step costs with 1, 8 and 16 rows, for the predictions (no server)
-    depth     D3 beside full depth, 8 clients, waves, answers of one length
-    peers     8 and 16 clients beside transformers and llama.cpp on the same weights
-    mixed     D3 beside full depth, answers of random lengths, joining at once and in waves
-    arrivals  the same with requests at random moments
-    gain      what all that comes to, and what the cost cards predict (from the files, in seconds)
+    card      cost of a step with 1, 8 and 16 rows, for the predictions (no server)
+    depth     D3 and full depth, 8 clients, waves, answers of one length
+    peers     8 and 16 clients, with transformers and llama.cpp on the same weights
+    mixed     D3 and full depth, answers of random lengths, joining at once and in waves
+    arrivals  the same with requests at random times
+    gain      the summary, and the predictions of the cost cards (from the files, in seconds)
 
-Stages go in that order, the most telling first; `--only` picks some. Close everything else first.
+Stages run in that order, the most informative first; `--only` picks some. Close everything else first.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Stage:
     """A command.
 
     Attributes:
-        words: what sets it apart.
-        rounds: most rounds of it.
-        weight: minutes that it takes with the shape 1b on two cores; its share of the time.
+        argv: its own options.
+        rounds: most rounds.
+        weight: minutes that it takes with the shape 1b on two cores, which decide its share of the time.
     """
 
-    words: list[str]
+    argv: list[str]
     rounds: int
     weight: float
 
@@ -93,7 +93,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def chosen(only: str | None) -> list[str]:
-    """The stages that measure, in their order; SystemExit for an unknown name."""
+    """The measuring stages in order; SystemExit for an unknown name."""
     known = ["streams", "card", "depth", "peers", "mixed", "arrivals"]
     asked = [*known, "gain"] if only is None else only.split(",")
     if unknown := [name for name in asked if name not in (*known, "gain")]:
@@ -102,7 +102,7 @@ def chosen(only: str | None) -> list[str]:
 
 
 def stages(args: argparse.Namespace) -> dict[str, Stage]:
-    """Every stage that measures."""
+    """All measuring stages."""
     rates, answers = ("10,40", "8,16,24") if args.quick else (args.rates, args.answers)
     both = ["--methods", f"full,{D3}"]
     mixed = [*both, "--answers", answers, "--admission", "join,waves"]
@@ -125,40 +125,40 @@ def perform(name: str, stage: Stage, minutes: float, args: argparse.Namespace) -
         return
     rounds = 1 if args.quick else args.rounds or stage.rounds
     lengths = ["--context", str(args.words), "--new-tokens", str(16 if args.quick else args.new_tokens)]
-    # a quarter of the time is for writing weights, loading and warming up, which the command does not count
+    # A quarter of the time is for writing weights, loading and warming up, which the command does not count.
     how = ["--rounds", str(rounds), "--minutes", f"{0.75 * minutes:.2f}"]
-    what = [*model(args), "--dtype", args.dtype, *lengths, *stage.words, *how]
+    what = [*model(args), "--dtype", args.dtype, *lengths, *stage.argv, *how]
     shoal(["bench-serve", *what, "--json", str(shown(args.out / f"{name}.json"))])
 
 
 def model(args: argparse.Namespace) -> list[str]:
-    """The words that name the weights."""
+    """The options that name the weights."""
     return ["--model", args.model] if args.model else ["--shape", args.shape or "1b"]
 
 
 def shown(path: Path) -> Path:
-    """As it is written in commands: from the working directory where it lies there."""
+    """The path as commands show it: relative to the working directory if it lies there."""
     whole = path.resolve()
     return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
 
 
-def shoal(words: list[str]) -> None:
-    """One command, stopped with this script: its servers end with it."""
-    print("shoal", shlex.join(words), flush=True)
-    running = subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=subprocess.PIPE, text=True)
+def shoal(argv: list[str]) -> None:
+    """Run one command; if this script is stopped, the command's servers end too."""
+    print("shoal", shlex.join(argv), flush=True)
+    running = subprocess.Popen([sys.executable, "-m", "shoal", *argv], stdout=subprocess.PIPE, text=True)
     try:
         said, _ = running.communicate()
     except BaseException:
         running.terminate()
         running.wait()
         raise
-    print("\n".join(said.splitlines()[:-1]), flush=True)  # the last line is the result, which lies in its file
+    print("\n".join(said.splitlines()[:-1]), flush=True)  # the last line is the result, which is in its file
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, running.args)
 
 
 def measure_cards(args: argparse.Namespace) -> None:
-    """Cost cards for some numbers of rows, from contexts as long as those of the load."""
+    """Cost cards for some numbers of rows, with contexts as long as those of the load."""
     from shoal import catalog
     from shoal.cli import env
     from shoal.engine.loading.device import as_dtype
@@ -171,15 +171,15 @@ def measure_cards(args: argparse.Namespace) -> None:
     engine = what.engine(as_dtype(args.dtype), "cpu", "auto", None)
     contexts, began = (args.words, 4 * args.words), time.perf_counter()
     cards = [measure(engine, rows=rows, contexts=contexts).to_dict() for rows in CARD_ROWS]
-    words = ["lab/benchmarks/serving.py", *model(args), "--dtype", args.dtype, "--words", str(args.words)]
+    argv = ["lab/benchmarks/serving.py", *model(args), "--dtype", args.dtype, "--words", str(args.words)]
     found = report.framed(
         {"seconds": time.perf_counter() - began, "cost_cards": [{"quant": None, **card} for card in cards]},
-        what, Setting(args.dtype, threads=_threads()), machine=env.collect(), command=[*words, "--only", "card"],
+        what, Setting(args.dtype, threads=_threads()), machine=env.collect(), command=[*argv, "--only", "card"],
     )
     report.write(found, args.out / "card.json")
     print(json.dumps(found["cost_cards"]), flush=True)
     del engine
-    gc.collect()  # gigabytes that the servers need
+    gc.collect()  # frees gigabytes that the servers need
 
 
 def _threads() -> int:

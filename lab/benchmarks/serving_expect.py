@@ -1,8 +1,9 @@
-"""What a load should bring by the cost cards: the scheduler's turns gone through on paper, second by second.
+"""Expected results of a load from cost cards: a simulation of the scheduler's turns.
 
-Cards for several numbers of rows say what a forward costs; between them costs are read off straight lines. A layer
-costs what it costs with as many rows as still run it: rows of different ages undo each other's savings, rows in phase
-do not. Clients, HTTP and text cost nothing here, so a server should come close to these figures and not beat them.
+Cards for several numbers of rows give the cost of a forward, with linear interpolation in between. A layer costs what
+it costs with the number of rows that still run it: rows of different ages undo each other's savings, rows in phase do
+    not.
+Clients, HTTP and text are free here, so a server should come close to these figures and not beat them.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from shoal_lab.bench.load.trace import Trace
 from shoal_lab.components.cost import CostCard, attended
 
 CHUNK = 256
-"""Prompt tokens of one forward, as `shoal serve` has it by default."""
+"""Prompt tokens of one forward, the default of `shoal serve`."""
 Point = tuple[float, float]
 
 
 def in_phase(card: CostCard, plan: DepthPlan, prompt: int, answer: int) -> float:
-    """Tokens a second of a closed loop whose rows, as many as the card's, always start together.
+    """Tokens per second of a closed loop whose rows, as many as the card's, always start together.
 
     Args:
         card: measured with that many rows.
-        plan: of every row.
+        plan: plan of every row.
         prompt, answer: tokens of each request.
     """
     return card.rows * answer / card.predict(plan, prompt, answer)
@@ -36,7 +37,7 @@ def in_phase(card: CostCard, plan: DepthPlan, prompt: int, answer: int) -> float
 
 @dataclass
 class _Row:
-    """A request under way; `made` counts its tokens."""
+    """A request in progress; `made` counts its tokens."""
 
     number: int
     due: float
@@ -77,11 +78,11 @@ class Costs:
         return [(card.rows, part(card)) for card in self._cards]
 
     def prompts(self, tokens: int) -> float:
-        """A forward over so many prompt tokens, of all rows together."""
+        """Seconds of a forward over that many prompt tokens, of all rows together."""
         return on_line(self._prompts, tokens)
 
     def step(self, rows: Sequence[tuple[DepthPlan, int, int]]) -> float:
-        """A forward over one token of each row.
+        """Seconds of a forward over one token of each row.
 
         Args:
             rows: plan, step index and positions of each, the new token's own included.
@@ -94,7 +95,7 @@ class Costs:
 
 
 def on_line(points: Sequence[Point], place: float) -> float:
-    """Straight lines between points, level before the first of them, straight on after the last."""
+    """Linear interpolation between points, constant before the first, extrapolated after the last."""
     if len(points) == 1 or place <= points[0][0]:
         return points[0][1]
     index = min(max(bisect_left(points, (place, float("-inf"))), 1), len(points) - 1)
@@ -104,13 +105,13 @@ def on_line(points: Sequence[Point], place: float) -> float:
 
 @dataclass(frozen=True)
 class House:
-    """A server on paper.
+    """A simulated server.
 
     Attributes:
-        costs: of its forwards.
-        plan: of a request, by the number of tokens that it asks for.
-        waves: whether requests start together; else they join at once.
-        max_rows: most answers under way.
+        costs: costs of its forwards.
+        plan: plan of a request, by the number of tokens that it asks for.
+        waves: whether requests start together; otherwise they join at once.
+        max_rows: most requests in progress.
         prompt: tokens of every prompt.
         chunk: most prompt tokens of a forward.
     """
@@ -123,12 +124,12 @@ class House:
     chunk: int = CHUNK
 
     def serve(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
-        """What the clients would see of a turn, request by request."""
+        """The clients' traces of a turn, request by request."""
         return _Run(self, turn, prompts).through()
 
 
 class _Run:
-    """One turn of a load; the steps are those of `shoal.engine.scheduling.scheduler.Scheduler.turn`."""
+    """One turn of a load; the steps follow `shoal.engine.scheduling.scheduler.Scheduler.turn`."""
 
     def __init__(self, house: House, turn: LoadPhase, prompts: Prompts) -> None:
         moments = list(turn.arrivals()) if turn.load.rate is not None else [0.0] * (turn.requests or 1)
@@ -141,7 +142,7 @@ class _Run:
         return _Row(number, due, answer, self._house.plan(answer))
 
     def through(self) -> list[Trace]:
-        """Until all have been answered."""
+        """Run until all requests have been answered."""
         traces: dict[int, Trace] = {}
         while self._coming or self._waiting or self._rows:
             self._arrive()
@@ -191,7 +192,7 @@ class _Run:
                     row.times.append(self._now)
 
     def _step(self) -> None:
-        """One forward over the rows that decode; a wave waits for its last prompt."""
+        """One forward over the decoding rows; a wave waits for its last prompt."""
         decoding = [row for row in self._rows if 0 < row.made < row.answer]
         reading = any(not row.made for row in self._rows)
         if decoding and not (reading and self._house.waves and not self._under_way):

@@ -1,4 +1,4 @@
-"""What the measured loads come to: the aims, and D3's gain over full depth beside what the cost cards predict."""
+"""Summary of the measured loads: the aims, and D3's gain over full depth compared with the cost cards' prediction."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from shoal_lab.cli import bench_serve
 from shoal_lab.components.cost import CostCard
 
 STREAMS, BASELINES, KEPT = 3.0, 1.0, 0.8
-"""Aims: speed of many streams over one, ours over a peer's, and the share of the predicted gain that is measured."""
+"""Aims: speed of many streams over one, ours over a baseline's, and the measured share of the predicted gain."""
 MEAN = 0.6
 Report = dict[str, Any]
 
 
 def publish(out: Path, pictures: Path, command: list[str]) -> None:
-    """Write gain.json and the picture from what lies in `out`, and print the aims."""
+    """Write gain.json and the plot from the reports in `out`, and print the aims."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(out.glob("*.json"))}
     result = {**report.heading(env.collect(), command), "aims": list(aims(found)), "gains": list(gains(found))}
     report.write(result, out / "gain.json")
@@ -44,7 +44,7 @@ def publish(out: Path, pictures: Path, command: list[str]) -> None:
 
 
 def aims(found: dict[str, Report]) -> Iterator[dict[str, Any]]:
-    """What was aimed at, and what came of it."""
+    """The aims, and whether they were reached."""
     if "streams" in found:
         speeds = {one["concurrency"]: one["tokens_per_second"]["median"] for one in found["streams"]["results"]}
         for streams in sorted(speeds)[1:]:
@@ -64,7 +64,7 @@ def _aim(what: str, measured: float, aim: float) -> dict[str, Any]:
 
 
 def gains(found: dict[str, Report]) -> Iterator[dict[str, Any]]:
-    """D3's gain in every load that has it: in tokens/s where clients wait, in mean latency where they do not."""
+    """D3's gain in every load with it: tokens/s if clients wait, mean latency if they do not."""
     for stage in ("depth", "mixed", "arrivals"):
         for one in found.get(stage, {}).get("results", ()):
             if one["label"].startswith("d3"):
@@ -95,7 +95,7 @@ def _measured(load: Report, one: Report) -> dict[str, float]:
 
 
 def _on_paper(load: Report, one: Report, cards: list[CostCard], policy: str) -> dict[str, float]:
-    """The same gain of servers on paper, round by round."""
+    """The same gain of simulated servers, round by round."""
     wish, layers = _wish(load), len(cards[0].windows)
     prompt = round(one["prompt_tokens"] / one["requests"])
     house = partial(House, Costs(cards), waves=policy == "waves", max_rows=16, prompt=prompt)
@@ -116,7 +116,7 @@ def _latency(traces: list[Trace]) -> float:
 
 
 def _in_phase(load: Report, one: Report, card: CostCard) -> dict[str, float]:
-    """The ratio of `CostCard.predict` alone."""
+    """The ratio by `CostCard.predict` alone."""
     layers, answer = len(card.windows), _wish(load).prompts.new_tokens[0]
     prompt = round(one["prompt_tokens"] / one["requests"])
     full, d3 = (in_phase(card, plan, prompt, answer) for plan in (DepthPlan.full(layers), _d3(layers, answer)))
@@ -124,7 +124,7 @@ def _in_phase(load: Report, one: Report, card: CostCard) -> dict[str, float]:
 
 
 def _wish(load: Report) -> LoadConfig:
-    """What the load's command asked for."""
+    """The load that the command asked for."""
     parser = Parser(add_help=False)
     bench_serve.add_arguments(parser)
     return bench_serve.wish_of(parse(parser, shlex.split(current(load["command"]))[2:]))

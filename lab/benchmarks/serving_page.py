@@ -1,4 +1,4 @@
-"""Reports of loads as a section of a page: what was aimed at, what D3 gains, and every table with its command."""
+"""Load reports as a section of a page: the aims, D3's gains, and every table with its command."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _STAGES = {
 }
 _HEADER = ["system", "load", "tokens/s", "TTFT p50, p90 ms", "TPOT p50, p90 ms", "failed", "cores"]
 _LOAD = "load-"
-"""How the names of reports begin that have other servers on the same GGUF file."""
+"""Prefix of reports with other servers on the same GGUF file."""
 _FENCE = "<!-- not run: measures for minutes -->\n```sh\n"
 
 
 def section(reports: Mapping[str, Mapping[str, Any]], picture: str) -> str:
-    """Markdown for the reports that `lab/benchmarks/serving.py` has written; nothing where there are none.
+    """Markdown for the reports of `lab/benchmarks/serving.py`; empty if there are none.
 
     Args:
-        reports: by the name of their stage; `gain` is the summary.
-        picture: where the picture lies, from the page.
+        reports: reports by the name of their stage; `gain` is the summary.
+        picture: path of the plot, relative to the page.
     """
     parts = [_summary(reports["gain"], picture)] if "gain" in reports else []
     parts += [_stage(title, reports[name]) for name, title in _STAGES.items() if name in reports]
@@ -65,7 +65,7 @@ def _stage(title: str, report: Mapping[str, Any]) -> str:
 
 
 def _files(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One table of all loads on GGUF files, those of a file by the number of clients."""
+    """One table of all loads on GGUF files, by file and number of clients."""
     if not reports:
         return []
     found = sorted(reports, key=lambda report: (report["subject"]["name"], report["results"][0]["concurrency"]))
@@ -80,7 +80,7 @@ def _files(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _times(one: Mapping[str, Any]) -> str:
-    """Of Shoal over the others."""
+    """Ratios of Shoal over the others."""
     others = one["times_the_speed_of"] if one["system"] == "shoal" else {}
     return ", ".join(f"{name.split()[0]} {spread(value, '{:.2f}')}" for name, value in others.items())
 

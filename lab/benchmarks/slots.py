@@ -1,50 +1,44 @@
-"""What it costs a cache that a row joins, or leaves: rows come one by one, and go one by one in any order.
+"""Cost of rows that join or leave a cache: they join one by one, and leave one by one in any order.
 
     python lab/benchmarks/slots.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--rows 64]
         [--tokens 4000] [--first TOKENS] [--json OUT]
 
-The first row may have another number of tokens. What a row reads is stored apart: where memory is taken as it is
-written to, that takes longer. Memory is the largest resident set above that of the imports.
-The last line on stdout is the result as JSON.
+The first row may have another number of tokens. Writing a row's tokens is timed separately, because memory that is
+allocated on first write makes it slower. Memory is the largest resident set above that of the imports. The last line on
+stdout is the result as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.cli import env
+import script
 from shoal.engine.loading.device import as_dtype
 from shoal.model.kv.cache import KVCache
-from shoal_lab.bench import report
 from shoal_lab.bench.shapes import config_of
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--shape", default="135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, default=6, help="all cost the same")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--first", type=int, help="tokens of the first row")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    command = ["lab/benchmarks/slots.py", *sys.argv[1:]]
     lengths = [args.first or args.tokens, *[args.tokens] * (args.rows - 1)]
-    measured = measure(args.shape, args.dtype, args.layers, lengths)
-    result = {**report.heading(env.collect(), command), **measured}
-    report.publish(result, args.json)
+    found = measure(args.shape, args.dtype, args.layers, lengths)
+    script.publish(__file__, sys.argv[1:], found, args.json)
 
 
 def measure(shape: str, dtype: str, layers: int, lengths: list[int]) -> dict[str, Any]:

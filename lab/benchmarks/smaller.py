@@ -1,12 +1,12 @@
-"""What less weight brings in time: models that `shoal prune` wrote, and methods that run less, beside the whole model.
+"""Speed of models with fewer weights: outputs of `shoal prune`, and methods that run less, against the whole model.
 
     python lab/benchmarks/smaller.py --model M [--others SMALLER,M@int4,...] [--methods d3:mean=0.9,read_me:part=P]
         [--dtype bfloat16] [--rounds 10] [--new-tokens 96] [--json OUT]
 
-Every round each of them writes as many tokens behind the same prompt, greedily, in turns. `speed` is the whole model's
-time of a step over theirs, by round, with a 95 % interval; `ideal` the same of the bytes that a step reads: weights of
-what runs, of the head what was read where bounds of the logits spare some of it (`head_bytes`), keys and values;
-`realised` is one over the other. The last line on stdout is the result as JSON.
+In every round each of them decodes as many tokens after the same prompt, greedily, in turns. `speed` is the whole
+model's time of a step over theirs, by round, with a 95 % interval. `ideal` is the same ratio for the bytes that a step
+reads: weights that run, the part of the LM head that is read if bounds of the logits save some (`head_bytes`), keys and
+values. `realised` is one over the other. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal_lab.bench import idle, report
+from shoal_lab.bench import idle
 from shoal_lab.bench.rounds import figure, in_order, ratio
 from shoal_lab.cli.eval_distance import quantised
 from shoal_lab.components.cost import Traffic
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name:40} {row['speed']['median']:.3f} ideal {row['ideal']:.3f} realised {row['realised']:.3f}",
               file=sys.stderr)
     engine = systems[FULL][0]
-    report.publish({
-        **report.heading(env.collect(), ["python", "lab/benchmarks/smaller.py", *argv]), "kind": "smaller",
+    script.publish(__file__, argv, {
+        "kind": "smaller",
         "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
         "new_tokens": args.new_tokens, "idle": {"before": before}, "rows": rows, "times": times,
     }, args.json)
@@ -73,13 +73,13 @@ def candidates(args: argparse.Namespace) -> Iterator[tuple[str, tuple[Engine, Me
 
 
 def step_seconds(engine: Engine, method: Method, new_tokens: int) -> float:
-    """Mean of the steps of an answer, all but its first one."""
+    """Mean seconds of an answer's steps, except its first."""
     stats = engine.generate(PROMPT, method=method, max_new_tokens=new_tokens, ignore_eos=True).stats
     return stats.decode_seconds / (stats.new_tokens - 1)
 
 
 def head_bytes(engine: Engine, method: Method, new_tokens: int) -> float:
-    """What such an answer reads of the head per token, counted where the kernels do."""
+    """Bytes of the LM head that such an answer reads per token, counted by the kernels."""
     if not hasattr(engine.stack, "head_read"):
         return engine.stack.weights.head.nbytes
     before = engine.stack.head_read
@@ -88,7 +88,7 @@ def head_bytes(engine: Engine, method: Method, new_tokens: int) -> float:
 
 
 def step_bytes(engine: Engine, method: Method, head: float, new_tokens: int) -> float:
-    """What such a step reads, `head` of the head."""
+    """Bytes that such a step reads, `head` of them of the LM head."""
     stack, recipe = engine.stack, engine.recipe(method, new_tokens)
     layers: Any = stack.weights.layers
     layer = sum(one.nbytes for one in layers) / len(layers)
@@ -103,7 +103,7 @@ def step_bytes(engine: Engine, method: Method, head: float, new_tokens: int) -> 
 
 
 def told(full: Sequence[float], some: Sequence[float], full_bytes: float, some_bytes: float) -> dict[str, Any]:
-    """What was found of one of them."""
+    """The figures of one candidate."""
     faster, ideal = [a / b for a, b in zip(full, some, strict=True)], full_bytes / some_bytes
     return {"seconds": figure(some), "step_bytes": round(some_bytes), "speed": ratio(faster), "ideal": ideal,
             "realised": figure(faster)["median"] / ideal}
@@ -111,14 +111,13 @@ def told(full: Sequence[float], some: Sequence[float], full_bytes: float, some_b
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--others", default="", help="checkpoints; M@int8 or M@int4 is quantised")
     parser.add_argument("--methods", type=methods_from, default="", help="as in `shoal bench`")
     parser.add_argument("--dtype")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 

@@ -1,9 +1,9 @@
-"""Speed beside distance: what `smaller.py` timed and `shoal eval --measure distance` measured, joined by name.
+"""Speed and distance: the results of `smaller.py` and `shoal eval --measure distance`, joined by name.
 
     python lab/benchmarks/smaller_table.py --model NAME SPEED.json,... DISTANCE.json,... [--model ...] [--plot OUT.png]
 
-Prints a Markdown table per model; the picture, which needs matplotlib, has a panel for each. Names that the first or
-the second has alone are left out, as are the full model's own.
+Prints a Markdown table per model; the plot, which needs matplotlib, has a panel for each. Names that only one of them
+has are left out, and so are the full model's own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _reports(names: str) -> Iterator[Mapping[str, Any]]:
 
 
 def joined(speeds: Iterator[Mapping[str, Any]], distances: Iterator[Mapping[str, Any]]) -> Rows:
-    """What was both timed and measured, by name, the slowest first; of what was timed again the first time counts."""
+    """Candidates that were both timed and measured, by name, the slowest first; the first timing counts."""
     timed = {name: row for report in reversed([*speeds]) for name, row in report["rows"].items() if name != "full"}
     measured = {row["label"]: row for report in distances for row in report["distance"]["rows"]}
     both = {name: {**timed[name], **measured[name]} for name in timed if name in measured}
@@ -61,21 +61,21 @@ def line(named: tuple[str, Mapping[str, Any]]) -> str:
 
 
 def draw(models: Mapping[str, Rows], path: Path) -> None:
-    """Divergence against measured speed: what loses less lies lower, what is faster further right."""
+    """Divergence over measured speed: lower loses less, further right is faster."""
     from matplotlib.figure import Figure
 
     from shoal_lab.eval.plots import bare
 
     figure = Figure(figsize=(4.6 * len(models), 4.2), layout="constrained")
     for axes, (model, rows) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
-        for kind, (colour, words) in _KINDS.items():
+        for kind, (colour, label) in _KINDS.items():
             found = [row for name, row in rows.items() if kind in re.split(r"[@:-]", name)]
             found.sort(key=lambda row: row["kl"]["mean"])
             times, values = [row["speed"]["median"] for row in found], [row["kl"] for row in found]
             errors = [[one["mean"] - one["low"] for one in values], [one["high"] - one["mean"] for one in values]]
-            axes.errorbar(times, [one["mean"] for one in values], yerr=errors, marker="s" if words is None else "o",
-                          color=colour, label=words if found else None)
-            if found and words is None:
+            axes.errorbar(times, [one["mean"] for one in values], yerr=errors, marker="s" if label is None else "o",
+                          color=colour, label=label if found else None)
+            if found and label is None:
                 axes.annotate(kind, (times[0], values[0]["mean"]), (5, 5), textcoords="offset points")
         axes.set(title=model, xlabel="times faster, measured", ylabel="KL, nats per token", yscale="log")
         bare(axes)

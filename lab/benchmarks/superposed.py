@@ -1,56 +1,53 @@
-"""How often k drafts hold the next words of a real text: superposed, drawn, and by beam search.
+"""How often k drafts contain the next tokens of a real text: superposed, sampled, and by beam search.
 
     python lab/benchmarks/superposed.py --model FILE --text FILE [--corpus FILE] [--prompts 320] [--k 3] [--json OUT]
 
-From a text come prompts of 48 tokens, evenly spread; a draft covers a place where its first n tokens are those that
-follow, n = 1 to 4. Superposed drafts are taken with n-grams of the prompt, of a corpus where one is given, and without;
-nucleus sampling draws k times (top_p 0.9, each draw with a seed of its own); beam search keeps k by the model's
-log-probability. Shares have Wilson's 95 % intervals, differences to nucleus sampling paired ones. Forwards are counted
-with the rows in each. The last line on stdout is the report as JSON.
+Prompts of 48 tokens are evenly spread over a text; a draft covers a place if its first n tokens are those that follow,
+n = 1 to 4. Superposed drafts are made with n-grams of the prompt, of a corpus if one is given, and without; nucleus
+sampling draws k times (top_p 0.9, each draw with its own seed); beam search keeps k by the model's log-probability.
+Shares have Wilson's 95 % intervals, differences to nucleus sampling paired ones. Forwards are counted with their rows.
+The last line on stdout is the report as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import script
 import shoal
-from shoal.cli import env
-from shoal_lab.bench import report
 from shoal_lab.eval.paired import accuracy_difference, wilson
 
 PROMPT, LONGEST = 48, 4
 Drafts = list[tuple[int, ...]]
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Draft, compare and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--corpus")
     parser.add_argument("--prompts", type=int, default=320)
     parser.add_argument("--k", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     engine = shoal.load(args.model)
     places = spread(engine, args.text.read_text("utf-8"), args.prompts)
     ways = {name: way(engine, args.k) for name, way in ways_of(args.corpus).items()}
     found = {name: [draft(prompt) for prompt, _ in places] for name, draft in ways.items()}
     result = {
-        **report.heading(env.collect(), ["python", "lab/benchmarks/superposed.py", *words]), "kind": "superposed",
+        "kind": "superposed",
         "model": Path(engine.model_name).name, "text": args.text.name, "prompts": len(places), "k": args.k,
         "coverage": summary({name: covered(one, places) for name, one in found.items()}),
     }  # fmt: skip
-    report.publish(result, args.json)
+    script.publish(__file__, argv, result, args.json)
     return 0
 
 
 def spread(engine: shoal.Engine, text: str, count: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts and what follows them, evenly spread over the text."""
+    """Prompts and the tokens that follow them, evenly spread over the text."""
     ids: list[int] = engine.tokenizer(text)["input_ids"]
     step = (len(ids) - PROMPT - LONGEST) // count
     if step < 1:
@@ -63,7 +60,7 @@ Draft = Callable[[list[int]], Drafts]
 
 
 def ways_of(corpus: str | None) -> dict[str, Callable[[shoal.Engine, int], Draft]]:
-    """How drafts are made."""
+    """Drafters by name."""
 
     def superposed(**knobs: Any) -> Callable[[shoal.Engine, int], Draft]:
         return lambda engine, k: lambda prompt: of_result(
@@ -80,7 +77,7 @@ def ways_of(corpus: str | None) -> dict[str, Callable[[shoal.Engine, int], Draft
 
 
 def of_result(result: shoal.Result) -> Drafts:
-    """The answer and the others."""
+    """The answer and its alternatives."""
     return [result.tokens, *(tokens for _, tokens, _ in result.alternatives)]
 
 
@@ -93,7 +90,7 @@ def nucleus(engine: shoal.Engine, k: int) -> Draft:
 
 
 def beam(engine: shoal.Engine, k: int) -> Draft:
-    """Beam search of width k, each beam read anew."""
+    """Beam search of width k; each beam is read again in every step."""
 
     def search(prompt: list[int]) -> Drafts:
         beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -109,7 +106,7 @@ def beam(engine: shoal.Engine, k: int) -> Draft:
 
 
 def covered(drafts: Sequence[Drafts], places: Sequence[tuple[list[int], list[int]]]) -> dict[int, list[bool]]:
-    """For each n, at which places one of the drafts begins with the next n tokens."""
+    """For each n, the places at which one of the drafts begins with the next n tokens."""
     return {n: [any(list(one[:n]) == after[:n] for one in several)
                 for several, (_, after) in zip(drafts, places, strict=True)] for n in range(1, LONGEST + 1)}
 

@@ -1,15 +1,14 @@
-"""Trees of guesses on a real model: are their nodes bit-equal to the chains of their paths, and what does a tree cost?
+"""Trees of guesses on a real model: are their nodes bit-equal to chains of their paths, and what does a tree cost?
 
     python lab/benchmarks/trees.py --model FILE --json OUT [--trees 100] [--rounds 40] [--forms none,kv_int8,kv_int4]
 
-For each form of the KV random trees of 2 to 64 nodes follow texts of 20 to 1,100 tokens; the logits of every node are
-compared with those at the end of its path, fed as a straight text. Then steps are timed in turn: a tree, a chain of as
-many nodes, and one token. The last line on stdout is the report as JSON; exit code 1 where a node differs.
+For each KV format, random trees of 2 to 64 nodes follow texts of 20 to 1,100 tokens; the logits of every node are
+compared with those at the end of its path, fed as a chain. Then steps are timed in turn: a tree, a chain of as many
+nodes, and one token. The last line on stdout is the report as JSON; the exit code is 1 if a node differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -21,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import script
 import shoal
-from shoal.cli import env
 from shoal.cli.options.method_list import methods_from
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.stack import SequenceChunk
-from shoal_lab.bench import idle, report
+from shoal_lab.bench import idle
 
 TIMED = (8, 16, 24, 48)
 """Nodes of the trees that are timed."""
 
 
 class Text:
-    """A text in the cache, stored in one form, after which trees are fed and forgotten."""
+    """A text in the cache in one format, after which trees are fed and rolled back."""
 
     def __init__(self, engine: Any, form: str, ids: Sequence[int]) -> None:
         self.stack, self.plan = engine.stack, DepthPlan.full(engine.stack.num_layers)
@@ -49,7 +48,7 @@ class Text:
             self.cache.commit(0, range(len(some)))
 
     def logits(self, ids: Sequence[int], parents: Sequence[int] | None = None) -> Tensor:
-        """Of all nodes of a tree, or of a chain; nothing of it stays."""
+        """Logits of all nodes of a tree, or of a chain, which is then rolled back."""
         depths = None if parents is None else depths_of(parents)
         chunk = SequenceChunk(0, ids, [0] * len(ids), self.plan, parents, depths, wanted=len(ids))
         found: Tensor = self.stack.forward([chunk], self.cache)
@@ -79,7 +78,7 @@ def random_tree(dice: random.Random, size: int) -> list[int]:
 
 
 def differing(text: Text, dice: random.Random, vocabulary: int) -> tuple[int, int]:
-    """Nodes of one random tree, and how many of them are not the ends of their paths."""
+    """Nodes of one random tree, and how many differ from the ends of their paths."""
     parents = random_tree(dice, dice.choice((dice.randint(2, 12), dice.randint(2, 64))))
     ids = [dice.randrange(vocabulary) for _ in parents]
     found, wrong = text.logits(ids, parents), set[int]()
@@ -124,23 +123,22 @@ def timed(text: Text, rounds: int, vocabulary: int) -> dict[str, Any]:
     return found
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Compare, time, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--trees", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--forms", default="none,kv_int8,kv_int4,kv_int4:keys=8")
     parser.add_argument("--dtype", help="of the KV that has no form of its own: float32 or bfloat16")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     engine = shoal.load(args.model, **({} if args.dtype is None else {"dtype": args.dtype}))
     prose = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")
     ids = engine.tokenizer(prose)["input_ids"][:1200]
     forms = {form: compared(engine, form, ids, args.trees) for form in args.forms.split(",")}
     times = timed(Text(engine, "none", ids[:600]), args.rounds, engine.stack.vocab_size) if args.rounds else None
-    report.publish({
-        **report.heading(env.collect(), ["python", "lab/benchmarks/trees.py", *words]), "kind": "trees",
+    script.publish(__file__, argv, {
+        "kind": "trees",
         "model": Path(args.model).name, "vectors": native.vector_set(), "threads": torch.get_num_threads(),
         "idle": idle.watch(0.5), "forms": forms, "milliseconds": times,
     }, args.json)

@@ -1,12 +1,13 @@
-"""The kernels' sets of vectors beside each other on one processor: prompts, and rows that decode together.
+"""The kernels' vector sets compared on one processor: prefill, and rows that decode together.
 
     python lab/benchmarks/vectors.py --model MODEL --text TEXT [--quant int8] [--sets amx,avx512] [--rounds 6]
         [--json OUT]
 
-`amx/whole` among the sets reads all of the head where `amx` finds the likeliest token by bounds.
+The set `amx/whole` reads the whole LM head where `amx` finds the argmax by bounds.
 
-A process per set, told by SHOAL_NATIVE, all loaded at once; they take turns by the round, every other round backwards.
-Ratios are of times within a round, the last set's over the first one's. The last line on stdout is the result as JSON.
+A process per set, chosen by SHOAL_NATIVE, all loaded at once; they take turns by the round, every other round
+backwards. Ratios are of times within a round, the last set's over the first one's. The last line on stdout is the
+result as JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+import script
 import shoal
 from shoal.cli import env
 from shoal.engine.engine import Engine
@@ -34,13 +36,12 @@ _WHOLE = "/whole"
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--quant", choices=("int8", "int4"))
     parser.add_argument("--sets", default="amx,avx512", help="what SHOAL_NATIVE may be")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -51,7 +52,7 @@ def main() -> None:
         return
     sets = args.sets.split(",")
     machine, processes = env.collect(), {vectors: started(vectors) for vectors in sets}
-    for process in processes.values():  # loads, and warms up
+    for process in processes.values():  # load, and warm up
         ask(process, "prompt of 64")
     before = idle.snapshot([process.pid for process in processes.values()])
     times: dict[str, dict[str, list[float]]] = {label: {vectors: [] for vectors in sets} for label in WORK}
@@ -62,7 +63,7 @@ def main() -> None:
     busy = idle.others(before, idle.snapshot([process.pid for process in processes.values()]))
     for process in processes.values():
         process.kill()
-    heading = report.heading(machine, ["lab/benchmarks/vectors.py", *sys.argv[1:]])
+    heading = script.heading(__file__, sys.argv[1:], machine)
     work = {label: {"seconds": {vectors: rounds.figure(values) for vectors, values in found.items()},
                     "ratio": rounds.ratio(b / a for a, b in zip(found[sets[0]], found[sets[-1]], strict=True)),
                     "times": found} for label, found in times.items()}
@@ -71,13 +72,13 @@ def main() -> None:
 
 def started(vectors: str) -> subprocess.Popen[str]:
     """A process that runs on these vectors and answers line by line."""
-    words = [sys.executable, __file__, *sys.argv[1:], "--serve", vectors]
+    argv = [sys.executable, __file__, *sys.argv[1:], "--serve", vectors]
     environment = {**os.environ, "SHOAL_NATIVE": vectors.removesuffix(_WHOLE)}
-    return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def ask(process: subprocess.Popen[str], label: str) -> float:
-    """Seconds of one piece of work there."""
+    """Seconds of one piece of work in a process."""
     assert process.stdin is not None and process.stdout is not None
     print(label, file=process.stdin, flush=True)
     return float(json.loads(process.stdout.readline()))
@@ -86,10 +87,10 @@ def ask(process: subprocess.Popen[str], label: str) -> float:
 def serve(engine: Engine, text: str) -> None:
     """The other side of `ask`."""
     assert native.vector_set() == os.environ["SHOAL_NATIVE"], native.vector_set()
-    words: list[int] = engine.tokenizer(text)["input_ids"]
-    for number, line in enumerate(sys.stdin):  # no prompt twice: nothing is found again
+    tokens: list[int] = engine.tokenizer(text)["input_ids"]
+    for number, line in enumerate(sys.stdin):  # prompts differ, so that no prefix is found again
         length, rows, new = WORK[line.rstrip()]
-        prompts = [[*words[row : row + length - 1], words[2000 + number]] for row in range(rows)]
+        prompts = [[*tokens[row : row + length - 1], tokens[2000 + number]] for row in range(rows)]
         began = time.perf_counter()
         stats = engine.generate(prompts, max_new_tokens=new, ignore_eos=True)[0].stats
         print(stats.decode_seconds if new > 1 else time.perf_counter() - began, flush=True)

@@ -1,4 +1,4 @@
-"""Why depth schedules lose what they lose: KL by depth of a position, by depth of its context, and by sublayer.
+"""Why depth schedules lose quality: KL by depth of a position, by depth of its context, and by sublayer.
 
     python lab/benchmarks/why.py --model FILE.gguf --data DIR --out DIR [--n 15] [--minutes 5]
         [--parts depth,context,...]
@@ -8,11 +8,11 @@ On the full model's own answers, with depths in the model's removal order:
     depth      every token at one depth; and a token at that depth whose context ran all layers
     context    a token at one depth, its context at another
     orders     every token at one depth, layers removed in other orders
-    sublayers  without the attention or the MLP of one layer, beside the bytes that this saves
-    schedule   the best depths by position that `depth` implies, on prompts that it did not see, beside D3 and others
+    sublayers  without the attention or the MLP of one layer, and the bytes that this saves
+    schedule   the best depths by position according to `depth`, on other prompts, compared with D3 and others
 
-What is measured is kept under --out, where a run of `shoal eval --measure distance` may have left its answers; the same
-command goes on from there. The report is written to DIR/why.json.
+Outcomes are kept under --out, where a run of `shoal eval --measure distance` may have left its answers; the same
+command resumes. The report is written to DIR/why.json.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from typing import Any
 
 import torch
 
-from shoal.cli import env
+import script
 from shoal.cli.options import common
 from shoal.depth.order import removal_order
 from shoal.methods import make
-from shoal_lab.bench import report
 from shoal_lab.eval import suites, why
 from shoal_lab.eval.controls import ControlSetting, controls, schedule, setting
 from shoal_lab.eval.decoders import Candidate, candidate
@@ -49,9 +48,9 @@ PARTS = ("depth", "context", "orders", "sublayers", "schedule")
 OUTCOMES = Mapping[str, Mapping[str, Any]]
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Measure what is missing, write and print the report."""
-    args = arguments(words)
+    args = arguments(argv)
     torch.set_num_threads(args.threads)
     model = SimpleNamespace(model=args.model, dtype=None, device=None, quant=None, backend="auto", revision=None,
                             trust_remote_code=False, no_card=False)
@@ -67,14 +66,14 @@ def main(words: Sequence[str]) -> int:
     asked = Asked(distances, texts, setting(engine, Lengths(tuple(len(text.answer) for text in texts)), 1.1,
                                             args.max_new_tokens), [float(x) for x in args.speedups.split(",")])
     found = {part: getattr(asked, part)() for part in args.parts.split(",")}
-    made = {**report.heading(env.collect(), ["python", "lab/benchmarks/why.py", *words]), **engine_facts(engine),
+    made = {**script.heading(__file__, argv), **engine_facts(engine),
             "order": list(asked.at.order), "bin": BIN, **found}
     (args.out / "why.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(shown(made)))
     return 0
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -87,11 +86,11 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--minutes", type=float, help="begin no further texts after so long")
     parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 class Asked:
-    """The questions, put to one model and some texts."""
+    """Answers the questions for one model and some texts."""
 
     def __init__(
         self, distances: Distances, texts: Sequence[Told], at: ControlSetting, speedups: Sequence[float]
@@ -131,14 +130,14 @@ class Asked:
         return [row for row, _ in self.rows(variants, ("order", "depth"), self.texts[::2])]
 
     def sublayers(self) -> list[dict[str, Any]]:
-        """KL of leaving out one attention or one MLP, and the bytes of weights that this saves a token."""
+        """KL of leaving out one attention or one MLP, and the bytes of weights that this saves per token."""
         parts = {(layer, part): why.without(self.stack, layer, part)
                  for layer in range(self.layers) for part in ("attention", "mlp", "layer")}
         rows = self.rows(parts, ("layer", "part"), self.texts[::4])
         return [{**row, "bytes": self.bytes(row["layer"], row["part"])} for row, _ in rows]
 
     def bytes(self, layer: int, part: str) -> int | None:
-        """Bytes of the weights of a layer's part; None where the model is not packed."""
+        """Bytes of the weights of a sublayer; None if the model is not packed."""
         weights = getattr(self.stack, "weights", None)
         if weights is None:
             return None
@@ -168,7 +167,7 @@ class Asked:
         return found
 
     def best(self, at: ControlSetting, losses: why.Losses, falling: bool) -> Candidate:
-        """The best depths by position, as something to compare."""
+        """The best depths by position, as a candidate."""
         counts = why.best_counts(losses, at.lengths, self.layers, BIN, at.mean, falling)
         if falling:
             return candidate(self.engine, schedule(counts, at.order, self.layers), at.max_new_tokens, "best falling")
@@ -178,7 +177,7 @@ class Asked:
     def rows(
         self, variants: Mapping[tuple[Any, ...], Variant], names: Sequence[str], texts: Sequence[Told]
     ) -> list[tuple[dict[str, Any], OUTCOMES]]:
-        """What each subject is called and its figures, with its outcomes; none where the time is over."""
+        """Names and figures of each variant, with its outcomes; empty if the time is over."""
         found = self.distances.measure(texts, list(variants.values()))
         if not found[0]:
             return []
@@ -192,7 +191,7 @@ class Asked:
 
 
 def shown(made: Mapping[str, Any]) -> dict[str, Any]:
-    """The report without what is long."""
+    """The report without its long parts."""
     return {key: value for key, value in made.items() if key not in PARTS}
 
 

@@ -1,6 +1,6 @@
-"""Why schedules lose what they lose: the tables of lab/reports/evidence from `why.py`'s reports.
+"""Why schedules lose quality: the tables of lab/reports/evidence from the reports of `why.py`.
 
-lab/reports/evidence/MODEL-why.json is what `lab/benchmarks/why.py` writes as why.json.
+lab/reports/evidence/MODEL-why.json is the why.json of `lab/benchmarks/why.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def context(report: Report) -> str:
 
 
 def sublayers(report: Report) -> str:
-    """What a sublayer's absence costs and saves; the first and last two layers apart, which no method leaves out."""
+    """Costs and savings of a sublayer's absence; the first and last two layers separately, which no method skips."""
     last = report["num_layers"] - 2
     rows = [row for row in report["sublayers"] if 2 <= row["layer"] < last]
     of = {part: [row for row in rows if row["part"] == part] for part in _PARTS}
@@ -58,14 +58,14 @@ def sublayers(report: Report) -> str:
 
 
 def schedules(report: Report) -> str:
-    """The best depths by position, falling or free, beside D3 and its controls."""
+    """The best depths by position, falling or free, compared with D3 and its controls."""
     lines = [[f"{row['speedup']:g}x", row["label"], f"{row['mean_layers']:.2f}", _kl(row), _versus(row)]
              for row in report["schedule"]]
     return markdown(["ideal", "schedule", "mean layers", "KL, nats [95 %]", "difference from D3 [95 %]"], lines)
 
 
 def short(reports: Mapping[str, Report]) -> str:
-    """D3 beside the best schedule that falls with the position, and the best of any: a line per model and speed-up."""
+    """D3, the best schedule that falls with the position, and the best of any: a line per model and speed-up."""
     lines = []
     for name, report in reports.items():
         for speed in sorted({row["speedup"] for row in report["schedule"]}):
