@@ -1,17 +1,17 @@
 """Write the tables of benchmark results into README.md, lab/benchmarks/README.md, and pages of lab/reports.
 
     python lab/tools/bench_table.py            writes them
-    python lab/tools/bench_table.py --check    says what is out of date, exit code 1 if anything is
+    python lab/tools/bench_table.py --check    prints what is out of date, with exit code 1
 
-The source are the reports in the order of their names: on real model files those that lab/benchmarks/real.py wrote into
-lab/reports/real, on random weights those that `shoal bench --json` wrote into lab/reports/results, `shoal bench-drafts
---json` into lab/reports/drafts, what lab/benchmarks/serving.py wrote into lab/reports/serving, and what a forerunner of
-bench-drafts wrote about `auto` into lab/reports/auto. The README and lab/reports/performance.md show the files in
-lab/reports/real/avx512, and the latter those in lab/reports/real/amx as well. The tables go between the
-lines `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
+The reports are read in the order of their names: on real model files those of lab/benchmarks/real.py in
+lab/reports/real, on random weights those of `shoal bench --json` in lab/reports/results, those of `shoal bench-drafts
+--json` in lab/reports/drafts, those of lab/benchmarks/serving.py in lab/reports/serving, and those of a predecessor of
+bench-drafts on `auto` in lab/reports/auto. The README and lab/reports/performance.md show the files in
+lab/reports/real/avx512, and the latter those in lab/reports/real/amx as well. Tables go between the lines
+`<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, that of auto between `<!-- auto:begin -->` and
 `<!-- auto:end -->`, and that of lab/reports/real/amx between `<!-- amx:begin -->` and `<!-- amx:end -->`. The page of
-lab/reports/parts shows what `shoal bench-drafts` wrote of trained layers there, and between `<!-- cards:begin -->` and
-`<!-- cards:end -->` the cards of parts, those that ship or lie in hub and those in lab/reports/parts.
+lab/reports/parts shows the results of `shoal bench-drafts` on trained layers there, and between `<!-- cards:begin -->`
+and `<!-- cards:end -->` the cards of components, those that ship or are in hub and those in lab/reports/parts.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ No real model has been measured for this table yet. Shapes with random weights h
 """
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Write the tables, or with `--check` compare them."""
     stale = {path: text for path, text in documents().items() if path.read_text("utf-8") != text}
     for path, text in stale.items():
-        print(f"{'out of date' if '--check' in words else 'written'}: {path.relative_to(ROOT)}")
-        if "--check" not in words:
+        print(f"{'out of date' if '--check' in argv else 'written'}: {path.relative_to(ROOT)}")
+        if "--check" not in argv:
             path.write_text(text, encoding="utf-8")
-    return int(bool(stale) and "--check" in words)
+    return int(bool(stale) and "--check" in argv)
 
 
 def documents(results: Path = ROOT / "lab" / "reports" / "results") -> dict[Path, str]:
-    """Every document that is written here, with its text."""
+    """Every document that is written here -> its text."""
     files, shapes = _reports(results.parent / "real"), _reports(results)
     overview = real.overview([report for _, report in files])
     wide = real.glance([report for _, report in _reports(results.parent / "real" / "avx512")])
@@ -87,7 +87,7 @@ def _reports(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _has_layer(report: dict[str, Any]) -> bool:
-    """Whether it is of `shoal bench-drafts`, and a trained layer was among those who guessed."""
+    """Whether it is a report of `shoal bench-drafts` with a trained layer among the drafters."""
     return "lossless" in report and any(system.startswith("eagle") for system in report["asked"]["systems"])
 
 
@@ -100,7 +100,7 @@ def filled(text: str, content: str, name: str = "benchmarks") -> str:
 
 
 def long(path: Path, report: dict[str, Any]) -> str:
-    """All there is, with the command."""
+    """The whole report, with its command."""
     if "kind" in report:
         return real.page(path.stem, report)
     parts = [f"\n### {path.stem}\n", intro(report), ""]
@@ -114,7 +114,7 @@ def long(path: Path, report: dict[str, Any]) -> str:
 
 
 def drafts(report: dict[str, Any]) -> str:
-    """A table of lossless methods, or of a dial that has lossy settings, with what was measured and the command."""
+    """A table of lossless methods, or of lossy settings, with its subject and command."""
     asked, machine = report["asked"], report["machine"]
     count, threads = report["lossless"], report["setting"]["threads"]
     busy = [busy for text in report["texts"] for busy in text.get("busy", ())]
@@ -141,7 +141,7 @@ def _gains(report: dict[str, Any]) -> str:
 
 
 def _gain(row: dict[str, Any]) -> str:
-    """Times faster with its interval; tokens per forward, guesses kept."""
+    """Times faster with its interval; tokens per forward, accepted share."""
     times, per, kept = row["times_faster"], row["tokens_per_forward"], row["acceptance"]
     if times is None:
         return ""
@@ -153,7 +153,7 @@ def _gain(row: dict[str, Any]) -> str:
 
 
 def _dial(report: dict[str, Any]) -> str:
-    """A line per setting over all texts together, the slowest first: what it gains beside what it loses."""
+    """A line per setting over all texts together, the slowest first: its gain and its loss."""
     texts = summary.usable([{**text, "kind": "all"} for text in report["texts"]], "all")
     rows = [summary.row("all", system, texts) for system in report["asked"]["systems"]]
     rows.sort(key=lambda row: row["times_faster"]["mean"])
@@ -166,7 +166,7 @@ def _dial(report: dict[str, Any]) -> str:
 
 
 def _short(system: str) -> str:
-    """A method's words without which model or part drafts and which rule is meant, as the command says that."""
+    """A method without its draft model or component and its rule, which the command shows."""
     return re.sub(r":(draft|text|part)=[^:]*|:rule=lenient", "", system)
 
 
@@ -189,7 +189,7 @@ def _auto(one: dict[str, Any] | None) -> str:
 
 
 def cards() -> str:
-    """A line per part, by its card, beside what the paper of EAGLE reports: those that are there, then those tried."""
+    """A line per component, from its card, and the figures of EAGLE's paper: existing ones, then experiments."""
     places = ("src/shoal/parts/*/part.json", "hub/*/part.json", "lab/reports/parts/*-card.json")
     lines = [_card(path) for place in places for path in sorted(ROOT.glob(place))]
     lines.append(["`eagle`", "7B models, as its paper reports it (arXiv 2401.15077)", "", "3.9, with trees",
@@ -212,7 +212,7 @@ def _rounds(number: int, kind: str = "") -> str:
 
 
 def intro(report: dict[str, Any]) -> str:
-    """What was measured on what."""
+    """The model, the machine and the setting."""
     machine, setting, bandwidth = report["machine"], report["setting"], report["roof"]
     where = f"{processor(machine)}, {setting['threads']} threads" if setting["device"] == "cpu" else _gpu(machine)
     return (f"**{report['subject']['name']}** ({report['subject']['kind']}), {where}, "
@@ -222,7 +222,7 @@ def intro(report: dict[str, Any]) -> str:
 
 
 def notes(report: dict[str, Any]) -> str:
-    """What a reader has to know beside the figures."""
+    """Remarks for the reader."""
     lines = [f"Warning: {warning}." for warning in report["warnings"]]
     if any(r["label"] not in ("", "full") for r in report["results"]) and "random" in report["subject"]["kind"]:
         lines.append("Random weights say nothing about what a lossy method does to the text.")

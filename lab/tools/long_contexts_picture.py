@@ -1,4 +1,4 @@
-"""Draw what lab/reports/long begins with: what is lost against how fast steps are. Needs matplotlib.
+"""Plot the first picture of lab/reports/long: loss over speed of steps. Needs matplotlib.
 
     python lab/tools/long_contexts_picture.py lab/reports/pictures/long-contexts.png
 
@@ -23,11 +23,11 @@ PANELS = {
     "Qwen 1.5B, 8k": ("qwen2.5-coder-1.5b-laws-8k", "qwen2.5-coder-1.5b-steps", 8192),
     "Gemma 3 270M, 32k": ("gemma3-270m-laws-32k", "gemma3-270m-steps", 32256),
 }
-"""Title -> reports of quality and of steps, and after how many tokens these were timed."""
+"""Title -> reports of quality and of steps, and the context after which steps were timed."""
 COLOURS = {"tidal": "#0b6fb8", "double_sparsity": "#2e8b57", "snapkv": "#c98a1b", "kv_int8": "#000000",
            "window": "#9a9a9a"}
 TIMED = {"window": "streaming_llm"}
-"""Method -> under which name a method was timed, where it has another: a window and four columns more."""
+"""Method -> the name under which it was timed, if that differs: a window and four KV slots more."""
 SUITES = {"needle": ("needles found, %", 100), "novels": ("rise of the loss on prose, nats", 1)}
 
 
@@ -60,7 +60,7 @@ def speeds_at(report: dict[str, Any], length: int) -> dict[str, float]:
 def points(
     suite: str, report: dict[str, Any], speeds: dict[str, float]
 ) -> Iterator[tuple[str, float, float, float, float]]:
-    """A method, its speed, and by how much its score or loss exceeds the full model's, with its interval's ends."""
+    """A method, its speed, and the excess of its score or loss over the full model's, with the ends of its interval."""
     for row in next(one["rows"] for one in report["suites"] if one["suite"] == suite):
         name = row["label"].split(" at ")[0]
         speed = speeds.get(TIMED.get(name, name))
@@ -69,7 +69,7 @@ def points(
 
 
 def draw(axes: Any, suite: str, report: dict[str, Any], speeds: dict[str, float], title: str) -> None:
-    """One panel; a line stands at the full model's: its score, or no rise of the loss."""
+    """One panel; a line marks the full model: its score, or no rise of the loss."""
     rows = next(one["rows"] for one in report["suites"] if one["suite"] == suite)
     base, scale = next(row for row in rows if row["label"] == "full").get("score", 0.0), SUITES[suite][1]
     axes.axhline(scale * base, color="#d1495b", linewidth=0.9, label="full model")

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure the card of a model that is to ship with Shoal: its layers on its own answers to chat prompts.
+"""Measure the card of a model to ship with Shoal: its layers, on its own answers to chat prompts.
 
     python tools/make_card.py MODEL --data DATA --name SmolLM2-135M-Instruct --weights Q4_1 --out src/shoal/cards/x.json
 
-Chat prompts come from mt_bench, vicuna and self_instruct in DATA; a model without a chat template reads wikitext2's
-valid part and novels instead. No test set of an evaluation is read.
+Chat prompts come from mt_bench, vicuna and self_instruct in DATA; a model without a chat template reads the validation
+part of wikitext2 and novels instead. No test set of an evaluation is read.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def read(engine: Engine, data: Path, count: int, answer: int) -> list[Text]:
 
 
 def skips(engine: Engine, prompts: list[list[int]], rounds: int) -> dict[str, Any]:
-    """Sublayers that a draft does without, by what they read: no machine's times."""
+    """Sublayers that a draft can skip, by the bytes that they read, so that the machine does not matter."""
     found = search_skips(engine, prompts, seconds=1e9, rounds=rounds, costs=shares(engine), new_tokens=33)
     attention, mlp = found.skips.attention, found.skips.mlp
     return {"attention": list(attention), "mlp": list(mlp), "rate": round(found.rate, 3), "length": found.length,
@@ -98,7 +98,7 @@ def skips(engine: Engine, prompts: list[list[int]], rounds: int) -> dict[str, An
 
 
 def shares(engine: Engine) -> SublayerCosts:
-    """Bytes of an attention, an MLP and the head in units of a layer, from the shape."""
+    """Bytes of an attention, an MLP and the LM head in units of a layer, from the shape."""
     shape = getattr(engine.stack, "shape", None)
     if shape is None:
         return SublayerCosts(0.25, 0.75, engine.stack.head_layers)

@@ -1,4 +1,4 @@
-"""Batches of examples of nearly one length, in a fixed order that depends on the seed alone."""
+"""Batches of examples of similar length, in a fixed order that depends on the seed alone."""
 
 from __future__ import annotations
 

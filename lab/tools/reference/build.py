@@ -2,9 +2,9 @@
 
     python -m tools.reference.build --data DIR --out DIR --tokens 20000000
 
-A tokenizer.json that already lies in OUT is used as it is. The text never ends: `--stretch 2` draws examples that
-stretch 1 does not reach, to go on training with. `--held-out` leaves out what shares its numbers with a problem of a
-folder, so that what was held out from one stretch is not trained on in the next.
+An existing OUT/tokenizer.json is used as it is. The text is endless: `--stretch 2` draws examples that stretch 1 does
+not reach, for more training. `--held-out` leaves out what shares its numbers with a problem of a folder, so that what
+was held out from one stretch is not trained on in the next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PASSAGE_TOKENS = 256
 
 
 def tokenizer_from(texts: Iterator[str], vocab: int) -> Tokenizer:
-    """Byte-level BPE in which each digit, and each sign of a calculation with its blanks, is a piece of its own."""
+    """Byte-level BPE in which each digit, and each sign of a calculation with its blanks, is one piece."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -57,7 +57,7 @@ def _sample(streams: dict[str, Iterator[Problem | str]]) -> Iterator[str]:
 
 
 def streams(data: Path, stretch: int = 1, used: Container[hold_out.Mark] = ()) -> dict[str, Iterator[Problem | str]]:
-    """The kinds of training text, each without end; problems whose marks are in `used` are left out."""
+    """The endless kinds of training text; problems whose marks are in `used` are left out."""
     first, use = (stretch - 1) * STRETCH, "train" if stretch == 1 else f"train {stretch}"
     own = (templates.trained_problem(seed) for seed in itertools.count(first))
     gsm8k = corpus.gsm8k_variants(corpus.split(data).known, use)

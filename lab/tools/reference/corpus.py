@@ -51,7 +51,7 @@ def split(data: Path) -> Split:
 
 
 def gsm8k_variant(problem: renumber.Known, form: str, seed: str) -> Problem | None:
-    """One problem with new numbers, in the form `natural` or `equations`; None when the draw did not fit."""
+    """One problem with new numbers, in the form `natural` or `equations`; None if the draw did not fit."""
     drawn = renumber.renumbered(problem, random.Random(seed), LARGEST)
     if drawn is None or not renumber.sound(drawn[1]):
         return None
@@ -60,7 +60,7 @@ def gsm8k_variant(problem: renumber.Known, form: str, seed: str) -> Problem | No
 
 
 def gsm8k_variants(problems: tuple[renumber.Known, ...], use: str) -> Iterator[Problem]:
-    """Problems with new numbers without end, in a fixed random order. Different `use`s have different seeds.
+    """Endless problems with new numbers, in a fixed random order. Each `use` has its own seeds.
 
     Every fifth one is in the equation form.
     """
@@ -98,7 +98,7 @@ def _plain(text: str) -> str:
 
 
 def passages(texts: dict[str, str], seed: str) -> Iterator[str]:
-    """Passages of about PASSAGE characters without end, each from the start of a random paragraph."""
+    """Endless passages of about PASSAGE characters, each from the start of a random paragraph."""
     source = random.Random(seed)
     names = sorted(texts)
     sizes = [len(texts[name]) for name in names]

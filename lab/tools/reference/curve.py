@@ -1,4 +1,4 @@
-"""Draw the loss of each kind of text over the tokens of a training, its runs one after the other.
+"""Plot the loss of each kind of text over the tokens of a training, its runs one after the other.
 
     python -m tools.reference.curve run/curve.json more/curve.json --out curve.png
 """
@@ -34,7 +34,7 @@ def _mean(values: list[float]) -> float:
 
 
 def draw(curves: list[list[dict[str, float]]], file: Path) -> None:
-    """Write the picture; a dotted line stands where a run ends and the next begins."""
+    """Write the plot; a dotted line marks where a run ends and the next begins."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.4), layout="constrained")

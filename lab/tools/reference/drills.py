@@ -1,4 +1,4 @@
-"""Exercises: a list of calculations to be copied and worked out, many more to the page than a story has."""
+"""Exercises: a list of calculations to copy and solve, more of them per page than in a story."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LENGTH = 8
 
 
 def drill(seed: int) -> Problem:
-    """The exercise that a seed gives; its answer is the last result."""
+    """The exercise of a seed; its answer is the last result."""
     source = random.Random(f"drill/{seed}")
     sums = [_calculation(source) for _ in range(source.randint(4, LENGTH))]
     asked = ", ".join(one.text.split(" = ")[0] for one in sums)

@@ -1,8 +1,8 @@
-"""Write the problems that ship with the model: for evaluation, and for calibration, none of them trained on.
+"""Write the problems that ship with the model, for evaluation and for calibration; none of them is trained on.
 
     python -m tools.reference.hold_out --data DIR --corpus DIR/corpus.pt --out lab/src/shoal_lab/reference/problems
 
-New means: no training problem of the same template, or made from the same GSM8K problem, has the same numbers.
+No training problem of the same template, or made from the same GSM8K problem, has the same numbers.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Mark = tuple[str, ...]
 
 
 def mark(problem: Problem) -> Mark:
-    """What two problems share when only names differ: the template and all numbers, or the words of a GSM8K problem."""
+    """What two problems share if only names differ: the template and all numbers, or the words of a GSM8K problem."""
     if problem.kind.startswith("gsm8k"):
         return (corpus.normal(problem.question.removesuffix(" (equations)")),)
     return (problem.kind, *re.findall(r"\d+", problem.question))
 
 
 def trained(data: Path, templates_count: int, gsm8k_count: int) -> Iterator[Problem]:
-    """The problems of a token file with so many examples of the two kinds."""
+    """The problems of a token file with that many examples of the two kinds."""
     yield from map(templates.trained_problem, range(templates_count))
     yield from itertools.islice(corpus.gsm8k_variants(corpus.split(data).known, "train"), gsm8k_count)
 
 
 def candidates(data: Path) -> dict[str, Iterator[Problem]]:
-    """Problems of each set before those are left out that occur elsewhere."""
+    """Problems of each set, before those that occur elsewhere are left out."""
     split = corpus.split(data)
     held, apart = corpus.HELD_OUT_SEED, corpus.CALIBRATION_SEED
     gsm8k = {
@@ -72,7 +72,7 @@ def _of(form: str, problems: Iterable[Problem]) -> Iterator[Problem]:
 
 
 def choose(problems: Iterator[Problem], count: int, used: set[Mark]) -> list[Problem]:
-    """The first `count` problems whose marks are not in `used`; theirs are added to it."""
+    """The first `count` problems whose marks are not in `used`; adds their marks to it."""
     out = []
     for problem in problems:
         if mark(problem) not in used:

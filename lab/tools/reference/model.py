@@ -1,4 +1,4 @@
-"""A Llama whose layers lie in one tensor per kind, so that an optimizer can treat them all at once."""
+"""A Llama whose layers are stacked in one tensor per kind, so that an optimizer can treat them all at once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Model(nn.Module):
         self.layer: LayerFunction = layer
 
     def hidden_states(self, ids: Tensor, dtype: torch.dtype, run: list[bool] | None = None) -> list[Tensor]:
-        """The residual stream after each layer: `layers` tensors [batch, length, hidden]. `run` False skips a layer."""
+        """The hidden states after each layer: `layers` tensors [batch, length, hidden]. `run` False skips a layer."""
         shape = self.shape
         cos, sin = (part.to(dtype) for part in rotary(shape, ids.shape[1]))
         x = F.embedding(ids, self.embed).to(dtype)

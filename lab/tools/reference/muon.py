@@ -1,6 +1,6 @@
-"""Muon (Jordan et al. 2024) for stacks of matrices: momentum made orthogonal, all layers at once.
+"""Muon (Jordan et al. 2024) for stacks of matrices: orthogonalised momentum, all layers at once.
 
-torch.optim.Muon refuses what is no single matrix, and would need the stacks taken apart here, gradients too.
+torch.optim.Muon only takes single matrices, so the stacks and their gradients would have to be taken apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""GSM8K training problems with new numbers: numbers drawn anew, the chain of calculations evaluated again.
+"""GSM8K training problems with new random numbers, whose chain of calculations is evaluated again.
 
 A number stands for one quantity wherever it occurs: in the question, in the calculations `<<a>>` and in the sentences
-of the answer. A problem can be renumbered when every number of its answer is a number of the question, an earlier
-result, or a common constant, and no two quantities share a number. A number with a comma behind it is not read.
+of the answer. A problem can be renumbered if every number of its answer is a number of the question, an earlier result,
+or a common constant, and no two quantities share a number. A number followed by a comma is not read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def evaluate(expression: str) -> Fraction:
     """The exact value of a calculation with whole numbers, + - * / and brackets.
 
     Raises:
-        ValueError: the text is no such calculation.
+        ValueError: the text is not such a calculation.
     """
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
@@ -70,7 +70,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def known(question: str, answer: str) -> Known | None:
-    """Read a GSM8K problem; None when it cannot be renumbered."""
+    """Read a GSM8K problem; None if it cannot be renumbered."""
     if any(not part.isdigit() for part in ANY_NUMBER.findall(question + answer)) or "%" in question + answer:
         return None
     given = tuple(sorted({int(part) for part in ANY_NUMBER.findall(question)}))
@@ -107,7 +107,7 @@ def _replace(text: str, new: Mapping[int, int]) -> str:
 
 
 def renumbered(problem: Known, source: random.Random, largest: int = LARGEST) -> tuple[str, str] | None:
-    """Question and annotated answer with new numbers up to `largest`, or None when no fitting ones were found."""
+    """Question and annotated answer with new numbers up to `largest`, or None if no fitting ones were found."""
     for _ in range(TRIES):
         new = {old: _near(old, source, largest) for old in problem.given}
         if _extend(problem, new, largest):
@@ -121,7 +121,7 @@ def _near(old: int, source: random.Random, largest: int) -> int:
 
 
 def _extend(problem: Known, new: dict[int, int], largest: int) -> bool:
-    """Add the results of the chain to `new`; False when one is not whole, not positive, too large or has two values."""
+    """Add the results of the chain to `new`; False if one is not whole, not positive, too large or ambiguous."""
     for left, right in problem.steps:
         value = evaluate(_replace(left, new))
         if value.denominator != 1 or not 0 < value <= largest or new.setdefault(right, int(value)) != value:
@@ -132,7 +132,7 @@ def _extend(problem: Known, new: dict[int, int], largest: int) -> bool:
 def sound(answer: str) -> bool:
     """Whether every calculation of an annotated answer is right.
 
-    It is not where the answer used a constant that later turned out to be the number of a result.
+    It is not if the answer used a constant that later turned out to be the number of a result.
     """
     return all(evaluate(left) == int(right) for left, right in ANNOTATION.findall(answer))
 

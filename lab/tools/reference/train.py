@@ -107,7 +107,7 @@ class Run:
         export(self.model, self.args.data / "tokenizer.json", out / "latest")
 
     def progress(self) -> float:
-        """The part of the budget that is spent, 0 to 1."""
+        """The spent share of the budget, 0 to 1."""
         return min(1.0, max(self.spent / 60 / self.args.minutes, self.tokens / self.args.tokens))
 
     def train(self) -> None:

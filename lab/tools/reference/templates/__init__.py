@@ -1,4 +1,4 @@
-"""Word problems made from templates: every number drawn anew, every calculation written out."""
+"""Word problems made from templates: every number random, every calculation written out."""
 
 from __future__ import annotations
 

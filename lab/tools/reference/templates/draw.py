@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .words import BOYS, GIRLS, THINGS
+from .vocabulary import BOYS, GIRLS, THINGS
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .draw import Draw
 from .sums import add, div, mul, sub
-from .words import SHOP, singular
+from .vocabulary import SHOP, singular
 
 Text = tuple[list[str], list[str], int]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .draw import Draw
 from .sums import add, div, mul, sub
-from .words import BOXES, DAYS, singular
+from .vocabulary import BOXES, DAYS, singular
 
 Text = tuple[list[str], list[str], int]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .draw import Draw, Person
 from .sums import Reject, Sum, add, div, mul, sub
-from .words import BOXES
+from .vocabulary import BOXES
 
 Event = Callable[[Draw, Person, str, int], tuple[str, str, Sum]]
 

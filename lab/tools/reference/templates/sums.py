@@ -1,4 +1,4 @@
-"""Whole numbers that remember how they were calculated, and the refusal of sums that are too hard for the model."""
+"""Whole numbers that remember their calculation; sums that are too hard for the model are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LARGEST_FACTOR = 10
 
 
 class Reject(Exception):
-    """The numbers drawn make a sum outside the limits: draw again."""
+    """The random numbers make a sum outside the limits: draw again."""
 
 
 class Sum(int):

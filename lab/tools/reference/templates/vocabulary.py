@@ -1,4 +1,4 @@
-"""Words that the templates draw from."""
+"""The vocabulary of the templates."""
 
 from __future__ import annotations
 
