@@ -29,19 +29,19 @@ def write(path: Path, seed: int = 0) -> Path:
     """Write the file in float32 and return where."""
     import gguf
 
-    class WithWords(gguf.GGUFWriter):  # type: ignore[misc]
+    class WithVocabulary(gguf.GGUFWriter):  # type: ignore[misc]
         def write_header_to_file(self, path: Path | None = None) -> None:
-            words = [*_bytes(), "th", "<|end|>"]
+            vocabulary = [*_bytes(), "th", "<|end|>"]
             self.add_tokenizer_model("gpt2")
             self.add_tokenizer_pre("gpt-2")
-            self.add_token_list(words)
+            self.add_token_list(vocabulary)
             self.add_token_types([1] * EOS + [3])
             self.add_token_merges(["t h"])
             self.add_eos_token_id(EOS)
             self.add_bos_token_id(EOS)
             super().write_header_to_file(path)
 
-    with mock.patch("gguf.GGUFWriter", WithWords):
+    with mock.patch("gguf.GGUFWriter", WithVocabulary):
         write_gguf(model(seed), path)
     return path
 

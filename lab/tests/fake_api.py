@@ -38,8 +38,8 @@ def answer(path: str, body: dict[str, Any]) -> list[bytes]:
     if path == "/v1/models":
         return whole({"data": [{"id": "fake"}]})
     usage = {"prompt_tokens": 3, "completion_tokens": body["max_tokens"]}
-    words = [event("a") for _ in range(body["max_tokens"])]
-    return chunked(*words, event("", "length", usage=usage), b"data: [DONE]\n\n")
+    events = [event("a") for _ in range(body["max_tokens"])]
+    return chunked(*events, event("", "length", usage=usage), b"data: [DONE]\n\n")
 
 
 @contextmanager

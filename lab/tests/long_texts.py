@@ -14,8 +14,8 @@ NAMES = ("Stevenson_Treasure_1883.txt", "Doyle_Micah_1889.txt", "Other_Novel_189
 def book(seed: int) -> str:
     """Sentences of plain words, some hundred thousand characters."""
     dice = Random(seed)
-    words = [f"{a}{b}" for a in ("ba", "de", "ki", "mo", "tu") for b in ("l", "ran", "s", "ton", "ver")]
-    return " ".join(" ".join(dice.choices(words, k=dice.randrange(4, 12))).capitalize() + "." for _ in range(2500))
+    vocabulary = [f"{a}{b}" for a in ("ba", "de", "ki", "mo", "tu") for b in ("l", "ran", "s", "ton", "ver")]
+    return " ".join(" ".join(dice.choices(vocabulary, k=dice.randrange(4, 12))).capitalize() + "." for _ in range(2500))
 
 
 def write(folder: Path) -> Path:

@@ -15,12 +15,12 @@ from trained_parts import states_of, target
 
 @torch.no_grad()
 def likeliest(
-    module: EagleModule, family: str, tokens: list[int], words: Sequence[int], bias: Mapping[int, float], count: int
+    module: EagleModule, family: str, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int
 ) -> list[int]:
     """The likeliest tokens after a text whose last token has no state yet, and after some guesses."""
-    states, depth = states_of(target(family), tokens[:-1]), len(words)
+    states, depth = states_of(target(family), tokens[:-1]), len(guesses)
     whole = torch.cat([states, torch.zeros(depth + 1, states.shape[1])]).float()
-    batch = TextBatch(torch.tensor([[*tokens, *words]]), whole[None], torch.tensor([1]), torch.tensor([len(whole)]))
+    batch = TextBatch(torch.tensor([[*tokens, *guesses]]), whole[None], torch.tensor([1]), torch.tensor([len(whole)]))
     logits: Tensor = module.outputs(batch)[depth][0, -1] @ module.head.rows.T
     for token, value in bias.items():
         logits[module.head.ids == token] += value
@@ -34,7 +34,7 @@ def agrees(
     """Whether the children of every node are the first of the `width` likeliest tokens there."""
     for node in range(len(tree)):
         children = [tree.tokens[child] for child in tree.children(node)]
-        words = [tree.tokens[place] for place in tree.path(node)[1:]]
-        if children and children != likeliest(module, family, tokens, words, bias, width)[: len(children)]:
+        guesses = [tree.tokens[place] for place in tree.path(node)[1:]]
+        if children and children != likeliest(module, family, tokens, guesses, bias, width)[: len(children)]:
             return False
     return True

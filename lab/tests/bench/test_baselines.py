@@ -172,18 +172,18 @@ def test_rows_of_a_head_are_interleaved() -> None:
 
 @needs_gguf
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"model_type": "qwen2"}, "model type 'qwen2'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "type 'llama3'"),
         ({"attention_bias": True}, "biases"),
     ],
 )
-def test_what_the_file_cannot_describe_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_what_the_file_cannot_describe_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     model = MeasuredModel(shape="tiny")
     for name, value in change.items():
         vars(model.config)[name] = value
-    with pytest.raises(NotMeasured, match=words):
+    with pytest.raises(NotMeasured, match=message):
         gguf_file.write_gguf(model, tmp_path / "a.gguf", "F32")
 
 

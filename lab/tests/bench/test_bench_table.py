@@ -59,10 +59,10 @@ def test_recorded_commands_are_shown_as_they_are_given_today() -> None:
     commands = [one["command"] for one in reports if str(one.get("command")).startswith("shoal bench")]
     assert len(commands) > 10
     for command in map(current, commands):
-        name, *words = shlex.split(command)[1:]
+        name, *argv = shlex.split(command)[1:]
         module, parser = importlib.import_module(f"shoal_lab.cli.{name.replace('-', '_')}"), Parser()
         module.add_arguments(parser)
-        parse(parser, words)
+        parse(parser, argv)
     assert current("shoal bench --serve --rate 2") == "shoal bench-serve --rate 2"
     assert current("shoal bench --shape 1b --suite spec") == "shoal bench-drafts --shape 1b"
     same = "shoal bench --shape 1b --json lab/reports/--serve.json"

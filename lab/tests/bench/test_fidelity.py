@@ -135,11 +135,11 @@ def test_the_script_reads_joins_and_reports(
     script: ModuleType, model: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "t.txt").write_text(TEXT, encoding="utf-8")
-    words = ["--model", str(model.model), "--text", str(tmp_path / "t.txt"), "--work", str(tmp_path / "work"),
+    argv = ["--model", str(model.model), "--text", str(tmp_path / "t.txt"), "--work", str(tmp_path / "work"),
              "--tokens", "400", "--window", "100", "--systems", "shoal,shoal int4", "--json", str(tmp_path / "a.json")]
     for name in ("reference", "shoal", "shoal int4"):
-        assert script.main([*words, "--only", name]) == 0
-    assert script.main([*words, "--join"]) == 0
+        assert script.main([*argv, "--only", name]) == 0
+    assert script.main([*argv, "--join"]) == 0
     found = json.loads((tmp_path / "a.json").read_text("utf-8"))
     rows = {row["system"]: row for row in found["results"]}
     assert rows["shoal"]["ratio"] == pytest.approx(1, abs=ROUNDING) and rows["shoal"]["greedy"]["wrong"] == 0

@@ -153,7 +153,7 @@ def test_memory_counts_the_file_as_it_is(model: MeasuredModel) -> None:
 
 def test_a_command_is_shown_without_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["shoal", "bench", "--model", "/somewhere/a b.gguf", "--json", str(tmp_path / "x" / "y.json"),
+    argv = ["shoal", "bench", "--model", "/somewhere/a b.gguf", "--json", str(tmp_path / "x" / "y.json"),
              "--dequantised", "/elsewhere/folder", "--text", "../t.txt"]
     shown = "shoal bench --model $SHOAL_MODELS/'a b.gguf' --json x/y.json --dequantised folder --text ../t.txt"
-    assert report.shown(words) == shown
+    assert report.shown(argv) == shown

@@ -463,7 +463,7 @@ LLAMA = """#!{python}
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-words, looks = sys.argv[1:], []
+argv, looks = sys.argv[1:], []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -474,7 +474,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        right = body["ignore_eos"] and len(looks) == 3 and {{"-np", "4", "-t", "2", "--no-cache-prompt"}} <= set(words)
+        right = body["ignore_eos"] and len(looks) == 3 and {{"-np", "4", "-t", "2", "--no-cache-prompt"}} <= set(argv)
         usage = {{"prompt_tokens": 3, "completion_tokens": body["max_tokens"]}}
         self.send_response(200)
         self.end_headers()
@@ -482,7 +482,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"data: " + json.dumps({{"choices": choices, "usage": usage}}).encode() + b"\\n\\n")
 
 
-HTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
+HTTPServer(("127.0.0.1", int(argv[argv.index("--port") + 1])), Handler).serve_forever()
 """
 
 

@@ -30,8 +30,8 @@ def test_less_depth_costs_less_and_the_prompt_stays() -> None:
 
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    report, *rest = words = ["lab/reports/results/1b-batch.json", "--per-hour", "0.10"]
+    report, *rest = argv = ["lab/reports/results/1b-batch.json", "--per-hour", "0.10"]
     main([str(ROOT / report), *rest])
     page = (ROOT / "lab" / "reports" / "scaling.md").read_text("utf-8")
-    assert " ".join(["python lab/benchmarks/price.py", *words]) in page
+    assert " ".join(["python lab/benchmarks/price.py", *argv]) in page
     assert capsys.readouterr().out.strip() in page

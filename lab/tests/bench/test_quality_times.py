@@ -28,9 +28,9 @@ def test_what_the_results_name_is_timed_and_found_again(
 ) -> None:
     for name in ("card", "known_1.1"):
         shutil.copy(BENCHMARKS / "quality" / f"{name}.json", tmp_path)
-    words = ["--out", str(tmp_path), "--pictures", str(tmp_path), "--items", "1", "--max-new-tokens", "8"]
-    words += ["--model", str(FIXTURES / REFERENCE)]
-    monkeypatch.setattr(sys, "argv", ["quality_times.py", *words])
+    argv = ["--out", str(tmp_path), "--pictures", str(tmp_path), "--items", "1", "--max-new-tokens", "8"]
+    argv += ["--model", str(FIXTURES / REFERENCE)]
+    monkeypatch.setattr(sys, "argv", ["quality_times.py", *argv])
     assert quality_times.main() == 0
     from quality_tables import tables
 

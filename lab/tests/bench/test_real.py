@@ -101,8 +101,8 @@ def test_every_part_is_a_command_within_its_share(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("SHOAL_MODELS", "/models")
-    words = ["--text", "t.txt", "--work", str(tmp_path), "--minutes", "60"]
-    args = script.arguments(words)
+    argv = ["--text", "t.txt", "--work", str(tmp_path), "--minutes", "60"]
+    args = script.arguments(argv)
     parts = [(part, name) for part in script.PARTS for name in script.MODELS]
     assert sum(script.minutes_of(part, name, args) for part, name in parts) == pytest.approx(60)
     parser = Parser()
@@ -113,10 +113,10 @@ def test_every_part_is_a_command_within_its_share(
             taken = parser.parse_args(command[4:])
             assert taken.model == f"/models/{script.MODELS[name][0]}" and taken.startup == (part == "startup")
             assert taken.json == f"lab/reports/real/{name}-{part}.json"
-    assert script.main([*words, "--dry-run", "--models", "smollm2-135m"]) == 0
+    assert script.main([*argv, "--dry-run", "--models", "smollm2-135m"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(script.PARTS) + 1
     with pytest.raises(SystemExit):
-        script.arguments([*words, "--parts", "speed,nothing"])
+        script.arguments([*argv, "--parts", "speed,nothing"])
 
 
 def test_readers_of_the_script_are_known(script: ModuleType) -> None:

@@ -200,8 +200,8 @@ def test_commits_are_named_and_changes_marked(tmp_path: Path) -> None:
     assert reports.commit(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "a").write_text("1", encoding="utf-8")
-    for words in (["init", "-q"], ["add", "a"], ["commit", "-q", "-m", "a"]):
-        subprocess.run([*git, *words], check=True)
+    for argv in (["init", "-q"], ["add", "a"], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *argv], check=True)
     clean = reports.commit(tmp_path)
     (tmp_path / "a").write_text("2", encoding="utf-8")
     assert clean is not None and len(clean) == 40 and reports.commit(tmp_path) == f"{clean}-dirty"

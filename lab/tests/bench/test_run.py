@@ -165,15 +165,15 @@ def test_a_model_whose_bytes_cannot_be_counted_is_refused(log: list[tuple[Any, .
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"contexts": (0,)}, "contexts holds 0"),
         ({"batches": ()}, "nothing to measure"),
         ({"new_tokens": 1}, "at least 2"),
     ],
 )
-def test_impossible_grids(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_impossible_grids(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Grid(**options)
 
 

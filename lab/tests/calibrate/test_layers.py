@@ -12,7 +12,7 @@ from shoal.engine.loading.load import engine_for
 from shoal_lab.calibrate.layers import measure_layers
 
 
-class Words:
+class NumberTokenizer:
     """A tokenizer of numbers."""
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
@@ -23,7 +23,7 @@ class Words:
 def test_a_layer_is_worth_what_the_loss_rises_without_it(backend: str) -> None:
     model = tiny("llama", dtype=torch.float32)
     engine = engine_for(model, backend=backend)
-    engine.tokenizer = Words()
+    engine.tokenizer = NumberTokenizer()
     pairs = [("3 1 4", "15 9 26 5"), ("2 7", "1 8 28 18 4 5 9")]
     found = measure_layers(engine, pairs, progress=False)
     losses = torch.zeros(7)

@@ -26,8 +26,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench, "_plan", small)
 
 
-def fails(capsys, *words: str) -> str:
-    assert main(["bench", *words]) == 2
+def fails(capsys, *argv: str) -> str:
+    assert main(["bench", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     return err
@@ -35,10 +35,10 @@ def fails(capsys, *words: str) -> str:
 
 def test_table_report_and_picture(capsys, quick, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    words = ["bench", "--shape", "tiny", "--dtype", "float32", "--methods", "full,early_exit:exit_layer=2",
+    argv = ["bench", "--shape", "tiny", "--dtype", "float32", "--methods", "full,early_exit:exit_layer=2",
              "--batch", "1,2", "--context", "8", "--new-tokens", "4", "--positions", "1,4", "--prefill", "16",
              "--rounds", "1", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
-    assert main(words) == 0
+    assert main(argv) == 0
     out = capsys.readouterr().out.splitlines()
     report = json.loads(out[-1])
     assert report == json.loads((tmp_path / "a.json").read_text("utf-8"))
@@ -54,8 +54,8 @@ def test_table_report_and_picture(capsys, quick, tmp_path):
 
 
 def test_json_alone(capsys, quick):
-    words = ["--shape", "tiny", "--peer", "none", "--context", "8", "--new-tokens", "4", "--rounds", "1", "--json"]
-    assert main(["bench", *words]) == 0
+    argv = ["--shape", "tiny", "--peer", "none", "--context", "8", "--new-tokens", "4", "--rounds", "1", "--json"]
+    assert main(["bench", *argv]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1 and json.loads(out)["results"][0]["system"] == "shoal"
 
@@ -64,9 +64,9 @@ def test_a_gguf_file_runs_as_it_is(capsys, quick, tmp_path):
     pytest.importorskip("gguf", reason="gguf is not installed: pip install 'shoal-lab[bench]'")
     file, text = bench_file.write(tmp_path / "tiny.gguf"), tmp_path / "a.txt"
     text.write_text("the path to the north " * 5, encoding="utf-8")
-    words = ["--model", str(file), "--text", str(text), "--dtype", "float32", "--context", "8", "--new-tokens", "4",
+    argv = ["--model", str(file), "--text", str(text), "--dtype", "float32", "--context", "8", "--new-tokens", "4",
              "--prefill", "16", "--rounds", "1"]
-    assert main(["bench", *words]) == 0
+    assert main(["bench", *argv]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["subject"]["kind"] == "GGUF file" and report["subject"]["file"]["types"] == {"F32": 30}
     found = [(r["system"], r["quant"], r["kind"]) for r in report["results"]]
@@ -75,7 +75,7 @@ def test_a_gguf_file_runs_as_it_is(capsys, quick, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["--startup"], "give one with --model"),
         (["--startup", "--model", "nowhere.gguf"], "nowhere.gguf"),
@@ -85,14 +85,14 @@ def test_a_gguf_file_runs_as_it_is(capsys, quick, tmp_path):
         (["--shape", "tiny", "--text", "nowhere.txt"], "nowhere.txt"),
     ],
 )
-def test_options_of_files_that_cannot_be(capsys, words, message):
-    assert message in fails(capsys, *words)
+def test_options_of_files_that_cannot_be(capsys, argv, message):
+    assert message in fails(capsys, *argv)
 
 
 def test_a_model_from_files(capsys, quick, tiny_folder):
-    words = ["--model", tiny_folder, "--quant", "none,int8", "--context", "8", "--new-tokens", "4", "--rounds", "1",
+    argv = ["--model", tiny_folder, "--quant", "none,int8", "--context", "8", "--new-tokens", "4", "--rounds", "1",
              "--method", "early_exit", "--exit-layer", "3"]
-    assert main(["bench", *words]) == 0
+    assert main(["bench", *argv]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["subject"]["kind"] == "model" and report["subject"]["num_hidden_layers"] == 6
     labels = [(r["system"], r["quant"], r["label"]) for r in report["results"]]
@@ -104,15 +104,15 @@ def test_a_model_from_files(capsys, quick, tiny_folder):
 @pytest.mark.slow
 def test_in_processes_of_their_own(capsys, monkeypatch):
     monkeypatch.setattr("shoal_lab.bench.speed.run._ROOF_SECONDS", 0.0)
-    words = ["--shape", "tiny", "--dtype", "float32", "--threads", "1", "--context", "8", "--new-tokens", "4"]
-    assert main(["bench", *words, "--rounds", "1", "--peer", "hf", "--json"]) == 0
+    argv = ["--shape", "tiny", "--dtype", "float32", "--threads", "1", "--context", "8", "--new-tokens", "4"]
+    assert main(["bench", *argv, "--rounds", "1", "--peer", "hf", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [r["tokens_as_full"] for r in report["results"] if r["system"] == "hf"] == [4]
     assert report["setting"]["threads"] == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["--shape", "2b"], "unknown shape '2b'"),
         (["--shape", "1b", "--model", "x"], "exclude each other"),
@@ -133,8 +133,8 @@ def test_in_processes_of_their_own(capsys, monkeypatch):
         (["--dtype", "int8"], "invalid choice"),
     ],
 )
-def test_bad_input(capsys, words, message):
-    assert message in fails(capsys, *words)
+def test_bad_input(capsys, argv, message):
+    assert message in fails(capsys, *argv)
 
 
 def test_labels_and_methods_are_each_others_inverse():
@@ -156,7 +156,7 @@ def test_help_names_every_group(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "option", "command"),
+    ("argv", "option", "command"),
     [
         (["--serve", "--concurrency", "8"], "--serve", "bench-serve"),
         (["--concurrency", "8", "--url=http://127.0.0.1:9"], "--url", "bench-serve"),
@@ -164,8 +164,8 @@ def test_help_names_every_group(capsys):
         (["--suite", "spec", "--texts", "chat"], "--suite", "bench-drafts"),
     ],
 )
-def test_what_another_command_does_is_named(capsys, words, option, command):
-    said = fails(capsys, *words)
+def test_what_another_command_does_is_named(capsys, argv, option, command):
+    said = fails(capsys, *argv)
     assert f" {option} is no option here" in said and said.endswith(f" shoal {command}\n")
 
 

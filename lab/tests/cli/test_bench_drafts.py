@@ -11,34 +11,34 @@ from shared_models import FIXTURES, REFERENCE
 from shoal.cli import main
 
 
-def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main(["bench-drafts", *words]) == 0
+def report(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main(["bench-drafts", *argv]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
-    words = ["--model", str(FIXTURES / REFERENCE), "--dtype", "float32", "--items", "1", "--new-tokens", "8",
+    argv = ["--model", str(FIXTURES / REFERENCE), "--dtype", "float32", "--items", "1", "--new-tokens", "8",
              "--shortest", "4", "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "a.json")]
-    *table, last = report(capsys, *words)
+    *table, last = report(capsys, *argv)
     found = json.loads(last)
     assert found == json.loads((tmp_path / "a.json").read_text("utf-8"))
     assert found["command"].startswith("shoal bench-drafts --model") and found["asked"]["kinds"] == ["problems"]
     assert [row["system"] for row in found["results"]] == ["full", "auto", "prompt_lookup"]
     assert [row["equal"] for row in found["results"]] == [1, 1, 1]
     assert len(table) == 5 and table[-1].startswith("2 of 2 answers of lossless methods equal")
-    assert json.loads(report(capsys, *words)[-1])["texts"] == found["texts"], "it goes on where it was"
+    assert json.loads(report(capsys, *argv)[-1])["texts"] == found["texts"], "it goes on where it was"
 
 
 def test_a_wrong_text_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal_lab.bench.drafts.measure._lossless",
                         lambda found: {"answers": 2, "equal": 1, "ties": 0, "wrong": 1})
-    words = ["--model", str(FIXTURES / REFERENCE), "--items", "1", "--new-tokens", "8", "--shortest", "4"]
-    assert main(["bench-drafts", *words]) == 1
+    argv = ["--model", str(FIXTURES / REFERENCE), "--items", "1", "--new-tokens", "8", "--shortest", "4"]
+    assert main(["bench-drafts", *argv]) == 1
     assert "1 otherwise" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "said"),
     [
         (["--suite", "spec"], "this command is the suite"),
         (["--method", "d3"], "--methods takes several"),
@@ -55,7 +55,7 @@ def test_a_wrong_text_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkey
         (["--json", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench-drafts", "--model", str(FIXTURES / REFERENCE), *words]) == 2
+def test_what_cannot_be_measured_is_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-drafts", "--model", str(FIXTURES / REFERENCE), *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err

@@ -22,8 +22,8 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def report(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
-    assert main(["bench-serve", *words]) == code
+def report(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> Any:
+    assert main(["bench-serve", *argv]) == code
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -31,10 +31,10 @@ def test_a_running_server_is_measured(
     server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    words = ["--url", server.url, "--concurrency", "1,3", "--rate", "50", "--requests", "4", "--slo", "ttft=60",
+    argv = ["--url", server.url, "--concurrency", "1,3", "--rate", "50", "--requests", "4", "--slo", "ttft=60",
              "--methods", "full,early_exit:exit_layer=2", "--json", str(tmp_path / "a.json"), *SHORT,
              "--plot", str(tmp_path / "a.png")]
-    found = report(capsys, *words)
+    found = report(capsys, *argv)
     assert found == json.loads((tmp_path / "a.json").read_text("utf-8"))
     assert found["command"].startswith("shoal bench-serve --url")
     assert [one["load"] for one in found["results"]] == ["1 at once"] * 2 + ["3 at once"] * 2 + ["50 a second"] * 2
@@ -81,8 +81,8 @@ def test_a_soak_judges_errors_and_memory(
 
 
 def test_a_server_is_started_and_ended(tiny_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", tiny_folder, "--dtype", "float32", "--concurrency", "2", "--threads", "1", *SHORT]
-    (one,) = report(capsys, *words, "--max-rows", "2", "--admission", "waves")["results"]
+    argv = ["--model", tiny_folder, "--dtype", "float32", "--concurrency", "2", "--threads", "1", *SHORT]
+    (one,) = report(capsys, *argv, "--max-rows", "2", "--admission", "waves")["results"]
     assert (one["system"], one["requests"], one["errors"], one["tokens"]) == ("shoal", 4, 0, 16)
     assert one["label"] == "full, waves"
     if sys.platform == "linux":
@@ -90,7 +90,7 @@ def test_a_server_is_started_and_ended(tiny_folder: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "said"),
     [
         (["--serve"], "leave it out"),
         (["--url", "nonsense"], "must look like"),
@@ -106,7 +106,7 @@ def test_a_server_is_started_and_ended(tiny_folder: str, capsys: pytest.CaptureF
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench-serve", *words]) == 2
+    assert main(["bench-serve", *argv]) == 2
     assert said in capsys.readouterr().err

@@ -28,8 +28,8 @@ SMALL = ["--max-new-tokens", "16", "--trials", "60", "--loss-n", "12", "--answer
          "--json"]
 
 
-def calibrated(capsys: Any, *words: str) -> dict[str, Any]:
-    assert main(["calibrate", *words]) == 0
+def calibrated(capsys: Any, *argv: str) -> dict[str, Any]:
+    assert main(["calibrate", *argv]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     card: dict[str, Any] = json.loads(out)
@@ -42,28 +42,28 @@ def problems(tmp_path_factory: Any) -> str:
 
 
 @pytest.fixture
-def words(tiny_folder: str, problems: str, tmp_path: Path) -> list[str]:
+def argv(tiny_folder: str, problems: str, tmp_path: Path) -> list[str]:
     return ["--model", tiny_folder, "--suite", problems, "--core", "2", "--out", str(tmp_path / "card.json"), *SMALL]
 
 
-def test_two_runs_with_one_seed_give_the_same_card(capsys, words, tmp_path):
+def test_two_runs_with_one_seed_give_the_same_card(capsys, argv, tmp_path):
     aim = ["--metric", "agreement", "--max-drop", "0.6"]
-    first = calibrated(capsys, *words, *aim, "--force")
+    first = calibrated(capsys, *argv, *aim, "--force")
     assert json.loads((tmp_path / "card.json").read_text()) == first
-    second = calibrated(capsys, *words, *aim, "--force")
+    second = calibrated(capsys, *argv, *aim, "--force")
     assert first.pop("measured")["predicted_speedup"] > 0 and second.pop("measured")
     assert first == second
-    other = calibrated(capsys, *words, *aim, "--no-timing", "--seed", "1")
+    other = calibrated(capsys, *argv, *aim, "--no-timing", "--seed", "1")
     assert other["data"]["hash"] != first["data"]["hash"]
 
 
 def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):
     """The card is the method's, runs as it is, and is bound to its model."""
     out = tmp_path / "channels.json"
-    words = ["--model", tiny_folder, "--suite", problems, "--out", str(out), "--loss-n", "3", "--dtype", "float32"]
-    made = calibrated(capsys, "--for", "double_sparsity", *words, "--json")
+    argv = ["--model", tiny_folder, "--suite", problems, "--out", str(out), "--loss-n", "3", "--dtype", "float32"]
+    made = calibrated(capsys, "--for", "double_sparsity", *argv, "--json")
     assert json.loads(out.read_text()) == made and made["data"]["items"] == 3
-    again = calibrated(capsys, "--for", "double_sparsity", *words, "--json", "--seed", "1")
+    again = calibrated(capsys, "--for", "double_sparsity", *argv, "--json", "--seed", "1")
     assert again["data"]["hash"] != made["data"]["hash"]
     engine = shoal.load(tiny_folder, dtype="float32")
     method = make(str(out))
@@ -72,16 +72,16 @@ def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):
     assert [sorted(head) for layer in inner.channels for head in layer] == [[*range(8)]] * 12
     few = make({**inner.to_dict(), "method_args": {**inner.to_dict()["method_args"], "k": 2, "first": 0}})
     assert engine.recipe(few, 4).parts == ("select",)
-    main(["calibrate", "--for", "double_sparsity", *words])
+    main(["calibrate", "--for", "double_sparsity", *argv])
     assert f"ranked on 3 texts; it is run by --method {out}" in capsys.readouterr().out
 
 
 def test_the_layer_that_selects_anew(capsys, tiny_folder, tmp_path):
     """The one with the highest mean agreement, which is what an evaluation of the same contexts finds for it."""
     out, data = tmp_path / "tidal.json", long_texts.write(tmp_path)
-    words = ["--model", tiny_folder, "--suite", "needle,novels", "--context", "600", "--contexts", "1",
+    argv = ["--model", tiny_folder, "--suite", "needle,novels", "--context", "600", "--contexts", "1",
              "--questions", "3", "--data", str(data), "--dtype", "float32"]
-    ours = ["--for", "tidal", *words, "--k", "40", "--out", str(out)]
+    ours = ["--for", "tidal", *argv, "--k", "40", "--out", str(out)]
     made = calibrated(capsys, *ours, "--json")
     assert json.loads(out.read_text()) == made
     layers = shoal.load(tiny_folder).stack.num_layers
@@ -90,7 +90,7 @@ def test_the_layer_that_selects_anew(capsys, tiny_folder, tmp_path):
     assert made["reselect"] == max(means, key=means.get) and made["default"] == 2 and len(set(means.values())) > 1
     method = make(str(out))
     assert method.inner == Tidal(40, reselect=made["reselect"])
-    assert main(["eval", *words, "--scored", "64", "--seed", str(OTHER_SEEDS), "--methods", str(out), "--json"]) == 0
+    assert main(["eval", *argv, "--scored", "64", "--seed", str(OTHER_SEEDS), "--methods", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [round(part["rows"][1]["agreement"], 4) for part in report["suites"]] == made["agreement"][
         str(made["reselect"])]
@@ -99,8 +99,8 @@ def test_the_layer_that_selects_anew(capsys, tiny_folder, tmp_path):
         capsys.readouterr().out)
 
 
-def test_the_aim_is_met_by_the_shallowest_schedule_of_the_curve(capsys, words):
-    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
+def test_the_aim_is_met_by_the_shallowest_schedule_of_the_curve(capsys, argv):
+    card = calibrated(capsys, *argv, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
     good = [point for point in card["curve"] if math.exp(point["loss_rise"]) - 1 <= 0.5]
     assert good and card["chosen"] == min(good, key=lambda point: point["mean_layers"])
     depths = [point["mean_layers"] for point in card["curve"]]
@@ -110,8 +110,8 @@ def test_the_aim_is_met_by_the_shallowest_schedule_of_the_curve(capsys, words):
     assert sorted(card["order"]) == [1, 2, 3, 4]
 
 
-def test_the_losses_are_those_of_the_engine(capsys, words, tiny_folder, problems):
-    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
+def test_the_losses_are_those_of_the_engine(capsys, argv, tiny_folder, problems):
+    card = calibrated(capsys, *argv, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
     engine = shoal.load(tiny_folder, dtype="float32")
     from shoal_lab.eval import suites
     from shoal_lab.eval.items import encode
@@ -134,8 +134,8 @@ def test_the_losses_are_those_of_the_engine(capsys, words, tiny_folder, problems
     assert card["chosen"]["loss_rise"] == pytest.approx(loss(make(card["method"])) - loss("full"), abs=1e-4)
 
 
-def test_a_card_runs_and_travels_in_a_generation_config(capsys, words, tiny_folder, tmp_path):
-    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.9", "--no-timing")
+def test_a_card_runs_and_travels_in_a_generation_config(capsys, argv, tiny_folder, tmp_path):
+    card = calibrated(capsys, *argv, "--metric", "perplexity", "--max-drop", "0.9", "--no-timing")
     path = str(tmp_path / "card.json")
     assert main(["plan", "--model", tiny_folder, "--method", path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mean_layers"] < 6
@@ -157,24 +157,24 @@ def test_a_card_runs_and_travels_in_a_generation_config(capsys, words, tiny_fold
         shoal.load(model, tokenizer).generate(ids[0].tolist(), method=card["method"], max_new_tokens=4)
 
 
-def test_a_card_beside_the_weights_gives_the_order(capsys, words, tiny_folder, tmp_path):
-    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
+def test_a_card_beside_the_weights_gives_the_order(capsys, argv, tiny_folder, tmp_path):
+    card = calibrated(capsys, *argv, "--metric", "perplexity", "--max-drop", "0.5", "--no-timing")
     from shoal.engine.cards.card import Card
 
     read = Card.from_dict(card, 6)
     assert list(read.order) == card["order"] and read.layer_scores["influence"]
 
 
-def test_where_nothing_meets_the_aim_all_layers_run(capsys, words):
-    card = calibrated(capsys, *words, "--metric", "perplexity", "--max-drop", "0", "--no-timing")
+def test_where_nothing_meets_the_aim_all_layers_run(capsys, argv):
+    card = calibrated(capsys, *argv, "--metric", "perplexity", "--max-drop", "0", "--no-timing")
     if card["chosen"] is None:
         assert not card["worth_it"] and card["method"]["inner"]["method_args"] == {"order": [], "steps": []}
     else:
         assert card["chosen"]["loss_rise"] <= 0
 
 
-def test_time_only_cuts_short(capsys, words):
-    card = calibrated(capsys, *words, "--metric", "perplexity", "--no-timing", "--minutes", "0.0000001")
+def test_time_only_cuts_short(capsys, argv):
+    card = calibrated(capsys, *argv, "--metric", "perplexity", "--no-timing", "--minutes", "0.0000001")
     assert card["trials"]["cut_short"]
 
 
@@ -191,6 +191,6 @@ def test_time_only_cuts_short(capsys, words):
         (["--for", "tidal", "--suite", "needle", "--context", "9x"], "9x"),
     ],
 )
-def test_refusals(capsys, words, extra, message):
-    assert main(["calibrate", *words, *extra]) == 2
+def test_refusals(capsys, argv, extra, message):
+    assert main(["calibrate", *argv, *extra]) == 2
     assert message in capsys.readouterr().err

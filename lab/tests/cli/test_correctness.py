@@ -18,8 +18,8 @@ FOUR_BITS = str(FOLDER / "llama-Q4_K_M.gguf")
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
 
-def judged(capsys, *words: str) -> tuple[int, dict]:
-    code = main(["correctness", "--json", "--max-new-tokens", "12", *words])
+def judged(capsys, *argv: str) -> tuple[int, dict]:
+    code = main(["correctness", "--json", "--max-new-tokens", "12", *argv])
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return code, json.loads(out)

@@ -16,16 +16,16 @@ from word_problems import write
 SMALL = ["--n", "40", "--max-new-tokens", "20", "--batch", "16", "--dtype", "float32", "--json"]
 
 
-def evaluated(capsys: Any, *words: str) -> dict[str, Any]:
-    assert main(["eval", *words]) == 0
+def evaluated(capsys: Any, *argv: str) -> dict[str, Any]:
+    assert main(["eval", *argv]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     found: dict[str, Any] = json.loads(out)
     return found
 
 
-def fails(capsys: Any, *words: str) -> str:
-    assert main(["eval", *words]) == 2
+def fails(capsys: Any, *argv: str) -> str:
+    assert main(["eval", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     return str(err)
@@ -56,9 +56,9 @@ def test_controls_run_equal_depths_on_the_same_items(capsys, tiny_folder, proble
 
 
 def test_an_interrupted_evaluation_goes_on_to_the_same_table(capsys, tmp_path, tiny_folder, problems, monkeypatch):
-    words = ["--model", tiny_folder, "--suite", problems, "--controls", "1.2", "--core", "2", "--groups", "budgets",
+    argv = ["--model", tiny_folder, "--suite", problems, "--controls", "1.2", "--core", "2", "--groups", "budgets",
              "--loss-groups", "budgets", "--method", "d3", "--alpha", "0.9", *SMALL]
-    whole = evaluated(capsys, *words, "--out", str(tmp_path / "whole"))
+    whole = evaluated(capsys, *argv, "--out", str(tmp_path / "whole"))
     plain, calls = Evaluator._judged, iter(range(10**6))
 
     def tired(self: Evaluator, *args: Any) -> Any:
@@ -67,34 +67,34 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_table(capsys, tmp_path, t
         return plain(self, *args)
 
     monkeypatch.setattr(Evaluator, "_judged", tired)
-    assert main(["eval", *words, "--out", str(tmp_path / "parts")]) == 130
+    assert main(["eval", *argv, "--out", str(tmp_path / "parts")]) == 130
     capsys.readouterr()
     monkeypatch.setattr(Evaluator, "_judged", plain)
     kept = (tmp_path / "parts" / "outcomes.jsonl").read_text()
     (tmp_path / "parts" / "outcomes.jsonl").write_text(kept[:-20])
-    again = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))
+    again = evaluated(capsys, *argv, "--out", str(tmp_path / "parts"))
     assert again["suites"] == whole["suites"]
     lines = [(tmp_path / part / "outcomes.jsonl").read_text().splitlines() for part in ("whole", "parts")]
     assert sorted(lines[0]) == sorted(set(lines[1]))
 
 
 def test_nothing_is_measured_twice(capsys, tmp_path, tiny_folder, problems, monkeypatch):
-    words = ["--model", tiny_folder, "--suite", problems, "--method", "d3", *SMALL, "--out", str(tmp_path / "o")]
-    first = evaluated(capsys, *words)
+    argv = ["--model", tiny_folder, "--suite", problems, "--method", "d3", *SMALL, "--out", str(tmp_path / "o")]
+    first = evaluated(capsys, *argv)
     monkeypatch.setattr(Evaluator, "_judged", None)
-    assert evaluated(capsys, *words)["suites"] == first["suites"]
+    assert evaluated(capsys, *argv)["suites"] == first["suites"]
 
 
 @pytest.mark.slow
 def test_a_suite_that_does_not_exercise_a_method_is_named(capsys, tiny_folder, problems):
-    words = ["eval", "--model", tiny_folder, "--suite", problems, "--method", "d3", "--horizon", "400", "--mean", "0.8",
+    argv = ["eval", "--model", tiny_folder, "--suite", problems, "--method", "d3", "--horizon", "400", "--mean", "0.8",
              "--measure", "answers", *SMALL]
-    assert main(words) == 0
+    assert main(argv) == 0
     out, err = capsys.readouterr()
     assert "does not exercise d3" not in err  # its plan over 20 tokens hardly leaves anything out either
-    words[words.index("--horizon") + 1] = "20"
-    words[words.index("--max-new-tokens") + 1] = "600"
-    assert main(words) == 0
+    argv[argv.index("--horizon") + 1] = "20"
+    argv[argv.index("--max-new-tokens") + 1] = "600"
+    assert main(argv) == 0
 
 
 def test_texts_are_scored_only(capsys, tmp_path, tiny_folder):
@@ -107,8 +107,8 @@ def test_texts_are_scored_only(capsys, tmp_path, tiny_folder):
 
 
 def test_the_table_for_people(capsys, tiny_folder, problems):
-    words = ["--model", tiny_folder, "--suite", problems, "--method", "d3", "--timed", "2", *SMALL[:-1]]
-    assert main(["eval", *words]) == 0
+    argv = ["--model", tiny_folder, "--suite", problems, "--method", "d3", "--timed", "2", *SMALL[:-1]]
+    assert main(["eval", *argv]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "problems.jsonl: answers" and lines[1].split()[:3] == ["method", "n", "layers"]
     assert lines[3].startswith("d3") and json.loads(lines[-1])["suites"][0]["answers"][1]["timing"]["items"] == 2
@@ -120,7 +120,7 @@ def test_suites_are_listed(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         ([], "--suite is missing"),
         (["--suite", "gsm8"], "Did you mean 'gsm8k'"),
@@ -131,14 +131,14 @@ def test_suites_are_listed(capsys):
         (["--suite", "gsm8k", "--measure", "taste"], "--measure holds 'taste'"),
     ],
 )
-def test_refusals(capsys, words, message):
-    assert message in fails(capsys, *words)
+def test_refusals(capsys, argv, message):
+    assert message in fails(capsys, *argv)
 
 
 def test_refusals_of_controls(capsys, tiny_folder, problems):
-    words = ["--model", tiny_folder, "--suite", problems]
-    assert "out of reach" in fails(capsys, *words, "--controls", "9", *SMALL)
-    assert "no controls 'buget'" in fails(capsys, *words, "--controls", "1.1", "--groups", "buget", *SMALL)
+    argv = ["--model", tiny_folder, "--suite", problems]
+    assert "out of reach" in fails(capsys, *argv, "--controls", "9", *SMALL)
+    assert "no controls 'buget'" in fails(capsys, *argv, "--controls", "1.1", "--groups", "buget", *SMALL)
 
 
 def test_a_card_of_another_model_is_refused(capsys, tmp_path, tiny_folder, problems):
@@ -156,31 +156,31 @@ def test_a_card_of_another_model_is_refused(capsys, tmp_path, tiny_folder, probl
                                               ("topk_oracle:k=1", "select"), ("best_of", "search")])
 def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, problems, method, part, monkeypatch):
     """Before anything is answered; answers alone are measured."""
-    words = ["--model", tiny_folder, "--suite", problems, "--methods", method, *SMALL]
+    argv = ["--model", tiny_folder, "--suite", problems, "--methods", method, *SMALL]
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "answers", lambda *_: pytest.fail("answered before the refusal"))
-        assert f"by the plan alone, without its {part}" in fails(capsys, *words)
-    (suite,) = evaluated(capsys, *words, "--measure", "answers", "--n", "4")["suites"]
+        assert f"by the plan alone, without its {part}" in fails(capsys, *argv)
+    (suite,) = evaluated(capsys, *argv, "--measure", "answers", "--n", "4")["suites"]
     assert len(suite["answers"]) == 2 and "loss" not in suite
 
 
 def test_drawn_answers_are_their_prompts_own_and_kept_apart_from_greedy_ones(capsys, tmp_path, tiny_folder, problems):
     """Whatever is answered beside them; a search says what it threw away."""
-    words = ["--model", tiny_folder, "--suite", problems, "--measure", "answers", "--methods", "best_of:n=3", *SMALL,
+    argv = ["--model", tiny_folder, "--suite", problems, "--measure", "answers", "--methods", "best_of:n=3", *SMALL,
              "--out", str(tmp_path)]
-    greedy = evaluated(capsys, *words, "--n", "4")["suites"][0]["answers"]
-    drawn = evaluated(capsys, *words, "--n", "4", "--temperature", "1.5")
+    greedy = evaluated(capsys, *argv, "--n", "4")["suites"][0]["answers"]
+    drawn = evaluated(capsys, *argv, "--n", "4", "--temperature", "1.5")
     full, search = drawn["suites"][0]["answers"]
     assert drawn["temperature"] == 1.5 and "thrown_away_per_answer" not in full
     assert greedy[1]["same"] == 1 and "thrown_away_per_answer" not in greedy[1]
     assert search["thrown_away_per_answer"] > 0 and search["mean_layers"] > 2 * full["mean_layers"]
-    words = [*words[:-1], str(tmp_path / "other"), "--n", "4", "--temperature", "1.5"]
-    one_by_one = evaluated(capsys, *words, "--batch", "3")
+    argv = [*argv[:-1], str(tmp_path / "other"), "--n", "4", "--temperature", "1.5"]
+    one_by_one = evaluated(capsys, *argv, "--batch", "3")
     for a, b in zip(one_by_one["suites"][0]["answers"], (full, search), strict=True):
         assert (a["tokens_per_answer"], a.get("thrown_away_per_answer")) == (
             b["tokens_per_answer"], b.get("thrown_away_per_answer"))
     for bad in ("-1", "inf", "nan"):
-        assert "it must be 0 or more" in fails(capsys, *words, "--temperature", bad)
+        assert "it must be 0 or more" in fails(capsys, *argv, "--temperature", bad)
     for way in (["--suite", "chat", "--measure", "distance"], ["--tasks", "gsm8k"]):
         assert "--temperature is for" in fails(capsys, "--model", tiny_folder, *way, "--temperature", "0.5")
 
@@ -190,26 +190,26 @@ def test_other_models_stand_beside_the_schedules(capsys, tmp_path, tiny_folder, 
         assert main(["prune", "ppm", "--model", tiny_folder, "--share", share, "--multiple", "8", "--json", "--out",
                      str(tmp_path / f"less-{share}")]) == 0
     others = f"{tmp_path}/less-0.25,{tmp_path}/less-0,{tmp_path}/less-0@int4"
-    words = ["--model", tiny_folder, "--suite", problems, "--n", "4", "--max-new-tokens", "20", "--dtype", "float32",
+    argv = ["--model", tiny_folder, "--suite", problems, "--n", "4", "--max-new-tokens", "20", "--dtype", "float32",
              "--json", "--others", others]
     capsys.readouterr()
-    found = evaluated(capsys, *words, "--measure", "distance", "--out", str(tmp_path / "out"))
+    found = evaluated(capsys, *argv, "--measure", "distance", "--out", str(tmp_path / "out"))
     full, narrow, same, rough = found["distance"]["rows"]
     assert [one["label"] for one in (full, narrow, same, rough)] == ["full", "less-0.25", "less-0", "less-0@int4"]
     assert narrow["kl"]["mean"] > 0.01 and same["kl"]["mean"] == 0 and same["ideal_speedup"] == 1
     assert rough["kl"]["mean"] > 1e-4 and rough["ideal_speedup"] > 2
     assert 1 < narrow["ideal_speedup"] < 1.34 and narrow["tokens"] == full["tokens"]
-    assert "--others are compared by distance" in fails(capsys, *words, "--measure", "answers")
+    assert "--others are compared by distance" in fails(capsys, *argv, "--measure", "answers")
 
 
 def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, problems, monkeypatch):
     from shoal_lab.eval import distance
     from shoal_lab.eval.distance import Distances, FullReading
 
-    words = ["--model", tiny_folder, "--suite", problems, "--measure", "distance", "--controls", "1.25", "--core", "2",
+    argv = ["--model", tiny_folder, "--suite", problems, "--measure", "distance", "--controls", "1.25", "--core", "2",
              "--order", "late_middle", "--loss-groups", "constant,budgets", "--n", "12", "--max-new-tokens", "40",
              "--dtype", "float32", "--json", "--seed", "1"]
-    whole = evaluated(capsys, *words, "--out", str(tmp_path / "whole"), "--timed", "2", "--plot",
+    whole = evaluated(capsys, *argv, "--out", str(tmp_path / "whole"), "--timed", "2", "--plot",
                       str(tmp_path / "drawn"))
     full, d3, *controls = whole["distance"]["rows"]
     assert full["label"] == "full" and full["kl"]["mean"] == 0 and full["kept"]["mean"] == 1
@@ -226,7 +226,7 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == {
         "distance-loss.png", "distance-depth.png", "distance-positions-1.25.png"}
 
-    assert main(["eval", *words, "--out", str(tmp_path / "parts"), "--minutes", "0"]) == 0
+    assert main(["eval", *argv, "--out", str(tmp_path / "parts"), "--minutes", "0"]) == 0
     assert "no time is left" in capsys.readouterr().out
     plain, calls = FullReading.under, iter(range(10**6))
     monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * 256 * 130)  # three texts are read together
@@ -237,19 +237,19 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
         return plain(self, *args)
 
     monkeypatch.setattr(FullReading, "under", tired)
-    assert main(["eval", *words, "--out", str(tmp_path / "parts")]) == 130
+    assert main(["eval", *argv, "--out", str(tmp_path / "parts")]) == 130
     capsys.readouterr()
     monkeypatch.setattr(FullReading, "under", plain)
     monkeypatch.setattr(Distances, "late", True)
-    part = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))["distance"]
+    part = evaluated(capsys, *argv, "--out", str(tmp_path / "parts"))["distance"]
     assert part["read"] == 3 and part["items"] == 12 and part["warning"].startswith("3 of 12 texts are read")
     monkeypatch.setattr(Distances, "late", False)
-    again = evaluated(capsys, *words, "--out", str(tmp_path / "parts"))
+    again = evaluated(capsys, *argv, "--out", str(tmp_path / "parts"))
     assert again["distance"]["rows"] == whole["distance"]["rows"]
     monkeypatch.setattr(Distances, "_answers", None)
     monkeypatch.setattr(FullReading, "under", None)
-    words.remove("--json")
-    assert main(["eval", *words, "--out", str(tmp_path / "parts"), "--timed", "1"]) == 0
+    argv.remove("--json")
+    assert main(["eval", *argv, "--out", str(tmp_path / "parts"), "--timed", "1"]) == 0
     out = capsys.readouterr().out
     assert "KL, nats" in out and "reversed d3" in out and "expected, ms/token" in out
     assert json.loads(out.splitlines()[-1])["distance"]["rows"] == whole["distance"]["rows"]

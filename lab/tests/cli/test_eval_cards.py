@@ -22,12 +22,12 @@ def _small(measures_layers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_card, "asked", lambda engine: [[1, 2, 3], [4, 5, 6, 7]])
 
 
-@pytest.mark.parametrize("words", [["--method", "d3"], ["--methods", "full,d3"]])
+@pytest.mark.parametrize("argv", [["--method", "d3"], ["--methods", "full,d3"]])
 def test_an_evaluation_knows_the_layers_of_the_methods_it_compares(
-    capsys: Any, tiny_folder: str, tmp_path: Path, words: list[str]
+    capsys: Any, tiny_folder: str, tmp_path: Path, argv: list[str]
 ) -> None:
     problems = str(write(tmp_path))
-    assert main(["eval", "--model", tiny_folder, "--suite", problems, "--n", "2", *words, "--max-new-tokens", "12",
+    assert main(["eval", "--model", tiny_folder, "--suite", problems, "--n", "2", *argv, "--max-new-tokens", "12",
                  "--dtype", "float32", "--json"]) == 0
     err = capsys.readouterr().err
     assert "kept for the next time" in err and len(list(cards.cached().glob("*.json"))) == 1

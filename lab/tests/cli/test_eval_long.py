@@ -24,8 +24,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write(tmp_path_factory.mktemp("data")))
 
 
-def fails(capsys: Any, *words: str) -> str:
-    assert main(["eval", *words]) == 2
+def fails(capsys: Any, *argv: str) -> str:
+    assert main(["eval", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     return str(err)
@@ -38,9 +38,9 @@ def fails(capsys: Any, *words: str) -> str:
 def test_suites_on_a_model(
     suites: list[str], capsys: Any, tmp_path: Path, tiny_folder: str, data: str, monkeypatch: Any
 ) -> None:
-    words = ["eval", "--model", tiny_folder, "--data", data, "--suite", ",".join(suites), "--context", "1600",
+    argv = ["eval", "--model", tiny_folder, "--data", data, "--suite", ",".join(suites), "--context", "1600",
              *SMALL, *METHODS, "--out", str(tmp_path)]
-    assert main([*words, "--json"]) == 0
+    assert main([*argv, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(part["suite"], part["length"], part["contexts"]) for part in report["suites"]] == [
         (suite, 1600, 2) for suite in suites]
@@ -57,7 +57,7 @@ def test_suites_on_a_model(
         assert ("loss" if part["suite"] == "novels" else "score") in full
     assert json.loads((tmp_path / "results.json").read_text())["suites"] == report["suites"]
     monkeypatch.setattr(LongEvaluator, "_outcomes", lambda *_: pytest.fail("it is there already"))
-    assert main(words) == 0
+    assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "needle, 1600 tokens, 2 contexts" and lines[1].split()[:3] == ["method", "n", "score"]
     assert lines[8].startswith("score of trivial answers: empty 0.0")
@@ -69,18 +69,18 @@ def test_they_are_listed(capsys: Any) -> None:
     assert "multi_needle         long" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("argv", "message"), [
     (["--suite", "needle"], "suite needle takes lengths; add --context"),
     (["--suite", "gsm8k", "--context", "1k"], "with it there are needle, multi_needle"),
     (["--context", "1k"], "--suite is None"),
     (["--suite", "needle", "--context", "1k", "--questions", "0"], "--questions is 0; it must be at least 1"),
     (["--suite", "needle", "--context", "1k", "--temperature", "1"], "--context answers greedily"),
 ])
-def test_refusals(capsys: Any, words: list[str], message: str) -> None:
-    assert message in fails(capsys, *words)
+def test_refusals(capsys: Any, argv: list[str], message: str) -> None:
+    assert message in fails(capsys, *argv)
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("argv", "message"), [
     (["--context", "1x"], "--context holds '1x'"),
     (["--context", "128k"], "131072 tokens, and the model's context is 65536"),
     (["--context", "300"], "too short for 4 questions of needle"),
@@ -88,9 +88,9 @@ def test_refusals(capsys: Any, words: list[str], message: str) -> None:
     (["--context", "2k", "--methods", "snapkv", "--budgets", "1/100"], "snapkv with 20 of 2048 columns: budget is 20"),
     (["--context", "2k", "--methods", "prompt_lookup"], "prompt_lookup on long contexts"),
 ])
-def test_refusals_on_a_model(capsys: Any, tiny_folder: str, data: str, words: list[str], message: str) -> None:
+def test_refusals_on_a_model(capsys: Any, tiny_folder: str, data: str, argv: list[str], message: str) -> None:
     given = ["--model", tiny_folder, "--suite", "needle", "--data", data, *SMALL, "--json"]
-    assert message in fails(capsys, *given, *words)
+    assert message in fails(capsys, *given, *argv)
 
 
 def test_a_folder_without_novels(capsys: Any, tmp_path: Path, tiny_folder: str) -> None:
@@ -103,8 +103,8 @@ def test_no_two_methods_have_one_label() -> None:
     """A card is called by what it holds, but beside the method itself by its file."""
     plain, card = Tidal(), Calibrated(Tidal(reselect=9), "0" * 16)
     assert labelled({"tidal.json": card}) == {"tidal": card}
-    for words in ({"tidal": plain, "some/ninth.json": card}, {"some/ninth.json": card, "tidal": plain}):
-        assert labelled(words) == {"tidal": plain, "ninth": card}
+    for argv in ({"tidal": plain, "some/ninth.json": card}, {"some/ninth.json": card, "tidal": plain}):
+        assert labelled(argv) == {"tidal": plain, "ninth": card}
     assert [*labelled({"a/ninth.json:k=4": card, "a/ninth.json:k=8": card})] == ["tidal:k=4", "tidal:k=8"]
     with pytest.raises(ValueError, match=r"two cards that would be called ninth; rename other/ninth\.json"):
         labelled({"tidal": plain, "some/ninth.json": card, "other/ninth.json": card})

@@ -25,9 +25,9 @@ def tasks(folder: Path) -> str:
 
 
 def test_code_is_judged_end_to_end(capsys, tmp_path, tiny_folder):
-    words = ["eval", "--model", tiny_folder, "--suite", "humaneval", "--data", tasks(tmp_path), "--method", "d3",
+    argv = ["eval", "--model", tiny_folder, "--suite", "humaneval", "--data", tasks(tmp_path), "--method", "d3",
              "--dtype", "float32", "--max-new-tokens", "12", "--unsafe"]
-    assert main(words) == 0
+    assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("right % of trivial answers: empty 0.0, echo 0.0") for line in lines)
     assert any(line.startswith("code ran in this sandbox: ") for line in lines)
@@ -43,9 +43,9 @@ def test_items_of_an_article_are_a_cluster(capsys, tmp_path, tiny_folder):
         for n in range(4)]
     (tmp_path / "squad").mkdir()
     (tmp_path / "squad" / "dev-v1.1.json").write_text(json.dumps({"data": rows}), encoding="utf-8")
-    words = ["eval", "--model", tiny_folder, "--suite", "squad", "--data", str(tmp_path), "--method", "d3",
+    argv = ["eval", "--model", tiny_folder, "--suite", "squad", "--data", str(tmp_path), "--method", "d3",
              "--measure", "answers", "--dtype", "float32", "--max-new-tokens", "8", "--json"]
-    assert main(words) == 0
+    assert main(argv) == 0
     (suite,) = json.loads(capsys.readouterr().out)["suites"]
     assert sorted(suite["full_by_group"]) == ["A0", "A1", "A2", "A3"] and suite["floors"]["echo"]["accuracy"] == 1
     assert suite["answers"][1]["difference"]["p_cluster"] == 1 and "f1" in suite["answers"][0]
@@ -55,8 +55,8 @@ def test_code_is_refused_before_it_is_written_where_no_sandbox_works(capsys, tmp
     monkeypatch.setattr(Sandbox, "why_not", lambda self: "not allowed")
     monkeypatch.setattr(Evaluator, "answers", lambda *_: pytest.fail("answered before the refusal"))
     find.cache_clear()
-    words = ["eval", "--model", tiny_folder, "--suite", "humaneval", "--data", tasks(tmp_path), "--dtype", "float32"]
-    assert main(words) == 2
+    argv = ["eval", "--model", tiny_folder, "--suite", "humaneval", "--data", tasks(tmp_path), "--dtype", "float32"]
+    assert main(argv) == 2
     assert "running code that a model wrote" in capsys.readouterr().err
     find.cache_clear()
 
@@ -64,9 +64,9 @@ def test_code_is_refused_before_it_is_written_where_no_sandbox_works(capsys, tmp
 def test_that_code_runs_without_a_sandbox_is_said(capsys, tmp_path, tiny_folder, monkeypatch):
     monkeypatch.setattr(Sandbox, "why_not", lambda self: "not allowed")
     find.cache_clear()
-    words = ["eval", "--model", tiny_folder, "--suite", "humaneval", "--data", tasks(tmp_path), "--dtype", "float32",
+    argv = ["eval", "--model", tiny_folder, "--suite", "humaneval", "--data", tasks(tmp_path), "--dtype", "float32",
              "--measure", "answers", "--max-new-tokens", "4", "--unsafe", "--json"]
-    assert main(words) == 0
+    assert main(argv) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["suites"][0]["sandbox"] == "none" and "runs without one" in err
     find.cache_clear()

@@ -25,26 +25,26 @@ WRONG: dict[str, tuple[list[str], str]] = {
 }
 
 
-def filled(words: list[str], model: str, out: Path) -> list[str]:
-    return [word.format(model=model, out=out / "out") for word in words]
+def filled(argv: list[str], model: str, out: Path) -> list[str]:
+    return [word.format(model=model, out=out / "out") for word in argv]
 
 
 @pytest.mark.parametrize("case", MISSING)
 @pytest.mark.quick(3)
 def test_a_missing_package_is_named_with_its_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
-    words, said = MISSING[case]
-    done = command(("lab",), *filled(words, tiny_folder, tmp_path))
+    argv, said = MISSING[case]
+    done = command(("lab",), *filled(argv, tiny_folder, tmp_path))
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"shoal {words[0]}: error: ")
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"shoal {argv[0]}: error: ")
     assert any(part in done.stderr for part in said.split("|")), done.stderr
-    assert done.stderr.count(f"shoal {words[0]}") == 1
+    assert done.stderr.count(f"shoal {argv[0]}") == 1
 
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.quick(3)
 def test_a_wrong_option_comes_before_a_missing_package(case: str, tiny_folder: str, tmp_path: Path) -> None:
-    words, said = WRONG[case]
-    done = command(("lab",), *filled(words, tiny_folder, tmp_path))
+    argv, said = WRONG[case]
+    done = command(("lab",), *filled(argv, tiny_folder, tmp_path))
     assert done.returncode == 2 and any(part in done.stderr for part in said.split("|")), done.stderr
     assert "not installed" not in done.stderr
 
@@ -64,8 +64,8 @@ ALONE: dict[str, list[str]] = {
 @pytest.mark.parametrize("case", ALONE)
 def test_what_needs_no_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
     (tmp_path / "asked.txt").write_text("".join(f"the {word} and the moon\n" for word in ("sun", "sea", "hill") * 8))
-    words = [word.format(out=tmp_path) for word in ALONE[case]]
-    done = command(("lab",), *words, "--model", tiny_folder)
+    argv = [word.format(out=tmp_path) for word in ALONE[case]]
+    done = command(("lab",), *argv, "--model", tiny_folder)
     assert done.returncode == 0, done.stderr
 
 
@@ -73,9 +73,9 @@ def test_what_needs_no_extra(case: str, tiny_folder: str, tmp_path: Path) -> Non
 def test_healing_needs_its_extra_alone(tiny_folder: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     (tmp_path / "asked.txt").write_text("".join(f"the {word} and the moon\n" for word in ("sun", "sea", "hill") * 8))
-    words = [*filled(HEALING, tiny_folder, tmp_path), "--model", tiny_folder, "--prompts", str(tmp_path / "asked.txt")]
+    argv = [*filled(HEALING, tiny_folder, tmp_path), "--model", tiny_folder, "--prompts", str(tmp_path / "asked.txt")]
     less = ["--tokens", "200", "--max-new-tokens", "12", "--epochs", "1", "--batch", "64"]
-    done = command(("lab", "lab:train"), *words, *less)
+    done = command(("lab", "lab:train"), *argv, *less)
     assert done.returncode == 0, done.stderr
 
 

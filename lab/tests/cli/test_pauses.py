@@ -67,11 +67,11 @@ def test_the_seed_alone_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("right", "words"), [(torch.ones(500), "only 0 of their tokens are wrong"), (None, "no less often right")]
+    ("right", "message"), [(torch.ones(500), "only 0 of their tokens are wrong"), (None, "no less often right")]
 )
-def test_nothing_to_learn(right: torch.Tensor | None, words: str) -> None:
+def test_nothing_to_learn(right: torch.Tensor | None, message: str) -> None:
     entropies, labels = synthetic(2.0, -4.0, 500, 0)
-    with pytest.raises(Unsupported, match=words):
+    with pytest.raises(Unsupported, match=message):
         pauses.learn(entropies, labels if right is None else right > 0)
 
 
@@ -103,7 +103,7 @@ def test_the_command_writes_a_card_that_is_a_method(
     monkeypatch.setattr(pauses, "_LEAST", 1)
     seen = synthetic(-2.0, 3.0, 2000, 3)
     path = tmp_path / "adadec.json"
-    words = ["calibrate", "--for", "adadec", "--model", tiny_folder, "--suite", problems, "--loss-n", "6", "--dtype",
+    argv = ["calibrate", "--for", "adadec", "--model", tiny_folder, "--suite", problems, "--loss-n", "6", "--dtype",
              "float32", "--json", "--out", str(path)]
     observe = pauses.observe
     shapes = []
@@ -113,7 +113,7 @@ def test_the_command_writes_a_card_that_is_a_method(
         return seen
 
     monkeypatch.setattr(pauses, "observe", planted)
-    assert main(words) == 0
+    assert main(argv) == 0
     made = json.loads(capsys.readouterr().out)
     assert json.loads(path.read_text()) == made and shapes[0][0] > 6
     method = make(str(path))

@@ -38,22 +38,22 @@ def known(tiny_folder: str, tmp_path: Path) -> str:
     return str(folder)
 
 
-def pruned(capsys: Any, *words: Any) -> dict[str, Any]:
-    assert main(["prune", "depth", *map(str, words), "--json"]) == 0
+def pruned(capsys: Any, *argv: Any) -> dict[str, Any]:
+    assert main(["prune", "depth", *map(str, argv), "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     found: dict[str, Any] = json.loads(out)
     return found
 
 
-def refusal(capsys: Any, *words: Any) -> str:
-    assert main(["prune", "depth", *map(str, words)]) == 2
+def refusal(capsys: Any, *argv: Any) -> str:
+    assert main(["prune", "depth", *map(str, argv)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     return str(err)
 
 
-@pytest.mark.parametrize(("words", "by", "gone"), [
+@pytest.mark.parametrize(("argv", "by", "gone"), [
     (["--layers", 2], "influence", [1, 3]),
     (["--layers", 2, "--by", "leave_one_out"], "leave_one_out", [3, 4]),
     (["--layers", 3, "--by", "order"], "order", [1, 2, 3]),
@@ -61,9 +61,9 @@ def refusal(capsys: Any, *words: Any) -> str:
     (["--drop", "5,0"], "hand", [0, 5]),
 ])
 def test_the_layers_that_go(
-    capsys: Any, known: str, tmp_path: Path, words: list[Any], by: str, gone: list[int]
+    capsys: Any, known: str, tmp_path: Path, argv: list[Any], by: str, gone: list[int]
 ) -> None:
-    told = pruned(capsys, "--model", known, "--out", tmp_path / "fewer", *words)
+    told = pruned(capsys, "--model", known, "--out", tmp_path / "fewer", *argv)
     assert told["dropped"] == gone and told["by"] == by and told["num_layers"] == 6 and told["source"] == "known"
     assert told["fingerprint"] == fingerprint.of_model(None, known)
     if by != "hand":
@@ -104,7 +104,7 @@ def test_the_note_names_the_revision_that_was_pruned(
     assert told["fingerprint"] == "that of tag"
 
 
-@pytest.mark.parametrize(("words", "why"), [
+@pytest.mark.parametrize(("argv", "why"), [
     (["--layers", 5], "--layers is 5; 1 to 4 of 6 layers may go"),
     *((["--share", share], f"--share is {share}; it must be above 0 and below 1") for share in ("inf", "nan", "0.0")),
     (["--share", 0.01], "--share is 0.01, 0 layers; 1 to 4 of 6 layers may go"),
@@ -116,8 +116,8 @@ def test_the_note_names_the_revision_that_was_pruned(
     ([], "one of the arguments --layers --share --drop --bytes --speed is required"),
     (["--layers", 1, "--quant", "int8"], "--quant is no option here: the weights are written as they are"),
 ])
-def test_what_is_refused_writes_nothing(capsys: Any, known: str, tmp_path: Path, words: list[Any], why: str) -> None:
-    assert why in refusal(capsys, "--model", known, "--out", tmp_path / "fewer", *words)
+def test_what_is_refused_writes_nothing(capsys: Any, known: str, tmp_path: Path, argv: list[Any], why: str) -> None:
+    assert why in refusal(capsys, "--model", known, "--out", tmp_path / "fewer", *argv)
     assert [path.name for path in tmp_path.iterdir()] == ["known"]
 
 
@@ -133,10 +133,10 @@ def test_a_folder_with_something_in_it(capsys: Any, known: str) -> None:
     assert sorted(Path(known).iterdir()) == before
 
 
-@pytest.mark.parametrize(("words", "dtype"), [([], torch.float32), (["--dtype", "bfloat16"], torch.bfloat16)])
-def test_a_gguf_file_becomes_a_checkpoint(capsys: Any, tmp_path: Path, words: list[str], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("argv", "dtype"), [([], torch.float32), (["--dtype", "bfloat16"], torch.bfloat16)])
+def test_a_gguf_file_becomes_a_checkpoint(capsys: Any, tmp_path: Path, argv: list[str], dtype: torch.dtype) -> None:
     write_model("qwen3", tmp_path / "tiny.gguf", "Q8_0")
-    pruned(capsys, "--model", tmp_path / "tiny.gguf", "--drop", "1", "--out", tmp_path / "fewer", *words)
+    pruned(capsys, "--model", tmp_path / "tiny.gguf", "--drop", "1", "--out", tmp_path / "fewer", *argv)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "fewer", dtype="auto")
     assert model.dtype == dtype and model.config.num_hidden_layers == 3
     assert model.config.architectures == ["Qwen3ForCausalLM"]
@@ -159,10 +159,10 @@ def test_a_real_model_still_speaks(capsys: Any, tmp_path: Path) -> None:
 def test_the_folder_still_says_what_it_was_made_of(capsys: Any, known: str, tmp_path: Path) -> None:
     pruned(capsys, "--model", known, "--drop", "3,1", "--out", tmp_path / "fewer")
     engine = shoal.load(tmp_path / "fewer", dtype="float32")
-    words = "layers 1, 3 of known were left out"
-    assert engine.changes == engine.generate("a", max_new_tokens=2).changes == words
+    argv = "layers 1, 3 of known were left out"
+    assert engine.changes == engine.generate("a", max_new_tokens=2).changes == argv
     assert main(["methods", "--model", str(tmp_path / "fewer")]) == 0
-    assert f"made of another model ({words}): exact means equal to this one" in capsys.readouterr().out
+    assert f"made of another model ({argv}): exact means equal to this one" in capsys.readouterr().out
     assert main(["methods", "--json", "--model", known]) == 0
     assert json.loads(capsys.readouterr().out)["changes"] == ""
     (tmp_path / "fewer" / "shoal_prune.json").write_text("[1]")
@@ -191,7 +191,7 @@ def test_a_gguf_file_becomes_a_smaller_one(capsys: Any, tiny_file: Path) -> None
     assert shoal.load(narrow, dtype="float32").changes == "50% of the neurons of tiny.gguf were left out"
 
 
-@pytest.mark.parametrize(("words", "why"), [
+@pytest.mark.parametrize(("argv", "why"), [
     (["depth", "--drop", "1", "--out", "tiny.gguf"], "is there already; name another file, or remove that one"),
     (["depth", "--drop", "1", "--out", "none/less.gguf"], "to write 'less.gguf' to"),
     (["depth", "--drop", "1", "--out", "less.gguf", "--dtype", "bfloat16"], "a GGUF file keeps the types"),
@@ -202,11 +202,11 @@ def test_a_gguf_file_becomes_a_smaller_one(capsys: Any, tiny_file: Path) -> None
     (["depth", "--drop", "1", "--out", "less.gguf", "--model", "FOLDER"], "it is none itself. Convert it first, with"),
 ])
 def test_a_file_that_cannot_be_written(
-    capsys: Any, tiny_file: Path, tiny_folder: str, monkeypatch: pytest.MonkeyPatch, words: list[str], why: str
+    capsys: Any, tiny_file: Path, tiny_folder: str, monkeypatch: pytest.MonkeyPatch, argv: list[str], why: str
 ) -> None:
     monkeypatch.chdir(tiny_file.parent)
     before = tiny_file.read_bytes()
-    named = [tiny_folder if word == "FOLDER" else word for word in words]
+    named = [tiny_folder if word == "FOLDER" else word for word in argv]
     assert main(["prune", "--model", "tiny.gguf", *named]) == 2
     assert why in capsys.readouterr().err
     assert [path.name for path in tiny_file.parent.iterdir()] == ["tiny.gguf"] and tiny_file.read_bytes() == before
@@ -225,11 +225,11 @@ def test_what_is_interrupted_leaves_no_file(tiny_file: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["depth", "--layers", 1], ["cfsp", "--share", 0.1]], ids=["layers", "neurons"])
-def test_a_real_file_still_speaks(capsys: Any, tmp_path: Path, words: list[Any]) -> None:
+@pytest.mark.parametrize("argv", [["depth", "--layers", 1], ["cfsp", "--share", 0.1]], ids=["layers", "neurons"])
+def test_a_real_file_still_speaks(capsys: Any, tmp_path: Path, argv: list[Any]) -> None:
     """In Shoal, and token by token in llama.cpp."""
     out = tmp_path / "less.gguf"
-    assert main(["prune", *map(str, words), "--model", real_model("smollm2"), "--out", str(out)]) == 0
+    assert main(["prune", *map(str, argv), "--model", real_model("smollm2"), "--out", str(out)]) == 0
     engine, oracle = shoal.load(out), Oracle(out)
     ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
                                                add_generation_prompt=True, return_dict=False)

@@ -30,8 +30,8 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def run(*words: Any) -> int:
-    return main(["prune", "consensus", *map(str, words), "--json"])
+def run(*argv: Any) -> int:
+    return main(["prune", "consensus", *map(str, argv), "--json"])
 
 
 @pytest.mark.slow
@@ -74,10 +74,10 @@ def test_stopped_and_gone_on_with_it_is_the_same(
     capsys: Any, tiny_folder: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped as a file is written and as time is up: nothing lies there but what the next run goes on from."""
-    words = ["--model", tiny_folder, "--text", text, "--steps", 6, *HOW]
-    assert run(*words, "--out", tmp_path / "whole") == 0
+    argv = ["--model", tiny_folder, "--text", text, "--steps", 6, *HOW]
+    assert run(*argv, "--out", tmp_path / "whole") == 0
     wanted = json.loads(capsys.readouterr().out)
-    halted = [*words, "--out", tmp_path / "halted"]
+    halted = [*argv, "--out", tmp_path / "halted"]
     (tmp_path / "halted.training").mkdir()
     for path in (tmp_path / "whole.training").iterdir():
         if path.name != CHECKPOINT:
@@ -109,8 +109,8 @@ def test_a_size_is_reached_with_gates_too(capsys: Any, tiny_folder: str, tmp_pat
 def test_a_control_draws_as_many_neurons(capsys: Any, tiny_folder: str, tmp_path: Path, text: Path) -> None:
     found = []
     seeds = ([], ["--random", 1], ["--random", 1], ["--random", 2])
-    for number, words in enumerate(["cfsp", *one] for one in seeds):
-        assert main(["prune", *map(str, words), "--model", tiny_folder, "--share", "0.25", "--multiple", "4", "--text",
+    for number, argv in enumerate(["cfsp", *one] for one in seeds):
+        assert main(["prune", *map(str, argv), "--model", tiny_folder, "--share", "0.25", "--multiple", "4", "--text",
                      str(text), "--out", str(tmp_path / str(number)), "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert len({tuple(told["widths"]) for told in found}) == 1
@@ -121,7 +121,7 @@ def test_a_control_draws_as_many_neurons(capsys: Any, tiny_folder: str, tmp_path
     assert shoal.load(tmp_path / "1", dtype="float32").fingerprint == wanted.fingerprint
 
 
-@pytest.mark.parametrize(("words", "why"), [
+@pytest.mark.parametrize(("argv", "why"), [
     (["consensus", "--share", 1], "--share is 1.0; it must be at least 0 and below 1"),
     (["consensus", "--share", 0.1, "--steps", 0], "--steps is 0; it must be at least 1"),
     (["consensus", "--share", 0.1, "--rate", "nan"], "--rate is nan; it must be above 0"),
@@ -133,9 +133,9 @@ def test_a_control_draws_as_many_neurons(capsys: Any, tiny_folder: str, tmp_path
     (["depth", "--layers", 1, "--random", 3], "depth leaves out layers; leave them out"),
 ])
 def test_what_is_refused_writes_nothing(
-    capsys: Any, tiny_folder: str, tmp_path: Path, words: list[Any], why: str
+    capsys: Any, tiny_folder: str, tmp_path: Path, argv: list[Any], why: str
 ) -> None:
-    assert main(["prune", *map(str, words), "--model", tiny_folder, "--out", str(tmp_path / "narrow")]) == 2
+    assert main(["prune", *map(str, argv), "--model", tiny_folder, "--out", str(tmp_path / "narrow")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and why in err and not list(tmp_path.iterdir())
 

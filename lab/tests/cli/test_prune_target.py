@@ -24,14 +24,14 @@ ATTENTION, MLP = 2 * 32 * 8 * (4 + 2), 3 * 32
 """Weights of a tiny layer's attention, and of one neuron."""
 
 
-def pruned(capsys: Any, *words: Any) -> dict[str, Any]:
-    assert main(["prune", *map(str, words), "--json"]) == 0
+def pruned(capsys: Any, *argv: Any) -> dict[str, Any]:
+    assert main(["prune", *map(str, argv), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def refused(capsys: Any, *words: Any) -> str:
-    assert main(["prune", *map(str, words)]) == 2
+def refused(capsys: Any, *argv: Any) -> str:
+    assert main(["prune", *map(str, argv)]) == 2
     return str(capsys.readouterr().err)
 
 
@@ -43,9 +43,9 @@ def first(*widths: int) -> NarrowMLPs:
 def test_a_folders_size_is_what_is_written(
     capsys: Any, tiny_folder: str, tmp_path: Path, dtype: torch.dtype | None
 ) -> None:
-    words = ["--dtype", "bfloat16"] if dtype else []
+    argv = ["--dtype", "bfloat16"] if dtype else []
     told = pruned(capsys, "ppm", "--model", tiny_folder, "--share", 0.5, "--multiple", 8, "--out", tmp_path / "a",
-                  *words)
+                  *argv)
     files = Checkpoint(tiny_folder, None, False)
     size = folder_bytes(files.config(), Outline(files.weights()), first(*told["widths"]), dtype)
     assert size == (tmp_path / "a" / "model.safetensors").stat().st_size
@@ -64,18 +64,18 @@ def test_the_least_share_that_fits(capsys: Any, tiny_folder: str, tmp_path: Path
         assert told["share"] == pytest.approx({48: 0.1876, 40: 0.3126}[width], abs=1e-4)
 
 
-@pytest.mark.parametrize("words", [["ppm", "--multiple", 32], ["depth", "--by", "leave_one_out"]],
+@pytest.mark.parametrize("argv", [["ppm", "--multiple", 32], ["depth", "--by", "leave_one_out"]],
                          ids=["width", "depth"])
-def test_a_file_comes_to_what_was_asked_for(capsys: Any, tmp_path: Path, words: list[Any]) -> None:
+def test_a_file_comes_to_what_was_asked_for(capsys: Any, tmp_path: Path, argv: list[Any]) -> None:
     pytest.importorskip("gguf", reason="the gguf package writes these files")
     write_model("llama", tmp_path / "tiny.gguf", "Q8_0")
     (tmp_path / "shoal.json").write_text(json.dumps({"layer_scores": {"leave_one_out": [1, 2, 3, 4]}}))
     before = (tmp_path / "tiny.gguf").stat().st_size
     most = round(0.8 * before)
-    told = pruned(capsys, *words, "--model", tmp_path / "tiny.gguf", "--bytes", most, "--out", tmp_path / "less.gguf")
+    told = pruned(capsys, *argv, "--model", tmp_path / "tiny.gguf", "--bytes", most, "--out", tmp_path / "less.gguf")
     now = (tmp_path / "less.gguf").stat().st_size
     assert now == told["bytes"] <= most
-    again = pruned(capsys, *words, "--model", tmp_path / "tiny.gguf", "--bytes", now, "--out", tmp_path / "same.gguf")
+    again = pruned(capsys, *argv, "--model", tmp_path / "tiny.gguf", "--bytes", now, "--out", tmp_path / "same.gguf")
     assert again["bytes"] == now and {**again, "out": 0, "target": 0} == {**told, "out": 0, "target": 0}
 
 
@@ -109,7 +109,7 @@ def test_the_least_that_is_fast_enough(
     assert told["target"]["cost"]["layer_seconds"] == 2.0 and "bytes" not in told
 
 
-@pytest.mark.parametrize(("words", "why"), [
+@pytest.mark.parametrize(("argv", "why"), [
     (["--bytes", "9TB"], "nothing has to be left out"),
     (["--bytes", "1kB"], "is the best that can be reached this way"),
     (["--speed", 50], "--speed is 50.0, and"),
@@ -120,7 +120,7 @@ def test_the_least_that_is_fast_enough(
 ])
 @pytest.mark.parametrize("what", ["ppm", "depth"])
 def test_what_cannot_be_reached_is_refused(
-    capsys: Any, tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, words: list[Any],
+    capsys: Any, tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, argv: list[Any],
     why: str
 ) -> None:
     monkeypatch.setattr(cost, "measure", lambda engine: CARD)
@@ -129,5 +129,5 @@ def test_what_cannot_be_reached_is_refused(
     for path in Path(tiny_folder).iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / "shoal.json").write_text(json.dumps({"layer_scores": {"influence": [1, 2, 3, 4, 5, 6]}}))
-    assert why in refused(capsys, what, "--model", folder, "--out", tmp_path / "less", *words)
+    assert why in refused(capsys, what, "--model", folder, "--out", tmp_path / "less", *argv)
     assert [path.name for path in tmp_path.iterdir()] == ["known"]

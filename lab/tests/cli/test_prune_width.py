@@ -24,8 +24,8 @@ from shoal_lab.calibrate import neurons
 TEXT = "Tom has 15 cups. He buys 4 boxes with 6 cups each. How many cups does he have now? " * 40
 
 
-def pruned(capsys: Any, *words: Any) -> dict[str, Any]:
-    assert main(["prune", *map(str, words), "--json"]) == 0
+def pruned(capsys: Any, *argv: Any) -> dict[str, Any]:
+    assert main(["prune", *map(str, argv), "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     found: dict[str, Any] = json.loads(out)
@@ -57,23 +57,23 @@ def test_ppm_keeps_the_rows_of_widest_range(capsys: Any, tiny_folder: str, tmp_p
     assert narrow.changes == f"{1 - count / width:.0%} of the neurons of {Path(tiny_folder).name} were left out"
 
 
-@pytest.mark.parametrize("words", [["--uniform"], [], ["--form", "released"]])
+@pytest.mark.parametrize("argv", [["--uniform"], [], ["--form", "released"]])
 def test_cfsp_goes_by_what_the_model_did_on_a_text(
-    capsys: Any, tiny_folder: str, tmp_path: Path, text: Path, words: list[str]
+    capsys: Any, tiny_folder: str, tmp_path: Path, text: Path, argv: list[str]
 ) -> None:
     told = pruned(capsys, "cfsp", "--model", tiny_folder, "--share", 0.3, "--multiple", 4, "--text", text, "--out",
-                  tmp_path / "narrow", *words)
+                  tmp_path / "narrow", *argv)
     files = Checkpoint(tiny_folder, None, False)
     ids = files.tokenizer()(TEXT)["input_ids"]
     pieces = [ids[at : at + 512] for at in range(0, min(len(ids), 32 * 512), 512)]
     seen = neurons.activity(files.model(default_dtype(torch.device("cpu"))).eval(), pieces, progress=False)
-    shares = [0.7] * 6 if "--uniform" in words else neurons.shares(seen.turns, 0.3)
+    shares = [0.7] * 6 if "--uniform" in argv else neurons.shares(seen.turns, 0.3)
     keep = neurons.counts(shares, [files.config().intermediate_size] * 6, 4)
-    scores = neurons.cfsp(files.weights(), seen, "released" if "released" in words else "stated")
+    scores = neurons.cfsp(files.weights(), seen, "released" if "released" in argv else "stated")
     wanted = shoal.load(tiny_folder, dtype="float32", transform=shoal.NarrowMLPs(neurons.best(scores, keep)))
     narrow = shoal.load(tmp_path / "narrow", dtype="float32")
     assert told["widths"] == keep and told["tokens"] == sum(map(len, pieces)) and told["text"] == "text.txt"
-    assert (len(set(keep)) == 1) == ("--uniform" in words)
+    assert (len(set(keep)) == 1) == ("--uniform" in argv)
     assert narrow.fingerprint == wanted.fingerprint
 
 
@@ -103,8 +103,8 @@ def test_the_model_is_in_memory_once_at_a_time(
 
 
 def test_nothing_left_out_is_the_model_itself(capsys: Any, tiny_folder: str, tmp_path: Path, text: Path) -> None:
-    for what, words in (("ppm", []), ("cfsp", ["--text", text])):
-        pruned(capsys, what, "--model", tiny_folder, "--share", 0, "--out", tmp_path / what, *words)
+    for what, argv in (("ppm", []), ("cfsp", ["--text", text])):
+        pruned(capsys, what, "--model", tiny_folder, "--share", 0, "--out", tmp_path / what, *argv)
         assert shoal.load(tmp_path / what, dtype="float32").fingerprint == shoal.load(
             tiny_folder, dtype="float32").fingerprint
 
@@ -123,7 +123,7 @@ def test_words_for_people(capsys: Any, tiny_folder: str, tmp_path: Path) -> None
     assert capsys.readouterr().out == (f"layers with 32 of 64 neurons each, written to {tmp_path / 'narrow'}\n")
 
 
-@pytest.mark.parametrize(("words", "why"), [
+@pytest.mark.parametrize(("argv", "why"), [
     (["ppm", "--share", 1], "--share is 1.0; it must be at least 0 and below 1"),
     (["cfsp", "--share", "nan"], "--share is nan"),
     (["ppm", "--layers", 1], "leaves neurons out, not layers; say which share of them goes with --share"),
@@ -133,9 +133,9 @@ def test_words_for_people(capsys: Any, tiny_folder: str, tmp_path: Path) -> None
     (["depth", "--layers", 1, "--uniform"], "depth leaves out layers; leave them out"),
 ])
 def test_what_is_refused_writes_nothing(
-    capsys: Any, tiny_folder: str, tmp_path: Path, words: list[Any], why: str
+    capsys: Any, tiny_folder: str, tmp_path: Path, argv: list[Any], why: str
 ) -> None:
-    assert main(["prune", *map(str, words), "--model", tiny_folder, "--out", str(tmp_path / "narrow")]) == 2
+    assert main(["prune", *map(str, argv), "--model", tiny_folder, "--out", str(tmp_path / "narrow")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and why in err and not list(tmp_path.iterdir())
 

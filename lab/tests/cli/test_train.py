@@ -12,7 +12,7 @@ from shoal.cli import main
 from shoal_lab.train import context_gate, corpus
 
 GREEDY = ("--max-new-tokens", "12", "--temperature", "0")
-WORDS = ("sun", "moon", "sea", "hill", "tree", "bird", "fish", "road", "rain", "wind", "star", "leaf", "stone", "fire",
+NOUNS = ("sun", "moon", "sea", "hill", "tree", "bird", "fish", "road", "rain", "wind", "star", "leaf", "stone", "fire",
          "wolf", "snow", "sand", "bell", "door", "lamp")
 
 
@@ -20,20 +20,20 @@ WORDS = ("sun", "moon", "sea", "hill", "tree", "bird", "fish", "road", "rain", "
 def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(corpus, "SHARD", 18)
     path = tmp_path / "asked.txt"
-    path.write_text("".join(f"the {word} and the {other}\n" for word in WORDS[:6] for other in WORDS[6:10]))
+    path.write_text("".join(f"the {word} and the {other}\n" for word in NOUNS[:6] for other in NOUNS[6:10]))
     return path
 
 
-def train(capsys: Any, kind: str, model: str, out: Path, *words: Any) -> tuple[dict[str, Any], str]:
+def train(capsys: Any, kind: str, model: str, out: Path, *argv: Any) -> tuple[dict[str, Any], str]:
     options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, *(() if kind == "ppd" else ("--vocabulary", 50))]
-    assert main(["train", kind, *map(str, [*options, "--model", model, "--out", out, *words]), "--json"]) == 0
+    assert main(["train", kind, *map(str, [*options, "--model", model, "--out", out, *argv]), "--json"]) == 0
     told, err = capsys.readouterr()
     assert told.count("\n") == 1
     return json.loads(told), err
 
 
-def refusal(capsys: Any, *words: Any) -> str:
-    assert main(["train", *map(str, words)]) == 2
+def refusal(capsys: Any, *argv: Any) -> str:
+    assert main(["train", *map(str, argv)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     return str(err)
@@ -50,8 +50,8 @@ def test_a_part_is_trained_and_used(capsys: Any, kind: str, tiny_folder: str, pr
     again, err = train(capsys, kind, tiny_folder, tmp_path / "part", "--prompts", prompts)
     assert f"going on at step {card['steps'][1]} of" in err and again["acceptance"] == card["acceptance"]
     said = []
-    for words in (["--method", kind, "--part", str(tmp_path / "part")], []):
-        assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *words]) == 0
+    for argv in (["--method", kind, "--part", str(tmp_path / "part")], []):
+        assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *argv]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"]
 
@@ -59,11 +59,11 @@ def test_a_part_is_trained_and_used(capsys: Any, kind: str, tiny_folder: str, pr
 def test_a_gate_is_trained_and_used(
     capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--prompts", prompts, "--keep", 0.4, "--gate-layer", 1, "--answers", tmp_path / "answers"]
+    argv = ["--prompts", prompts, "--keep", 0.4, "--gate-layer", 1, "--answers", tmp_path / "answers"]
     assert "no answer that is kept from training has 50 tokens" in refusal(
-        capsys, "dynamic_context", "--model", tiny_folder, "--out", tmp_path / "gate", "--max-new-tokens", 12, *words)
+        capsys, "dynamic_context", "--model", tiny_folder, "--out", tmp_path / "gate", "--max-new-tokens", 12, *argv)
     monkeypatch.setattr(context_gate, "_SHORTEST", 4)
-    card, err = train(capsys, "dynamic_context", tiny_folder, tmp_path / "gate", *words)
+    card, err = train(capsys, "dynamic_context", tiny_folder, tmp_path / "gate", *argv)
     assert "of the tokens stay" in err and "tokens per forward" not in err and "acceptance" not in card
     assert card["part"] == "dynamic_context" and card["shape"]["layer"] == 1 and 0 <= card["kept"] <= 1
     assert card["places"] > 0 and {"distance", "kept_words"} == set(card["gate"]) == set(card["random"])
@@ -75,11 +75,11 @@ def test_a_gate_is_trained_and_used(
 
 
 def test_experts_are_trained_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
-    words = ["--model", tiny_folder, "--out", tmp_path / "part", "--prompts", prompts, "--max-new-tokens", 12]
+    argv = ["--model", tiny_folder, "--out", tmp_path / "part", "--prompts", prompts, "--max-new-tokens", 12]
     numbers = ["--epochs", 1, "--batch", 256, "--groups", 4, "--shared", 1, "--experts", 2]
-    wrong = refusal(capsys, "read_me", *words, *numbers[:4], "--groups", 3)
+    wrong = refusal(capsys, "read_me", *argv, *numbers[:4], "--groups", 3)
     assert "--groups is 3; 64 neurons can be divided into these" in wrong and "answered" not in wrong
-    assert main(["train", "read_me", *map(str, [*words, *numbers]), "--json"]) == 0
+    assert main(["train", "read_me", *map(str, [*argv, *numbers]), "--json"]) == 0
     told, err = capsys.readouterr()
     card = json.loads(told)
     assert "with 2 groups" in err and f"--part {tmp_path / 'part'} --experts 2" in err and "acceptance" not in card
@@ -94,9 +94,9 @@ def test_experts_are_trained_and_used(capsys: Any, tiny_folder: str, prompts: Pa
     assert said[1] == said[2] != said[0]
 
 
-def healed(capsys: Any, out: Path, *words: Any) -> tuple[dict[str, Any], str]:
+def healed(capsys: Any, out: Path, *argv: Any) -> tuple[dict[str, Any], str]:
     options = ["--max-new-tokens", 12, "--epochs", 1, "--batch", 256, "--rank", 2, "--out", out]
-    assert main(["train", "heal", *map(str, [*options, *words]), "--json"]) == 0
+    assert main(["train", "heal", *map(str, [*options, *argv]), "--json"]) == 0
     told, err = capsys.readouterr()
     return json.loads(told), err
 
@@ -104,15 +104,15 @@ def healed(capsys: Any, out: Path, *words: Any) -> tuple[dict[str, Any], str]:
 def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
     """For a depth plan, and a smaller model that was cut out of it; the same command goes on."""
     pytest.importorskip("peft", reason="shoal train heal needs the package peft")
-    words = ["--model", tiny_folder, "--prompts", prompts, "--answers", tmp_path / "answers"]
-    card, err = healed(capsys, tmp_path / "deep", *words, "--under", "d3:mean=0.9,full")
+    argv = ["--model", tiny_folder, "--prompts", prompts, "--answers", tmp_path / "answers"]
+    card, err = healed(capsys, tmp_path / "deep", *argv, "--under", "d3:mean=0.9,full")
     assert card["part"] == "heal" and set(card["plans"]) == {"d3:mean=0.9", "full"} and card["steps"][0] > 0
     assert "of the words are the model's own" in err and "--method d3:mean=0.9" in err and "acceptance" not in card
-    again, err = healed(capsys, tmp_path / "deep", *words, "--under", "d3:mean=0.9,full")
+    again, err = healed(capsys, tmp_path / "deep", *argv, "--under", "d3:mean=0.9,full")
     assert "going on at step" in err and again["plans"] == card["plans"]
     assert main(["prune", "depth", "--model", tiny_folder, "--drop", "1", "--out", str(tmp_path / "short")]) == 0
     capsys.readouterr()
-    card, _ = healed(capsys, tmp_path / "wide", *words, "--student", tmp_path / "short")
+    card, _ = healed(capsys, tmp_path / "wide", *argv, "--student", tmp_path / "short")
     assert card["plans"]["full"]["before"]["distance"] > 0
     for name, options in (("deep", ["--method", "d3", "--mean", "0.9"]), ("wide", [])):
         command = ["generate", "the sun", "--model", str(tmp_path / name), *GREEDY, "--json", *options]
@@ -120,7 +120,7 @@ def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path
         assert json.loads(capsys.readouterr().out)["tokens"]
 
 
-@pytest.mark.parametrize("words, message", [
+@pytest.mark.parametrize("argv, message", [
     (("heal",), "there is nothing to heal: name methods that drop layers by --under, or a smaller model by --student"),
     (("heal", "--under", "full", "--rank", "0"), "--rank is 0; it must be at least 1"),
     (("eagle", "--student", "x"), "--student belongs to heal; leave it out for eagle"),
@@ -133,17 +133,17 @@ def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path
     (("read_me", "--groups", "0"), "--groups is 0; it must be at least 1"),
 ])
 def test_options_of_the_gate_are_checked(
-    capsys: Any, tiny_folder: str, tmp_path: Path, words: tuple[str, ...], message: str
+    capsys: Any, tiny_folder: str, tmp_path: Path, argv: tuple[str, ...], message: str
 ) -> None:
-    assert message in refusal(capsys, *words, "--model", tiny_folder, "--out", tmp_path / "part")
+    assert message in refusal(capsys, *argv, "--model", tiny_folder, "--out", tmp_path / "part")
 
 
 def test_a_drafter_is_trained_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "drafter"
-    words = ["train", "drafter", "--model", tiny_folder, "--out", str(out), "--prompts", str(prompts), "--json",
+    argv = ["train", "drafter", "--model", tiny_folder, "--out", str(out), "--prompts", str(prompts), "--json",
              "--max-new-tokens", "12", "--epochs", "1", "--batch", "256", "--layers", "1", "--block", "3", "--window",
              "9", "--mask-token", "255"]
-    assert main(words) == 0
+    assert main(argv) == 0
     told, err = capsys.readouterr()
     card = json.loads(told)
     assert card == json.loads((out / "training.json").read_text("utf-8"))
@@ -155,7 +155,7 @@ def test_a_drafter_is_trained_and_used(capsys: Any, tiny_folder: str, prompts: P
         assert main(["generate", "the sun", "--model", tiny_folder, *GREEDY, "--json", *options]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"] and said[0]["stats"]["drafted"] > 0
-    assert main([*words[:-2], "--epochs", "2"]) == 2
+    assert main([*argv[:-2], "--epochs", "2"]) == 2
     assert "say which token no text holds, by --mask-token" in capsys.readouterr().err
 
 

@@ -173,9 +173,9 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         target("llama").generate([1, 2], method=DynamicContext(part_for("eagle", "llama")))
     with pytest.raises(Unsupported, match="it was trained for a model with the fingerprint"):
         engine_for(tiny("gemma2")).generate([1, 2], method=DynamicContext(part))
-    for broken, words in (({"hidden": HIDDEN, "layer": LAYER, "kept": 2.0}, "kept is 2.0"),
+    for broken, message in (({"hidden": HIDDEN, "layer": LAYER, "kept": 2.0}, "kept is 2.0"),
                           ({"hidden": HIDDEN, "layer": 0, "kept": 0.5}, "layer is 0"),
                           ({"hidden": 48, "layer": LAYER, "kept": 0.5}, r"'norm'.*is \[2, 32\]")):
         shape = {name: broken[name] for name in ("hidden", "layer")}
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             TokenGate(TrainedPart("gate", shape, gate_part().tensors, {"kept": broken["kept"]}))  # type: ignore[arg-type]

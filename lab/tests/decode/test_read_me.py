@@ -200,6 +200,6 @@ def test_parts_and_numbers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="a loop of its own, without a place for the part 'experts'"):
         engine.generate([1, 2], method=[ReadME(part, 2), Jacobi(n=3)])
     broken = random_part()
-    for name, value, words in (("shared", 3, "shared is 3"), ("layers", 5, "'out'"), ("vocab", 96, "'table'")):
-        with pytest.raises(ValueError, match=words):
+    for name, value, message in (("shared", 3, "shared is 3"), ("layers", 5, "'out'"), ("vocab", 96, "'table'")):
+        with pytest.raises(ValueError, match=message):
             ExpertRouter(replace(broken, shape={**broken.shape, name: value}))

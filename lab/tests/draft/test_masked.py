@@ -124,8 +124,8 @@ def test_what_does_not_fit_is_refused() -> None:
         *((made(draft=masked), "as its draft: it is a masked-diffusion model.*or use deer")
           for made in (DraftModel, FoReaL, Auto)),
     ]
-    for method, words in cases:
-        with pytest.raises(ValueError, match=words):
+    for method, message in cases:
+        with pytest.raises(ValueError, match=message):
             engine.generate(prompt(10), method=method, max_new_tokens=NEW)
     with pytest.raises(Unsupported, match="deer with a masked-diffusion model"):
         engine_for(masked).generate(prompt(10), method=DEER(masked))

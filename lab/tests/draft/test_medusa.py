@@ -39,8 +39,8 @@ def test_a_tree_is_filled_by_depth_and_rank() -> None:
     table = [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
     whole = tree.filled(7, table, 3)
     assert whole.tokens[0] == 7
-    words = [tuple(whole.tokens[node] for node in whole.path(place)[1:]) for place in range(1, len(whole))]
-    assert words == [tuple(table[depth][rank] for depth, rank in enumerate(path)) for path in paths_of(tree)]
+    paths = [tuple(whole.tokens[node] for node in whole.path(place)[1:]) for place in range(1, len(whole))]
+    assert paths == [tuple(table[depth][rank] for depth, rank in enumerate(path)) for path in paths_of(tree)]
     short = tree.filled(7, table, 1)
     assert set(short.depths) == {0, 1} and len(short) == 1 + sum(len(path) == 1 for path in paths_of(tree))
     assert len(tree.filled(7, (), 0)) == 1

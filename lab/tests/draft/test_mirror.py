@@ -326,8 +326,8 @@ def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
 @pytest.mark.quick(1)
 def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) -> None:
     """The exit layer names tokens that the draft model has no embedding for."""
-    words = byte_level()
-    target, other = (engine_for(tiny("llama", vocab_size=size), words) for size in sizes)
+    tokenizer = byte_level()
+    target, other = (engine_for(tiny("llama", vocab_size=size), tokenizer) for size in sizes)
     draft = target.info().draft_engine
     assert draft is not None
     draft._known["padded"] = "padded", other  # type: ignore[attr-defined]
@@ -348,20 +348,20 @@ def test_branches_end_with_the_context() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    for make, words in (
+    for make, message in (
         (lambda: MirrorSD("m", exit_layer=0), "exit_layer is 0; it must be at least 1"),
         (lambda: MirrorSD("m", k=-1), "k is -1; it must be at least 0"),
         (lambda: MirrorSD("m", length=0), "length is 0; it must be at least 1"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             make()
     engine = home()
-    for method, words in (
+    for method, message in (
         (MirrorSD(draft_of("llama"), exit_layer=7), "exit_layer is 7, but the model has 6 layers; use 1..6"),
         (MirrorSD(), "mirror_sd has no draft model; give draft"),
         (MirrorSD(tiny("llama", vocab_size=50)), "has 50 tokens and the model 97"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             engine.generate(PROMPTS[0], method=method, max_new_tokens=4)
 
 

@@ -95,18 +95,18 @@ def test_more_nodes_bring_more_and_no_state_feeds_more_than_that() -> None:
 
 
 def test_prompts_stand_behind_their_nodes_one_behind_the_other() -> None:
-    words = TokenTree((9, 4, 5, 6), (-1, 0, 0, 1))
+    guesses = TokenTree((9, 4, 5, 6), (-1, 0, 0, 1))
     state = PromptTree(RankTree((-1, 0, 0, 1), (0, 0, 1, 0)), (1, 3, 0, 2))
-    parents, places = _asides(words, state, 9)
+    parents, places = _asides(guesses, state, 9)
     assert (parents, places) == ([0, 1, 5, 6, 3, 8], [0, 0, 1, 2, 0, 1])
-    fed = words.with_asides(parents, torch.zeros(6, 2))
+    fed = guesses.with_asides(parents, torch.zeros(6, 2))
     assert fed.fed == ((-1, 0, 0, 1, 0, 1, 5, 6, 3, 8), (0, 1, 1, 2, 1, 2, 3, 4, 3, 4))
     assert [_behind(fed, node) for node in range(4)] == [[0], [1, 2, 3], [], [4, 5]]
-    assert _asides(words, state, 2) == ([0, 1], [0, 0])
-    assert _asides(words, state, 0) == ([], [])
+    assert _asides(guesses, state, 2) == ([0, 1], [0, 0])
+    assert _asides(guesses, state, 0) == ([], [])
     short = fed.cut(1)
     assert short.tokens == (9, 4, 5) and short.asides == (0, 1, 4, 5) and len(short.vectors) == 4
-    assert fed.cut(2) is fed and words.with_asides([], torch.zeros(0, 2)).vectors is None
+    assert fed.cut(2) is fed and guesses.with_asides([], torch.zeros(0, 2)).vectors is None
 
 
 @pytest.mark.parametrize("asides, vectors, message", [

@@ -75,8 +75,8 @@ def draw_beam(probs: torch.Tensor, size: int, numbers: random.Random) -> tuple[t
             for rank, (log, value) in enumerate(children)
         ]
         leaves = [Leaf(0, log, value) for value, log, _ in grown]
-        tokens = [words for _, _, words in grown]
-    return tuple(words for _, words in sorted(zip([-leaf.value for leaf in leaves], tokens, strict=True)))
+        tokens = [path for _, _, path in grown]
+    return tuple(path for _, path in sorted(zip([-leaf.value for leaf in leaves], tokens, strict=True)))
 
 
 def test_a_beam_is_a_sample_of_paths_without_replacement() -> None:

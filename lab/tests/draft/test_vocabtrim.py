@@ -59,17 +59,17 @@ def test_only_kept_tokens_are_drafted_with_a_law_that_knows_it(backend: Backend,
 
 
 def test_the_tokens_of_a_text(tmp_path: Path) -> None:
-    words = byte_level()
-    engine = engine_for(tiny("llama", vocab_size=len(words)), words)
-    draft = tiny("llama", vocab_size=len(words), seed=1)
+    tokenizer = byte_level()
+    engine = engine_for(tiny("llama", vocab_size=len(tokenizer)), tokenizer)
+    draft = tiny("llama", vocab_size=len(tokenizer), seed=1)
     file = tmp_path / "text.txt"
     file.write_text("abba cab dada\n" * 5, encoding="utf-8")
-    counts = Counter(words("abba cab dada\n" * 5, add_special_tokens=False)["input_ids"])
+    counts = Counter(tokenizer("abba cab dada\n" * 5, add_special_tokens=False)["input_ids"])
     for keep in (None, 3):
         recipe = VocabTrim(draft, text=str(file), keep=keep).recipe(engine.info())
         assert isinstance(recipe.proposer, ModelProposer)
         frequent = [token for token, _ in counts.most_common(keep)]
-        assert set(recipe.proposer.ids) == {*frequent, *words.all_special_ids}
+        assert set(recipe.proposer.ids) == {*frequent, *tokenizer.all_special_ids}
     found = engine.generate("abba", method=VocabTrim(draft, text=str(file)), max_new_tokens=8)
     assert found.tokens == engine.generate("abba", max_new_tokens=8).tokens
 
@@ -83,7 +83,7 @@ def test_the_head_is_cut_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "message"),
     [
         ({}, "no tokens to keep; give text"),
         ({"text": "a", "tokens": (1,)}, "give one of them"),
@@ -93,7 +93,7 @@ def test_the_head_is_cut_once() -> None:
         ({"text": "missing.txt"}, "text is 'missing.txt', but the model has no tokenizer"),
     ],
 )
-def test_what_cannot_be_kept(knobs: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_kept(knobs: dict[str, Any], message: str) -> None:
     engine = engine_for(tiny("llama"))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         engine.generate(PROMPTS[0], method=VocabTrim(draft_of("llama"), **knobs), max_new_tokens=4)

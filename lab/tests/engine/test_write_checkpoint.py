@@ -57,9 +57,9 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path) -> None:
     chat_tokenizer().save_pretrained(whole)
     GenerationConfig(eos_token_id=[2, 7], temperature=0.3).to_json_file(whole / "generation_config.json")
     fewer = written(whole, tmp_path / "fewer", 3)
-    words = AutoTokenizer.from_pretrained(fewer)
-    assert words("Hello, you")["input_ids"] == chat_tokenizer()("Hello, you")["input_ids"]
-    assert words.chat_template == chat_tokenizer().chat_template
+    tokenizer = AutoTokenizer.from_pretrained(fewer)
+    assert tokenizer("Hello, you")["input_ids"] == chat_tokenizer()("Hello, you")["input_ids"]
+    assert tokenizer.chat_template == chat_tokenizer().chat_template
     assert shoal.load(fewer, dtype="float32").eos_token_ids == {2, 7}
 
 

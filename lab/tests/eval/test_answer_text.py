@@ -13,12 +13,12 @@ from shoal_lab.eval.evaluate import Evaluator
 from shoal_lab.eval.items import Item, Sample
 
 
-def shown(prompt: str, answer: str, stop: tuple[str, ...], words: Any = None, eos: bool = False) -> str:
-    words = words or chat_tokenizer()
+def shown(prompt: str, answer: str, stop: tuple[str, ...], tokenizer: Any = None, eos: bool = False) -> str:
+    tokenizer = tokenizer or chat_tokenizer()
     item = Item("a", "", "", "x", stop=stop)
-    ids, tokens = (tuple(words(text, add_special_tokens=False)["input_ids"]) for text in (prompt, answer))
+    ids, tokens = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (prompt, answer))
     found = Answered([*tokens, *([2] if eos else [])], 1.0, "stop")
-    there: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=words, eos_token_ids=frozenset({2})))
+    there: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer, eos_token_ids=frozenset({2})))
     return Evaluator._text(there, Sample(item, ids, ()), found)
 
 

@@ -17,7 +17,7 @@ def samples(*items: Item) -> list[Sample]:
     return [Sample(item, (1,), (1,)) for item in items]
 
 
-class Words:
+class WordTokenizer:
     """A token per word."""
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[str]]:
@@ -35,7 +35,7 @@ def test_trivial_answers_are_judged_like_others():
     items = samples(contained("a", "It is red. Its roof is blue. What colour?", "red"),
                     contained("b", "It is old. Its roof is blue. What colour?", "blue"),
                     contained("c", "Nothing is said.", "blue"))
-    found = floors(items, Words(), 100)
+    found = floors(items, WordTokenizer(), 100)
     assert found["empty"] == {"accuracy": 0, "f1": 0}
     assert found["echo"]["accuracy"] == pytest.approx(2 / 3)
     assert found["first sentence"]["accuracy"] == pytest.approx(1 / 3)
@@ -44,14 +44,14 @@ def test_trivial_answers_are_judged_like_others():
 
 def test_an_echo_is_no_longer_than_an_answer():
     item = contained("a", "one two three four", "four")
-    assert floors(samples(item), Words(), 4)["echo"]["accuracy"] == 1
-    assert floors(samples(item), Words(), 3)["echo"]["accuracy"] == 0
+    assert floors(samples(item), WordTokenizer(), 4)["echo"]["accuracy"] == 1
+    assert floors(samples(item), WordTokenizer(), 3)["echo"]["accuracy"] == 0
 
 
 def test_the_most_frequent_number_is_said_as_the_judge_reads_it():
     items = [Item(name, "x 9", "", answer, judge=judge) for judge in ("mark", "number")
              for name, answer in ((f"{judge} a", "4"), (f"{judge} b", "4"), (f"{judge} c", "5"))]
-    found = floors(samples(*items), Words(), 9)
+    found = floors(samples(*items), WordTokenizer(), 9)
     assert found["most frequent answer"]["accuracy"] == pytest.approx(2 / 3) and found["echo"]["accuracy"] == 0
 
 
@@ -70,11 +70,11 @@ def test_questions_on_a_paragraph_begin_alike():
 
 
 def test_an_answer_goes_on_where_its_opening_ends():
-    words = chat_tokenizer()
+    tokenizer = chat_tokenizer()
     item = Item("a", "Hi", "bc.", "x", opening="Here: a", plain="Hi again", stop=("\n",))
-    (sample,) = encode([item], words, 2, None)
-    assert words.decode(sample.prompt).endswith("<|user|>Hi<|end|><|assistant|>Here: a")
-    assert words.decode(sample.reference) == "bc." and sample.reference[-1] != 2
-    words.chat_template = None
-    (sample,) = encode([item], words, 2, None)
-    assert words.decode(sample.prompt) == "Hi again"
+    (sample,) = encode([item], tokenizer, 2, None)
+    assert tokenizer.decode(sample.prompt).endswith("<|user|>Hi<|end|><|assistant|>Here: a")
+    assert tokenizer.decode(sample.reference) == "bc." and sample.reference[-1] != 2
+    tokenizer.chat_template = None
+    (sample,) = encode([item], tokenizer, 2, None)
+    assert tokenizer.decode(sample.prompt) == "Hi again"

@@ -40,23 +40,23 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_tasks_from_the_command_line(capsys, data):
-    words = ["eval", "--tasks", "gsm8k,bbh", "--data", str(data), "--n", "2", "--max-new-tokens", "12", "--method",
+    argv = ["eval", "--tasks", "gsm8k,bbh", "--data", str(data), "--n", "2", "--max-new-tokens", "12", "--method",
              "d3", "--alpha", "0.8", "--dtype", "float32", "--json", "--model", SMALL]
-    assert main(words) == 0
+    assert main(argv) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["label"], row["task"]) for row in rows] == [
         (label, task) for label in ("full", "d3:alpha=0.8") for task in ("gsm8k_local", "bbh_logic_local", "all")
     ]
     assert rows[2]["n"] == 3 and rows[-1]["mean_layers"] < 24 == rows[0]["mean_layers"]
-    assert main([*words[:2], "gsm9k", *words[3:]]) == 2
+    assert main([*argv[:2], "gsm9k", *argv[3:]]) == 2
     assert "unknown task 'gsm9k'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_papers_table_runs_on_a_small_model(data, tmp_path):
-    words = ["--data", str(data), "--limit", "2", "--dtype", "float32", "--max-new-tokens", "8", "--shots", "0",
+    argv = ["--data", str(data), "--limit", "2", "--dtype", "float32", "--max-new-tokens", "8", "--shots", "0",
              "--json", str(tmp_path / "out.json"), "--model", SMALL]
-    done = subprocess.run([sys.executable, str(ROOT / "lab" / "benchmarks" / "paper_table.py"), *words],
+    done = subprocess.run([sys.executable, str(ROOT / "lab" / "benchmarks" / "paper_table.py"), *argv],
                           capture_output=True, text=True,
                           env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'lab' / 'src'}", "HF_HUB_OFFLINE": "1",
                                "PATH": "/usr/bin", "OMP_NUM_THREADS": "1"})

@@ -19,7 +19,7 @@ DATA = ("gsm8k", "gsm8k_renumbered", "humaneval", "mbpp", "novels", "squad", "wi
 """Suites whose items lie in a data folder, and that may be calibrated on."""
 
 
-def words(question: str) -> str:
+def letters(question: str) -> str:
     return " ".join(re.sub("[^a-z]", " ", question.lower()).split())
 
 
@@ -27,7 +27,7 @@ def test_the_parts_of_a_file_share_no_problem_whatever_its_numbers(tmp_path: Pat
     suite = suites.get(str(write(tmp_path, variants=3)))
     evaluation, calibration = (suite.items(None, part) for part in ("evaluation", "calibration"))
     assert len(evaluation) + len(calibration) == len(rows(3)) and len(calibration) > 0.03 * len(rows(3))
-    seen = [{words(item.prompt) for item in part} for part in (evaluation, calibration)]
+    seen = [{letters(item.prompt) for item in part} for part in (evaluation, calibration)]
     assert not seen[0] & seen[1]
     assert not {item.id for item in evaluation} & {item.id for item in calibration}
 
@@ -36,8 +36,8 @@ def test_the_parts_of_a_file_share_no_problem_whatever_its_numbers(tmp_path: Pat
 def test_the_parts_of_every_data_set_share_no_item(name: str) -> None:
     data = data_path("gsm8k").parent
     evaluation, calibration = (suites.get(name).items(data, part) for part in ("evaluation", "calibration"))
-    assert not {words(item.prompt + item.solution) for item in evaluation} & {
-        words(item.prompt + item.solution) for item in calibration
+    assert not {letters(item.prompt + item.solution) for item in evaluation} & {
+        letters(item.prompt + item.solution) for item in calibration
     }
     assert len(evaluation) >= 164 and len(calibration) >= 100
 

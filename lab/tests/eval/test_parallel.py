@@ -49,12 +49,12 @@ class Ideal:
     def _forward(self, chunks: Sequence[SequenceChunk], cache: KVCache, *_: Any) -> Tensor:
         lines = []
         for chunk in chunks:
-            words = torch.tensor(list(chunk.tokens))[len(PROMPT) :]
-            fits = ((self.answers == words) | (words == MASK)).all(1)
-            held = self.answers[fits] if fits.any() else self.answers  # words that clash leave nothing to go by
+            decided = torch.tensor(list(chunk.tokens))[len(PROMPT) :]
+            fits = ((self.answers == decided) | (decided == MASK)).all(1)
+            held = self.answers[fits] if fits.any() else self.answers  # if decided tokens clash, any answer counts
             law = torch.nn.functional.one_hot(held, self.engine.stack.vocab_size).float().mean(0)
             lots = 1e-4 * torch.rand(law.shape, generator=self._random)
-            lines.append((law.log() + lots)[len(words) - chunk.wanted :])
+            lines.append((law.log() + lots)[len(decided) - chunk.wanted :])
         return torch.cat(lines)
 
     def score(self, method: Method, runs: int = 400, **how: Any) -> float:
@@ -134,15 +134,15 @@ def test_a_listed_answer_is_one_of_them_and_nothing_else(text: str, right: bool)
 
 def test_an_evaluation_compares_with_one_word_a_forward(capsys: pytest.CaptureFixture[str]) -> None:
     canvas = str(Path(__file__).parents[3] / "hub" / "shoal-canvas")
-    words = ["eval", "--model", canvas, "--dtype", "float32", "--suite", "parallel", "--n", "24"]
-    words += ["--max-new-tokens", "12"]
-    assert main([*words, "--measure", "answers", "--methods", "fast_dllm:reuse=none,diffusion:steps=2", "--json"]) == 0
+    argv = ["eval", "--model", canvas, "--dtype", "float32", "--suite", "parallel", "--n", "24"]
+    argv += ["--max-new-tokens", "12"]
+    assert main([*argv, "--measure", "answers", "--methods", "fast_dllm:reuse=none,diffusion:steps=2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["suites"][0]["answers"]
     assert [row["label"] for row in rows] == ["diffusion", "fast_dllm:reuse=none", "diffusion:steps=2"]
     plain, sure, hasty = (row["accuracy"] for row in rows)
     assert plain >= 0.8 and sure >= 0.7 and hasty < plain
     assert rows[2]["ideal_speedup"] > rows[1]["ideal_speedup"] > 1 >= rows[0]["ideal_speedup"] > 0.4
-    assert main([*words, "--measure", "answers,loss"]) == 2
+    assert main([*argv, "--measure", "answers,loss"]) == 2
     assert "a loss or log-likelihood under diffusion" in capsys.readouterr().err
 
 

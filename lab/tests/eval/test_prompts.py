@@ -14,7 +14,7 @@ from shoal.errors import Unsupported
 from shoal_lab.eval import prompts, suites
 from shoal_lab.eval.items import Item, part_of
 
-WORDS = [f"{first} {second}" for first in ("write", "solve", "read", "draw", "sing", "count") for second in
+TEXTS = [f"{first} {second}" for first in ("write", "solve", "read", "draw", "sing", "count") for second in
          ("a book", "the sum", "my letter", "one tree", "this song")]
 
 
@@ -26,16 +26,16 @@ def data(tmp_path: Path) -> Path:
         raw = "".join(json.dumps(row) + "\n" for row in rows).encode()
         path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
 
-    turns = [{"turns": [words, "and again"], "category": "math_reasoning"} for words in WORDS]
+    turns = [{"turns": [one, "and again"], "category": "math_reasoning"} for one in TEXTS]
     write("vicuna/vicuna_bench.jsonl", turns[:20])
     write("mt_bench/question.jsonl", turns[20:])
     write("self_instruct/user_oriented_instructions.jsonl", [
-        {"instruction": words, "motivation_app": "x", "instances": [{"input": given}]}
-        for words, given in zip(WORDS, ["", "this"] * 15, strict=True)])
-    write("humaneval/HumanEval.jsonl.gz", [{"prompt": f"def f():\n  {words}"} for words in WORDS])
-    write("mbpp/mbpp.jsonl", [{"text": words, "test_list": ["assert f(1)", "assert f(2)"]} for words in WORDS])
+        {"instruction": one, "motivation_app": "x", "instances": [{"input": given}]}
+        for one, given in zip(TEXTS, ["", "this"] * 15, strict=True)])
+    write("humaneval/HumanEval.jsonl.gz", [{"prompt": f"def f():\n  {one}"} for one in TEXTS])
+    write("mbpp/mbpp.jsonl", [{"text": one, "test_list": ["assert f(1)", "assert f(2)"]} for one in TEXTS])
     write("spec_bench/question_math_rag.jsonl", [*turns[:9], {"turns": ["who?"], "category": "rag"}])
-    write("gsm8k/test.jsonl", [{"question": words.replace(" ", "  ")} for words in WORDS])
+    write("gsm8k/test.jsonl", [{"question": one.replace(" ", "  ")} for one in TEXTS])
     (tmp_path / "wikitext2").mkdir()
     begin, end = "A @-@ b ( c ) , d ", "\n = = Part = = \n short \n"
     text = "".join(f"\n = T {n} = \n\n {begin}" + f"w{n} " * 60 + end for n in range(3))

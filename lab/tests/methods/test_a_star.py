@@ -40,7 +40,7 @@ from shoal_lab.methods.a_star import AStar, BestFirst
 from shoal_lab.methods.jacobi import Jacobi
 from test_matrix import SAMPLINGS, engine_of
 
-WORDS = chat_tokenizer()
+TOKENIZER = chat_tokenizer()
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 Path = tuple[int, ...]
 
@@ -202,7 +202,7 @@ class Way:
 
 def by_hand(
     name: str, ids: Sequence[int], method: AStar, row: int, new: int, how: Sampling, budget: int, *,
-    words: Any = None, promise: Callable[[list[int]], float] | None = None,
+    tokenizer: Any = None, promise: Callable[[list[int]], float] | None = None,
 ) -> tuple[list[int], int, int]:
     """The answer, branches and tokens decoded; every token from a forward over its whole text."""
     made, spent, counted = 1, 0, 0
@@ -215,7 +215,7 @@ def by_hand(
         way.tokens.append(token)
 
     def ended(way: Way, before: int) -> bool:
-        text = "" if words is None else words.decode(way.tokens[before:], skip_special_tokens=True)
+        text = "" if tokenizer is None else tokenizer.decode(way.tokens[before:], skip_special_tokens=True)
         return (len(way.tokens) in (new, before + method.step) or method.delimiter in text.lstrip())
 
     def h(way: Way) -> float:
@@ -297,20 +297,20 @@ def test_on_the_packed_executor_rows_share_forwards_and_change_nothing() -> None
 
 def test_steps_end_at_the_delimiter() -> None:
     """A mark that the text happens to hold now and then; the model's own text decides, not its tokens."""
-    engine = engine_for(tiny("llama"), WORDS)
-    marks = "".join(WORDS.decode([token]) for token in range(7, 97))
+    engine = engine_for(tiny("llama"), TOKENIZER)
+    marks = "".join(TOKENIZER.decode([token]) for token in range(7, 97))
     for delimiter in marks[3:12]:
         method = AStar(k=2, step=6, delimiter=delimiter, width=2)
         found = engine.generate(SHORT[0], method=method, **WARM, max_new_tokens=14)
         how = Sampling(temperature=1.0)
-        tokens, made, spent = by_hand("llama", SHORT[0], method, 0, 14, how, 8 * 14, words=WORDS)
+        tokens, made, spent = by_hand("llama", SHORT[0], method, 0, 14, how, 8 * 14, tokenizer=TOKENIZER)
         counts = found.stats.extras
         assert (list(found.tokens), counts["branches"], counts["thrown_away"]) == (tokens, made, spent - 14)
 
 
 def test_a_verifier_of_ones_own_steers() -> None:
     """It is shown prompt, tokens and text, and its favourite wins."""
-    engine, seen = engine_for(tiny("llama"), WORDS), list[Attempt]()
+    engine, seen = engine_for(tiny("llama"), TOKENIZER), list[Attempt]()
 
     def likes_even(attempt: Attempt) -> float:
         seen.append(attempt)
@@ -320,11 +320,11 @@ def test_a_verifier_of_ones_own_steers() -> None:
     found = engine.generate(SHORT[0], method=method, **WARM, max_new_tokens=10)
     tokens, made, _ = by_hand(
         "llama", SHORT[0], method, 0, 10, Sampling(temperature=1.0), 80,
-        promise=lambda words: (1 + sum(token % 2 == 0 for token in words)) / (1 + len(words)),
+        promise=lambda tokens: (1 + sum(token % 2 == 0 for token in tokens)) / (1 + len(tokens)),
     )
     assert (list(found.tokens), found.stats.extras["branches"]) == (tokens, made)
-    assert seen[0] == Attempt(tuple(SHORT[0]), (), "", False, 1.0, WORDS.decode(SHORT[0], skip_special_tokens=True))
-    assert all(one.text == WORDS.decode(one.tokens, skip_special_tokens=True) for one in seen)
+    assert seen[0] == Attempt(tuple(SHORT[0]), (), "", False, 1.0, TOKENIZER.decode(SHORT[0], skip_special_tokens=True))
+    assert all(one.text == TOKENIZER.decode(one.tokens, skip_special_tokens=True) for one in seen)
     assert any(one.finished for one in seen) and all(0 < one.likelihood <= 1 for one in seen)
     other = engine.generate(SHORT[0], method=AStar(k=3, step=2, width=2), **WARM, max_new_tokens=10)
     assert found.tokens != other.tokens
@@ -347,7 +347,7 @@ def broken(attempt: Attempt) -> float:
 
 
 @pytest.mark.parametrize(
-    ("verifier", "error", "words"),
+    ("verifier", "error", "message"),
     [
         (broken, ValueError, "the verifier failed: KeyError: 'no such book'"),
         (lambda attempt: 1.5, ValueError, r"the verifier said 1.5; it must say a number in \[0, 1\]"),
@@ -357,14 +357,14 @@ def broken(attempt: Attempt) -> float:
         (lambda attempt: threading.Event().wait(60), TimeoutError, "gave no answer within 0.2 s; use a faster one"),
     ],
 )
-def test_a_bad_verifier_fails_its_own_request_in_time(verifier: Any, error: type[Exception], words: str) -> None:
+def test_a_bad_verifier_fails_its_own_request_in_time(verifier: Any, error: type[Exception], message: str) -> None:
     began = time.monotonic()
     scheduler = Scheduler(engine_of("llama"), start=False)
     bad = scheduler.submit(SHORT[0], method=AStar(k=2, step=3, verifier=verifier, patience=0.2), **WARM)
     good = scheduler.submit(SHORT[1], method=AStar(k=2, step=3, width=1), max_new_tokens=9, **WARM)
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         list(bad)
     alone = engine_of("llama").generate(SHORT[1], method=AStar(k=2, step=3, width=1), max_new_tokens=9, **WARM)
     assert good.results[0].tokens == alone.tokens and time.monotonic() - began < 30
@@ -377,7 +377,7 @@ def test_a_verdict_may_be_any_real_number_in_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "message"),
     [
         ({"k": 0}, "k is 0; it must be at least 1"),
         ({"step": 0}, "step is 0; it must be at least 1"),
@@ -390,8 +390,8 @@ def test_a_verdict_may_be_any_real_number_in_range() -> None:
         ({"edge_cost": "two"}, "edge_cost of a_star is 'two'"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         AStar(**knobs)
 
 

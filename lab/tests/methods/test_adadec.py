@@ -69,12 +69,12 @@ def by_hand(
             ranked = [one for one in ranked if how.greedy or probs[one] > 0][: method.candidates]
             scores, most = [], 0
             for one in ranked:
-                words, found = [one], [float(logs[one])]
-                while len(words) <= method.lookahead and words[-1] not in ends:
-                    after = twin_logits(name, [*text, *words], len(ids), plan).log_softmax(-1)
-                    words.append(int(after.argmax()))
+                path, found = [one], [float(logs[one])]
+                while len(path) <= method.lookahead and path[-1] not in ends:
+                    after = twin_logits(name, [*text, *path], len(ids), plan).log_softmax(-1)
+                    path.append(int(after.argmax()))
                     found.append(float(after.max()))
-                most = max(most, len(words) - 1)
+                most = max(most, len(path) - 1)
                 scores.append(sum(found) / len(found))
             token, forwards = ranked[scores.index(max(scores))], forwards + most
         text.append(token)
@@ -125,12 +125,12 @@ def test_stop_strings_and_the_contexts_end_stop_a_candidate_and_criteria_see_non
         seen.append(ids[0].tolist())
         return False
 
-    words = chat_tokenizer()
-    rules = StopRules(max_new_tokens=30, max_length=20, stop_strings=(words.decode([41, 42]),), criteria=(watch,))
+    tokenizer = chat_tokenizer()
+    rules = StopRules(max_new_tokens=30, max_length=20, stop_strings=(tokenizer.decode([41, 42]),), criteria=(watch,))
     fed: list[int] = []
 
     recipe = recipe_of(AdaDec(threshold=0.0, candidates=3, lookahead=8))
-    run = make_run(None, [SHORT[1]], recipe, stack=HF.stack("llama"), rules=lambda _: rules, tokenizer=words,
+    run = make_run(None, [SHORT[1]], recipe, stack=HF.stack("llama"), rules=lambda _: rules, tokenizer=tokenizer,
                    watch=False)
     assert isinstance(run.batch, PausingBatch)
     forward = run.batch.stack.forward
@@ -160,11 +160,11 @@ class _Shown:
 class Told:
     """A logits processor that leaves one token at each step: what another run has said."""
 
-    def __init__(self, words: Sequence[int]) -> None:
-        self._words = list(words)
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        token = self._words.pop(0)
+        token = self._tokens.pop(0)
         return torch.where(torch.arange(scores.shape[-1]) == token, scores, -math.inf)
 
 
@@ -179,8 +179,8 @@ def test_a_look_leaves_nothing_in_the_cache(backend: Backend, name: str) -> None
             assert all(layer.scratch[row.slot] == 0 for layer in run.cache.layers)
     assert all(row.ledger.target_forwards > NEW for row in run.rows)
     plain = make_run(None, SHORT, FULL, NEW, stack=stack_here)
-    for row, words in zip(plain.rows, run.tokens, strict=True):
-        row.processors = (Told(words),)
+    for row, tokens in zip(plain.rows, run.tokens, strict=True):
+        row.processors = (Told(tokens),)
     assert [step.token for steps in plain.steps() for step in steps] and plain.tokens == run.tokens
     for layer, other in zip(run.cache.layers, plain.cache.layers, strict=True):
         for slot in range(len(SHORT)):
@@ -254,7 +254,7 @@ def test_what_makes_no_sense_beside_it_is_refused_by_name(other: Method) -> None
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "message"),
     [
         ({"threshold": -0.1}, "threshold is -0.1; it must be 0 nats or more, infinity"),
         ({"threshold": math.nan}, "threshold is nan"),
@@ -263,8 +263,8 @@ def test_what_makes_no_sense_beside_it_is_refused_by_name(other: Method) -> None
         ({"candidates": 26, "lookahead": 10}, "26 candidates x lookahead 10 is 260 tokens; they must be at most 256"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         AdaDec(**knobs)
 
 

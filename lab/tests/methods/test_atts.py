@@ -172,7 +172,7 @@ def test_rows_decide_alone_whatever_runs_beside_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "message"),
     [
         ({"alpha": -0.1}, "alpha is -0.1; it must be from 0"), ({"alpha": 1.1}, "alpha is 1.1"),
         ({"alpha": math.nan}, "alpha is nan"), ({"draft_tokens": -1}, "draft_tokens is -1; it must be at least 0"),
@@ -181,8 +181,8 @@ def test_rows_decide_alone_whatever_runs_beside_them() -> None:
         ({"scores": "many"}, "scores of atts is 'many'"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ATTS(**knobs)
 
 
@@ -203,10 +203,10 @@ def test_the_command_writes_a_card_that_decodes(
         chat_tokenizer().save_pretrained(folders[-1])
     items = [{"question": f"What {'x' * number} is 1 + 1?", "answer": "2"} for number in range(1, 60)]
     (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, items)))
-    words = ["calibrate", "--for", "atts", "--model", str(folders[0]), "--suite", str(tmp_path / "few.jsonl"),
+    argv = ["calibrate", "--for", "atts", "--model", str(folders[0]), "--suite", str(tmp_path / "few.jsonl"),
              "--dtype", "float32", "--json", "--out", str(tmp_path / "card.json"), "--loss-n", "4"]
-    assert main(words) != 0 and "take --draft, the smaller model" in capsys.readouterr().err
-    pair = [*words, "--draft", str(folders[1]), "--draft-tokens", "3", "--samples", "2"]
+    assert main(argv) != 0 and "take --draft, the smaller model" in capsys.readouterr().err
+    pair = [*argv, "--draft", str(folders[1]), "--draft-tokens", "3", "--samples", "2"]
     assert main(pair) == 0
     made = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / "card.json").read_text()) == made
@@ -219,7 +219,7 @@ def test_the_command_writes_a_card_that_decodes(
 
 def test_the_card_s_scores_are_what_the_model_says_of_the_other_one_s_chunks(tmp_path: Path) -> None:
     large, mine = engine(), small()
-    items = [Item(f"i{number}", words, "", "1") for number, words in enumerate(("Hello there", "and 2+2?", "why"))]
+    items = [Item(f"i{number}", text, "", "1") for number, text in enumerate(("Hello there", "and 2+2?", "why"))]
     method = ATTS(mine, draft_tokens=5)
     scores = chunks.observe(large, items, method, samples=2, temperature=0.9, seed=3, progress=False)
     expected = []

@@ -50,31 +50,31 @@ class Replay:
     """One answer, written down: after each step the canvas is run as a whole.
 
     Attributes:
-        words: prompt and answer.
+        tokens: prompt and answer.
         order: for each step, the places that were decided.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Sequence[int], method: Diffusion, shift: int = 0, new: int = NEW,
                  how: dict[str, Any] | None = None, row: int = 0) -> None:
         self.model, self.shift, self.method, self.prompt, self.new = model, shift, method, len(ids), new
-        self.words, self.order = [*ids, *[MASK] * new], list[list[int]]()
+        self.tokens, self.order = [*ids, *[MASK] * new], list[list[int]]()
         self.how, self.row = Request.from_options({"seed": 7, **(how or {})}), row
         block, steps = method.block or min(32, new), method.steps or new
         for start in range(0, new, block):
             end = min(new, start + block)
             left = max(1, end * steps // new - start * steps // new)
-            while masks := [p for p in range(start, end) if self.words[self.prompt + p] == MASK]:
+            while masks := [p for p in range(start, end) if self.tokens[self.prompt + p] == MASK]:
                 self._fill(masks, math.ceil(len(masks) / left))
                 left -= 1
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return tuple(self.words[self.prompt :])
+        return tuple(self.tokens[self.prompt :])
 
     def logits(self) -> Tensor:
-        seen = seen_by_all(self.model, self.words, self.shift)
+        seen = seen_by_all(self.model, self.tokens, self.shift)
         if self.method.guidance:
-            hidden = [MASK] * self.prompt + self.words[self.prompt :]
+            hidden = [MASK] * self.prompt + self.tokens[self.prompt :]
             free = seen_by_all(self.model, hidden, self.shift)
             seen = free + (self.method.guidance + 1) * (seen - free)
         seen[:, MASK] = -torch.inf
@@ -97,7 +97,7 @@ class Replay:
             ranked.append((-score, place, token))
         chosen = sorted(ranked)[:count]
         for _, place, token in chosen:
-            self.words[self.prompt + place] = token
+            self.tokens[self.prompt + place] = token
         self.order.append(sorted(place for _, place, _ in chosen))
 
 
@@ -137,13 +137,13 @@ def test_the_twin_fills_out_of_order_and_several_at_a_time() -> None:
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_block_of_one_is_left_to_right_greedy(shift: int) -> None:
     """Each word the likeliest, given those before it and masks behind it."""
-    model, words = masked_model(shift=shift), [*SHORT[1], *[MASK] * NEW]
-    for place in range(len(SHORT[1]), len(words)):
-        logits = seen_by_all(model, words, shift)[place]
+    model, tokens = masked_model(shift=shift), [*SHORT[1], *[MASK] * NEW]
+    for place in range(len(SHORT[1]), len(tokens)):
+        logits = seen_by_all(model, tokens, shift)[place]
         logits[MASK] = -torch.inf
-        words[place] = int(logits.argmax())
+        tokens[place] = int(logits.argmax())
     for method in (Diffusion(block=1), Diffusion(block=1, steps=NEW), FastDLLM(block=1, reuse="none")):
-        assert answer(masked_engine(shift=shift), SHORT[1], method).tokens == tuple(words[len(SHORT[1]) :])
+        assert answer(masked_engine(shift=shift), SHORT[1], method).tokens == tuple(tokens[len(SHORT[1]) :])
 
 
 NEUTRAL: list[tuple[Method, Method]] = [
@@ -213,8 +213,8 @@ def test_kept_kv_is_that_of_the_blocks_first_step(reuse: Any, shift: int, name: 
     ids = SHORT[1]
     found = answer(masked_engine(name, shift), ids, Diffusion(block=4, reuse=reuse), logprobs=0)
     model = masked_model(shift=shift)
-    words, logs = by_frozen(model, ids, 4, reuse, shift)
-    assert found.tokens == tuple(words)
+    tokens, logs = by_frozen(model, ids, 4, reuse, shift)
+    assert found.tokens == tuple(tokens)
     assert [one.logprob for one in found.logprobs or ()] == pytest.approx(logs, abs=1e-9 if name == "llama" else 1e-3)
 
 
@@ -223,13 +223,13 @@ def by_frozen(model: PreTrainedModel, ids: Sequence[int], block: int, reuse: str
 
     A hook puts the first step's inputs of a layer in the place of its frozen places.
     """
-    size, words, logs = len(ids), [*ids, *[MASK] * NEW], [0.0] * NEW
+    size, tokens, logs = len(ids), [*ids, *[MASK] * NEW], [0.0] * NEW
     layers = model.model.layers
     for start in range(0, NEW, block):
         end = min(NEW, start + block)
         first, last = size + start - shift, size + end
         held: dict[int, Tensor] = {}
-        frozen = [*range(first), *(range(last, len(words)) if reuse == "dual" else ())]
+        frozen = [*range(first), *(range(last, len(tokens)) if reuse == "dual" else ())]
         begun = False
 
         def swap(module: Any, args: Any, kwargs: Any, held: dict[int, Tensor] = held,
@@ -245,18 +245,18 @@ def by_frozen(model: PreTrainedModel, ids: Sequence[int], block: int, reuse: str
 
         hooks = [layer.register_forward_pre_hook(swap, with_kwargs=True) for layer in layers]
         try:
-            while masks := [place for place in range(start, end) if words[size + place] == MASK]:
-                logits = seen_by_all(model, words, shift)[size:]
+            while masks := [place for place in range(start, end) if tokens[size + place] == MASK]:
+                logits = seen_by_all(model, tokens, shift)[size:]
                 logits[:, MASK] = -torch.inf
                 best = max(masks, key=lambda place: float(logits[place].softmax(-1).max()))
-                words[size + best] = int(logits[best].argmax())
+                tokens[size + best] = int(logits[best].argmax())
                 logs[best] = float(logits[best].log_softmax(-1).max())
                 begun = True
         finally:
             for hook in hooks:
                 hook.remove()
         assert begun
-    return words[size:], logs
+    return tokens[size:], logs
 
 
 def test_kept_kv_changes_words_and_work() -> None:
@@ -392,8 +392,8 @@ def test_a_method_that_writes_from_left_to_right_is_refused_by_name(method: Meth
 def test_layers_are_not_measured_from_left_to_right(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Unsupported, match="full with a masked-diffusion model"):
         shoal.quick_card(masked_engine(), keep=False)
-    words = ["calibrate", "--model", str(Path(__file__).parents[3] / "hub" / "shoal-canvas"), "--suite", "parallel"]
-    assert main([*words, "--out", "card.json"]) == 2
+    argv = ["calibrate", "--model", str(Path(__file__).parents[3] / "hub" / "shoal-canvas"), "--suite", "parallel"]
+    assert main([*argv, "--out", "card.json"]) == 2
     assert "full with a masked-diffusion model" in capsys.readouterr().err
 
 
@@ -403,19 +403,19 @@ def test_a_model_that_writes_from_left_to_right_is_refused_by_name(name: str) ->
         answer(engine_for(tiny("llama")), SHORT[0], name)
 
 
-@pytest.mark.parametrize(("method", "options", "words"), [
+@pytest.mark.parametrize(("method", "options", "message"), [
     (Diffusion(block=12), {}, "a block of 12 words in an answer of up to 11.*at most 11"),
     (Diffusion(block=2, steps=5), {}, "5 steps for an answer of up to 11 words in 6 blocks.*Use 6 to 11 steps"),
     (Diffusion(steps=12), {}, "12 steps for an answer of up to 11 words in 1 blocks"),
     (Diffusion(), {"repetition_penalty": 1.2}, "penalties with a masked-diffusion model"),
     (Diffusion(), {"logits_processor": [lambda ids, scores: scores]}, "logits processors with a masked"),
 ])
-def test_what_does_not_fit_an_answer_is_refused(method: Method, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unsupported, match=words):
+def test_what_does_not_fit_an_answer_is_refused(method: Method, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
         answer(masked_engine(), SHORT[0], method, **options)
 
 
-@pytest.mark.parametrize(("knobs", "words"), [
+@pytest.mark.parametrize(("knobs", "message"), [
     ({"method": "diffusion", "method_args": {"steps": 0}}, "steps is 0; it must be at least 1"),
     ({"method": "diffusion", "method_args": {"block": 0}}, "block is 0; it must be at least 1"),
     ({"method": "diffusion", "method_args": {"guidance": -1}}, "guidance is -1"),
@@ -429,8 +429,8 @@ def test_what_does_not_fit_an_answer_is_refused(method: Method, options: dict[st
     ({"method": "adablock", "method_args": {"delimiters": []}}, "delimiters is empty"),
     ({"method": "adablock", "method_args": {"delimiter_threshold": -1}}, "delimiter_threshold is -1"),
 ])
-def test_knobs_out_of_range(knobs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_knobs_out_of_range(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make(knobs)
 
 
@@ -447,11 +447,11 @@ def test_sliding_windows_are_refused() -> None:
 
 
 def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
-    words = chat_tokenizer()
-    engine = engine_for(masked_model(), words)
-    token = next(token for token in range(VOCAB) if len(words(words.decode([token]), add_special_tokens=False)
+    tokenizer = chat_tokenizer()
+    engine = engine_for(masked_model(), tokenizer)
+    token = next(token for token in range(VOCAB) if len(tokenizer(tokenizer.decode([token]), add_special_tokens=False)
                                                         ["input_ids"]) == 1)
-    text = words.decode([token])
+    text = tokenizer.decode([token])
     options = {"threshold": 0.2, "delimiter_threshold": 0.0}
     by_text, by_id = (answer(engine, SHORT[1], AdaBlock(delimiters=(one,), **options)) for one in (text, token))
     assert by_text.tokens == by_id.tokens

@@ -87,13 +87,13 @@ def test_without_an_end_a_text_fills_the_canvas() -> None:
     assert all(grammar.chart(length, [END]).possible for length in range(2, 7))
 
 
-@pytest.mark.parametrize(("text", "words"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("", "has no rule"), ("a", "'a' is no rule of a grammar"), ('a ::= "b" |', "no alternative of which is left out"),
     ("a ::= b", "names 'b' and has no rule for it"), ('a ::= "b', "is no rule of a grammar"),
     ('a b ::= "c"', "is no rule of a grammar"), ('a ::= "b"\n' * 500, "has 5000 characters; it may have 4000"),
 ])
-def test_what_is_no_grammar(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_what_is_no_grammar(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         CanvasGrammar.read(text, encode)
 
 
@@ -168,9 +168,9 @@ def test_draws_that_are_replaced_have_the_law_of_what_is_let() -> None:
     asked: dict[str, Any] = {"max_new_tokens": 1, "temperature": 4.0, "ignore_eos": True}
     found = [one.text for one in engine.generate([prompt] * runs, method=method, seed=4, **asked)]
     (wide,) = engine.generate([prompt], method=Diffusion(), logprobs=85, seed=0, **asked)[0].logprobs or ()
-    words = {engine.tokenizer.decode([token]): log for token, log in wide.top}
-    shares = {word: math.exp(words[word] / 4) for word in ("ann", "kim", "bob")}
-    assert sum(math.exp(log / 4) for log in words.values()) > 1.5 * sum(shares.values())  # many are replaced
+    logs = {engine.tokenizer.decode([token]): log for token, log in wide.top}
+    shares = {word: math.exp(logs[word] / 4) for word in ("ann", "kim", "bob")}
+    assert sum(math.exp(log / 4) for log in logs.values()) > 1.5 * sum(shares.values())  # many are replaced
     assert max(shares.values()) > 2 * min(shares.values())
     for word, share in shares.items():
         expected = runs * share / sum(shares.values())

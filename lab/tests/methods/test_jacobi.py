@@ -162,8 +162,8 @@ def test_an_end_of_sequence_within_a_block(written: Scripted, last: int) -> None
 
 @pytest.mark.parametrize("last", range(4, 12))
 def test_a_stop_string_within_a_block(written: Scripted, last: int) -> None:
-    written.engine.tokenizer = words = chat_tokenizer()
-    stop = words.decode(WRITTEN[last : last + 2])
+    written.engine.tokenizer = tokenizer = chat_tokenizer()
+    stop = tokenizer.decode(WRITTEN[last : last + 2])
     found = ended(written.engine, Jacobi(n=4), stop=stop, max_new_tokens=30)
     assert found == ended(written.engine, Full(), stop=stop, max_new_tokens=30)
     assert found[2] == "stop" and found[1] and stop not in found[1]

@@ -162,7 +162,7 @@ def test_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "message"),
     [
         ({"alpha": -0.1}, "alpha is -0.1; it must be 0 .plain decoding. or more"),
         ({"alpha": float("nan")}, "alpha is nan"),
@@ -176,8 +176,8 @@ def test_what_it_is() -> None:
         ({"resistance": (1.0, float("inf"))}, "all finite"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Momentum(**knobs)
 
 

@@ -21,7 +21,7 @@ from test_matrix import engine_of
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("build", "message"),
     [
         (lambda: LayerSkip(0), "exit_layer is 0; it must be at least 1"),
         (lambda: LayerSkip(7).recipe(ModelInfo(6)), r"exit_layer is 7, but the model has 6 layers; use 1\.\.6"),
@@ -45,8 +45,8 @@ from test_matrix import engine_of
         (lambda: DEL(probe=0), "probe is 0"),
     ],
 )
-def test_bad_knobs_are_named(build: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs_are_named(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build()
 
 

@@ -43,13 +43,13 @@ def test_it_reaches_its_minimum_at_the_end_of_its_horizon() -> None:
     assert [plan.depth(step) for step in (0, 18, 19, 39)] == [32, 17, 16, 16]
 
 
-@pytest.mark.parametrize(("build", "words"), [
+@pytest.mark.parametrize(("build", "message"), [
     (lambda: SkipDecode(maximum=10, minimum=11), "minimum is 11"),
     (lambda: SkipDecode(warm_up=0), "warm_up is 0"),
     (lambda: SkipDecode(horizon=0), "horizon is 0"),
     (lambda: SkipDecode(maximum=33, minimum=8).recipe(info()), "33 layers.*has 32"),
     (lambda: SkipDecode(maximum=32, minimum=4, warm_up=5).recipe(info()), r"warm_up is 5.*1\.\.4"),
 ])
-def test_bad_knobs_are_named(build: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs_are_named(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build()

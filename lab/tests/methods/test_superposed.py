@@ -43,7 +43,7 @@ from shoal_lab.methods.jacobi import Jacobi
 from shoal_lab.methods.superposed import Superposed, Superposing
 from test_matrix import engine_of
 
-WORDS = chat_tokenizer()
+TOKENIZER = chat_tokenizer()
 REPEATS = [5, 17, 80, 3, 41, 5, 17, 80, 9, 5, 17, 33, 3, 41, 5, 17]
 PROMPTS = [REPEATS, *SHORT]
 Found = list[tuple[list[int], float]]
@@ -75,26 +75,26 @@ def by_hand(
             logs = (model(inputs_embeds=fed).logits[0, -1] / method.sharpen).log_softmax(-1)
         ranked = sorted(range(len(logs)), key=lambda token: -float(logs[token]))[: method.tokens or 3 * method.k]
         ways = []
-        for words, score in live:
-            seen = shares(corpus or ids, [*ids, *words][-5:])
+        for tokens, score in live:
+            seen = shares(corpus or ids, [*ids, *tokens][-5:])
             for token in ranked:
                 gram = max(math.log(seen[token]) if token in seen else -math.inf, method.unseen)
-                ways.append(([*words, token], score + (1 - method.alpha) * float(logs[token]) + method.alpha * gram))
+                ways.append(([*tokens, token], score + (1 - method.alpha) * float(logs[token]) + method.alpha * gram))
         best = sorted(ways, key=lambda way: -way[1])[: method.k - len(ended)]
         live = [way for way in best if len(way[0]) < new and way[0][-1] not in ends]
         ended += [way for way in best if way not in live]
         if live:
             total = sum(math.exp(score - live[0][1]) for _, score in live)
-            parts = [math.exp(score - live[0][1]) / total * embed(torch.tensor([words[-1]])) for words, score in live]
+            parts = [math.exp(score - live[0][1]) / total * embed(torch.tensor([tokens[-1]])) for tokens, score in live]
             fed = torch.cat((fed, torch.stack(parts).sum(0)[None]), 1)
-    return sorted(((words, score / len(words)) for words, score in ended), key=lambda way: -way[1])
+    return sorted(((tokens, score / len(tokens)) for tokens, score in ended), key=lambda way: -way[1])
 
 
 @functools.cache
 def engine(name: str = "llama") -> Engine:
     packed = "packed" in name
     model = tiny(name.split()[-1], dtype=torch.float32 if packed else torch.float64)
-    return engine_for(model, WORDS, backend="packed" if packed else "hf")
+    return engine_for(model, TOKENIZER, backend="packed" if packed else "hf")
 
 
 def texts_of(found: Result) -> list[tuple[int, ...]]:
@@ -116,7 +116,7 @@ def test_drafts_and_scores_are_those_of_the_slow_twin(name: str, method: Superpo
         expected = by_hand(name.split()[-1], ids, method, 9)
         found = engine(name).generate(ids, method=method, max_new_tokens=9, ignore_eos=True)
         if "packed" not in name:  # whose float32 may turn two that are nearly as good
-            assert [list(tokens) for tokens in texts_of(found)] == [words for words, _ in expected]
+            assert [list(tokens) for tokens in texts_of(found)] == [tokens for tokens, _ in expected]
         assert [score for *_, score in found.alternatives] == pytest.approx([s for _, s in expected[1:]], abs=exact)
         assert (found.stats.target_forwards, found.stats.extras["branches"]) == (9, method.k)
         assert found.stats.extras["thrown_away"] <= 9 * (method.k - 1)
@@ -159,11 +159,11 @@ def test_rows_are_independent_and_an_answer_comes_as_a_whole() -> None:
 def test_drafts_end_one_by_one() -> None:
     method = Superposed(k=4, sharpen=3.0, alpha=0.2)
     free = by_hand("llama", REPEATS, method, 8)
-    ends = sorted({words[2] for words, _ in free} | {words[5] for words, _ in free[:1]})[:3]
+    ends = sorted({tokens[2] for tokens, _ in free} | {tokens[5] for tokens, _ in free[:1]})[:3]
     expected = by_hand("llama", REPEATS, method, 8, ends=ends)
-    assert len({len(words) for words, _ in expected}) > 1
+    assert len({len(tokens) for tokens, _ in expected}) > 1
     found = engine().generate(REPEATS, method=method, max_new_tokens=8, ignore_eos=True, stop_token_ids=ends)
-    assert [list(tokens) for tokens in texts_of(found)] == [words for words, _ in expected]
+    assert [list(tokens) for tokens in texts_of(found)] == [tokens for tokens, _ in expected]
     text = engine().generate(REPEATS, method=method, max_new_tokens=8, ignore_eos=True).text
     cut = engine().generate(REPEATS, method=method, max_new_tokens=8, ignore_eos=True, stop=[text[2:4]])
     assert text[2:4] not in cut.text and all(text[2:4] not in one for one, *_ in cut.alternatives)
@@ -172,7 +172,7 @@ def test_drafts_end_one_by_one() -> None:
 
 def test_a_constraint_binds_all_drafts() -> None:
     pytest.importorskip("llguidance")
-    home = engine_for(tiny("llama"), WORDS)
+    home = engine_for(tiny("llama"), TOKENIZER)
     home.eos_token_ids = frozenset({2})
     found = home.generate(REPEATS, method=Superposed(k=4, tokens=97), max_new_tokens=9, constraint=Regex("[ab]{2,7}"))
     texts = [found.text, *(text for text, *_ in found.alternatives)]
@@ -183,9 +183,9 @@ def test_a_session_goes_on_as_if_it_read_all_anew() -> None:
     home, options = engine("hybrid"), {"method": Superposed(k=3, sharpen=1.0), "max_new_tokens": 9}
     chat = home.session(**options)
     first, second = chat.send("Hello").text, chat.send("More").text
-    words = ["Hello", first, "More"]
+    texts = ["Hello", first, "More"]
     roles = ["user", "assistant", "user"]
-    anew = home.generate([{"role": role, "content": text} for role, text in zip(roles, words, strict=True)], **options)
+    anew = home.generate([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)], **options)
     assert anew.text == second
 
 
@@ -200,9 +200,9 @@ def test_ngrams_are_what_counting_says(text: list[int], last: list[int]) -> None
 def test_a_corpus_of_the_user(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("the cat, the hat, the cat\n" * 3)
-    counted = WORDS(path.read_text(), add_special_tokens=False)["input_ids"]
+    counted = TOKENIZER(path.read_text(), add_special_tokens=False)["input_ids"]
     method = Superposed(k=3, tokens=40, alpha=0.8, sharpen=2.0, corpus=str(path))
-    ids = WORDS("see the ", add_special_tokens=False)["input_ids"]
+    ids = TOKENIZER("see the ", add_special_tokens=False)["input_ids"]
     expected = by_hand("llama", ids, method, 7, counted)
     assert list(engine().generate(ids, method=method, max_new_tokens=7, ignore_eos=True).tokens) == expected[0][0]
     assert expected != by_hand("llama", ids, method, 7)
@@ -263,7 +263,7 @@ def test_where_every_token_is_banned_it_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "message"),
     [
         ({"k": 0}, r"k is 0; it must be in 1\.\.64"),
         ({"k": 4, "tokens": 3}, r"tokens is 3; it must be in 4\.\.256"),
@@ -274,8 +274,8 @@ def test_where_every_token_is_banned_it_says_so() -> None:
         ({"unseen": -math.inf}, "unseen is -inf"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Superposed(**knobs)
 
 

@@ -49,7 +49,7 @@ from turns import by_turns
 
 FULL = DepthPlan.full(6)
 SMALL_LAYERS = 4
-WORDS = chat_tokenizer()
+TOKENIZER = chat_tokenizer()
 SETTINGS = [Sampling(), Sampling(temperature=0.8, top_k=12)]
 EAD = EntropyAdaptive(tau=1.6, window=2)
 CASES: list[Any] = [
@@ -82,12 +82,12 @@ def _exact_small(family: str) -> PreTrainedModel:
 
 def policy_of(method: Any) -> Any:
     """The policy of a method that is not bound to a model."""
-    info = replace(engine().info(), draft_engine=None, tokenizer=WORDS)
+    info = replace(engine().info(), draft_engine=None, tokenizer=TOKENIZER)
     return method.recipe(info).loop.policy
 
 
 def engine(family: str = "llama") -> Engine:
-    return engine_for(tiny(family), WORDS)
+    return engine_for(tiny(family), TOKENIZER)
 
 
 class Replay:
@@ -159,7 +159,7 @@ class Replay:
                 large = led and written < most
                 self.say(self.ask(large), large)
                 written += 1
-                sentence += WORDS.decode(self.text[-1:], skip_special_tokens=True)
+                sentence += TOKENIZER.decode(self.text[-1:], skip_special_tokens=True)
                 if slow_end(sentence):
                     break
 
@@ -234,7 +234,7 @@ def test_each_model_has_a_plan_of_its_own(method: Any) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
 def test_the_ends_are_the_two_models(how: dict[str, Any]) -> None:
-    large, mine = engine(), engine_for(small_model(), WORDS)
+    large, mine = engine(), engine_for(small_model(), TOKENIZER)
     options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True, **how}
     alone = [[result.tokens for result in one.generate(SHORT, **options)] for one in (mine, large)]
     draft = small_model()
@@ -401,8 +401,8 @@ def test_heads_that_are_padded_to_different_sizes(large: int, mine: int) -> None
     assert run.rows[0].ledger.second_tokens > 0
 
 
-def refused(method: Any, words: str, ask: Callable[[Engine], Engine] = lambda one: one, **options: Any) -> None:
-    with pytest.raises(ValueError, match=words):
+def refused(method: Any, message: str, ask: Callable[[Engine], Engine] = lambda one: one, **options: Any) -> None:
+    with pytest.raises(ValueError, match=message):
         ask(engine()).generate(SHORT[0], method=method, **options)
 
 
@@ -421,7 +421,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make_one", "words"),
+    ("make_one", "message"),
     [
         (lambda: EntropyAdaptive(tau=math.nan), "tau is nan; it must be a number of bits"),
         (lambda: EntropyAdaptive(window=0), "window is 0; it must be at least 1 token"),
@@ -433,8 +433,8 @@ def test_what_is_refused() -> None:
         (lambda: RandomSwitching(share=-0.1), r"share is -0.1; it must be in \[0, 1\]"),
     ],
 )
-def test_bad_knobs(make_one: Callable[[], Method], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs(make_one: Callable[[], Method], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_one()
 
 
@@ -468,7 +468,7 @@ def test_asked_for_over_http_and_in_a_file_of_prompts(method: Any, tmp_path: Pat
     """By name, with a stop text and in a stream: what `generate` says."""
     for name, model in (("small", small_model()), ("large", tiny("llama", layers=4))):
         model.save_pretrained(tmp_path / name)
-        WORDS.save_pretrained(tmp_path / name)
+        TOKENIZER.save_pretrained(tmp_path / name)
     one, spec = tiny_engine(), replace(method, draft=str(tmp_path / "small"))
     how: dict[str, Any] = {"max_new_tokens": 30, "temperature": 1.0, "seed": 3}
     whole = one.generate("Some words", method=spec, **how)

@@ -47,8 +47,8 @@ from shoal_lab.methods.trimr import Trimming, TrimR
 from test_matrix import SAMPLINGS, engine_of
 from turns import by_turns
 
-WORDS = chat_tokenizer(string.ascii_lowercase + "ABEHIMNOSTWY" + string.digits + " .,:;!?'\"()+-*/=<>[]\n")
-OPEN = [int(token) for token in WORDS("ask<think>", add_special_tokens=False)["input_ids"]]
+TOKENIZER = chat_tokenizer(string.ascii_lowercase + "ABEHIMNOSTWY" + string.digits + " .,:;!?'\"()+-*/=<>[]\n")
+OPEN = [int(token) for token in TOKENIZER("ask<think>", add_special_tokens=False)["input_ids"]]
 TAIL = 6
 """Tokens that the model writes itself behind a script."""
 QUIET: dict[str, Any] = {"share": None, "repeats": None}
@@ -58,12 +58,12 @@ QUIET: dict[str, Any] = {"share": None, "repeats": None}
 def engine(name: str = "llama") -> Engine:
     packed = "packed" in name
     model = tiny(name.split()[-1], dtype=torch.float32 if packed else torch.float64)
-    return engine_for(model, WORDS, backend="packed" if packed else "hf")
+    return engine_for(model, TOKENIZER, backend="packed" if packed else "hf")
 
 
 def script(text: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Lets the model write a thinking as given, as long as nobody closes it."""
-    ids = WORDS(text, add_special_tokens=False)["input_ids"]
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
     def bind(seen: Tensor, scores: Tensor) -> Tensor:
         place = seen.shape[1] - len(OPEN)
@@ -116,11 +116,11 @@ def by_hand(text: str, method: TrimR, most: int, ids: Sequence[int], tail: int =
                     found[-1][1] and len(said) > 1)
             answer += texts()["forceful" if looped or slow else "gentle"] + "</think>\n\n"
             break
-    words = [*ids, *WORDS(answer, add_special_tokens=False)["input_ids"]]
+    tokens = [*ids, *TOKENIZER(answer, add_special_tokens=False)["input_ids"]]
     for _ in range(tail):
         with torch.no_grad():
-            words.append(int(tiny("llama")(torch.tensor([words])).logits[0, -1].argmax()))
-    return WORDS.decode(words[len(ids) :], skip_special_tokens=True), asked
+            tokens.append(int(tiny("llama")(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return TOKENIZER.decode(tokens[len(ids) :], skip_special_tokens=True), asked
 
 
 def _new(answer: str, cues: Sequence[str]) -> bool:
@@ -201,7 +201,7 @@ def test_steps_come_at_once_and_are_certain() -> None:
     assert [step.index for step in steps] == list(range(150))
     logs = stream.result.logprobs
     assert logs is not None and len(logs) == 150
-    begins, ends = (stream.result.text.index(words) for words in ("I have", "</think>"))
+    begins, ends = (stream.result.text.index(mark) for mark in ("I have", "</think>"))
     put = [logs[place].logprob for place in range(begins, ends)]
     assert put == [0.0] * len(put)
     again = engine().generate(OPEN, method=TrimR(judge=states, inner=D3(alpha=1.0), **QUIET), max_new_tokens=150,
@@ -237,11 +237,11 @@ class Tiny:
 
     def __call__(self, question: Question) -> bool:
         said = texts()[question.kind].replace("{former}", question.former).replace("{thought}", question.thought)
-        ids = WORDS.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True,
+        ids = TOKENIZER.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True,
                                         return_dict=False)
         with torch.no_grad():
             logits = self.model(torch.tensor([ids])).logits[0, -1]
-        yes, no = ([WORDS(one)["input_ids"][0] for one in words] for words in (("y", "Y"), ("n", "N")))
+        yes, no = ([TOKENIZER(one)["input_ids"][0] for one in letters] for letters in (("y", "Y"), ("n", "N")))
         self.asked.append(bool(logits[yes].logsumexp(0) > logits[no].logsumexp(0)))
         return self.asked[-1]
 
@@ -269,12 +269,12 @@ def test_a_model_judges_as_transformers_would(monkeypatch: pytest.MonkeyPatch) -
 
 def test_of_a_thought_too_long_the_judge_reads_the_end() -> None:
     home, judge, read = engine(), tiny("qwen3", seed=5), list[str]()
-    desk = ModelJudge(engine_for(judge, WORDS), WORDS, 2048)
+    desk = ModelJudge(engine_for(judge, TOKENIZER), TOKENIZER, 2048)
     row = home.rows([OPEN], Request())[0]
     for size in (10, 3000):
         desk.ask(row, Question("agrees", "w" * size + " = 1.", "v" * size + " = 2."))
         (_, ids), = desk._seated
-        read.append(WORDS.decode(ids))
+        read.append(TOKENIZER.decode(ids))
         while not desk.said([row], 100):
             assert desk._seated
         assert not desk._seated
@@ -283,11 +283,11 @@ def test_of_a_thought_too_long_the_judge_reads_the_end() -> None:
 
 
 def test_a_judge_that_cannot_be_asked_fails_the_request() -> None:
-    home, words = engine(), copy.deepcopy(WORDS)
-    words.chat_template = "{{ raise_exception('only with a system prompt') }}"
+    home, tokenizer = engine(), copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{{ raise_exception('only with a system prompt') }}"
     recipe = home.recipe(TrimR(judge=tiny("qwen3", seed=5), agree=4, **QUIET), 60)
     assert isinstance(recipe.loop, Trimming)
-    lame = Given(replace(recipe, loop=replace(recipe.loop, judge=engine_for(tiny("qwen3", seed=5), words))))
+    lame = Given(replace(recipe, loop=replace(recipe.loop, judge=engine_for(tiny("qwen3", seed=5), tokenizer))))
     scheduler = Scheduler(home, start=False)
     bad = scheduler.submit(OPEN, method=lame, max_new_tokens=60, logits_processor=[script(SAME)])
     good = scheduler.submit(OPEN, method=lame, max_new_tokens=20)
@@ -310,7 +310,7 @@ def broken(question: Question) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("judge", "error", "words"),
+    ("judge", "error", "message"),
     [
         (broken, ValueError, "the judge failed: KeyError: 'no such book'"),
         (lambda _: "yes", ValueError, "the judge said 'yes'; it must say True or False"),
@@ -318,7 +318,7 @@ def broken(question: Question) -> bool:
         (lambda _: threading.Event().wait(60), TimeoutError, "the judge gave no answer within 0.3 s; use a faster one"),
     ],
 )
-def test_a_bad_judge_fails_its_own_request_in_time(judge: Any, error: type[Exception], words: str) -> None:
+def test_a_bad_judge_fails_its_own_request_in_time(judge: Any, error: type[Exception], message: str) -> None:
     began, home = time.monotonic(), engine()
 
     def by_turns(question: Question) -> bool:
@@ -329,7 +329,7 @@ def test_a_bad_judge_fails_its_own_request_in_time(judge: Any, error: type[Excep
         bad = scheduler.submit(OPEN, logits_processor=[script("x = 9. Wait, what? Wait")], **options)
         good = scheduler.submit(OPEN, logits_processor=[script(SAME)], **options)
         plain = scheduler.submit(SHORT[1], max_new_tokens=20)
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             list(bad)
         for handle in (good, plain):
             list(handle)
@@ -362,16 +362,16 @@ def test_other_rows_go_on_while_a_judge_thinks() -> None:
 
 
 def test_tags() -> None:
-    assert Trimming(TrimR(), WORDS).tags == ("<think>", "</think>")
-    assert Trimming(TrimR(opening="[T]"), WORDS).tags == ("[T]", "[/T]")
-    assert Trimming(TrimR(opening=""), WORDS).tags == ("", "</think>")
-    assert Trimming(TrimR(opening="<idea>"), WORDS).tags == ("<idea>", "</idea>")
-    assert Trimming(TrimR(opening="[THINK]"), WORDS).tags == ("[THINK]", "[/THINK]")
-    ids = tuple(WORDS("</mind>", add_special_tokens=False)["input_ids"])
-    how = Trimming(TrimR(closing=ids), WORDS)
+    assert Trimming(TrimR(), TOKENIZER).tags == ("<think>", "</think>")
+    assert Trimming(TrimR(opening="[T]"), TOKENIZER).tags == ("[T]", "[/T]")
+    assert Trimming(TrimR(opening=""), TOKENIZER).tags == ("", "</think>")
+    assert Trimming(TrimR(opening="<idea>"), TOKENIZER).tags == ("<idea>", "</idea>")
+    assert Trimming(TrimR(opening="[THINK]"), TOKENIZER).tags == ("[THINK]", "[/THINK]")
+    ids = tuple(TOKENIZER("</mind>", add_special_tokens=False)["input_ids"])
+    how = Trimming(TrimR(closing=ids), TOKENIZER)
     assert how.tags == ("<think>", "</mind>")
-    assert WORDS.decode(how.ending("gentle")) == texts()["gentle"] + "</mind>\n\n"
-    assert Trimming(TrimR(opening="<|begin_of_thought|>"), WORDS).tags[1] == "<|end_of_thought|>"
+    assert TOKENIZER.decode(how.ending("gentle")) == texts()["gentle"] + "</mind>\n\n"
+    assert Trimming(TrimR(opening="<|begin_of_thought|>"), TOKENIZER).tags[1] == "<|end_of_thought|>"
     other = chat_tokenizer()
     other.add_tokens(["[THINK]", "[/THINK]"])
     assert Trimming(TrimR(), other).tags == ("[THINK]", "[/THINK]")
@@ -388,7 +388,7 @@ def test_thinking_that_the_answer_begins_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "message"),
     [
         ({"agree": 1}, "agree is 1; it must be at least 2"),
         ({"sentences": 0}, "sentences is 0; it must be at least 1"),
@@ -401,8 +401,8 @@ def test_thinking_that_the_answer_begins_itself() -> None:
         ({"judge": 3}, "judge is 3; it must be a model or a callable"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TrimR(**knobs)
 
 
@@ -415,19 +415,19 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match="a loop of its own|both fill the part 'loop'"):
             make([TrimR(), other]).recipe(ModelInfo(6))
     with pytest.raises(Unsupported, match="a judge: there is no engine to load it"):
-        replace(Trimming(TrimR(judge="m"), WORDS)).batch()(None, None)
+        replace(Trimming(TrimR(judge="m"), TOKENIZER)).batch()(None, None)
     with pytest.raises(Unsupported, match="scores and logits of every token with trimr"):
         generate(tiny("llama"), **batch(), custom_generate=TrimR(opening="", closing=(4,)), output_scores=True,
                  return_dict_in_generate=True)
     assert make(TrimR(judge="m", share=0.25).to_dict()) == TrimR(judge="m", share=0.25)
     with pytest.raises(Unsupported, match="the part 'constraint' beside a loop of its own, Trimming"):
-        replace(TrimR().recipe(ModelInfo(6, tokenizer=WORDS)), constraint=lambda: None)  # type: ignore[arg-type]
+        replace(TrimR().recipe(ModelInfo(6, tokenizer=TOKENIZER)), constraint=lambda: None)  # type: ignore[arg-type]
     for judge, timed in ((states, True), (None, False)):
-        assert Trimming(TrimR(judge=judge), WORDS).timed == timed
-    assert not Trimming(TrimR(judge="m"), WORDS, engine()).timed
+        assert Trimming(TrimR(judge=judge), TOKENIZER).timed == timed
+    assert not Trimming(TrimR(judge="m"), TOKENIZER, engine()).timed
     with pytest.raises(Unsupported, match="waiting for what others say in 2 processes"):
         Ranks(size=2).check(TrimR(judge=states).recipe(ModelInfo(6)))
-    both = make([TrimR(), KVInt8()]).recipe(ModelInfo(6, tokenizer=WORDS))
+    both = make([TrimR(), KVInt8()]).recipe(ModelInfo(6, tokenizer=TOKENIZER))
     assert (both.exact_to, both.parts) == ("none", ("store", "loop"))
     assert DepthPlan.full(6) == both.plan
 

@@ -35,8 +35,8 @@ def test_as_far_as_the_window_allows(backend: Backend, name: str) -> None:
     least = earliest(cache, 0)
     assert 0 < least <= 40
     for length in (least - 1, 41):
-        words = rf"row 0 can go back to {least}\.\.40 positions, not to {length}"
-        with pytest.raises(ValueError, match=words), rewound(cache, 0, length):
+        message = rf"row 0 can go back to {least}\.\.40 positions, not to {length}"
+        with pytest.raises(ValueError, match=message), rewound(cache, 0, length):
             pass
     with rewound(cache, 0, least):
         out = stack.forward([block(2)], cache)

@@ -38,8 +38,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def texts(monkeypatch: pytest.MonkeyPatch, data: Path, out: Path, *more: str) -> dict[str, list[str]]:
     """Run the command; the examples of each kind as text."""
-    words = ["--data", str(data), "--out", str(out), "--tokens", "12000", *more]
-    monkeypatch.setattr("sys.argv", ["build", *words])
+    argv = ["--data", str(data), "--out", str(out), "--tokens", "12000", *more]
+    monkeypatch.setattr("sys.argv", ["build", *argv])
     build.main()
     table, tokenizer = batches.Corpus(out / "corpus.pt"), Tokenizer.from_file(str(out / "tokenizer.json"))
     found: dict[str, list[str]] = {kind: [] for kind in build.KINDS}

@@ -75,20 +75,20 @@ def test_training_problems_are_the_same_every_time_and_not_shipped(data: Path, t
 @pytest.mark.slow
 def test_no_test_question_is_trained_on(data: Path, training: list[Problem]) -> None:
     lines = data_path("gsm8k", "test.jsonl").read_text().splitlines()
-    test = {_words(json.loads(line)["question"]) for line in lines}
+    test = {_letters(json.loads(line)["question"]) for line in lines}
     assert len(test) > 1_300
-    assert not test & {_words(problem.question) for problem in training}
-    assert not test & {_words(problem.question) for problem in corpus.split(data).known}
+    assert not test & {_letters(problem.question) for problem in training}
+    assert not test & {_letters(problem.question) for problem in corpus.split(data).known}
 
 
 def test_no_bbh_text_is_trained_on(training: list[Problem]) -> None:
     files = sorted(data_path("bbh", "bbh").glob("*.json"))
-    inputs = {_words(row["input"]) for file in files for row in json.loads(file.read_text())["examples"]}
+    inputs = {_letters(row["input"]) for file in files for row in json.loads(file.read_text())["examples"]}
     assert len(inputs) > 5_000
-    assert not inputs & {_words(problem.question) for problem in training}
+    assert not inputs & {_letters(problem.question) for problem in training}
 
 
-def _words(question: str) -> str:
+def _letters(question: str) -> str:
     """A question without numbers and signs, so that a renumbered copy is found too."""
     return re.sub(r"\W+", " ", re.sub(r"\d+", "", question.lower().removesuffix("(equations)"))).strip()
 
@@ -96,10 +96,10 @@ def _words(question: str) -> str:
 @pytest.mark.slow
 def test_unseen_problems_are_never_drawn_for_training(data: Path, training: list[Problem]) -> None:
     split = corpus.split(data)
-    known, unseen = ({_words(problem.question) for problem in part} for part in (split.known, split.unseen))
+    known, unseen = ({_letters(problem.question) for problem in part} for part in (split.known, split.unseen))
     assert len(split.known) == corpus.TRAINED_COUNT
     assert not known & unseen
-    assert {_words(problem.question) for problem in training if problem.kind.startswith("gsm8k")} <= known
+    assert {_letters(problem.question) for problem in training if problem.kind.startswith("gsm8k")} <= known
     assert {problem.kind for problem in training} <= {*templates.TRAINED, "gsm8k_natural", "gsm8k_equations"}
 
 

@@ -46,13 +46,13 @@ def test_every_word_comes_once_and_is_the_answer(server: Running, fields: dict[s
     vocabulary = server.engine.tokenizer
     for index in range(fields.get("n", 1)):
         own = [choice for choice in said if choice["index"] == index]
-        words = [word for choice in own for word in choice.get("canvas", ())]
+        decided = [word for choice in own for word in choice.get("canvas", ())]
         tokens = {step["index"]: step["token"] for choice in own for step in choice.get("steps", ())}
-        assert sorted(place for place, _, _ in words) == sorted(tokens) == list(range(12))
-        assert {place: text for place, text, _ in words} == {
+        assert sorted(place for place, _, _ in decided) == sorted(tokens) == list(range(12))
+        assert {place: text for place, text, _ in decided} == {
             place: vocabulary.decode([token], skip_special_tokens=False) for place, token in tokens.items()}
-        assert [step for _, _, step in words] == [step for step in range(6) for _ in range(2)]
-        assert [place for place, _, _ in words] != list(range(12)), "they came from left to right"
+        assert [step for _, _, step in decided] == [step for step in range(6) for _ in range(2)]
+        assert [place for place, _, _ in decided] != list(range(12)), "they came from left to right"
         before = set()
         for choice in own:  # a word is told of before it is text
             before |= {place for place, _, _ in choice.get("canvas", ())}

@@ -29,13 +29,13 @@ def test_loss_words_and_gradient_are_those_of_the_laws_written_out(
 ) -> None:
     monkeypatch.setattr(distributions, "_NUMBERS", numbers)
     guesses, states, rows = drawn(*sizes)
-    loss, words = distributions.cross_entropy(guesses, states, rows)
+    loss, chosen = distributions.cross_entropy(guesses, states, rows)
     (slope,) = torch.autograd.grad(3 * loss, guesses)
     expected = written_out(guesses, states, rows)
     (wanted,) = torch.autograd.grad(3 * expected, guesses)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(slope, wanted)
-    assert torch.equal(words, (guesses @ rows.T).argmax(-1))
+    assert torch.equal(chosen, (guesses @ rows.T).argmax(-1))
 
 
 def test_large_scores_lose_nothing() -> None:
@@ -49,11 +49,11 @@ def test_large_scores_lose_nothing() -> None:
 def test_under_autocast_products_are_rounded_and_nothing_else_is() -> None:
     guesses, states, rows = drawn(40, 32, 500, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, words = distributions.cross_entropy(guesses, states, rows)
+        loss, chosen = distributions.cross_entropy(guesses, states, rows)
     (slope,) = torch.autograd.grad(loss, guesses)
     expected = written_out(*(one.bfloat16().float() for one in (guesses, states, rows)))
     (wanted,) = torch.autograd.grad(expected, guesses)
-    assert loss.dtype == slope.dtype == torch.float32 and words.shape == (40,)
+    assert loss.dtype == slope.dtype == torch.float32 and chosen.shape == (40,)
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
     assert (slope - wanted).norm() < 0.02 * wanted.norm()
 

@@ -41,13 +41,13 @@ def trainer(folder: Path, answers: Path, how: Training = HOW) -> Trainer:
     return Trainer(module(), made(answers), how, folder)
 
 
-def seen(one: DrafterModule, words: list[int]) -> Tensor:
+def seen(one: DrafterModule, tokens: list[int]) -> Tensor:
     """Logits [T, V] in float64 of a text all of whose words see each other, by transformers' own forward."""
     model = copy.deepcopy(one._student[0]).double()
     with torch.no_grad():
         model.get_input_embeddings().weight[MASK] = one.mask.double()
-        mask = torch.ones(1, 1, len(words), len(words), dtype=torch.bool)
-        logits: Tensor = model(torch.tensor([words]), attention_mask=mask, use_cache=False).logits[0]
+        mask = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool)
+        logits: Tensor = model(torch.tensor([tokens]), attention_mask=mask, use_cache=False).logits[0]
     return logits
 
 
@@ -169,7 +169,7 @@ def test_the_window_is_the_text_cut_by_hand(tmp_path: Path, monkeypatch: pytest.
         engine.generate(prompt, method=DEER(folder, length=3, window=window), max_new_tokens=8)
         first = asked[0][: asked[0].index(MASK)]
         assert first == [*prompt, first[-1]][-expected:] and asked[0].count(MASK) == 3
-        assert all(len(words) - words.count(MASK) <= expected for words in asked)
+        assert all(len(text) - text.count(MASK) <= expected for text in asked)
 
 
 def test_a_window_fits_where_the_text_does_not(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_the_config_says_what_it_was_trained_for(tmp_path: Path) -> None:
     assert (config.num_hidden_layers, config.mask_token_id, config.draft_window, config.draft_block) == (2, MASK, 6, 3)
 
 
-@pytest.mark.parametrize(("values", "words"), [
+@pytest.mark.parametrize(("values", "message"), [
     ((0, 3, 6), "layers is 0; it must be at least 1"),
     ((7, 3, 6), "layers is 7; it must be 1 to 6"),
     ((2, 0, 6), "block is 0; it must be 1 to 64"),
@@ -203,8 +203,8 @@ def test_the_config_says_what_it_was_trained_for(tmp_path: Path) -> None:
     ((2, 3, 0), "window is 0; it must be at least 1"),
     ((2, 3, 10**6), "window is 1000000 and block 3; together they must be at most"),
 ])  # fmt: skip
-def test_shapes_that_cannot_be(values: tuple[int, int, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_shapes_that_cannot_be(values: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         DrafterShape(*values).check(target("llama"))
 
 
@@ -221,9 +221,9 @@ def test_mask_tokens_that_cannot_be(tmp_path: Path) -> None:
     engine, answers = target("llama"), made(tmp_path)
     said = int(next(answers.answers(0, validation=False).__iter__()).tokens[0])
     assert mask_token(engine, answers, str(free := _unused(answers))) == free
-    for given, words in (("<nothing>", "is none of the model's"), (str(VOCAB), f"a number of 0..{VOCAB - 1}"),
+    for given, message in (("<nothing>", "is none of the model's"), (str(VOCAB), f"a number of 0..{VOCAB - 1}"),
                          (str(said), "stands in the answers"), (None, "no special token that no text holds")):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             mask_token(engine, answers, given)
 
 

@@ -171,11 +171,11 @@ def test_the_router_learns_what_tokens_need(tmp_path: Path) -> None:
 
 
 def test_numbers_and_models_that_do_not_fit_are_refused() -> None:
-    for numbers, words in (((5, 1, 2), r"--groups is 5; 48 neurons can be divided into these .* of 16: 3"),
+    for numbers, message in (((5, 1, 2), r"--groups is 5; 48 neurons can be divided into these .* of 16: 3"),
                            ((3, 3, 3), r"--shared is 3; it must be in \[0, 2\]"),
                            ((3, 2, 1), r"--experts is 1; it must be in \[2, 3\]"),
                            ((3, 0, 4), r"--experts is 4; it must be in \[1, 3\]")):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             check_division([FFN], *numbers)
     with pytest.raises(ValueError, match="the MLPs have 32 to 48 neurons; experts need as many in every layer"):
         check_division([48, 32], 3, 1, 2)
