@@ -1,4 +1,4 @@
-"""A GGUF file of a tiny Llama with a tokenizer of single bytes, as a benchmark of a file needs it."""
+"""A GGUF file of a tiny Llama with a byte tokenizer, for benchmarks of a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(seed: int = 0) -> Any:
 
 
 def write(path: Path, seed: int = 0) -> Path:
-    """Write the file in float32 and return where."""
+    """Write the file in float32 and return its path."""
     import gguf
 
     class WithVocabulary(gguf.GGUFWriter):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Stand-ins for systems: what they measure is made up, so that every figure of a report can be worked out by hand."""
+"""Made-up systems whose results are known, so that every figure of a report can be computed by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEEDS = {"full": 0.2, "d3": 0.1, "hf": 0.5}
 
 
 class Fake:
-    """Takes `SPEEDS` seconds per step; writes down every call."""
+    """Takes `SPEEDS` seconds per step; records every call."""
 
     log: list[tuple[Any, ...]] = []
     name = "shoal"
@@ -57,7 +57,7 @@ class FakeBaseline(Fake):
 
 
 class Moody:
-    """Fails in whatever way it is asked to."""
+    """Fails in the way it is asked to."""
 
     def __init__(self, model: MeasuredModel, setting: Setting) -> None:
         self.setting = setting
@@ -87,7 +87,7 @@ class Moody:
 
 
 def failing(name: str, what: str, after: int = 0) -> type[Fake]:
-    """A peer of that name whose method `what` refuses from call number `after` on."""
+    """A baseline of that name whose method `what` refuses from call number `after` on."""
     calls = 0
 
     def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ def failing(name: str, what: str, after: int = 0) -> type[Fake]:
 
 
 class Local:
-    """The face of a `SystemProcess` without a process."""
+    """The interface of a `SystemProcess` without a process."""
 
     pid, alive = 0, True
 
@@ -112,7 +112,7 @@ class Local:
         self._host = Host(factory(model, setting), setting.device)
 
     def call(self, name: str, *args: Any, timeout: float | None = None) -> Any:
-        """See `SystemProcess.call`; nothing stops a call that takes long."""
+        """Call a method; there is no time limit."""
         return self._host.call(name, *args)
 
     def stop(self) -> None:

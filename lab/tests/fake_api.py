@@ -1,4 +1,4 @@
-"""A server of made-up answers over raw sockets: what it sends is written down byte by byte."""
+"""A server of made-up answers over raw sockets, byte by byte."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 Reply = Callable[[str, dict[str, Any]], list[bytes]]
-"""Path and body to the pieces that are sent, one after another."""
+"""From path and body to the pieces that are sent, one after another."""
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 
 
 def chunked(*pieces: bytes) -> list[bytes]:
-    """A streamed answer in so many chunks."""
+    """A streamed answer in these chunks."""
     body = [f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in pieces]
     return [HEAD + b"transfer-encoding: chunked\r\n\r\n", *body, b"0\r\n\r\n"]
 
@@ -34,7 +34,7 @@ def whole(body: Any, status: str = "200 OK") -> list[bytes]:
 
 
 def answer(path: str, body: dict[str, Any]) -> list[bytes]:
-    """A model list, or as many tokens as were asked for."""
+    """A model list, or as many tokens as asked for."""
     if path == "/v1/models":
         return whole({"data": [{"id": "fake"}]})
     usage = {"prompt_tokens": 3, "completion_tokens": body["max_tokens"]}
@@ -44,7 +44,7 @@ def answer(path: str, body: dict[str, Any]) -> list[bytes]:
 
 @contextmanager
 def fake_api(reply: Reply = answer) -> Iterator[str]:
-    """The address of a server that answers so."""
+    """The address of a server with these answers."""
     started, address = threading.Event(), list[Any]()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,7 +56,7 @@ def fake_api(reply: Reply = answer) -> Iterator[str]:
                 writer.write(piece)
                 await writer.drain()
         except asyncio.IncompleteReadError:
-            pass  # who asks went away before the question, as on a busy machine
+            pass  # a client may leave before it asks, as on a busy machine
         finally:
             writer.close()
 

@@ -1,4 +1,4 @@
-"""Every method of the lab, with the settings under which the matrix runs it; see `method_matrix`."""
+"""Every method of the lab, with its settings in the matrix; see `method_matrix`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MASKED: tuple[Method, ...] = (
     DiffusionGrammar(block=6),
     AdaBlock(threshold=0.2, delimiter_threshold=0.05, delimiters=tuple(range(40)), reuse="prefix"),
 )
-"""Those that need a masked-diffusion model, and run in a matrix of their own."""
+"""Methods that need a masked-diffusion model, and run in a matrix of their own."""
 
 LAB: tuple[Method, ...] = (
     SkipDecode(maximum=1.0, minimum=1.0),
@@ -117,18 +117,18 @@ LAB: tuple[Method, ...] = (
 
 LAGGING: tuple[Method, ...] = tuple(method for method in LAB if isinstance(method, ATTS | EntropyAdaptive | FoReaL
                                                                            | RandomSwitching))
-"""Two models write in turns, and the engine's own has read no more than up to where it wrote last."""
+"""Two models take turns, and the engine's own has only read up to where it last wrote."""
 
 SPEAKING: tuple[Method, ...] = tuple(method for method in LAB if isinstance(method, TrimR) and method.share is not None)
-"""They put in tokens of their own, whatever a request's constraint allows."""
+"""They insert tokens of their own, regardless of a request's constraint."""
 
 COUNTING_OF_LAB: tuple[Method, ...] = tuple(
     method for method in LAB if isinstance(method, CentroidKV | Mustafar | DynamicContext | EntropyAdaptive | Superposed
                                            | ATTS))
-"""They go by what each forward shows of one token, or by how many tokens of a text are stored."""
+"""They depend on each forward's output for one token, or on how many tokens of a text are stored."""
 
 SEARCHES: tuple[Method, ...] = (AStar(k=2, step=3),)
-"""Searches that ask a verifier."""
+"""Searches with a verifier."""
 
 SELF_DRAFTING: dict[str, Method] = {
     "layerskip": LayerSkip(4, 5),
@@ -140,11 +140,11 @@ SELF_DRAFTING: dict[str, Method] = {
     "del": DEL((1, 2, 4), 6, head=0.0, window=5),
     "del, off at first": DEL((1, 3), 6, head=1.0, window=0, probe=2),
 }
-"""Drafting with the model's own layers, under settings in which a tiny random model accepts and rejects something."""
+"""Drafting with the model's own layers, with settings under which a tiny random model accepts and rejects."""
 
 
 def drafting_of_lab(draft: Any) -> dict[str, Method]:
-    """Those that draft without the target's layers and keep its tokens, with `draft` as their second model."""
+    """Methods that draft without the target's layers and keep its tokens, with `draft` as their second model."""
     return {
         "mirror_sd": MirrorSD(draft, exit_layer=5, k=3, length=3),
         "mirror_sd on d3": MirrorSD(draft, k=2, inner=D3(alpha=0.93, core=2)),
@@ -156,5 +156,5 @@ def drafting_of_lab(draft: Any) -> dict[str, Method]:
 
 
 def switching_of_lab(draft: Any) -> list[Method]:
-    """Those in which `draft` stores what the engine's own model has said."""
+    """Methods in which `draft` stores what the engine's own model wrote."""
     return [ATTS(draft, alpha=1.0, draft_tokens=3, target_tokens=2)]

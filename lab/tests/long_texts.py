@@ -1,4 +1,4 @@
-"""Novels and stories of nonsense, in the folders and files of the real ones."""
+"""Novels and stories of nonsense, in folders and files like the real ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("Stevenson_Treasure_1883.txt", "Doyle_Micah_1889.txt", "Other_Novel_189
 
 
 def book(seed: int) -> str:
-    """Sentences of plain words, some hundred thousand characters."""
+    """Random sentences, some hundred thousand characters."""
     dice = Random(seed)
     vocabulary = [f"{a}{b}" for a in ("ba", "de", "ki", "mo", "tu") for b in ("l", "ran", "s", "ton", "ver")]
     return " ".join(" ".join(dice.choices(vocabulary, k=dice.randrange(4, 12))).capitalize() + "." for _ in range(2500))

@@ -1,4 +1,4 @@
-"""Plans of all kinds over six layers, and a slow twin of those that bring layers back."""
+"""Plans of all kinds over six layers, and a slow reference for those that bring layers back."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def ids(*lengths: int) -> list[list[int]]:
 
 
 class Passing:
-    """Decoding with transformers' cache: each layer runs in full, and its output is put away where it is skipped, so
-    that its keys and values come from the stream that passes by."""
+    """Decoding with transformers' cache: each layer runs in full, and its output is dropped where it is skipped, so
+    that its keys and values come from the passing hidden states."""
 
     def __init__(self, model: Any, plan: RisingPlan) -> None:
         self.model, self.plan, self.step = model, plan, 0
 
     def logits(self, prompt: list[int], count: int, forced: list[int] | None = None) -> Tensor:
-        """[count, V]: what each token is decided from, the tokens before it being greedy ones or those of `forced`."""
+        """[count, V]: logits that decide each token; the tokens before it are greedy, or those of `forced`."""
         past, new, rows = dict[str, Any](), list(prompt), []
         with ExitStack() as stack, torch.no_grad():
             for index, layer in enumerate(decoder_layers(self.model)):

@@ -1,4 +1,4 @@
-"""What the lab's pages show runs, as the pages of docs do."""
+"""Examples of the lab's pages run, like those of docs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from documents import ROOT, blocks, run_document
 LAB = ROOT / "lab"
 RUN = [path for path in sorted(LAB.rglob("*.md"))
        if path.parent != LAB / "benchmarks" and blocks(path.read_text(encoding="utf-8"))]
-"""Those with examples; the page of the benchmarks shows commands that measure for minutes."""
+"""Pages with examples; the page of the benchmarks shows commands that measure for minutes."""
 
 
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.relative_to(LAB).as_posix())

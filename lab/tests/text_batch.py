@@ -1,4 +1,4 @@
-"""Three texts with the states of a tiny model, for what is trained on answers, and what its head reads under a plan."""
+"""Three texts with the states of a tiny model, for modules trained on answers, and LM head inputs under a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def batch(family: str = "llama") -> TextBatch:
 
 
 def read_by_the_oracle(family: str, texts: TextBatch, row: int, drops: Sequence[int]) -> Tensor:
-    """What the head reads behind a text, [length, D], where each layer processes a prefix of the positions."""
+    """LM head inputs after a text, [length, D], if each layer processes a prefix of the positions."""
     prompt, length = int(texts.prompts[row]), int(texts.lengths[row])
     model, found = reference(family), list[Any]()
     handle = model.get_output_embeddings().register_forward_pre_hook(partial(_note, found))

@@ -1,4 +1,4 @@
-"""Trained parts with random weights, beside the tiny models: any part must leave the output as it is."""
+"""Trained components with random weights for the tiny models: any component must leave the output unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANKS = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
 
 
 def eagle(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> EagleModule:
-    """A layer that is far from what it began with."""
+    """A layer that is far from its start."""
     module = EagleModule(Base(engine.stack), default_shape(hidden_of(engine)), ids, rollout=3)
     _shake(module, noise)
     return module
@@ -84,7 +84,7 @@ def written(module: ShippedModule, engine: Engine, folder: Path, **facts: Any) -
 
 @functools.cache
 def part_for(kind: str, family: str) -> str:
-    """The folder of a random part for the tiny model of a family; what is there is taken where it is the same."""
+    """The folder of a random component for the tiny model of a family; an equal one is reused."""
     engine = target(family)
     fresh = Path(tempfile.mkdtemp(prefix="shoal-part-"))
     prints = sorted({engine.fingerprint, *(_print(other, dtype) for other, dtype in OTHERS)})
@@ -110,6 +110,6 @@ def _shake(module: nn.Module, noise: float) -> None:
 
 
 def states_of(engine: Engine, tokens: list[int]) -> Tensor:
-    """What the head's matrix reads at every token, from transformers' own forward."""
+    """LM head inputs at every token, from transformers' own forward."""
     with torch.no_grad():
         return engine.model.model(torch.tensor([tokens])).last_hidden_state[0]

@@ -1,4 +1,4 @@
-"""Peers run the same model: same logits, same tokens; what is missing is said, with what to install."""
+"""Baselines run the same model: same logits, same tokens; a missing package is named with what to install."""
 
 from __future__ import annotations
 

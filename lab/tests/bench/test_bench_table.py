@@ -97,7 +97,7 @@ def test_a_table_without_reports_says_so(tool: ModuleType, tmp_path: Path) -> No
 
 
 def drafts_report(systems: dict[str, float]) -> dict[str, Any]:
-    """A text by some systems, each so many times faster."""
+    """A report of a text decoded by some systems, each this many times faster."""
     made = {name: {"seconds_per_token": [1 / times], "tokens_per_forward": times * 2, "drafted": 8, "accepted": 2,
                    "ideal_speedup": 1.25, "difference": None if times < 2 else {"tie": True, "nats": 0.5,
                                                                                "agreement": 0.25}}

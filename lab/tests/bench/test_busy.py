@@ -1,4 +1,4 @@
-"""Decoding beside other work: what is said of streams, and neighbours that are there for as long as they should be."""
+"""Decoding beside other work: figures of streams, and neighbours that live exactly as long as they should."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_neighbours_end_with_their_block_and_take_what_they_started_along() -> N
     length = f"{1000 + os.getpid()}.25"
     with busy.busy(2, ["sh", "-c", f"while sleep {length}; do :; done"]):
         assert running().count(f"sleep {length}") >= 4, "two shells, and what each started"
-    until = time.monotonic() + 10  # what was killed ends when it is its turn
+    until = time.monotonic() + 10  # a killed process ends when it is scheduled
     while length in running() and time.monotonic() < until:
         time.sleep(0.05)
     assert length not in running()

@@ -1,4 +1,4 @@
-"""The page of switching and searching is that of its reports; its columns say what a report says."""
+"""The page of switching and searching matches its reports, column by column."""
 
 from __future__ import annotations
 

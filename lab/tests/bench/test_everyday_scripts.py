@@ -1,4 +1,4 @@
-"""Scripts of `benchmarks/` on toys: machines without kernels, and the clients of the mixed soak."""
+"""Scripts of `benchmarks/` on toy models: machines without kernels, and the clients of the mixed soak."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server() -> Iterator[Running]:
 
 
 def asked(server: Running, kinds: Sequence[str], **transport: Any) -> Client:
-    """A client that has asked these, one after the other."""
+    """A client that has sent these requests, one after the other."""
 
     async def run() -> Client:
         async with httpx.AsyncClient(base_url=server.url, timeout=60, **transport) as http:
@@ -65,7 +65,7 @@ def asked(server: Running, kinds: Sequence[str], **transport: Any) -> Client:
 
 
 def test_all_kinds_of_requests_are_asked_and_right(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_soak, "SYSTEMS", ["Be brief."])  # the toy's context is short
+    monkeypatch.setattr(mixed_soak, "SYSTEMS", ["Be brief."])  # the toy model's context is short
     client = asked(server, [*KINDS, *KINDS])
     assert client.errors == []
     assert {kind: client.counts[kind] for kind in KINDS} == dict.fromkeys(KINDS, 2)

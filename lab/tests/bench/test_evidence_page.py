@@ -1,4 +1,4 @@
-"""The page of evidence and the cards are those of the reports; tables of checked answers say what their reports say."""
+"""The evidence page and the cards match the reports; so do the tables of checked answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_page_and_cards_are_up_to_date(evidence: ModuleType, capsys: pytest.Capt
 
 
 def row(label: str, speedup: float, mean: float, low: float, high: float, **more: Any) -> dict[str, Any]:
-    """A contender whose answers are right less often by `-mean`."""
+    """A candidate whose answers are right less often by `-mean`."""
     return {"label": label, "speedup": speedup, "ideal_speedup": speedup, "n": 1000, "mean_layers": 20.0,
             "mean_layers_ended": 20.5,
             "accuracy": 0.5 + mean, "same": 0.25, "method": {"method_args": {"alpha": 0.99}},

@@ -1,4 +1,4 @@
-"""A server on paper: its seconds against those worked out by hand, and what holds of any load."""
+"""A simulated server: its seconds against hand-computed ones, and properties of any load."""
 
 from __future__ import annotations
 

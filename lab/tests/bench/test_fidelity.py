@@ -1,4 +1,4 @@
-"""Perplexity by windows: what is judged, that a reading goes on where it was, and that readers agree."""
+"""Perplexity by windows: which tokens are judged, that a reading resumes, and that readers agree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_llama = pytest.mark.skipif(
 
 
 class Flat:
-    """All tokens alike, but for a bonus on the token that came last."""
+    """All tokens equally probable, except for a bonus on the last token."""
 
     bits_per_weight = 1.0
 

@@ -1,4 +1,4 @@
-"""A GGUF file as what is measured: every system runs that file, on prompts cut from a text."""
+"""A GGUF file as the measured model: every system runs that file, on prompts cut from a text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
 
 @pytest.fixture(scope="module")
 def logits() -> torch.Tensor:
-    """Of the model that was written, [40, V] in float64."""
+    """Logits of the written model, [40, V] in float64."""
     with torch.no_grad():
         found: torch.Tensor = bench_file.model().double()(torch.tensor([IDS])).logits[0]
     return found

@@ -1,4 +1,4 @@
-"""The files of the benchmarks and of their commands import each other in no circle; imports in functions count."""
+"""The benchmarks and their commands do not import each other in a circle; imports in functions count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp with drafts on a GGUF file: the text is the model's own, and guesses that are right save forwards."""
+"""llama.cpp with drafts on a GGUF file: the text is the model's own, and right guesses save forwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the load tool sends, what it makes of what comes back, and its figures against those worked out by hand."""
+"""Requests of the load tool, its reading of answers, and its figures against hand-computed ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stream(*lines: bytes) -> list[tuple[float, bytes]]:
     return [(float(place), line.removeprefix(b"data: ").strip()) for place, line in enumerate(lines)]
 
 
-# what a stream says
+# streams
 
 
 def test_times_and_counts_are_read_from_a_stream() -> None:
@@ -178,7 +178,7 @@ def test_a_page_is_read_whole() -> None:
         get(Address(url), "/metrics")
 
 
-# when requests are sent
+# timing of requests
 
 
 @given(st.floats(0.1, 50), st.integers(0, 99))
@@ -198,7 +198,7 @@ def test_arrivals_come_at_their_rate() -> None:
 
 
 class Clients:
-    """Notes who is under way; answers after so many turns of the event loop."""
+    """Records requests in progress; answers after some turns of the event loop."""
 
     def __init__(self) -> None:
         self.now, self.most, self.numbers = 0, 0, list[int]()
@@ -419,7 +419,7 @@ def test_a_watch_reads_at_once_and_until_the_end() -> None:
     assert len(watch.curve) == count and [point["bytes"] for point in watch.curve] == list(range(count))
 
 
-# servers of our own
+# our own servers
 
 SERVE = "import http.server,sys; http.server.HTTPServer(('127.0.0.1',int(sys.argv[1])), None).serve_forever()"
 
@@ -502,11 +502,11 @@ def test_llama_cpps_own_server_is_started_on_the_file_and_waited_for(tmp_path: P
         servers._llama_server(MeasuredModel(model="some.gguf"), Setting("bfloat16", threads=2))
 
 
-# llama.cpp's rows
+# llama.cpp's batches
 
 
 class FakeContext:
-    """Logits of a sequence depend on all that it holds and on nothing else."""
+    """Logits of a sequence depend on all of its tokens and on nothing else."""
 
     capacity = 6
 

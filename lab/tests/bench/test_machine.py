@@ -1,4 +1,4 @@
-"""What is known about the machine: the roof, who else is busy, how much memory is free."""
+"""Facts about the machine: bandwidth, other busy processes, free memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal_lab.bench.system import Setting
 
 
 def proc(folder: Path, busy: int, own: dict[int, int]) -> str:
-    """A proc file system: `busy` ticks in all, half of them in the kernel, and `own` ticks per process."""
+    """A proc file system with `busy` ticks in total, half of them in the kernel, and `own` ticks per process."""
     folder.mkdir(parents=True)
     cpu = f"cpu  {busy // 2} 0 {busy - busy // 2} 5000 70 0 0 0 11 0"
     (folder / "stat").write_text(f"{cpu}\ncpu0 1 2 3 4 5 6 7 8 9 10\nbtime 1700000000\n", encoding="ascii")

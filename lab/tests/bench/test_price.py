@@ -1,4 +1,4 @@
-"""The price of a token is seconds times money, and the page shows what the command prints."""
+"""The price of a token is seconds times money, and the page shows the command's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The times beside the evidence: every method of the results is timed, and the page's tables find its times again."""
+"""Times of the evidence: every method of the results is timed, and the page's tables find its times again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report holds everything, in JSON, and its figures are those that can be worked out by hand."""
+"""A report is complete and in JSON, and its figures match hand-computed ones."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_interval_of_a_median_is_of_order_statistics() -> None:
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
-    """Drawn from a distribution that is far from symmetric."""
+    """Samples come from a distribution that is far from symmetric."""
     dice, hits = random.Random(5), 0
     for _ in range(4000):
         one = ratio([math.exp(dice.gauss(0, 2)) for _ in range(12)])
@@ -142,7 +142,7 @@ def test_tables_show_intervals_where_there_are_some(found: dict[str, Any]) -> No
 
 
 def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that slows down from round to round slows both; the quotient stays."""
+    """A machine that slows down from round to round slows both; the ratio stays."""
     calls = iter(range(1000))
     original = Fake.generate
     monkeypatch.setattr(Fake, "generate", lambda self, *args: stretched(original(self, *args), 1 + next(calls) // 2))

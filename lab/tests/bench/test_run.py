@@ -1,4 +1,4 @@
-"""Rounds: who runs when, what becomes of systems that fail, when the time box closes."""
+"""Rounds: the order of systems, systems that fail, and the time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAN = Plan(3, setting=SETTING, bandwidth_bytes=2**16, start=Local)
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Shoal and hf are made up; calls and roof readings in the order in which they came."""
+    """Made-up Shoal and hf; their calls and bandwidth readings in order."""
     entries: list[tuple[Any, ...]] = []
 
     def read(*_: Any) -> float:
@@ -127,7 +127,7 @@ def test_systems_are_closed_even_after_a_failure(log, monkeypatch: pytest.Monkey
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, minutes: float, rounds: int = 9) -> Measurements:
-    """A benchmark whose clock moves on by a minute at every look."""
+    """A benchmark whose clock advances by a minute at every reading."""
     now = iter(range(0, 10**6, 60))
     for module in (runner, rounds_of):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))

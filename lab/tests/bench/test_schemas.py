@@ -1,4 +1,4 @@
-"""The script that judges bound answers: its schemas, its judge, and that it goes on where it was cut off."""
+"""The script that judges constrained answers: its schemas, its judge, and that it resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_there_are_fifty_schemas_and_a_thousand_questions() -> None:
     assert len({json.dumps(one["schema"]) for one in schemas.SCHEMAS.values()}) == 50
     for one in schemas.SCHEMAS.values():
         jsonschema.Draft202012Validator.check_schema(one["schema"])
-        assert not jsonschema.Draft202012Validator(one["schema"]).is_valid([[[object()]]])  # it asks for something
+        assert not jsonschema.Draft202012Validator(one["schema"]).is_valid([[[object()]]])  # it demands something
 
 
 @pytest.mark.parametrize(

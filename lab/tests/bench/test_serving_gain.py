@@ -1,4 +1,4 @@
-"""What `lab/benchmarks/serving.py` makes of its reports: aims, gains, and predictions for the same loads."""
+"""The summary of `lab/benchmarks/serving.py`: aims, gains, and predictions for the same loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes: the sizes they claim, the same weights whoever asks, in whatever order."""
+"""Shapes: their sizes, and the same weights for any reader in any order."""
 
 from __future__ import annotations
 

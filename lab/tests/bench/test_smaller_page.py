@@ -1,4 +1,4 @@
-"""The page of smaller models shows what its reports say; speeds and distances are joined by name."""
+"""The page of smaller models matches its reports; speeds and distances are joined by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def distances(**means: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_page_has_every_row_of_its_reports(table: ModuleType, capsys: Any, model: str) -> None:
-    def heads_first(path: Path) -> tuple[bool, Path]:  # what was read of them is counted there
+    def heads_first(path: Path) -> tuple[bool, Path]:  # LM head reads are counted there
         return not path.stem.endswith("heads"), path
 
     speed, distance = (",".join(map(str, sorted(REPORTS.glob(f"{model}-smaller-{kind}*.json"), key=heads_first)))

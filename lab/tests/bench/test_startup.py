@@ -1,4 +1,4 @@
-"""Loading: which condition a sample is taken in, what is compared with what, and what a process counts."""
+"""Loading: the condition of a sample, what is compared with what, and what a process counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Starters are made up: load n of a system takes `SECONDS[system][n % conditions]`. What they were asked."""
+    """The calls of made-up starters: load n of a system takes `SECONDS[system][n % conditions]`."""
     entries: list[tuple[Any, ...]] = []
 
     def starter(name: str) -> type[Any]:
@@ -124,7 +124,7 @@ def test_a_start_counts_seconds_and_bytes(
     monkeypatch.setenv("SHOAL_WEIGHTS", "overwritten")
     starter = kind(model, Setting("float32", FILE))
     starter.begin(str(tmp_path))
-    if kind is HFStarter and installed_version("transformers") == "5.0.0":  # it makes nothing of this file's tokenizer
+    if kind is HFStarter and installed_version("transformers") == "5.0.0":  # it cannot read this file's tokenizer
         with pytest.raises(NotMeasured, match="transformers cannot read the tokenizer"):
             starter.start([1, 2, 3], 4)
         return

@@ -1,4 +1,4 @@
-"""The suite of drafts: ratios are paired text by text, a wrong text is seen, runs go on, bad wishes are refused."""
+"""The suite of drafts: ratios are paired text by text, a wrong text is found, runs resume, bad options are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAIN_FLOAT = Setting("float32", None, "auto", "cpu", 1)
 
 
 class Fixed:
-    """Takes so many seconds per token."""
+    """Takes a fixed time per token."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -108,7 +108,7 @@ def test_how_far_a_text_is_from_the_best_one() -> None:
     for asked in (task, replace(task, held=None)):
         found = judge.difference(engine, asked, plain, text, 0.25)
         assert found is not None and found.place == 4 and found.agreement == pytest.approx(8 / len(plain))
-    # the slow, obvious way: token by token, and what each one costs against the best
+    # Slow and obvious: token by token, the cost of each against the best one.
     best, way = [], (engine.stack, engine.recipe("full", 12).plan)
     for place in range(len(text)):
         again = engine.generate([*task.prompt, *text[:place]], max_new_tokens=1, logprobs=2)
@@ -138,7 +138,7 @@ def test_missing_texts_and_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind of text"):
         workloads.prompts(tmp_path, "poems", 1)
     with pytest.raises(ValueError, match="kind of text"):
-        workloads.prompts(tmp_path, stories.STORIES, 1)  # those need a tokenizer
+        workloads.prompts(tmp_path, stories.STORIES, 1)  # stories need a tokenizer
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_tokenizer_of_a_shape_goes_there_and_back() -> None:
 
 @dataclass
 class Reports:
-    """What was kept, as often as it was."""
+    """Every version of the report that was kept."""
 
     found: dict[str, Any]
     times: int = 0
@@ -258,7 +258,7 @@ def test_random_weights_are_refused() -> None:
 
 
 class Letters:
-    """A token for each character."""
+    """A tokenizer with a token for each character."""
 
     def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": list(map(ord, text))}
@@ -268,7 +268,7 @@ class Letters:
 
 
 def told_stories(folder: Path) -> Path:
-    """A data folder with three stories, of letters that no other has."""
+    """A data folder with three stories, each with its own letters."""
     (folder / "squality" / "v1-3" / "txt").mkdir(parents=True)
     rows = [{"metadata": {"passage_id": letter}, "document": letter * 40,
              "questions": [{"question_text": f"Who is {letter}?", "responses": [{"response_text": letter}]}]}

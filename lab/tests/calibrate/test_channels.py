@@ -1,4 +1,4 @@
-"""Channels of a head by what they bring to scores, against transformers' own attention over all texts."""
+"""Dimensions of heads ranked by their part in scores, against transformers' own attention over all texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = 6
 
 
 def by_hand(texts: Sequence[Sequence[int]]) -> Ranking:
-    """All tokens of all texts, in one pass each, looked at in transformers' own attention."""
+    """All tokens of all texts, in one pass each, read from transformers' own attention."""
     shown: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(LAYERS)]
     model = reading_model(reference("llama"), Reading())
     for module in model.modules():
@@ -41,7 +41,7 @@ def by_hand(texts: Sequence[Sequence[int]]) -> Ranking:
 
 
 def test_channels_are_ranked_over_all_texts() -> None:
-    """The released code keeps those of the last block alone: here the last text says something else than all."""
+    """The released code keeps those of the last block alone: here the last text differs from all together."""
     texts = [prompt(size, seed) for seed, size in enumerate((90, 70, BLOCK + 40, 6))]
     for backend, dtype in (("hf", torch.float64), ("packed", torch.float32)):
         engine = engine_for(tiny("llama", dtype=dtype), backend=backend)

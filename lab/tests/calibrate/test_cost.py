@@ -1,4 +1,4 @@
-"""A cost card measured on an engine whose clock goes by a formula gives that formula back."""
+"""A cost card measured on an engine whose clock follows a formula recovers that formula."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVERHEAD, LAYER, KV, TOKEN = 4e-3, 2e-3, 5e-6, 1e-3
 
 @pytest.fixture
 def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tiny Llama; every forward moves the clock on by what its work is said to cost."""
+    """The tiny Llama; every forward advances the clock by the cost of its work."""
     made, now = engine_for(llama), [0.0]
     made.slowness, made.spared = lambda seconds: 1.0, 0.0
     forward = made.stack.forward

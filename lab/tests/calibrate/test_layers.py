@@ -1,4 +1,4 @@
-"""The scores of layers against transformers' own forward with the layer's output put away."""
+"""Scores of layers against transformers' own forward without the layer's output."""
 
 from __future__ import annotations
 

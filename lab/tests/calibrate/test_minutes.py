@@ -1,4 +1,4 @@
-"""`--minutes` bounds scoring, search and answers alike."""
+"""`--minutes` limits scoring, search and answers alike."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_as_many_samples_are_scored_as_leave_time_for_the_search(monkeypatch: py
     def afforded(seconds: float) -> list[Sample]:
         return calibration._affordable(evaluator, found, 9, time.monotonic() + seconds)
 
-    assert len(afforded(20.2)) == 5  # a quarter of the time, a second a sample
+    assert len(afforded(20.2)) == 5  # a quarter of the time, at a second per sample
     assert len(afforded(1000)) == 20 and len(afforded(-1)) == 1
     lengths = [len(sample.reference) for sample in afforded(20.2)]
     assert lengths == sorted(set(lengths)) and lengths[0] < 6 < 16 < lengths[-1] + 1

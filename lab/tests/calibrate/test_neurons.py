@@ -1,4 +1,4 @@
-"""Scores of neurons against sums by hand, and how many of them stay."""
+"""Scores of neurons against hand-computed sums, and how many of them are kept."""
 
 from __future__ import annotations
 

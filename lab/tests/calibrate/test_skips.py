@@ -28,7 +28,7 @@ PROMPTS = [prompt(6, 1), prompt(11, 2)]
 
 @functools.cache
 def engine() -> Engine:
-    """A model in which four sublayers add nothing."""
+    """A model with four sublayers that add nothing."""
     model = copy.deepcopy(tiny("llama"))
     for part, layers in enumerate((IDLE.attention, IDLE.mlp)):
         for layer in layers:

@@ -15,7 +15,7 @@ from shoal_lab.cli import bench
 
 @pytest.fixture
 def quick(monkeypatch):
-    """One process, a small roof, a cost card of a moment."""
+    """One process, a small bandwidth buffer, a quick cost card."""
     plan_of = bench._plan
 
     def small(args):

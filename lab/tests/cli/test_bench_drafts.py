@@ -1,4 +1,4 @@
-"""`shoal bench-drafts` from its words to its report, and what it refuses."""
+"""`shoal bench-drafts` from its options to its report, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal bench-serve` from its words to its report: against a server that runs, and one that it starts itself."""
+"""`shoal bench-serve` from its options to its report: on a running server, and on one that it starts itself."""
 
 from __future__ import annotations
 

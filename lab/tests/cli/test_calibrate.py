@@ -58,7 +58,7 @@ def test_two_runs_with_one_seed_give_the_same_card(capsys, argv, tmp_path):
 
 
 def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):
-    """The card is the method's, runs as it is, and is bound to its model."""
+    """The card is the method's own, runs unchanged, and is bound to its model."""
     out = tmp_path / "channels.json"
     argv = ["--model", tiny_folder, "--suite", problems, "--out", str(out), "--loss-n", "3", "--dtype", "float32"]
     made = calibrated(capsys, "--for", "double_sparsity", *argv, "--json")
@@ -77,7 +77,7 @@ def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):
 
 
 def test_the_layer_that_selects_anew(capsys, tiny_folder, tmp_path):
-    """The one with the highest mean agreement, which is what an evaluation of the same contexts finds for it."""
+    """The layer with the highest mean agreement, which an evaluation of the same contexts confirms."""
     out, data = tmp_path / "tidal.json", long_texts.write(tmp_path)
     argv = ["--model", tiny_folder, "--suite", "needle,novels", "--context", "600", "--contexts", "1",
              "--questions", "3", "--data", str(data), "--dtype", "float32"]

@@ -26,7 +26,7 @@ def judged(capsys, *argv: str) -> tuple[int, dict]:
 
 
 def spoil(monkeypatch, *, plain: bool) -> None:
-    """Turn the third token of the plain loop's output, or of the method's, into another one."""
+    """Change the third token of the plain loop's output, or of the method's."""
     real = command._greedy
 
     def greedy(engine, ids, method, max_new_tokens):
@@ -147,7 +147,7 @@ def test_ties_are_as_wide_as_the_kernels_round(tiny_folder):
 @needs_kernels
 @pytest.mark.parametrize("plain", [True, False])
 def test_only_the_peer_may_be_apart_by_what_8_bits_round(capsys, monkeypatch, plain):
-    """The margin at the third token lies between both tolerances: a tie for the peer, an error of the method."""
+    """The margin at the third token lies between both tolerances: a tie for Hugging Face, an error of the method."""
     spoil(monkeypatch, plain=plain)
     monkeypatch.setattr(command.HuggingFace, "margin", lambda self, ids: 0.1)
     code, report = judged(capsys, "abc", "--raw", "--model", FOUR_BITS, "--method", "prompt_lookup")

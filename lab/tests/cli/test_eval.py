@@ -91,7 +91,7 @@ def test_a_suite_that_does_not_exercise_a_method_is_named(capsys, tiny_folder, p
              "--measure", "answers", *SMALL]
     assert main(argv) == 0
     out, err = capsys.readouterr()
-    assert "does not exercise d3" not in err  # its plan over 20 tokens hardly leaves anything out either
+    assert "does not exercise d3" not in err  # its plan over 20 tokens skips hardly anything either
     argv[argv.index("--horizon") + 1] = "20"
     argv[argv.index("--max-new-tokens") + 1] = "600"
     assert main(argv) == 0
@@ -155,7 +155,7 @@ def test_a_card_of_another_model_is_refused(capsys, tmp_path, tiny_folder, probl
 @pytest.mark.parametrize(("method", "part"), [("streaming_llm:window=16", "keep"), ("kv_int8", "store"),
                                               ("topk_oracle:k=1", "select"), ("best_of", "search")])
 def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, problems, method, part, monkeypatch):
-    """Before anything is answered; answers alone are measured."""
+    """Losses are refused before anything is answered; answers alone are measured."""
     argv = ["--model", tiny_folder, "--suite", problems, "--methods", method, *SMALL]
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "answers", lambda *_: pytest.fail("answered before the refusal"))
@@ -165,7 +165,7 @@ def test_losses_that_a_plan_does_not_give_are_refused(capsys, tiny_folder, probl
 
 
 def test_drawn_answers_are_their_prompts_own_and_kept_apart_from_greedy_ones(capsys, tmp_path, tiny_folder, problems):
-    """Whatever is answered beside them; a search says what it threw away."""
+    """Answers do not depend on their neighbours; a search reports what it threw away."""
     argv = ["--model", tiny_folder, "--suite", problems, "--measure", "answers", "--methods", "best_of:n=3", *SMALL,
              "--out", str(tmp_path)]
     greedy = evaluated(capsys, *argv, "--n", "4")["suites"][0]["answers"]
@@ -213,7 +213,7 @@ def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, pr
                       str(tmp_path / "drawn"))
     full, d3, *controls = whole["distance"]["rows"]
     assert full["label"] == "full" and full["kl"]["mean"] == 0 and full["kept"]["mean"] == 1
-    assert "prefix" not in full  # the model does not chat, so its answers are drawn
+    assert "prefix" not in full  # the model does not chat, so its answers are sampled
     assert [row["label"] for row in controls] == ["constant", "linear", "reversed d3"]
     for row in (d3, *controls):
         assert row["mean_layers"] == pytest.approx(d3["mean_layers"], abs=0.06) and row["n"] == 12

@@ -1,4 +1,4 @@
-"""An evaluation of depth methods on a model that nobody knows: its layers are measured once."""
+"""An evaluation of depth methods on an unknown model: its layers are measured once."""
 
 from __future__ import annotations
 

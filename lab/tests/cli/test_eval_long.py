@@ -1,4 +1,4 @@
-"""`shoal eval --context` on a tiny random model: the report, going on from outcomes, refusals."""
+"""`shoal eval --context` on a tiny random model: the report, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_folder_without_novels(capsys: Any, tmp_path: Path, tiny_folder: str) 
 
 
 def test_no_two_methods_have_one_label() -> None:
-    """A card is called by what it holds, but beside the method itself by its file."""
+    """A card is called by its method, or by its file next to the method itself."""
     plain, card = Tidal(), Calibrated(Tidal(reselect=9), "0" * 16)
     assert labelled({"tidal.json": card}) == {"tidal": card}
     for argv in ({"tidal": plain, "some/ninth.json": card}, {"some/ninth.json": card, "tidal": plain}):

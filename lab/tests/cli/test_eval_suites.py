@@ -1,4 +1,4 @@
-"""`shoal eval` on suites with checked answers: code that is run, clusters, floors."""
+"""`shoal eval` on suites with checked answers: code, clusters, floors."""
 
 from __future__ import annotations
 

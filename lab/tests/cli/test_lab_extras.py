@@ -1,4 +1,4 @@
-"""Each command of the lab runs with the lab and its own extra alone; a wrong option comes before a missing package."""
+"""Each lab command runs with the lab and its own extra alone; a wrong option is reported before a missing package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threshold from reference solutions: recovered where it is known, its entropies those of transformers."""
+"""The threshold from reference solutions: a known one is recovered, and entropies are those of transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_regression_is_at_the_top_of_the_likelihood() -> None:
 
 @pytest.mark.parametrize("boundary", [1.2, 2.0, 2.6])
 def test_a_known_threshold_is_recovered(boundary: float) -> None:
-    """Of balanced classes it lies where right and wrong are equally dense: not where the chances of all are equal."""
+    """With balanced classes it lies where right and wrong are equally dense, not where probabilities are equal."""
     entropies, right = synthetic(-6.0, 6.0 * boundary, 40_000, 1)
     found = pauses.learn(entropies, right)
     grid = (torch.arange(4000, dtype=torch.float64) + 0.5) / 1000

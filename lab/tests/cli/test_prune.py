@@ -1,4 +1,4 @@
-"""`shoal prune depth`: which layers go, what is written, what is refused."""
+"""`shoal prune depth`: removed layers, written files, refusals."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_what_is_interrupted_leaves_no_file(tiny_file: Path, monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [["depth", "--layers", 1], ["cfsp", "--share", 0.1]], ids=["layers", "neurons"])
 def test_a_real_file_still_speaks(capsys: Any, tmp_path: Path, argv: list[Any]) -> None:
-    """In Shoal, and token by token in llama.cpp."""
+    """The file is read by Shoal, and token by token by llama.cpp."""
     out = tmp_path / "less.gguf"
     assert main(["prune", *map(str, argv), "--model", real_model("smollm2"), "--out", str(out)]) == 0
     engine, oracle = shoal.load(out), Oracle(out)

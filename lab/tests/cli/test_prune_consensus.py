@@ -1,4 +1,4 @@
-"""`shoal prune consensus` and the control `--random`: what is trained, written, gone on with, refused."""
+"""`shoal prune consensus` and the control `--random`: training, written files, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_nothing_left_out_is_the_model_itself(capsys: Any, tiny_folder: str, tmp
 def test_stopped_and_gone_on_with_it_is_the_same(
     capsys: Any, tiny_folder: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped as a file is written and as time is up: nothing lies there but what the next run goes on from."""
+    """Stopped while a file is written and when time is up: only files for the next run are left."""
     argv = ["--model", tiny_folder, "--text", text, "--steps", 6, *HOW]
     assert run(*argv, "--out", tmp_path / "whole") == 0
     wanted = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`shoal prune --bytes` and `--speed`: what sizes and speeds come to by hand, the least that reaches them, refusals."""
+"""`shoal prune --bytes` and `--speed`: hand-computed sizes and speeds, the least that reaches them, refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_folders_size_is_what_is_written(
 
 
 def test_the_least_share_that_fits(capsys: Any, tiny_folder: str, tmp_path: Path) -> None:
-    """Of 64 neurons, in eights: 48 in each layer are the first that come to so many bytes."""
+    """Of 64 neurons in steps of eight, 48 in each layer are the first that fit."""
     files = Checkpoint(tiny_folder, None, False)
     fits = folder_bytes(files.config(), Outline(files.weights()), first(*[48] * 6))
     for number, (most, width) in enumerate(((fits, 48), (fits - 1, 40), (fits + 1, 48))):
@@ -85,7 +85,7 @@ def test_a_file_comes_to_what_was_asked_for(capsys: Any, tmp_path: Path, argv: l
     (first(*[64] * 6), 12.0),
 ])
 def test_speeds_by_hand(tiny_folder: str, change: Any, left: float) -> None:
-    """Layers take 2 seconds each, all else 4."""
+    """Layers take 2 seconds each, everything else 4."""
     config = Checkpoint(tiny_folder, None, False).config()
     assert times_faster(CARD, config, change) == pytest.approx((12 + 4) / (left + 4))
 

@@ -1,4 +1,4 @@
-"""`shoal prune cfsp` and `shoal prune ppm`: which neurons go, what is written, what is refused."""
+"""`shoal prune cfsp` and `shoal prune ppm`: removed neurons, written files, refusals."""
 
 from __future__ import annotations
 

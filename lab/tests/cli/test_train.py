@@ -1,4 +1,4 @@
-"""`shoal train`: a part in one command, gone on with, used, and refused where it cannot be."""
+"""`shoal train`: a component in one command, resumed, used, and refused where it cannot be trained."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def healed(capsys: Any, out: Path, *argv: Any) -> tuple[dict[str, Any], str]:
 
 
 def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
-    """For a depth plan, and a smaller model that was cut out of it; the same command goes on."""
+    """For a depth plan, and for a smaller model cut out of the model; the same command resumes."""
     pytest.importorskip("peft", reason="shoal train heal needs the package peft")
     argv = ["--model", tiny_folder, "--prompts", prompts, "--answers", tmp_path / "answers"]
     card, err = healed(capsys, tmp_path / "deep", *argv, "--under", "d3:mean=0.9,full")

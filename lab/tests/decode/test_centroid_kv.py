@@ -1,4 +1,4 @@
-"""CentroidKV: which columns are merged and what is read then, on every executor, against loops over lists."""
+"""CentroidKV: which KV slots are merged and what is then read, on every executor, against loops over lists."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def by_hand(columns: list[Column], chunk: int, removed: int) -> list[Column]:
-    """Round by round; the links of all chunks, strongest first."""
+    """Round by round; links of all chunks, strongest first."""
     while removed:
         now, links = min(removed, len(columns) // 2), []
         for first in range(0, len(columns), chunk):
@@ -71,7 +71,7 @@ def centroid(members: Sequence[Column]) -> Column:
 
 @dataclass(frozen=True)
 class Clustered(Reading):
-    """What each query finds of a text that was merged at its prompt's end and every so many tokens after it."""
+    """What each query reads of a text that was merged at its prompt's end and then at regular intervals."""
 
     knobs: CentroidKV
     begin: int
@@ -138,7 +138,7 @@ def test_merging_is_what_loops_say(removed: int) -> None:
 
 
 def test_clusters_stay_within_their_chunks() -> None:
-    """Chunks in another order give the same columns in another order, where each gives as many."""
+    """Chunks in another order give the same KV slots in another order, if each removes as many."""
     keys, values, sizes = columns_of(2, 24, 5)
     order = torch.tensor([2, 0, 1])
 
@@ -152,7 +152,7 @@ def test_clusters_stay_within_their_chunks() -> None:
 
 @pytest.mark.parametrize("removed", [5, 12])
 def test_equal_columns_are_merged_without_loss(removed: int) -> None:
-    """Every token twice, side by side: attention over fewer columns is what it was; without the bias it is not."""
+    """Every token twice, side by side: attention over merged slots is unchanged; without the bias it is not."""
     keys, values, _ = (part.repeat_interleave(2, 1) for part in columns_of(2, 12, 6))
     query = torch.randn(2, 1, 6, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     dense = (query @ keys.mT).softmax(-1) @ values

@@ -53,7 +53,7 @@ def recipe(plan: DepthPlan | None = None, every: int = 1, shift: float = 0.0, **
 
 
 def scores(part: TrainedPart, states: Tensor) -> Tensor:
-    """By modules, in double precision."""
+    """Scores of the gate's modules, in double precision."""
     tensors = {name: tensor.double() for name, tensor in part.tensors.items()}
     norm = nn.LayerNorm(HIDDEN).double()
     norm.load_state_dict({"weight": tensors[NORM][0], "bias": tensors[NORM][1]})
@@ -65,7 +65,7 @@ def scores(part: TrainedPart, states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gates(Reading):
-    """From the gate's layer on a query sees itself, the prompt, what came since a cut, and what the gate wants."""
+    """From the gate's layer on, a query sees itself, the prompt, tokens since the last cut, and kept tokens."""
 
     stays: Tensor
     begin: int
@@ -81,7 +81,7 @@ class Gates(Reading):
 
 
 def stays(name: str, ids: list[int]) -> Tensor:
-    """Which tokens the gate wants, by what enters its layer: layers below read everything, so it is the model's own."""
+    """Tokens that the gate keeps, by its layer's inputs, which are the model's own, as lower layers read everything."""
     with torch.no_grad():
         states = reference(name)(torch.tensor([ids]), output_hidden_states=True).hidden_states[LAYER][0]
     found = scores(gate_part(), states)

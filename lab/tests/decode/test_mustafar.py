@@ -1,4 +1,4 @@
-"""Mustafar: what is left of settled columns and what is read then, on every executor, against loops over lists."""
+"""Mustafar: what is left of settled KV slots and what is then read, on every executor, against loops over lists."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ HALF = Mustafar(sparsity=0.5, window=1, every=9)
 
 
 def info_of(stack: Stack) -> ModelInfo:
-    """Of a model with these windows."""
+    """Info of a model with these windows."""
     return replace(INFO, windows=tuple(stack.windows))
 
 
 def by_hand(vector: list[float], sparsity: float) -> list[float]:
-    """The largest stay in their places, of equal ones the first."""
+    """The largest numbers stay in place; the first win ties."""
     kept = len(vector) - math.floor(sparsity * len(vector))
     order = sorted(range(len(vector)), key=lambda at: (-abs(vector[at]), at))[:kept]
     return [number if at in order else 0.0 for at, number in enumerate(vector)]
@@ -55,7 +55,7 @@ def by_hand(vector: list[float], sparsity: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Pruned(Reading):
-    """What each query finds of a text that was pruned at its prompt's end and every so many tokens after it."""
+    """What each query reads of a text that was pruned at its prompt's end and then at regular intervals."""
 
     knobs: Mustafar
     begin: int
@@ -148,7 +148,7 @@ def test_a_window_that_holds_the_text_is_the_identity(backend: Backend, name: st
 
 @each_backend
 def test_a_form_that_keeps_all_numbers_changes_nothing_of_what_is_read(backend: Backend) -> None:
-    """A sparsity that comes to less than one number of a vector: what has settled is what it was."""
+    """The sparsity removes less than one number of a vector, so settled slots are unchanged."""
     check_identity(replace(METHOD, sparsity=0.001).recipe(INFO), PROMPTS, NEW, backend.stack("llama"))
 
 
@@ -194,7 +194,7 @@ def test_every_position_is_stored_once_and_bytes_are_the_formula(backend: Backen
 
 
 def test_rows_that_move_and_go_leave_settled_columns_where_they_are() -> None:
-    """A row that ends makes room for the last one, whose slot moves while much of it has settled."""
+    """When a row ends, the last one takes its slot, with many settled KV entries."""
     stack = NATIVE.stack("llama")
     prompts, new = [PROMPTS[3], prompt(50, 5), PROMPTS[4]], [4, 9, NEW]
     together = decode(None, prompts, METHOD.recipe(INFO), new, stack=stack)

@@ -64,7 +64,7 @@ def recipe(plan: DepthPlan | None = None, experts: int = 2, shared: int = 1, ran
 
 
 def open_neurons(ids: Sequence[int], begin: int, experts: int = 2, shared: int = 1) -> list[Tensor]:
-    """Which neurons each token runs, per layer bool [tokens, ffn]: the router by its definition, token by token."""
+    """Neurons that each token runs, per layer bool [tokens, ffn]: the router by its definition, token by token."""
     held = {name: tensor.double() for name, tensor in random_part(shared).tensors.items()}
     masks = torch.ones(len(ids), LAYERS, FFN, dtype=torch.bool)
     for place in range(begin, len(ids)):
@@ -81,7 +81,7 @@ def open_neurons(ids: Sequence[int], begin: int, experts: int = 2, shared: int =
 
 @contextmanager
 def masked(name: str, masks: Sequence[Tensor]) -> Iterator[PreTrainedModel]:
-    """Transformers' own model in which closed neurons give nothing."""
+    """Transformers' own model without the output of closed neurons."""
     model = copy.deepcopy(reference(name))
 
     def close(number: int) -> Any:

@@ -48,7 +48,7 @@ def test_spread_sets_are_even_and_inside(count: int) -> None:
 
 @pytest.mark.parametrize("fixed", [True, False])
 def test_the_search_finds_a_planted_set(fixed: bool) -> None:
-    """The score counts agreements with a hidden set: the search ends near it, Bayesian guesses nearer than without."""
+    """The score counts agreements with a hidden set: the search ends near it, and nearer with Bayesian guesses."""
     parts = sublayers(14)
     hidden = set(random.Random(1).sample(parts, 10))
 

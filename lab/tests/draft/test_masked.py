@@ -1,4 +1,4 @@
-"""A masked-diffusion model as a drafter: what it is fed, whom its guesses follow, what it may be."""
+"""A masked-diffusion model as a drafter: its inputs, its guesses, and which models are allowed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def home(**options: Any) -> Engine:
 
 
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, Any]]:
-    """Filled while decoding: a row's tokens, places left in its answer, and the tree that was guessed."""
+    """Filled while decoding: a row's tokens, places left in its answer, and the drafted tree."""
     seen: list[tuple[list[int], int, Any]] = []
     real = MaskedDrafter.propose
 
@@ -59,7 +59,7 @@ def slow(draft: Any, shift: int, tokens: list[int], masks: int) -> Tensor:
 def test_guesses_are_those_of_the_places_by_themselves(
     shift: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No place's law depends on what was drawn at another; a last block has no more masks than places are left."""
+    """No place's distribution depends on draws at others; the last block has no more masks than places are left."""
     seen, draft = proposals(monkeypatch), masked_model(shift=shift, dtype=torch.float64)
     home().generate(PROMPTS, method=DEER(draft, length=K, rule="rejection"), max_new_tokens=NEW, **options)
     for tokens, room, tree in seen:
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_the_pair_that_ships() -> None:
-    """Most words of an answer that follows from the prompt are guessed right, and none changes."""
+    """Most tokens of an answer that follows from the prompt are guessed right, and no guess changes the answer."""
     engine = shoal.load(str(HUB / "shoal-canvas-twin"), dtype="float32")
     prompts = ["copy : ann bob cid dee =", "reverse : ann bob cid dee =", "shuffle : ann bob cid dee ="]
     plain = engine.generate(prompts, max_new_tokens=5)

@@ -1,4 +1,4 @@
-"""Trees of ranks: the likeliest paths, filled from the heads' guesses; and the heads against plain products."""
+"""Trees of ranks: the most probable paths, filled with the heads' guesses; and the heads against plain products."""
 
 from __future__ import annotations
 

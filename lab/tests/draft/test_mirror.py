@@ -1,4 +1,4 @@
-"""Drafts made ahead: the same guesses as made afterwards, when they are ready, and what the ledger says of the time."""
+"""Drafts made ahead: the same guesses as those made afterwards, whether they are ready, and the ledger's times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stack_of_draft(engine: Engine, draft: Any) -> Any:
 
 
 def work(result: Result) -> tuple[Any, ...]:
-    """What guesses were made and kept."""
+    """Guesses that were made and kept."""
     stats = result.stats
     return result.tokens, stats.drafted, stats.accepted, stats.acceptance, stats.target_forwards
 
@@ -57,7 +57,7 @@ def reused(result: Result) -> list[bool]:
     return [one.reused for one in result.stats.records["draft_rounds"]]
 
 
-# The guesses are those of draft_model.
+# Guesses are those of draft_model.
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_pool_of_several_trees() -> None:
 
 
 def test_a_draft_made_anew_reads_one_token() -> None:
-    """The window was read with the branches, its first token too where that came from a branch."""
+    """The window was read with the branches, and its first token too if that came from a branch."""
     engine, draft = home(), draft_of("llama")
     stack, seen = stack_of_draft(engine, draft), list[SequenceChunk]()
     forward = stack.forward
@@ -168,7 +168,7 @@ def test_rows_that_join_one_another() -> None:
         assert [r.reused for r in row.ledger.draft_rounds] == [r.reused for r in one.ledger.draft_rounds]
 
 
-# When they are ready.
+# Which drafts are ready.
 
 
 @each_sampling
@@ -199,9 +199,9 @@ def test_nothing_is_made_ahead_with_k_0() -> None:
 
 @torch.no_grad()
 def offline(draft: Any, text: Sequence[int], token: int, kept: bool, exit_layer: int, k: int) -> tuple[bool, bool]:
-    """By transformers: whether a layer's k best tokens after a text hold one, and whether these or the draft say it.
+    """By transformers: whether a layer's k best tokens after a text hold the token, and whether they or the draft do.
 
-    The draft is asked only where all of its guesses were kept, and the token comes after them.
+    The draft is only asked if all of its guesses were kept, and the token follows them.
     """
     target, ids = tiny("llama"), torch.tensor([text])
     hidden = target(ids, output_hidden_states=True).hidden_states[exit_layer][:, -1]
@@ -228,7 +228,7 @@ def test_a_draft_is_ready_where_transformers_would_have_foreseen_it(exit_layer: 
         assert [(one.foreseen, one.reused) for one in rounds] == told[: len(rounds)] and len(rounds) > 5
 
 
-# What the ledger says.
+# The ledger.
 
 
 def test_the_formula() -> None:
@@ -239,7 +239,7 @@ def test_the_formula() -> None:
 
 
 class Planted:
-    """A clock that only what is planted moves on; it counts the forwards of the draft model."""
+    """A clock that only planted work advances; counts the forwards of the draft model."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Any, draft: Any) -> None:
         self.now, self.drafts = 0.0, 0
@@ -270,10 +270,10 @@ def test_seconds_are_those_that_were_planted(monkeypatch: pytest.MonkeyPatch, ex
         assert one.after == pytest.approx(80 * (LAYERS - exit_layer + head) / (LAYERS + head))
         assert one.message == (0.5 if k else 0.0)
         assert one.redraft == 0 if one.reused else one.redraft in (10.0, 20.0, 30.0)
-        assert one.pool in ((10.0, 20.0, 30.0, 40.0) if k else (0.0,))  # the draft's own branch is a level behind
+        assert one.pool in ((10.0, 20.0, 30.0, 40.0) if k else (0.0,))  # the draft's own branch lags a level behind
         by_hand = one.before + one.message + (one.pool if one.pool > one.after else one.after) + one.redraft
         assert one.overlapped == pytest.approx(by_hand)
-    first = 10 * length  # before anything was verified
+    first = 10 * length  # before any verification
     assert sum(one.pool + one.redraft for one in rounds) + first == 10 * clock.drafts
     assert clock.drafts == result.stats.draft_forwards
 
@@ -295,7 +295,7 @@ def test_the_share_of_the_layers_that_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(set(shares)) > 1
 
 
-# What may go wrong.
+# Errors.
 
 
 @pytest.mark.parametrize("call", [1, 3, 4, 5, 6, 9])
@@ -325,7 +325,7 @@ def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
 @pytest.mark.parametrize("sizes", [(97, 104), (97, 90)])
 @pytest.mark.quick(1)
 def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) -> None:
-    """The exit layer names tokens that the draft model has no embedding for."""
+    """The exit layer predicts tokens that the draft model has no embedding for."""
     tokenizer = byte_level()
     target, other = (engine_for(tiny("llama", vocab_size=size), tokenizer) for size in sizes)
     draft = target.info().draft_engine

@@ -1,4 +1,4 @@
-"""Prompts: what a step feeds, what it brings in the long run, and that guesses are those of an uncached forward."""
+"""Prompt tokens: what a step feeds, its long-run gain, and guesses equal to those of an uncached forward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ECHO = dict.fromkeys(ECHOED, 12.0)
 
 
 def played(trees: PromptTrees, steps: int, seed: int) -> float:
-    """Tokens per step of a text in which the prompt of each depth is right by a draw of its own."""
+    """Tokens per step of a text in which each depth's prompt token is right by a draw of its own."""
     dice, state, tokens = random.Random(seed), 0, 0
     for _ in range(steps):
         tree = trees.states[state]
@@ -69,7 +69,7 @@ def test_tokens_per_step_are_what_a_played_text_brings(trees: PromptTrees) -> No
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 def test_the_best_trees_are_those_of_brute_force(nodes: int, depth: int) -> None:
-    """Over all splits of the nodes between likeliest guesses and prompts anywhere."""
+    """Over all splits of the nodes between most probable guesses and prompt tokens anywhere."""
     shares = [[0.7, 0.1, 0.1], [0.9, 0.02, 0.01]][:depth]
     options = []
     for state in range(depth + 1):
@@ -121,7 +121,7 @@ def test_asides_that_hang_on_nothing_are_refused(asides: tuple[int, ...], vector
 @pytest.mark.parametrize("trees", [PromptTrees.chain(3), PromptTrees.best(SHARES, 14)], ids=["chain", "tree"])
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_guesses_are_those_of_an_uncached_forward(backend: Backend, trees: PromptTrees) -> None:
-    """Text and prompts one after the other, through transformers' own forward."""
+    """Text and prompt tokens one after the other, through transformers' own forward."""
     engine, stack = target("llama"), backend.stack("llama")
     part = part_file.read(part_for("ppd", "llama"), "ppd", engine.info())
     proposer = Watched(PromptProposer(part, trees))
@@ -139,7 +139,7 @@ def test_guesses_are_those_of_an_uncached_forward(backend: Backend, trees: Promp
 
 @torch.no_grad()
 def guessed(tree: TokenTree, text: list[int], vectors: torch.Tensor) -> tuple[int, ...]:
-    """What the nodes of a tree carry where prompts stand behind this text, the root's token not among it."""
+    """Guesses of a tree's nodes if prompt tokens follow this text, without its last token."""
     model = target("llama").model
     fed = torch.cat([model.get_input_embeddings()(torch.tensor(text)), vectors])[None]
     logits = model(inputs_embeds=fed).logits[0, len(text) :]
@@ -186,7 +186,7 @@ def test_memory_is_counted_for_prompts_too() -> None:
 
 
 def test_under_a_controller_that_measures_prompts_get_to_guess() -> None:
-    """The step that only gets guesses ready is no trial, whatever the clock says."""
+    """The step that only makes guesses is no trial, whatever the clock says."""
     method = PPD(part_for("ppd", "llama"), control="goodput")
     out = target("llama").generate(prompt(5, 1), method=method, max_new_tokens=24, logit_bias=ECHO)
     plain = target("llama").generate(prompt(5, 1), max_new_tokens=24, logit_bias=ECHO)
@@ -194,7 +194,7 @@ def test_under_a_controller_that_measures_prompts_get_to_guess() -> None:
 
 
 def test_prompts_run_no_more_layers_than_the_last_guess() -> None:
-    """Steps that fell would let a forward take the wrong nodes for those that run a layer."""
+    """With a falling plan, a forward could take the wrong nodes for those that run a layer."""
     row = SimpleNamespace(slot=0, tokens=[1, 2, 7], emitted=4, recipe=SimpleNamespace(plan=None), takes_likeliest=True)
     tree = TokenTree.chain([7, 8, 9]).with_asides([0, 3, 2], torch.zeros(3, 2))
     chunk = _guesses(row, tree, 0).chunk  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def test_prompts_run_no_more_layers_than_the_last_guess() -> None:
 @pytest.mark.parametrize("inner", [ReadME(part_for("read_me", "llama"), experts=2),
                                    First(part_for("first", "llama"), layers=4, core=2)], ids=repr)
 def test_prompts_beside_what_lets_tokens_run_less(inner: Method) -> None:
-    """Prompts have no ids, by which groups of neurons are chosen, and go along where rows have plans of their own."""
+    """Prompt tokens have no ids, by which groups of neurons are chosen, and follow rows with plans of their own."""
     for ids in (prompt(11, 1), prompt(30, 2)):
         alone = target("llama").generate(ids, method=inner, max_new_tokens=20).tokens
         for nodes in (None, 8):

@@ -1,4 +1,4 @@
-"""A view of a long prompt: what stays, what is chosen, and that the choice is BM25's."""
+"""A shortened long prompt: what stays, what is chosen, and that the choice is BM25's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal_lab.drafts.retrieved import Retrieved, bm25
 
 
 def scores_by_formula(pieces: Sequence[Sequence[int]], query: Sequence[int]) -> list[float]:
-    """BM25 as Lucene has it, with k1 = 1.5 and b = 0.75."""
+    """BM25 as in Lucene, with k1 = 1.5 and b = 0.75."""
     mean = sum(map(len, pieces)) / len(pieces)
     found = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""RSD: a beam is a sample of paths without replacement, and what it feeds the draft is read once."""
+"""RSD: a beam is a sample of paths without replacement, and the draft model reads nothing twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEW = 24
 
 
 def test_the_draft_reads_nothing_twice() -> None:
-    """The prompt, every emitted token but the last once, and guesses that were refused."""
+    """The draft reads the prompt, every emitted token except the last, and refused guesses, each once."""
     engine, draft = engine_for(tiny("llama")), draft_of("llama", 0.03)
     stack, sizes = engine.info().draft_engine(draft).stack, list[int]()
     forward = stack.forward

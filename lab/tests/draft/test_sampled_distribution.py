@@ -1,4 +1,4 @@
-"""Rejection rules from end to end: the law of the first tokens, whatever drafts."""
+"""Rejection rules from end to end: the distribution of the first tokens, for any drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from turns import by_turns
 
 @functools.cache
 def canvas() -> Any:
-    """A masked-diffusion model whose mask, which it never guesses, is a word for the target."""
+    """A masked-diffusion model whose mask token, which it never guesses, is an ordinary token for the target."""
     return tiny("llama", vocab_size=VOCABULARY, layers=2, mask_token_id=4)
 
 

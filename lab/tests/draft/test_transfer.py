@@ -1,4 +1,4 @@
-"""RAPID's rule: the law of what it lets through, by enumeration."""
+"""RAPID's rule: the distribution of its output, by enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft head cut to some tokens: what it drafts, and with which law."""
+"""A draft head cut to some tokens: what it drafts, and with which distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV's peak under methods that merge or prune what is stored is never more than what was predicted."""
+"""The KV's peak with methods that merge or prune KV never exceeds the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a request names the layers that draft, nothing is said about a model that was not calibrated."""
+"""If a request names the layers that draft, there is no warning about an uncalibrated model."""
 
 from __future__ import annotations
 

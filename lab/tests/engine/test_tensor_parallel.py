@@ -1,4 +1,4 @@
-"""Two processes that share a model say what one says: drafting, searches, switching and loops of their own."""
+"""Two processes that share a model give one process's output: drafting, searches, switching and loops of methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained part that lacks a tensor, or holds one that has no place, is refused by name."""
+"""A trained component with a missing tensor, or one tensor too many, is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint without some layers, as it is written: tensors bit for bit, in files of any size, all or nothing."""
+"""A written checkpoint without some layers: tensors bit for bit, in files of any size, all or nothing."""
 
 from __future__ import annotations
 

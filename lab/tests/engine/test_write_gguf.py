@@ -1,4 +1,4 @@
-"""A pruned GGUF file: beside the same model cut in transformers' modules, and in llama.cpp."""
+"""A pruned GGUF file against the same model cut in transformers, and in llama.cpp."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVERYONE = NarrowMLPs((tuple(range(256)),) * 4)
 
 
 def stay(*sizes: int) -> NarrowMLPs:
-    """So many of 256 neurons in each of four layers."""
+    """Keep this many of 256 neurons in each of four layers."""
     draw = random.Random(sum(sizes))
     return NarrowMLPs(tuple(tuple(sorted(draw.sample(range(256), size))) for size in sizes))
 
@@ -55,7 +55,7 @@ def logits(model: Any) -> Tensor:
 
 
 def twin(folder: Path, change: Any) -> Any:
-    """transformers' modules with the old file's values, cut there; down rounded as in the new file."""
+    """transformers' model with the old file's weights, cut; down is rounded as in the new file."""
     model = Transformed(str(folder / "tiny.gguf"), None, False, change).model(torch.float32).eval()
     types = {one.name: one.tensor_type for one in gguf.GGUFReader(folder / "less.gguf").tensors}
     for number, layer in enumerate(model.model.layers):

@@ -1,4 +1,4 @@
-"""Tiny engines for the tests of evaluation: a packed Llama of six layers in fp64 whose greedy text wanders."""
+"""Tiny engines for tests of evaluation: a packed Llama of six layers in fp64 whose greedy text varies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an answer's tokens a judge is shown."""
+"""Which of an answer's tokens a judge is shown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_answer_ends_where_the_first_stop_text_begins(answer, stop, text, eos
 
 
 class Stripping:
-    """Letters as tokens, and a decoder that drops the space before the first word, as sentencepiece does."""
+    """Letters as tokens, and a decoder that drops the space before the first word, like sentencepiece."""
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}

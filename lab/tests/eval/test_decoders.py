@@ -1,4 +1,4 @@
-"""Answers and losses of every control against slow twins: transformers' own forward with hooks, a pass per token."""
+"""Answers and losses of every control against slow references: transformers' own forward with hooks, token by token."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_losses_are_those_of_an_uncached_pass(name: str, family: str) -> None:
 @pytest.mark.parametrize("backend", ["hf", "packed"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_plans_share_a_prompt_without_touching_each_other(backend: Any, family: str) -> None:
-    """Texts longer than a window, whose columns one plan may have left behind when the next one begins."""
+    """Texts longer than a window, whose KV one plan may have dropped when the next one begins."""
     stack = engine_for(tiny(family, dtype=torch.float32), backend=backend).stack
     prompts, references = ids(4, 30), ids(300, 7)
     ways = [(stack, plan) for plan in PLANS.values()]
@@ -193,7 +193,7 @@ def test_answers_join_and_leave_without_touching_each_other() -> None:
 
 
 def test_what_prompts_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions on one text, one row at a time: all but the first find the text read."""
+    """Questions on one text, one row at a time: all but the first find the text in the cache."""
     engine = engine_for(tiny("llama"), chat_tokenizer())
     engine.eos_token_ids = frozenset()
     (text,) = ids(40)
@@ -222,7 +222,7 @@ def test_prompts_that_begin_alike_are_kept_apart() -> None:
         places.setdefault(sample.prompt[0], []).append(place)
     gaps = [b - a for found in places.values() for a, b in itertools.pairwise(found)]
     assert sum(gap < 8 for gap in gaps) <= len(gaps) // 20  # at the ends of windows
-    assert max(gaps) < 2 * 8 * 8  # near enough that the first is still known
+    assert max(gaps) < 2 * 8 * 8  # near enough for the first to be still cached
 
 
 def test_drawn_answers_are_those_of_lone_requests_and_their_seeds_differ(tiny_engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Distances to the full model against slow twins: an uncached pass per text in fp64, and free-running decoding."""
+"""Distances to the full model against slow references: an uncached pass per text in fp64, and free decoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def texts(*lengths: int, prompts: tuple[int, ...] = (3, 11, 6, 1, 4)) -> list[To
 
 
 def slow_log_probs(model: Any, text: Told, plan: Any) -> Tensor:
-    """What decides the answer's tokens from the second on, [n, V]."""
+    """Log-probabilities that decide the answer's tokens from the second on, [n, V]."""
     prompt, answer = list(text.prompt), list(text.answer)
     if isinstance(plan, RisingPlan):
         return Passing(model, plan).logits(prompt, len(answer), answer)[1:].log_softmax(-1)
@@ -101,7 +101,7 @@ def test_every_control_is_as_far_off_as_its_twin(group: str, tiny_model: Any, ti
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
-    """Answers longer than a block and a window, several plans after one another, on the kernels."""
+    """Answers longer than a block and a window, several plans in a row, on the kernels."""
     model = tiny(family, dtype=torch.float32)
     engine, read = engine_for(model, backend="packed"), texts(300, 2, 70, 9, prompts=(30, 11, 6, 1))
     judge = FullReading(engine, read)
@@ -110,7 +110,7 @@ def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
 
 
 def test_neurons_that_a_router_chooses_are_those_of_decoding() -> None:
-    """Token by token, each with the groups that the router names by the text up to it; prompts run all of them."""
+    """Token by token, each with the groups that the router chooses from the text up to it; prompts run all groups."""
     engine, read, alone = target("llama"), texts(80, 7), []
     part = part_file.read(part_for("read_me", "llama"), "read_me", engine.info())
     router = ExpertRouter(part)
@@ -134,7 +134,7 @@ def test_neurons_that_a_router_chooses_are_those_of_decoding() -> None:
 @pytest.mark.parametrize("context", [6, 5, 4])
 @pytest.mark.parametrize("judged", [6, 5, 3])
 def test_a_token_is_judged_apart_from_its_context(judged: int, context: int, kernels: bool) -> None:
-    """Token by token: its context by passing by or left out, its own depth after that."""
+    """Token by token: its context computed by state propagation or skipped, its own depth after that."""
     model = tiny("llama", dtype=torch.float32)
     engine = engine_for(model, backend="packed")
     if not kernels:

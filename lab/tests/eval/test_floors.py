@@ -1,4 +1,4 @@
-"""Trivial answers, and the prompts of the suites that they are answers to."""
+"""Trivial answers, and the prompts of the suites that they answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing through lm-evaluation-harness, from the command line and for the paper's table, on a tiny model."""
+"""Comparisons with lm-evaluation-harness, from the command line and for the paper's table, on a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items, suites, and that calibration and evaluation share none."""
+"""Items and suites; calibration and evaluation share no item."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal_lab.eval.items import part_of, problem, read_lines, stretches
 from word_problems import rows, write
 
 DATA = ("gsm8k", "gsm8k_renumbered", "humaneval", "mbpp", "novels", "squad", "wikidata_qa", "wikitext2")
-"""Suites whose items lie in a data folder, and that may be calibrated on."""
+"""Suites with items in a data folder that may be used for calibration."""
 
 
 def letters(question: str) -> str:

@@ -1,4 +1,4 @@
-"""What judges make of answers: numbers, contained answers, code blocks."""
+"""Verdicts of judges: numbers, contained answers, code blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long contexts: what is hidden is what is asked for, sharing changes no answer, agreement is the model's own."""
+"""Long contexts: questions match the hidden facts, sharing changes no answer, agreement is the model's own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wanted(suite: str, length: int = 4096, contexts: int = 3, questions: int = 9
 
 
 def read_off(suite: str, text: str, question: str) -> list[str]:
-    """The answer that a patient reader of the whole text comes to."""
+    """The answer that a careful reader of the whole text finds."""
     if suite == "key_value":
         key = re.search(r"beside (.*)\?", question)
         assert key
@@ -85,7 +85,7 @@ def test_what_is_asked_for_stands_in_the_text(maker: Maker, suite: str) -> None:
             assert 0.9 * plan.length < len(sample.prompt) + plan.longest <= plan.length
             assert judges.get(sample.item.judge)(sample.item.answer, sample.item)["score"] == 1
         golds = {gold for sample in context.samples for gold in sample.item.golds}
-        for sample in context.strange:  # questions of another context: nothing here says the answer
+        for sample in context.strange:  # questions on another context: nothing here answers them
             assert not any(gold in sample.item.prompt for gold in sample.item.golds)
             assert golds.isdisjoint(sample.item.golds)
 
@@ -96,7 +96,7 @@ def test_contexts_follow_from_the_seed_alone(maker: Maker, data: Path, suite: st
     assert Maker(byte_level(), data).make(wanted(suite)) == first
     other = maker.make(wanted(suite, seed=1))
     assert [one.samples for one in other] != [one.samples for one in first]
-    if suite != "stories":  # further contexts leave the first ones as they are
+    if suite != "stories":  # more contexts do not change the first ones
         assert [one.samples for one in maker.make(wanted(suite, contexts=5))][:3] == [one.samples for one in first]
 
 
@@ -155,10 +155,10 @@ METHODS: dict[str, Any] = {
     "tidal + kv_int8": [{"method": "tidal", "method_args": {"k": 9}}, "kv_int8"],
 }
 LESS = ("kv_int8", "d3", "streaming_llm", "snapkv", "random", "centroid_kv", "mustafar", "tidal + kv_int8")
-"""Those that store less of a prompt."""
+"""Methods that store less of a prompt."""
 COMMON = prompt(90, 5)
 PROMPTS = [[*COMMON, *prompt(size, 20 + size)] for size in (4, 9, 26, 13)]
-"""Ends that are shorter and longer than what SnapKV listens to."""
+"""Endings shorter and longer than SnapKV's window."""
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -167,7 +167,7 @@ def test_answers_are_those_without_sharing(tiny_engine: Engine, name: str) -> No
     method, options = make(METHODS[name]), {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.0}
     alone = [list(tiny_engine.generate(ids, method=method, **options).tokens) for ids in PROMPTS]
     shared = SharedPrompts(tiny_engine, PROMPTS, rows=3)
-    shared.under(make("full"), 16).close()  # the dense prompt is there before the method comes
+    shared.under(make("full"), 16).close()  # the dense prompt is read before the method comes
     forks = shared.under(method, 16)
     rows = forks.run(PROMPTS, [{"max_new_tokens": 16, "ignore_eos": True}] * 4)
     assert [row.tokens[row.prompt_length :] for row in rows] == alone
@@ -206,7 +206,7 @@ def test_the_model_s_own_kv_serves_those_that_rewrite_only_their_fork(tiny_engin
 
 
 def test_what_a_window_has_left_behind_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SnapKV goes back by its window, which may be more than layers with a window of their own still have."""
+    """SnapKV goes back by its window, which may exceed what layers with a sliding window still hold."""
     engine = engine_for(tiny("hybrid", max_position_embeddings=1024))
     monkeypatch.setattr(engine.stack, "prefill_chunk", 16)
     method, options = SnapKV(budget=64, window=32), {"max_new_tokens": 6, "ignore_eos": True}
@@ -245,7 +245,7 @@ def test_what_is_forced_is_judged_by_the_model(tiny_engine: Engine, tiny_model: 
 
 
 class Scripted(LongEvaluator):
-    """Says what it is told to; agrees with the full model on the first half of each answer."""
+    """Gives scripted answers; agrees with the full model on the first half of each answer."""
 
     calls: ClassVar[list[str]] = []
 
@@ -295,7 +295,7 @@ def test_a_run_of_all_on_a_model(tiny_engine: Engine, maker: Maker) -> None:
 
 
 def _small(sample: Any) -> Any:
-    """The same with ids that the tiny model has."""
+    """The same sample with ids of the tiny model."""
     from dataclasses import replace
 
     def fold(ids: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Tasks on which words decided together clash, and the loop on a model that knows their law: the closed forms."""
+"""Tasks on which tokens decided together clash, and the loop on a model that knows their distribution: closed forms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shoal_lab.methods.fast_dllm import FastDLLM
 
 N, PROMPT = 4, [1, 2]
 REPLACED = [tuple(9 if place == other else 10 + place for place in range(N)) for other in range(N)]
-"""A list in which any one word may be another."""
+"""A list in which any one element may be another."""
 
 
 def shuffled() -> list[tuple[int, ...]]:
@@ -38,7 +38,7 @@ def shuffled() -> list[tuple[int, ...]]:
 
 
 class Ideal:
-    """An engine that knows all right answers, all as likely: its marginals given what is decided. Ties by lot."""
+    """An engine with all right answers equally probable: their marginals given decided tokens. Ties at random."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: Sequence[tuple[int, ...]]) -> None:
         self.answers = torch.tensor(answers)
@@ -75,7 +75,7 @@ def test_one_word_replaced_somewhere_greedy(monkeypatch: pytest.MonkeyPatch, ste
 
 
 def test_one_word_replaced_somewhere_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """(1 - 1/n) to the power n - 1; one after another is right always."""
+    """(1 - 1/n) to the power n - 1; one after another is always right."""
     ideal = Ideal(monkeypatch, REPLACED)
     assert ideal.score(Diffusion(steps=1), temperature=1.0) == near((1 - 1 / N) ** (N - 1))
     assert ideal.score(Diffusion(remasking="random"), temperature=1.0, runs=200) == 1
@@ -89,7 +89,7 @@ def test_a_threshold_above_the_likeliest_word_decides_one_by_one(monkeypatch: py
 
 @pytest.mark.parametrize(("steps", "share"), [(4, 1.0), (2, 3 / 8), (1, math.factorial(N) / N**N)])
 def test_words_in_any_order_greedy(monkeypatch: pytest.MonkeyPatch, steps: int, share: float) -> None:
-    """(n - 1)!! / n!! in pairs and n! / n^n at once, where ties fall by lot."""
+    """(n - 1)!! / n!! in pairs and n! / n^n at once, with random ties."""
     assert Ideal(monkeypatch, shuffled()).score(Diffusion(steps=steps)) == near(share)
 
 
@@ -147,7 +147,7 @@ def test_an_evaluation_compares_with_one_word_a_forward(capsys: pytest.CaptureFi
 
 
 def test_the_model_that_ships_shows_the_closed_forms() -> None:
-    """One word after another is right; of two that are decided together half clash, of all none fits."""
+    """One token after another is right; of two decided together half clash, of all none fits."""
     engine = shoal.load(str(Path(__file__).parents[3] / "hub" / "shoal-canvas"), dtype="float32")
     items = [item for item in suites.get("parallel").items(None) if item.group == "replace_random"][:60]
 

@@ -1,4 +1,4 @@
-"""Pictures from reports and cards: they are drawn, from little data as well."""
+"""Plots from reports and cards are drawn, from little data too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suites of prompts: what a prompt says, which part it belongs to, and how it is put to a model."""
+"""Suites of prompts: the text of a prompt, its part, and its form for a model."""
 
 from __future__ import annotations
 

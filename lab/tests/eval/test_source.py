@@ -1,4 +1,4 @@
-"""Code that a model wrote, as text: where it is cut, how often it is read for that, and what nobody is told."""
+"""Code of a model as text: where it is cut, how often it is parsed for that, and that warnings stay silent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECES = ["(", ")", "'", '"""', "x = (\n", "\n", "    ", "return 1\n", "f'{a b}'
 
 
 def slowly(code: str) -> ast.Module | None:
-    """The longest beginning, in lines, that can be read."""
+    """The longest prefix, in lines, that can be parsed."""
     lines = code.splitlines()
     trees = (source.tree_of("\n".join(lines[:count])) for count in range(len(lines), 0, -1))
     return next((tree for tree in trees if tree is not None), None)

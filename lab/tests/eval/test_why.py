@@ -1,4 +1,4 @@
-"""The questions of why.py, and the best depths by position against every possibility."""
+"""The questions of why.py, and the best depths by position against enumeration."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_question_is_answered_and_goes_on(tiny_engine: Engine, tmp_path: P
 
 
 def every(bins: int, most: int, falling: bool) -> Any:
-    """All numbers of layers left out by bin."""
+    """All numbers of skipped layers by bin."""
     for gone in itertools.product(range(most + 1), repeat=bins):
         if not falling or list(gone) == sorted(gone):
             yield gone

@@ -1,4 +1,4 @@
-"""A*-decoding against a textbook A* on toy graphs, and against a search in which every token is run anew."""
+"""A*-decoding against a textbook A* on toy graphs, and against a search that runs every token anew."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ Path = tuple[int, ...]
 
 @dataclass(eq=False)
 class Toy:
-    """A graph whose nodes are paths: what is left of an answer where nothing is decoded.
+    """A graph whose nodes are paths: a search without decoding.
 
     Attributes:
         width: edges of every node.
         goal: which paths are finished.
-        taken: how many edges of a node were taken: the next to come gets the next one.
+        taken: number of taken edges by node; the next visit takes the next one.
         opened: nodes whose edges were taken, in that order.
     """
 
@@ -63,7 +63,7 @@ class Toy:
 
 
 class ToyBranch:
-    """As `shoal.decode.branches.search.Branch`."""
+    """Stands for `shoal.decode.branches.search.Branch`."""
 
     greedy, score, text, question = False, 0.0, "", ""
 
@@ -100,7 +100,7 @@ class ToyBranch:
 
 
 def walk(toy: Toy, method: AStar, promise: Callable[[Path], float], budget: int = 10**6) -> Path:
-    """The winner of the search on a toy."""
+    """The winner of the search on a toy graph."""
     how = BestFirst(method, budget, lambda attempt: promise(attempt.tokens))
     run = how.run(ToyBranch(toy, ()))  # type: ignore[arg-type]
     try:
@@ -113,7 +113,7 @@ def walk(toy: Toy, method: AStar, promise: Callable[[Path], float], budget: int 
 def textbook(
     toy: Toy, edge: Callable[[Path, Path], float], h: Callable[[Path], float]
 ) -> tuple[Path, list[Path], list[float]]:
-    """The goal, the nodes that were opened, and f of all that were taken, by a list that is searched each time."""
+    """The goal, the opened nodes, and f of all taken edges, with a list that is searched each time."""
     waiting: list[tuple[float, int, int, float, Path]] = [(h(()), 0, 0, 0.0, ())]
     opened, values, made = list[Path](), list[float](), 0
     while True:
@@ -137,7 +137,7 @@ EDGES: dict[str, Callable[[float, float], float]] = {
 
 
 def promise_of(seed: int) -> Callable[[Path], float]:
-    """Eighths, so that there are many ties, and sums of them have no rounding."""
+    """Multiples of an eighth, for many ties and sums without rounding."""
     return lambda path: 1.0 if seed < 0 else int(sampling.uniform(seed, 0, 0, str(path)) * 9) / 8
 
 
@@ -163,9 +163,9 @@ def test_nodes_are_opened_in_the_order_of_a_textbook(seed: int, width: int, dept
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.sampled_from(["change", "fall"]))
 def test_answers_whose_promise_only_grows_are_equals_to_the_last_bit(seed: int, kept: int, edge: Any) -> None:
-    """What a step costs is what h falls by, whatever floating point makes of their sum: the longest goes on.
+    """A step costs as much as h falls by, whatever floating point makes of their sum: the longest path continues.
 
-    As with likelihood, an answer without tokens promises all.
+    An answer without tokens has the highest promise, as with likelihood.
     """
 
     def promise(path: Path) -> float:
@@ -194,7 +194,7 @@ def test_the_budget_is_what_is_spent(seed: int, budget: int) -> None:
 
 
 class Way:
-    """A branch, as `by_hand` writes it down."""
+    """A branch as recorded by `by_hand`."""
 
     def __init__(self, tokens: Sequence[int], logs: Sequence[float], seed: int) -> None:
         self.tokens, self.logs, self.seed = list(tokens), list(logs), seed
@@ -204,7 +204,7 @@ def by_hand(
     name: str, ids: Sequence[int], method: AStar, row: int, new: int, how: Sampling, budget: int, *,
     tokenizer: Any = None, promise: Callable[[list[int]], float] | None = None,
 ) -> tuple[list[int], int, int]:
-    """The answer, branches and tokens decoded; every token from a forward over its whole text."""
+    """The answer, branches and decoded tokens; every token comes from a forward over its whole text."""
     made, spent, counted = 1, 0, 0
 
     def draw(way: Way) -> None:
@@ -296,7 +296,7 @@ def test_on_the_packed_executor_rows_share_forwards_and_change_nothing() -> None
 
 
 def test_steps_end_at_the_delimiter() -> None:
-    """A mark that the text happens to hold now and then; the model's own text decides, not its tokens."""
+    """The delimiter sometimes occurs in the text; the model's text decides, not its tokens."""
     engine = engine_for(tiny("llama"), TOKENIZER)
     marks = "".join(TOKENIZER.decode([token]) for token in range(7, 97))
     for delimiter in marks[3:12]:
@@ -309,7 +309,7 @@ def test_steps_end_at_the_delimiter() -> None:
 
 
 def test_a_verifier_of_ones_own_steers() -> None:
-    """It is shown prompt, tokens and text, and its favourite wins."""
+    """The verifier receives prompt, tokens and text, and its favourite wins."""
     engine, seen = engine_for(tiny("llama"), TOKENIZER), list[Attempt]()
 
     def likes_even(attempt: Attempt) -> float:

@@ -1,4 +1,4 @@
-"""AdaDec against its slow twin, which runs every text anew, and what a pause leaves behind: nothing."""
+"""AdaDec against a slow reference that runs every text anew; a pause leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def by_hand(
     name: str, ids: Sequence[int], method: AdaDec, how: Sampling, row: int, new: int = NEW, *,
     plan: DepthPlan = FULL, ends: Sequence[int] = (),
 ) -> tuple[list[int], int]:
-    """Tokens, and forwards that a cache would have needed; everything is run anew from its beginning."""
+    """Tokens, and forwards that a cache would need; everything is run anew from its beginning."""
     text, forwards = list(ids), 0
     while len(text) - len(ids) < new and not (len(text) > len(ids) and text[-1] in ends):
         logits = twin_logits(name, text, len(ids), plan)
@@ -148,7 +148,7 @@ def test_stop_strings_and_the_contexts_end_stop_a_candidate_and_criteria_see_non
 
 
 class _Shown:
-    """A stack whose forwards are shown to a test."""
+    """A stack whose forwards are reported to a test."""
 
     def __init__(self, stack: Any, forward: Any) -> None:
         self._stack, self.forward = stack, forward
@@ -158,7 +158,7 @@ class _Shown:
 
 
 class Told:
-    """A logits processor that leaves one token at each step: what another run has said."""
+    """A logits processor that forces one token at each step: another run's output."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
@@ -170,7 +170,7 @@ class Told:
 
 @on_backends("llama", "hybrid")
 def test_a_look_leaves_nothing_in_the_cache(backend: Backend, name: str) -> None:
-    """It holds, bit for bit, what the plain loop stores of the same text."""
+    """The cache holds, bit for bit, what the plain loop stores of the same text."""
     stack_here = backend.stack(name)
     run = make_run(None, SHORT, recipe_of(AdaDec(threshold=0.7)), NEW, stack=stack_here)
     for _ in run.steps():
@@ -184,7 +184,7 @@ def test_a_look_leaves_nothing_in_the_cache(backend: Backend, name: str) -> None
     assert [step.token for steps in plain.steps() for step in steps] and plain.tokens == run.tokens
     for layer, other in zip(run.cache.layers, plain.cache.layers, strict=True):
         for slot in range(len(SHORT)):
-            ends = layer.stored(slot), other.stored(slot)  # what has left a window may go sooner or later
+            ends = layer.stored(slot), other.stored(slot)  # what has left a window may be dropped sooner or later
             count = min(ends)
             assert layer.lengths[slot] == other.lengths[slot] and count >= min(layer.lengths[slot], 7)
             for tensors in zip(layer.row_tensors(slot), other.row_tensors(slot), strict=True):
@@ -306,7 +306,7 @@ def test_a_long_prompt_in_pieces_changes_nothing() -> None:
 
 
 def test_candidates_never_hang_below_more_tokens_than_the_kernels_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees of more nodes are read in plain torch, which holds up whoever is decoded beside."""
+    """Larger trees are read in plain torch, which would slow down all other rows."""
     engine, nodes = engine_for(tiny("llama")), list[int]()
     forward = engine.stack.forward
 

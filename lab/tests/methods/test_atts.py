@@ -1,4 +1,4 @@
-"""ATTS against a replay in plain Python over forwards without a cache; its p-values against their promise."""
+"""ATTS against a replay in plain Python over forwards without a cache; its p-values against their guarantee."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def small(dtype: torch.dtype = torch.float64) -> Any:
 
 
 def replayed(ids: list[int], method: ATTS, how: Sampling, row: int, new: int) -> tuple[list[int], list[bool], int]:
-    """Tokens, whether the small model wrote each, and chunks that were judged."""
+    """Tokens, whether the small model wrote each, and judged chunks."""
     text, owners, judged = list(ids), list[bool](), 0
 
     def logits(model: Any) -> torch.Tensor:
@@ -82,7 +82,7 @@ def replayed(ids: list[int], method: ATTS, how: Sampling, row: int, new: int) ->
 @pytest.mark.parametrize("method", CASES, ids=repr)
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_who_writes_what(method: ATTS, how: Sampling, chunk: int) -> None:
-    """Whatever pieces the large model reads a chunk in."""
+    """For any pieces in which the large model reads a chunk."""
     policy = ByChunk(method.alpha, method.draft_tokens, method.target_tokens, method.scores)
     loop = JudgedTurns(policy, stack_of(small()), DepthPlan.full(SMALL_LAYERS), "small")
     run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 30, stack=HF.stack("llama"), sampling=how, seed=4,
@@ -125,7 +125,7 @@ def test_the_ends_are_the_two_models_and_both_in_turns(how: dict[str, Any]) -> N
 
 
 def test_an_obviously_bad_chunk_is_taken_over_and_a_good_one_is_not() -> None:
-    """The direction of the inequality: the same model writes best for itself, one that stammers worst."""
+    """The direction of the inequality: the same model writes best for itself, a repetitive one worst."""
     scores = tuple(float(score) for score in range(1, 10))
     assert ByChunk(0.2, 4, 4, scores).takes_over(50.0) and not ByChunk(0.2, 4, 4, scores).takes_over(0.1)
     large, options = engine_of("llama"), {"max_new_tokens": 24, "temperature": 0.05, "seed": 2}
@@ -137,7 +137,7 @@ def test_an_obviously_bad_chunk_is_taken_over_and_a_good_one_is_not() -> None:
 
 
 def test_p_values_are_those_of_the_definition_and_keep_their_promise() -> None:
-    """Of exchangeable scores no more than alpha are taken over, within 5 sigma; without ties hardly fewer."""
+    """Of exchangeable scores at most alpha are taken over, within 5 sigma; without ties hardly fewer."""
     draw = random.Random(5)
     kinds: list[tuple[Any, bool]] = [(lambda: draw.gauss(2, 1) ** 2, False), (lambda: float(draw.randrange(5)), True)]
     for alpha in (0.1, 0.4, 0.7):

@@ -1,4 +1,4 @@
-"""DEL: what it learns of its exits, and which block it chooses."""
+"""DEL: what it learns about its exits, and which block it chooses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_estimates_are_those_of_a_naive_computation(blocks: list[list[tuple[bool
 
 
 def test_shadow_tokens_are_what_the_exits_would_say() -> None:
-    """After a run, each exit's estimate is that of uncached passes over what was written."""
+    """After a run, each exit's estimate is that of uncached passes over the output."""
     stack, ids = stack_of(tiny("llama")), prompt(9, 1)
     proposer = DynamicExit(DEL((2, 5), longest=3, memory=1.0, window=4, probe=1), (2, 5))
     drafters: list[DynamicDrafter] = []
@@ -83,6 +83,6 @@ def test_shadow_tokens_are_what_the_exits_would_say() -> None:
 
 
 def shadow(stack: object, tokens: list[int], exit_layer: int) -> list[int]:
-    """Most likely token after each position by the first layers, the KV being those of the full model there."""
+    """Argmax after each position by the first layers, on the full model's KV there."""
     chunk = SequenceChunk(0, tokens, [1] * len(tokens), first_layers(exit_layer, 6), wanted=len(tokens))
     return stack.forward([chunk], KVCache(stack.windows, 1)).argmax(-1).tolist()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Filling masks, against a replay in plain Python over forwards without a cache in which all words see each other."""
+"""Filling masks, against a replay in plain Python over bidirectional forwards without a cache."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ ENDLESS = float("inf")
 
 
 class Replay:
-    """One answer, written down: after each step the canvas is run as a whole.
+    """One answer: after each step the whole canvas is run again.
 
     Attributes:
         tokens: prompt and answer.
-        order: for each step, the places that were decided.
+        order: decided places, by step.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Sequence[int], method: Diffusion, shift: int = 0, new: int = NEW,
@@ -125,7 +125,7 @@ def test_words_and_steps_are_those_of_the_slow_twin(method: Diffusion, how: dict
 
 
 def test_the_twin_fills_out_of_order_and_several_at_a_time() -> None:
-    """Else the equality above would say little."""
+    """Otherwise the equality above would say little."""
     order = Replay(masked_model(), SHORT[0], Diffusion()).order
     assert [place for places in order for place in places] != list(range(NEW))
     orders = {str(Replay(masked_model(), prompt(6), Diffusion(remasking=how), new=20).order)
@@ -136,7 +136,7 @@ def test_the_twin_fills_out_of_order_and_several_at_a_time() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_block_of_one_is_left_to_right_greedy(shift: int) -> None:
-    """Each word the likeliest, given those before it and masks behind it."""
+    """Each token is the argmax, given those before it and masks after it."""
     model, tokens = masked_model(shift=shift), [*SHORT[1], *[MASK] * NEW]
     for place in range(len(SHORT[1]), len(tokens)):
         logits = seen_by_all(model, tokens, shift)[place]
@@ -189,7 +189,7 @@ def test_a_row_is_the_same_alone_in_a_batch_and_in_a_scheduler(method: Method, n
 @pytest.mark.parametrize("reuse", ["prefix", "dual"])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_kept_kv_is_exact_in_a_model_of_one_layer(reuse: Any, shift: int) -> None:
-    """There a place's KV depends on its own word alone, and words beyond the block are what they were."""
+    """In one layer, a place's KV depends on its own token alone, and tokens beyond the block are unchanged."""
     engine = masked_engine(shift=shift, layers=1)
     for ids in SHORT:
         whole, kept = (answer(engine, ids, Diffusion(block=4, reuse=how), logprobs=0) for how in ("none", reuse))
@@ -209,7 +209,7 @@ def test_kept_kv_is_exact_in_the_first_step_of_a_block(reuse: Any) -> None:
 @pytest.mark.parametrize("reuse", ["prefix", "dual"])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_kept_kv_is_that_of_the_blocks_first_step(reuse: Any, shift: int, name: str) -> None:
-    """The approximation that is made, and no other: words of the block see the others as they were seen then."""
+    """The only approximation: tokens of the block see the others as of the first step."""
     ids = SHORT[1]
     found = answer(masked_engine(name, shift), ids, Diffusion(block=4, reuse=reuse), logprobs=0)
     model = masked_model(shift=shift)
@@ -219,9 +219,9 @@ def test_kept_kv_is_that_of_the_blocks_first_step(reuse: Any, shift: int, name: 
 
 
 def by_frozen(model: PreTrainedModel, ids: Sequence[int], block: int, reuse: str, shift: int) -> tuple[Any, Any]:
-    """Words and log-probabilities where the KV of places outside the block is that of its first step, layer by layer.
+    """Tokens and log-probabilities if the KV outside the block is that of its first step, layer by layer.
 
-    A hook puts the first step's inputs of a layer in the place of its frozen places.
+    A hook replaces the inputs of frozen places by those of the first step.
     """
     size, tokens, logs = len(ids), [*ids, *[MASK] * NEW], [0.0] * NEW
     layers = model.model.layers
@@ -260,7 +260,7 @@ def by_frozen(model: PreTrainedModel, ids: Sequence[int], block: int, reuse: str
 
 
 def test_kept_kv_changes_words_and_work() -> None:
-    """Else the tests above would say little; a dual cache runs the block alone."""
+    """Otherwise the tests above would say little; a dual cache runs the block alone."""
     engine = masked_engine()
     found = {how: answer(engine, SHORT[1], Diffusion(block=4, reuse=how), logprobs=0) for how in
              ("none", "prefix", "dual")}
@@ -347,7 +347,7 @@ class Torn(RuntimeError):
 
 
 def test_a_forward_that_fails_leaves_the_canvas_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Roll back, run again: the same words after the same number of steps, whatever was kept of the KV."""
+    """Rolled back and run again: the same tokens after the same number of steps, whatever KV was kept."""
     for method in (Diffusion(block=4), Diffusion(block=4, reuse="prefix"), Diffusion(block=4, reuse="dual")):
         engine = masked_engine()
         whole = answer(engine, SHORT[0], method)

@@ -1,4 +1,4 @@
-"""Filling masks under a grammar, against every text of it written out."""
+"""Filling masks under a grammar, against an enumeration of all its texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def encode(text: str) -> list[int]:
 
 
 def fits(name: str, canvas: Sequence[str | None], place: int) -> list[int]:
-    """What may stand at a place, None being a mask, as trying all words says; END stands behind a text."""
+    """Tokens allowed at a place, by trying all; None stands for a mask, END follows a text."""
     rules = rules_of(GRAMMARS[name])
 
     def possible(canvas: Sequence[str | None]) -> bool:
@@ -52,7 +52,7 @@ def fits(name: str, canvas: Sequence[str | None], place: int) -> list[int]:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_chart_says_what_trying_all_words_says(name: str) -> None:
-    """At every state of random canvases, for every word at every place that is open."""
+    """At every state of random canvases, for every token at every open place."""
     dice = random.Random(name)
     grammar = CanvasGrammar.read(GRAMMARS[name], encode)
     for length in (1, 2, 3, 5, 7):
@@ -69,7 +69,7 @@ def test_a_chart_says_what_trying_all_words_says(name: str) -> None:
 
 
 def test_the_recogniser_knows_languages_that_a_line_of_code_tells() -> None:
-    """The judge of the tests and of the benchmark: all words of up to six letters, one by one."""
+    """The judge of the tests and of the benchmark: all texts of up to six letters, one by one."""
     languages = {
         'm ::= "" | "a" m "a" | "b" m "b"': lambda text: text == text[::-1] and len(text) % 2 == 0,
         's ::= "" | "a" s "b"': lambda text: text == "a" * (len(text) // 2) + "b" * (len(text) // 2),
@@ -136,7 +136,7 @@ def test_answers_are_texts_of_the_grammar_whatever_the_prompt(steps: Any, option
 
 @pytest.mark.parametrize("steps", [None, 2, 1])
 def test_words_that_are_decided_together_fit_each_other(steps: Any) -> None:
-    """Each word would be let alone in several places; no two of one text's would be let with another's."""
+    """Each token would be allowed in several places, but tokens of different texts do not fit together."""
     rules = 'turn ::= "ann" "bob" "cid" | "bob" "cid" "ann" | "cid" "ann" "bob"'
     found = set()
     for seed in range(12):
@@ -162,7 +162,7 @@ def test_without_a_grammar_it_is_diffusion_bit_for_bit() -> None:
 
 
 def test_draws_that_are_replaced_have_the_law_of_what_is_let() -> None:
-    """One word of three, drawn many times: each as often as its share among the three."""
+    """One of three tokens, drawn many times: each as often as its share among the three."""
     engine, prompt = canvas(), "put kim anywhere : ann bob cid dee ="
     method, runs = DiffusionGrammar(rules='w ::= "ann" | "kim" | "bob"'), 600
     asked: dict[str, Any] = {"max_new_tokens": 1, "temperature": 4.0, "ignore_eos": True}
@@ -196,7 +196,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_a_canvas_of_hundreds_of_words_is_filled_in_seconds() -> None:
-    """In any order; every second word of a list is a comma, and the chart must not say more than that."""
+    """In any order; every second token of a list is a comma, and the chart must allow no others there."""
     length, dice = 201, random.Random(1)
     chart = CanvasGrammar.read('list ::= name | name "," list\nname ::= "a" | "b"', encode).chart(length, [])
     for place in dice.sample(range(length), 20):
@@ -214,14 +214,14 @@ def test_an_answer_of_no_words() -> None:
 
 @pytest.mark.parametrize("count", [32, pytest.param(2000, marks=pytest.mark.slow)])
 def test_all_answers_are_texts_and_no_guess_is_lost(count: int) -> None:
-    """Eight grammars, greedy and drawn, judged by a recogniser that shares no code with the chart."""
+    """Eight grammars, greedy and sampled, judged by a recogniser that shares no code with the chart."""
     total = measured(canvas(), count)["total"]
     assert total["answers"] == total["in_language"] == count and total["free_in_language"] < count / 4
     assert 0 < total["replaced"] < total["words"]
 
 
 def test_every_canvas_on_the_way_has_a_filling() -> None:
-    """Soundness, word by word: what was decided is in some text at any time."""
+    """Soundness, token by token: decided tokens always belong to some text."""
     left = list(itertools.product(("ann", "bob", "cid", "dee", "kim"), repeat=3))
     with canvas().stream("shuffle : ann bob cid dee =", method=DiffusionGrammar(block=1, rules=NAMES),
                          max_new_tokens=3) as stream:

@@ -1,4 +1,4 @@
-"""The lab's methods are found by their names through the entry points, and survive being written as JSON."""
+"""The lab's methods are found by name through entry points, and survive a round trip through JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FiRST: which layers an answer runs follows from its prompt alone, on every executor, against transformers' pass."""
+"""FiRST: the layers of an answer follow from its prompt alone, on every executor, against transformers' pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recipe(shift: float = 0.0, **knobs: Any) -> Recipe:
 
 
 def scores(name: str, ids: list[int]) -> list[float]:
-    """By modules, in double precision, of what enters each layer at the prompt's end."""
+    """Scores by modules, in double precision, of each layer's inputs at the prompt's end."""
     with torch.no_grad():
         states = reference(name)(torch.tensor([ids]), output_hidden_states=True).hidden_states[:LAYERS]
         norm = nn.LayerNorm(HIDDEN, elementwise_affine=False).double()
@@ -124,7 +124,7 @@ def test_routers_that_always_say_yes_are_the_identity(backend: Backend) -> None:
 
 @each_backend
 def test_kv_that_is_given_up_beside_layers(backend: Backend) -> None:
-    """Other parts go on with the plan that was chosen: as if it had been known from the first token on."""
+    """Other components use the chosen plan as if it had been known from the first token on."""
     stack, keep = backend.stack("llama"), StreamingLLM(window=9, sinks=2, every=5).recipe(INFO).keep
     routed = decode(None, PROMPTS, replace(recipe(layers=4), keep=keep), NEW, stack=stack)
     for number, ids in enumerate(PROMPTS):

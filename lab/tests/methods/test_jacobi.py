@@ -1,4 +1,4 @@
-"""Jacobi decoding against its slow twin, and against the plain loop wherever a row may end."""
+"""Jacobi decoding against a slow reference, and against the plain loop wherever a row may end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recipe_of(n: int) -> Any:
 
 
 def by_hand(model: PreTrainedModel, ids: Sequence[int], n: int, new: int) -> list[list[int]]:
-    """What each forward emits: the whole text is run every time, without a cache, and everything is argmax."""
+    """Tokens emitted by each forward: the whole text is run every time, without a cache, and everything is argmax."""
     text, block, found = list(ids), list[int](), list[list[int]]()
     while (done := len(text) - len(ids)) < new:
         block = block[: max(0, new - done - 1)]
@@ -68,7 +68,7 @@ def test_each_step_emits_what_the_slow_twin_does(ids: list[int], n: int) -> None
 
 
 def test_the_twin_emits_several_tokens_at_a_time() -> None:
-    """Else the equality above would say little."""
+    """Otherwise the equality above would say little."""
     assert max(len(emitted) for ids in SHORT for emitted in by_hand(tiny("llama"), ids, 5, 30)) > 1
 
 
@@ -138,7 +138,7 @@ def ended(engine: Engine, method: Any, **options: Any) -> tuple[Any, ...]:
 
 
 def test_steps_and_ledger_of_a_text_known_by_heart(written: Scripted) -> None:
-    """Step by step: a block of fillers, of which one token comes, then a block that is right, n tokens."""
+    """Step by step: a block of fillers, which yields one token, then a right block, which yields n."""
     result = written.engine.generate(WRITTEN[:2], method=Jacobi(n=4), max_new_tokens=1 + 3 * 5)
     assert result.tokens == tuple(WRITTEN[2:18])
     assert written.forwards == [(1, 2), *[(1, 4)] * 6]

@@ -1,4 +1,4 @@
-"""Knobs that name layers: an index or a number that the model does not have is refused, and the range is named."""
+"""Options that name layers: an index or a number that the model lacks is refused, and the range is named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUTSIDE: dict[tuple[str, str], Method] = {
 NAME_NO_LAYER = {
     ("del", "head"), ("draft_and_verify", "share"), ("first", "inner"), ("first", "threshold"), ("swift", "ratio"),
 }
-"""Their words mention layers, but their values count none."""
+"""Their names mention layers, but their values do not count any."""
 
 
 @pytest.mark.parametrize(("name", "knob"), OUTSIDE)

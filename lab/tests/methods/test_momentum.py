@@ -1,4 +1,4 @@
-"""Momentum decoding against a walk on a graph that is written out, n-gram by n-gram."""
+"""Momentum decoding against an explicit walk on a graph, n-gram by n-gram."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def grams(text: Sequence[int], size: int) -> set[tuple[int, ...]]:
 
 
 def longest(text: Sequence[int], token: int, most: int) -> int:
-    """The longest n-gram that the token would repeat: all n-grams of the text are written down first."""
+    """The longest n-gram that the token would repeat, from an explicit list of the text's n-grams."""
     new = [*text, token]
     return max((size for size in range(1, most + 1) if tuple(new[-size:]) in grams(text, size)
                 and len(new) > size), default=0)
@@ -112,7 +112,7 @@ def test_drafts_change_no_token(drafts: Any, sampling: str) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_it_resists_on_a_shallow_model_too(sampling: str) -> None:
-    """The rule asks the target as its plan leaves it; guesses under that plan change nothing either."""
+    """The rule uses the target under its plan; drafts under that plan change nothing either."""
     engine, options = engine_of("llama"), {"max_new_tokens": 16, **SAMPLINGS[sampling]}
     depth = D3(alpha=0.9, core=2)
     alone = engine.generate(SHORT, method=[STEEP, depth], **options)
@@ -122,7 +122,7 @@ def test_it_resists_on_a_shallow_model_too(sampling: str) -> None:
 
 
 def test_no_ngram_comes_twice_where_the_resistance_is_total() -> None:
-    """alpha times the resistance of a circuit of three is more than a probability can be."""
+    """alpha times the resistance of a circuit of three exceeds any probability."""
     method = Momentum(alpha=1.0, candidates=97, resistance=(0.0, 0.0, 1.1))
     text = engine_of("llama").generate(SHORT[0], method=method, max_new_tokens=300).tokens
     assert len(grams(text, 3)) == len(text) - 2
@@ -133,7 +133,7 @@ def test_no_ngram_comes_twice_where_the_resistance_is_total() -> None:
 @pytest.mark.parametrize("alpha", [0.05, 0.1, 0.2, 0.29, 0.31, 0.5])
 @pytest.mark.parametrize("gap", [0.1, 0.3, 0.6])
 def test_a_loop_is_left_exactly_where_the_gap_is_less_than_the_resistance(gap: float, alpha: float) -> None:
-    """After 1 2 1 2 1 the toy says 2 with p1, 3 with p2 = p1 - gap: a circuit of three or a new node."""
+    """After 1 2 1 2 1 the toy model gives 2 with p1, 3 with p2 = p1 - gap: a circuit of three or a new node."""
     second = (1 - gap) / 2
     law = torch.tensor([0.0, 0.0, second + gap, second], dtype=torch.float64)
     text = [1, 2, 1, 2, 1]
@@ -149,7 +149,7 @@ def test_a_loop_is_left_exactly_where_the_gap_is_less_than_the_resistance(gap: f
 
 
 def test_banned_and_impossible_tokens_never_win() -> None:
-    """Each has no probability, and so no resistance either: all that is left over is the loop."""
+    """Such tokens have no probability and so no resistance either: only the loop is left."""
     options: dict[str, Any] = {"logits_processor": [banning({*range(97)} - {7, 8})]}
     found = engine_of("llama").generate(LOOPING, method=Momentum(alpha=5.0), max_new_tokens=20, **options).tokens
     assert set(found) <= {7, 8}

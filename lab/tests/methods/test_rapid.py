@@ -1,4 +1,4 @@
-"""RAPID: a draft that has read less of the prompt; the output stays that of the target."""
+"""RAPID: a draft that reads less of the prompt; the output stays the target's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Drafting with the model's own layers: what settings are refused, and what the default is.
+"""Drafting with the model's own layers: refused settings, and the default.
 
-That drafts change no token is tested with those of `d3_spec`: the methods here are in `lab_matrix.SELF_DRAFTING`.
+Tests of `d3_spec` check that drafts change no token: the methods here are in `lab_matrix.SELF_DRAFTING`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SkipDecode: the first layers and the top ones, of which fewer run with every token."""
+"""SkipDecode: the first layers and the top ones, fewer of them with every token."""
 
 from __future__ import annotations
 

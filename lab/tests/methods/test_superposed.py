@@ -1,4 +1,4 @@
-"""Superposed decoding against a slow twin: transformers' model on vectors, all from the beginning, without a cache."""
+"""Superposed decoding against a slow reference: transformers' model on vectors, from the beginning, without a cache."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Found = list[tuple[list[int], float]]
 
 
 def shares(text: Sequence[int], last: Sequence[int]) -> dict[int, float]:
-    """Weighted n-gram shares by going through the text for each size."""
+    """Weighted n-gram shares, by going through the text for each size."""
     found: dict[int, float] = {}
     for size, weight in enumerate(WEIGHTS, start=1):
         followers = Counter(text[at] for at in range(size, len(text))
@@ -64,7 +64,7 @@ def by_hand(
     name: str, ids: Sequence[int], method: Superposed, new: int, corpus: Sequence[int] | None = None,
     ends: Sequence[int] = (),
 ) -> Found:
-    """Drafts, the best first, with their scores; every vector is run anew for every token."""
+    """Drafts, best first, with their scores; every vector is run anew for every token."""
     model = tiny(name)
     embed = model.get_input_embeddings()
     fed = embed(torch.tensor([list(ids)]))
@@ -98,7 +98,7 @@ def engine(name: str = "llama") -> Engine:
 
 
 def texts_of(found: Result) -> list[tuple[int, ...]]:
-    """Tokens of all drafts, the best first."""
+    """Tokens of all drafts, best first."""
     return [found.tokens, *(tokens for _, tokens, _ in found.alternatives)]
 
 
@@ -115,7 +115,7 @@ def test_drafts_and_scores_are_those_of_the_slow_twin(name: str, method: Superpo
     for ids in PROMPTS[:3]:
         expected = by_hand(name.split()[-1], ids, method, 9)
         found = engine(name).generate(ids, method=method, max_new_tokens=9, ignore_eos=True)
-        if "packed" not in name:  # whose float32 may turn two that are nearly as good
+        if "packed" not in name:  # its float32 may swap two drafts of nearly equal score
             assert [list(tokens) for tokens in texts_of(found)] == [tokens for tokens, _ in expected]
         assert [score for *_, score in found.alternatives] == pytest.approx([s for _, s in expected[1:]], abs=exact)
         assert (found.stats.target_forwards, found.stats.extras["branches"]) == (9, method.k)

@@ -1,4 +1,4 @@
-"""Two models that write one answer, against a replay of who writes in plain Python over forwards without a cache."""
+"""Two models that write one answer, against a replay in plain Python over forwards without a cache."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def engine(family: str = "llama") -> Engine:
 
 
 class Replay:
-    """One row, written down: every token from a forward over the whole text.
+    """One row: every token comes from a forward over the whole text.
 
     Attributes:
-        owners: for each token, whether the large model wrote it.
-        fed: tokens that each model has been fed, small and large.
-        logits: behind each token.
+        owners: whether the large model wrote each token.
+        fed: number of tokens that each model was fed, small and large.
+        logits: logits after each token.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Replay:
 
 
 def slow_end(text: str) -> bool:
-    """Whether the one sentence of `text` has ended with its last character; looks at every character in turn."""
+    """Whether the one sentence of `text` ends with its last character; looks at every character in turn."""
     if not any(letter.isalnum() for letter in text):
         return False
     bare = text.rstrip("\"'”’)]*_")
@@ -182,7 +182,7 @@ def slow_end(text: str) -> bool:
 
 
 def abbreviated(before: str) -> bool:
-    """Whether a letter stands alone there, as in e.g."""
+    """Whether a single letter stands there, as in e.g."""
     alone = len(before) == 1 or not (before[-2:-1].isalnum() or before[-2:-1] == "_")
     return before[-1:].isalpha() and alone
 
@@ -352,7 +352,7 @@ def test_a_chat_goes_on_from_what_was_kept() -> None:
 
 
 def test_what_has_ended_leaves_both_caches() -> None:
-    """Also while what goes on is the large model's."""
+    """Even while only the large model's rows go on."""
     scheduler = Scheduler(engine(), start=False)
     ends = scheduler.submit(prompt(9, 1), method=EntropyAdaptive(small_model(), tau=50.0), max_new_tokens=3)
     policy = EntropyAdaptive(small_model(), tau=0.0, window=1, dwell=50, start="target")
@@ -386,7 +386,7 @@ def test_a_constraint_binds_both_models() -> None:
 
 @pytest.mark.parametrize(("large", "mine"), [(97, 60), (60, 97)])
 def test_heads_that_are_padded_to_different_sizes(large: int, mine: int) -> None:
-    """A row with a token beyond the small model's is the large one's; what only the small one has is never said."""
+    """A token beyond the small model's vocabulary comes from the large one; the small one's own never occur."""
     stack, draft = stack_of(tiny("llama", vocab_size=large)), stack_of(tiny("llama", seed=1, layers=4, vocab_size=mine))
     loop = Switching(policy_of(EAD), draft, DepthPlan.full(4), "small")
     prompts = [[5, 17, 41], [8, large - 1, 3]]
@@ -465,7 +465,7 @@ def test_in_a_stream_it_says_who_wrote() -> None:
     ids=lambda one: one.name,
 )
 def test_asked_for_over_http_and_in_a_file_of_prompts(method: Any, tmp_path: Path) -> None:
-    """By name, with a stop text and in a stream: what `generate` says."""
+    """By name, with a stop text and in a stream: the output of `generate`."""
     for name, model in (("small", small_model()), ("large", tiny("llama", layers=4))):
         model.save_pretrained(tmp_path / name)
         TOKENIZER.save_pretrained(tmp_path / name)

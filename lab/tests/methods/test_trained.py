@@ -1,4 +1,4 @@
-"""Methods that guess with trained heads or vectors: any of them changes the number of forwards and no more."""
+"""Methods that draft with trained heads or vectors: they only change the number of forwards."""
 
 from __future__ import annotations
 

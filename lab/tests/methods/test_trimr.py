@@ -1,4 +1,4 @@
-"""TrimR against a slow reading of whole texts, over forwards without a cache; and judges that fail."""
+"""TrimR against a slow reader of whole texts, over forwards without a cache; and judges that fail."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from turns import by_turns
 TOKENIZER = chat_tokenizer(string.ascii_lowercase + "ABEHIMNOSTWY" + string.digits + " .,:;!?'\"()+-*/=<>[]\n")
 OPEN = [int(token) for token in TOKENIZER("ask<think>", add_special_tokens=False)["input_ids"]]
 TAIL = 6
-"""Tokens that the model writes itself behind a script."""
+"""Tokens that the model itself writes after a script."""
 QUIET: dict[str, Any] = {"share": None, "repeats": None}
 
 
@@ -62,7 +62,7 @@ def engine(name: str = "llama") -> Engine:
 
 
 def script(text: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Lets the model write a thinking as given, as long as nobody closes it."""
+    """Forces a given thinking text until it is closed."""
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
     def bind(seen: Tensor, scores: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ def script(text: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def states(question: Question) -> bool:
-    """A judge that goes by `= x`: whether there is one, and whether the last ones are the same."""
+    """A judge that looks for `= x`: whether there is one, and whether the last ones are equal."""
     found = [re.findall(r"= (\w)", text) for text in (question.thought, question.former)]
     return bool(found[0]) if question.kind == "answers" else found[0][-1] == found[1][-1]
 
 
 def by_hand(text: str, method: TrimR, most: int, ids: Sequence[int], tail: int = TAIL) -> tuple[str, int]:
-    """The whole answer and the questions asked: all is read anew behind every letter, and no cache is kept."""
+    """The whole answer and the questions asked: everything is read anew after every letter, without a cache."""
     cues = (method.cues or texts()["cues"]).split("|")
     answer, asked = "", 0
     for end in range(1, len(text) + 1):
@@ -111,7 +111,7 @@ def by_hand(text: str, method: TrimR, most: int, ids: Sequence[int], tail: int =
         slow = method.share is not None and end >= method.share * most and len(thoughts) >= method.thoughts
         gentle = method.judge is not None and bool(said) and run >= method.agree
         if looped or slow or gentle:
-            if looped or slow:  # before anybody was asked about the thought that has just ended
+            if looped or slow:  # before the judge was asked about the thought that has just ended
                 asked -= 0 if not method.judge or not begins or not _new(answer, cues) else 1 + (
                     found[-1][1] and len(said) > 1)
             answer += texts()["forceful" if looped or slow else "gentle"] + "</think>\n\n"
@@ -124,7 +124,7 @@ def by_hand(text: str, method: TrimR, most: int, ids: Sequence[int], tail: int =
 
 
 def _new(answer: str, cues: Sequence[str]) -> bool:
-    """Whether the last letter has shown that a cue stands before it."""
+    """Whether the last letter completes a cue."""
     return any(re.search(rf"\s{re.escape(cue)}\W$", answer) for cue in cues)
 
 
@@ -158,7 +158,7 @@ def test_answers_are_those_of_the_slow_twin(text: str, knobs: dict[str, Any]) ->
 
 
 def test_both_endings_and_none_have_occurred() -> None:
-    """Else the cases above would say little."""
+    """Otherwise the cases above would say little."""
     ends = [by_hand(text, TrimR(judge=states, **{**QUIET, **knobs}), len(text) + 150, OPEN, 0)[0]
             for text, knobs in CASES]
     kinds = {one: sum(texts()[one] in end for end in ends) for one in ("gentle", "forceful")}
@@ -178,7 +178,7 @@ def test_a_judge_that_says_no_changes_nothing(name: str, sampling: str) -> None:
 
 @by_turns("name", ["packed llama", "hybrid", "packed hybrid"])
 def test_rows_do_not_see_each_other_and_every_executor_agrees_with_its_own_plain_text(name: str) -> None:
-    """A row that was closed goes on as plain decoding does from the same text."""
+    """A row that was closed continues as plain decoding does from the same text."""
     both, long = engine(name), {"max_new_tokens": 200}
     methods = [TrimR(judge=states, **QUIET), TrimR(judge=states, repeats=4, share=None)]
     for method in methods:
@@ -230,7 +230,7 @@ def test_repetition_is_found_when_it_is_there(times: int) -> None:
 
 
 class Tiny:
-    """A model that judges, and what it says, by transformers."""
+    """A judging model, and its answers by transformers."""
 
     def __init__(self) -> None:
         self.model, self.asked = tiny("qwen3", seed=5), list[bool]()
@@ -340,7 +340,7 @@ def test_a_bad_judge_fails_its_own_request_in_time(judge: Any, error: type[Excep
 
 
 def test_other_rows_go_on_while_a_judge_thinks() -> None:
-    """Of its own batch, and of others."""
+    """Rows of its own batch, and of others."""
     home, asked, free = engine(), threading.Event(), threading.Event()
 
     def slow(question: Question) -> bool:
@@ -378,7 +378,7 @@ def test_tags() -> None:
 
 
 def test_thinking_that_the_answer_begins_itself() -> None:
-    """As it does where no template has begun it; without a tag nothing is thought."""
+    """Thinking starts in the answer if no template opens it; without a tag there is no thinking."""
     ids = (OPEN[:3] * len(OPEN))[: len(OPEN)]
     for begin, calls in (("Yes: <think>", 3), ("Yes: <thin>", 0), ("<think></think>", 0)):
         found = engine().generate(ids, method=TrimR(judge=states, **QUIET), max_new_tokens=130,

@@ -1,4 +1,4 @@
-"""Cost cards: fits recover what they were made from, predictions add up and move the right way."""
+"""Cost cards: fits recover their source, predictions add up and move in the right direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going back in a row and forth again leaves it as it was, and what runs meanwhile is what ran at the time."""
+"""Going back in a row and forth again changes nothing, and what runs meanwhile sees the earlier state."""
 
 from __future__ import annotations
 

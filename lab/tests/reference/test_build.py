@@ -1,4 +1,4 @@
-"""The token file of a training: stretches that do not overlap, clear of what is held out."""
+"""The token file of a training: stretches that do not overlap, without held-out problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small models of the fixtures: whole, alike in their tokens, and able to do what they are for."""
+"""The small models of the fixtures: complete, with equal tokenizers, and able to do their job."""
 
 from __future__ import annotations
 

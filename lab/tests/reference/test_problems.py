@@ -1,4 +1,4 @@
-"""The problems that ship: right, enough, and apart from each other, from the training, and from the GSM8K test."""
+"""The problems that ship: right, enough, and distinct from each other, from the training, and from the GSM8K test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renumbering of GSM8K: chains evaluated exactly, sentences that follow, problems that are refused."""
+"""Renumbering of GSM8K: exact chains, sentences that follow, refused problems."""
 
 from __future__ import annotations
 

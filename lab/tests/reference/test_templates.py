@@ -1,4 +1,4 @@
-"""Word problems from templates: calculations evaluated by an oracle of its own, questions read and simulated."""
+"""Word problems from templates: calculations checked by a separate oracle, questions read and simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in small: batches, optimizer, resuming, LayerSkip's options, and the exported model."""
+"""A small training: batches, optimizer, resuming, LayerSkip's options, and the exported model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may ask of the lab's methods: nothing that names a file, and no function."""
+"""Options of the lab's methods that a request may set: none that names a file, and no function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that are decided in no order, as a client and the page see them come."""
+"""Tokens decided in any order, as a client and the page receive them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_word_comes_once_and_is_the_answer(server: Running, fields: dict[s
         assert [step for _, _, step in decided] == [step for step in range(6) for _ in range(2)]
         assert [place for place, _, _ in decided] != list(range(12)), "they came from left to right"
         before = set()
-        for choice in own:  # a word is told of before it is text
+        for choice in own:  # a token is announced before it is text
             before |= {place for place, _, _ in choice.get("canvas", ())}
             assert {step["index"] for step in choice.get("steps", ())} <= before
 
@@ -66,7 +66,7 @@ def test_who_does_not_ask_is_told_of_words_in_order_alone(server: Running) -> No
 
 @pytest.mark.browser
 def test_the_page_shows_words_where_they_stand() -> None:
-    """The shipped model shuffles names: the boxes fill in another order than that of the text."""
+    """The shipped model shuffles names: the boxes fill in another order than the text's."""
     engine = shoal.load(HUB, dtype="float32")
     with browser() as driver, serving(engine, method="diffusion") as running:
         resize(driver, 1280, 900)

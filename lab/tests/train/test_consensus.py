@@ -1,4 +1,4 @@
-"""Gates on neurons: what they do to a model, losses by hand, that they come to agree, and what is cut out."""
+"""Gates on neurons: their effect on a model, hand-computed losses, their agreement, and the cut network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def module(family: str = "llama", share: float = 0.25, uniform: bool = False) ->
 
 
 def set_to(one: ConsensusModule, kept: tuple[tuple[int, ...], ...]) -> None:
-    """Gates that are open or closed for every text, whatever it says."""
+    """Set gates open or closed for every text."""
     with torch.no_grad():
         for scores, stay in zip(one.common, kept, strict=True):
             scores.fill_(-30).index_fill_(0, torch.tensor(stay), 30)
@@ -71,7 +71,7 @@ def test_open_gates_are_the_model_itself_bit_for_bit(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_the_network_cut_out_is_the_gated_one(family: str, tmp_path: Path) -> None:
-    """Once gates agree, for every text: transformers' modules and packed."""
+    """Once gates agree, for every text: transformers' model and packed."""
     one, texts, draw = module(family), batch(family), random.Random(3)
     kept = tuple(tuple(sorted(draw.sample(range(width), draw.randint(width // 2, width)))) for width in one.widths)
     set_to(one, kept)
@@ -134,7 +134,7 @@ def test_gates_come_to_agree_at_the_share_that_was_asked_for(tmp_path: Path, uni
 
 
 def test_gates_that_go_by_the_text_do_not_agree() -> None:
-    """Half of the texts open what the others close: the mean gate says so, however sure each text is."""
+    """Half of the texts open what the others close: the mean gate shows it, however certain each text is."""
     one, texts = module(), batch()
     entering = [torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A gate for the KV under training: the gated model by hand, its loss, the share that it learns, and refusals."""
+"""Training of a KV gate: the gated model by hand, its loss, the learned share, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def module(keep: float = KEEP, family: str = "llama", layer: int = LAYER) -> Con
 
 
 class Open(Reading):
-    """What a text sees where these gates are open."""
+    """What a text sees if these gates are open."""
 
     def __init__(self, gates: Tensor) -> None:
         self._gates = gates.bool()

@@ -1,4 +1,4 @@
-"""Answers with their states: as transformers has them, whole after a kill, and of one kind."""
+"""Answers with their states: equal to transformers', whole after a kill, and of one kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cross-entropy of two laws and its gradient, against both laws written out."""
+"""The cross-entropy of two distributions and its gradient, against both distributions in full."""
 
 from __future__ import annotations
 

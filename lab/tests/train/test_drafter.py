@@ -1,4 +1,4 @@
-"""A drafter that fills masks: its loss by hand, what it may see, runs that end alike, and use beside its target."""
+"""A drafter that fills masks: its loss by hand, what it may see, resumed runs, and use with its target."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trainer(folder: Path, answers: Path, how: Training = HOW) -> Trainer:
 
 
 def seen(one: DrafterModule, tokens: list[int]) -> Tensor:
-    """Logits [T, V] in float64 of a text all of whose words see each other, by transformers' own forward."""
+    """Logits [T, V] in float64 of a text with bidirectional attention, by transformers' own forward."""
     model = copy.deepcopy(one._student[0]).double()
     with torch.no_grad():
         model.get_input_embeddings().weight[MASK] = one.mask.double()
@@ -52,7 +52,7 @@ def seen(one: DrafterModule, tokens: list[int]) -> Tensor:
 
 
 def by_hand(one: DrafterModule, batch: TextBatch) -> tuple[float, list[list[bool]]]:
-    """Window by window and mask by mask: the loss, and by place which likeliest words came."""
+    """Window by window and mask by mask: the loss, and which argmax tokens were right, by place."""
     rows = reference("llama").get_output_embeddings().weight.double()
     losses: list[list[float]] = [[] for _ in range(SHAPE.block)]
     right: list[list[bool]] = [[] for _ in range(SHAPE.block)]
@@ -85,7 +85,7 @@ def test_the_loss_is_that_of_each_mask_by_itself(tmp_path: Path) -> None:
 
 
 def test_nothing_behind_a_window_is_seen(tmp_path: Path) -> None:
-    """Words that come later, those of other rows and those before the window change nothing."""
+    """Later tokens, those of other rows and those before the window change nothing."""
     one, batch = module(), trainer(tmp_path / "run", tmp_path / "answers").held_out()[0]
     canvas = one.canvas(batch, 0)
     outputs = one.outputs(canvas)
@@ -151,7 +151,7 @@ def test_what_is_written_drafts_for_the_model_and_changes_no_token(tmp_path: Pat
 
 
 def test_the_window_is_the_text_cut_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks see the window's words and no others, at the positions of the training."""
+    """Masks see the window's tokens and no others, at the positions of training."""
     folder, engine, asked = written(tmp_path / "drafter"), target("llama"), list[list[int]]()
     companion = engine.info().draft_engine
     assert companion is not None
@@ -173,7 +173,7 @@ def test_the_window_is_the_text_cut_by_hand(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_window_fits_where_the_text_does_not(tmp_path: Path) -> None:
-    """The draft's context bounds what it reads."""
+    """The draft's context limits what it reads."""
     engine, prompt = target("llama"), list(range(3, 43))
     short = tiny("llama", mask_token_id=MASK, max_position_embeddings=20)
     with pytest.raises(ValueError, match="context is 20"):

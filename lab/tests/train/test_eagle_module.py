@@ -1,4 +1,4 @@
-"""The layer of `eagle` guesses while it drafts what the module that is trained would."""
+"""The layer of `eagle` drafts what its training module would."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from watched import Watched
     ("llama", Likeliest(3, 3)),
 ], ids=["chain", "chain of another family", "branching", "likeliest"])
 def test_the_layer_guesses_what_its_module_would(family: str, shape: TreeShape) -> None:
-    """Through prompts and accepted guesses, with the layer's own outputs in the place of states that are not known."""
+    """Through prompts and accepted guesses, with the layer's own outputs in place of unknown states."""
     module, width = eagle(target(family)), shape.width(0)
     part = part_file.read(part_for("eagle", family), "eagle", target(family).info())
     proposer = Watched(EagleProposer(part, shape))

@@ -1,4 +1,4 @@
-"""Where training begins: as least squares over all pairs at once would, with what the layer adds still 0."""
+"""Where training starts: at least squares over all pairs at once, with a layer that adds 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained, as it is written: in whole numbers near to what it was, and read by nothing but its own method."""
+"""A trained component as written: integers close to the weights, and readable by its own method only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that heal: what the model reads under a plan, its loss by hand, that it learns, and what is written."""
+"""Healing adapters: LM head inputs under a plan, the loss by hand, learning, and the written checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def shaken(one: HealModule) -> HealModule:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "hybrid", "qwen3"])
 def test_texts_are_read_as_the_plan_writes_them(family: str) -> None:
-    """Against the oracle's pass, in which each layer processes a prefix of the positions; adapters begin as nothing."""
+    """Against the oracle's pass, in which each layer processes a prefix of the positions; adapters start as zero."""
     one, texts = module(family), batch(family)
     assert any(len(PLAN.layers(step)) < LAYERS for step in range(12))
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_the_loss_is_the_cross_entropy_with_the_models_own_law() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_layers_run_again_for_their_gradient_give_the_same_one(family: str) -> None:
-    """With less kept on the way: what enters the layers, and neither their attention nor their MLPs."""
+    """With less kept: the inputs of the layers, and neither their attention nor their MLPs."""
     kept, found = [0, 0], list[list[torch.Tensor]]()
 
     def noted(value: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_layers_run_again_for_their_gradient_give_the_same_one(family: str) -> N
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # a norm in float32 behind a product in bfloat16
 @pytest.mark.parametrize("recompute", [False, True])
 def test_matrices_of_two_bytes_read_nearly_the_same_and_adapters_stay_exact(recompute: bool) -> None:
-    """Against the same adapters beside matrices rounded to bfloat16 and held in float32."""
+    """Against the same adapters on matrices rounded to bfloat16 and held in float32."""
     half, texts = shaken(module("gemma2", recompute=recompute, half=True)), batch("gemma2")
     rounded = copy.deepcopy(target("gemma2").model).float()
     halve(rounded)
@@ -119,7 +119,7 @@ def test_matrices_of_two_bytes_read_nearly_the_same_and_adapters_stay_exact(reco
 
 
 def test_healing_brings_the_law_under_the_plan_nearer(tmp_path: Path) -> None:
-    """On what it was trained on: random models have nothing in common from text to text."""
+    """On its training answers: random models have nothing in common from text to text."""
     one, answers = module(plans={"late": LATE, "full": PLANS["full"]}), made(tmp_path / "answers")
     Trainer(one, answers, HOW, tmp_path).train()
     texts = [TextBatch.of(some) for some in batches(answers.answers(0, validation=False), 256)]

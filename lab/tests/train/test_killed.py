@@ -1,4 +1,4 @@
-"""Training in a process of its own that is killed at any moment, or whose disk is full: nothing is lost or half."""
+"""Training in a process that is killed at any moment, or whose disk is full: nothing is lost or half written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers of layers under training: what is read through them, their loss by hand, what they learn, and refusals."""
+"""Training of layer routers: LM head inputs through them, the loss by hand, what they learn, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop: a run that was killed ends as one that was not; what diverges stops; labels are aligned."""
+"""The loop: a killed run ends like one that was not; diverging runs stop; labels are aligned."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_another_run_and_a_damaged_checkpoint_are_refused(tmp_path: Path) -> Non
 
 
 class Letters:
-    """A model whose states are one-hot at the token that comes next, and whose head and embedding are the identity."""
+    """A model whose states are one-hot at the next token, and whose LM head and embedding are the identity."""
 
     size = 8
 
@@ -122,7 +122,7 @@ class Letters:
 
 
 def counting(length: int, prompt: int, start: int) -> TextBatch:
-    """A text that counts up, over and over."""
+    """A text that counts up repeatedly."""
     tokens = (torch.arange(length + 1) + start) % Letters.size
     states = 20 * torch.eye(Letters.size)[tokens[1:]]
     return TextBatch(tokens[None, :-1], states[None], torch.tensor([prompt]), torch.tensor([length]))

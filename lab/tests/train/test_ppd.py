@@ -1,4 +1,4 @@
-"""Prompts under training: outputs as of an uncached forward, gradients, labels, and what a few steps bring."""
+"""Training of prompt tokens: outputs equal to an uncached forward's, gradients, labels, and a few steps' progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trained_parts import ppd, target
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "hybrid", "mistral", "qwen2"])
 def test_outputs_are_those_of_an_uncached_forward(family: str, attention: str) -> None:
-    """One set of prompts behind the text up to its place, and no mask but the model's own."""
+    """One set of prompt tokens after the text up to its place, with the model's own mask."""
     engine = target(family)
     model = copy.deepcopy(engine.model)
     model.set_attn_implementation(attention)
@@ -63,7 +63,7 @@ def test_an_earlier_prompt_hears_of_a_later_one_through_nothing() -> None:
 
 
 def slow_loss(module: PromptModule, texts: TextBatch, places: list[list[int]]) -> tuple[Tensor, list[list[bool]]]:
-    """Set by set and prompt by prompt: the loss, and per depth which guesses were right."""
+    """Set by set and token by token: the loss, and which guesses were right, by depth."""
     total, right = torch.zeros(()), list[list[bool]]()
     for depth in range(3):
         losses, hits = [], []
@@ -104,7 +104,7 @@ def test_places_are_drawn_anew_in_every_step() -> None:
 
 
 def test_a_planted_answer_is_right_at_every_depth() -> None:
-    """States that say what a prompt says, and texts that hold it."""
+    """States that agree with a prompt token, and texts that hold its guess."""
     module, texts = ppd(target("llama")), batch()
     with torch.no_grad():
         sets = module._sets(texts, None)
@@ -124,7 +124,7 @@ def test_a_planted_answer_is_right_at_every_depth() -> None:
 
 
 def test_some_training_lowers_the_loss(tmp_path: Path) -> None:
-    """On the answers that it is trained on: what random weights say next holds for no other text."""
+    """On its training answers: random weights predict nothing about other texts."""
     engine, corpus = target("llama"), made(tmp_path / "answers")
     module = PromptModule(Base(engine.stack), copy.deepcopy(engine.model), 3)
     trainer = Trainer(module, corpus, Training(epochs=12, batch=512, rate=0.1), tmp_path)

@@ -1,4 +1,4 @@
-"""Prompts to train on, as people write them into files."""
+"""Training prompts, as people write them into files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts under training: groups are a partition by what fires together, labels are what groups give, and refusals."""
+"""Training of experts: groups are a partition by what fires together, labels are the groups' outputs, and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def batch() -> TextBatch:
 
 
 def inner(tokens: Tensor) -> list[Tensor]:
-    """What goes into each layer's down, by hand from transformers' hidden states [B, T, ffn]."""
+    """Inputs of each layer's down projection, by hand from transformers' hidden states [B, T, ffn]."""
     model, seen = reference("llama"), list[Tensor]()
     hooks = [layer.mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
              for layer in model.model.layers]

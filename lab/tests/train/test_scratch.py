@@ -1,4 +1,4 @@
-"""A masked-diffusion model from scratch: its batches, that it learns, goes on after a stop, and is what is loaded."""
+"""A masked-diffusion model from scratch: its batches, learning, resuming, and loading."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_batch_masks_answers_alone() -> None:
 
 
 def test_shares_are_spread_evenly() -> None:
-    """Stratified: the k-th text of a batch has about k of so many parts of its words masked; all numbers occur."""
+    """Stratified: the k-th text of a batch has about a share k of its tokens masked; all numbers occur."""
     batch = diffusion.batch_of(0, TOKENIZER, dataclasses.replace(SMALL, batch=400))
     equals = TOKENIZER.convert_tokens_to_ids("=")
     first = torch.tensor([tokens.index(equals) + 1 for tokens in batch.tokens.tolist()])
@@ -61,7 +61,7 @@ def test_shares_are_spread_evenly() -> None:
 
 
 def test_the_twin_reads_the_same_texts_and_learns_each_next_word() -> None:
-    """Of every answer and its first end, nothing of a prompt and of what fills up; first weights are the same."""
+    """The loss covers every answer and its first end, and neither prompt nor padding; first weights are equal."""
     twin, masked = diffusion.batch_of(3, TOKENIZER, TWIN), diffusion.batch_of(3, TOKENIZER, SMALL)
     assert torch.equal(twin.tokens, torch.where(masked.wanted >= 0, masked.wanted, masked.tokens))
     equals, eos = TOKENIZER.convert_tokens_to_ids("="), TOKENIZER.eos_token_id
@@ -132,7 +132,7 @@ def test_what_is_written_is_loaded_as_a_masked_model_and_answers(tmp_path: Path)
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    """A few seconds are enough to see the loss fall well below that of guessing any word."""
+    """A few seconds are enough to see the loss fall well below that of a random guess."""
     how = dataclasses.replace(SMALL, steps=40, batch=32, hidden=32, rate=6e-3)
     train(tmp_path / "model", how)
     model = diffusion.fresh_model(TOKENIZER, how)
