@@ -28,14 +28,14 @@ def paths_of(tree: RankTree) -> list[tuple[int, ...]]:
 def test_a_tree_holds_the_likeliest_paths(nodes: int) -> None:
     every = [path for length in (1, 2, 3) for path in itertools.product(range(3), repeat=length)]
     worth = {path: math.prod(SHARES[depth][rank] for depth, rank in enumerate(path)) for path in every}
-    found = paths_of(RankTree.likeliest(SHARES, nodes))
+    found = paths_of(RankTree.most_probable(SHARES, nodes))
     assert len(found) == len(set(found)) == min(nodes, len(every))
     best = sorted(worth.values(), reverse=True)[: len(found)]
     assert sum(worth[path] for path in found) == pytest.approx(sum(best))
 
 
 def test_a_tree_is_filled_by_depth_and_rank() -> None:
-    tree = RankTree.likeliest(SHARES, 6)
+    tree = RankTree.most_probable(SHARES, 6)
     table = [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
     whole = tree.filled(7, table, 3)
     assert whole.tokens[0] == 7

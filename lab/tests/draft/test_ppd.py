@@ -75,7 +75,7 @@ def test_the_best_trees_are_those_of_brute_force(nodes: int, depth: int) -> None
     for state in range(depth + 1):
         own = []
         for count in range(min(nodes, 3) + 1 if state else 1):
-            tree = RankTree.likeliest(shares[:state], count) if count else RankTree.chain(0)
+            tree = RankTree.most_probable(shares[:state], count) if count else RankTree.chain(0)
             own += [PromptTree(tree, prompts) for prompts in itertools.product(range(depth + 1), repeat=count + 1)
                     if sum(prompts) + count <= nodes]
         options.append(own)

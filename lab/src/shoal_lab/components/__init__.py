@@ -1,1 +1,1 @@
-"""What methods under study are made of: acceptance rules, routers and gates, forms of KV."""
+"""Components of methods under study: acceptance rules, routers and gates, formats of KV."""

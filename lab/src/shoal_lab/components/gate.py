@@ -1,4 +1,4 @@
-"""A trained gate: it says of tokens, by the states that enter one layer, whether later tokens need them."""
+"""A trained gate: predicts from one layer's inputs whether later tokens need a token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from shoal.speculative.part_file import TrainedPart
 
 WIDTHS = (512, 256, 128)
-"""Numbers between the matrices of the perceptron."""
+"""Hidden sizes of the perceptron."""
 NORM, WEIGHT, BIAS = "norm", "weight.{}", "bias.{}"
-"""Names of a part's tensors: scale and shift of the norm [2, D], and of each matrix what it is and adds."""
+"""Names of a component's tensors: scale and shift of the norm [2, D], and weight and bias of each matrix."""
 
 
 def gate_scores(states: Tensor, norm: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Scores [..., ] of states [..., D]: above 0, a token is more likely needed than not.
+    """Scores [..., ] of states [..., D]: above 0, a token is more probably needed than not.
 
-    A norm, then a perceptron with GELU: the text predictor of Dynamic-LLaVA (arXiv 2412.00876, released code), whose
-    two numbers, for staying and for going, are one here: their difference.
+    A norm, then a perceptron with GELU: the text predictor of Dynamic-LLaVA (arXiv 2412.00876, released code), with the
+    difference of its two outputs, for staying and for going, as a single one.
     """
     x = layer_norm(states, states.shape[-1:], norm[0], norm[1])
     for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -31,17 +31,17 @@ def gate_scores(states: Tensor, norm: Tensor, weights: Sequence[Tensor], biases:
 
 
 class TokenGate:
-    """The gate of a trained part, in float32.
+    """The gate of a trained component, in float32.
 
     Args:
-        part: what `shoal train dynamic_context` wrote.
+        part: a component from `shoal train dynamic_context`.
 
     Attributes:
-        layer: the layer whose incoming states it reads, and the first one that keeps less.
-        kept: the share of tokens that stayed when the part was validated.
+        layer: the layer whose inputs it reads, and the first one that keeps less.
+        kept: share of tokens that stayed in validation.
 
     Raises:
-        ValueError: tensors are missing, or of another size than the card says, or it does not say what stayed.
+        ValueError: tensors are missing, have another size than the card says, or it lacks the kept share.
     """
 
     def __init__(self, part: TrainedPart) -> None:
@@ -60,6 +60,6 @@ class TokenGate:
 
     @torch.no_grad()
     def scores(self, states: Tensor) -> list[float]:
-        """Of states [n, D]."""
+        """Scores of states [n, D]."""
         found: list[float] = gate_scores(states.to(self._norm), self._norm, self._weights, self._biases).tolist()
         return found

@@ -1,4 +1,4 @@
-"""Trained routers: by the state that enters a layer at a prompt's end they say how much the answer needs it."""
+"""Trained routers: predict from each layer's input at a prompt's end how much the answer needs the layer."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from shoal.speculative.part_file import TrainedPart
 
 WEIGHT, BIAS = "weight", "bias"
-"""Names of a part's tensors, [L, D] and [L]."""
+"""Names of a component's tensors, [L, D] and [L]."""
 
 
 def router_scores(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Scores [..., L] of states [..., L, D], one for each layer: above 0, the layer is more likely needed than not.
+    """Scores [..., L] of states [..., L, D], one per layer: above 0, the layer is more probably needed than not.
 
-    A linear router for each layer (FiRST, arXiv 2410.12513) behind a norm, since states grow from layer to layer.
+    A linear router for each layer (FiRST, arXiv 2410.12513) after a norm, because states grow from layer to layer.
     """
     return (layer_norm(states, states.shape[-1:]) * weight).sum(-1) + bias
 
 
 class LayerRouters:
-    """The routers of a trained part, in float32.
+    """The routers of a trained component, in float32.
 
     Args:
-        part: what `shoal train first` wrote.
+        part: a component from `shoal train first`.
         num_layers: L of the model.
 
     Raises:
-        ValueError: tensors are missing, or of another size than the card says.
+        ValueError: tensors are missing, or have another size than the card says.
         Unsupported: they are for a model with another number of layers.
     """
 
@@ -48,7 +48,7 @@ class LayerRouters:
 
     @torch.no_grad()
     def scores(self, states: Mapping[int, Tensor]) -> list[float]:
-        """One for each layer, of the states [D] that enter the layers."""
+        """A score per layer, from each layer's input [D]."""
         rows = torch.stack([states[layer] for layer in range(len(self._bias))]).to(self._weight)
         found: list[float] = router_scores(rows, self._weight, self._bias).tolist()
         return found

@@ -1,4 +1,4 @@
-"""Momentum: the likeliest token, where going on with it does not repeat what the text has already said."""
+"""Momentum: the argmax, unless continuing with it repeats the text."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shoal.decode.tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Resisting(TargetsNumbers):
-    """The text, prompt included, is a walk on a graph whose nodes are tokens; going back to one is resisted.
+    """The text, prompt included, is a walk on a graph whose nodes are tokens; returning to one is resisted.
 
-    A token that is new is taken as it is. Where it is not, the likeliest tokens are weighed: each has its probability
-    less `alpha` times the resistance of the longest circuit that it would close, and the best one wins. In sampled rows
-    the token is drawn, and where it is not new, one is drawn from what the resistance leaves of the likeliest. Guesses
-    are kept as far as they are what is chosen anyway. The graph is read off the text each time, in a moment beside a
-    forward: so rows that are forked, go on later or hold guesses need no copy of it.
+    A new token is taken as it is. Otherwise the most probable tokens are weighed: each has its probability less `alpha`
+    times the resistance of the longest circuit that it would close, and the best one wins. In sampled rows the token is
+    sampled, and if it is not new, one is sampled from what the resistance leaves of the most probable ones. Guesses are
+    kept as far as they agree with the choice. The graph is read from the text each time, which is cheap beside a
+    forward: so rows that are forked, resumed or hold guesses need no copy of it.
 
     Attributes:
         alpha: weight of the resistance.
-        candidates: how many of the likeliest tokens are weighed.
-        resistance: of a circuit of 1, 2, ... tokens; a longer one has the last.
+        candidates: number of most probable tokens to weigh.
+        resistance: of a circuit of 1, 2, ... tokens; longer ones have the last.
     """
 
     alpha: float
@@ -32,23 +32,23 @@ class Resisting(TargetsNumbers):
     exact: bool = False
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
-        """The guesses that are what would be chosen anyway, and the token after them."""
+        """Follow the chosen tokens down the tree."""
         return descend(tree, lambda node: self._choice(target, node))
 
     def _choice(self, target: Target, node: int) -> int:
         """The token after `node`."""
-        likeliest, text = target.choice(node), target.history(node)
-        if likeliest not in text:
-            return likeliest
+        argmax, text = target.choice(node), target.history(node)
+        if argmax not in text:
+            return argmax
         probs = probabilities(target.scores(node)) if target.greedy else target.probs(node)
         best = probs.topk(min(self.candidates, len(probs)))
         left = {token: prob - self.alpha * self._resisted(text, token)
                 for token, prob in zip(best.indices.tolist(), best.values.tolist(), strict=True) if prob > 0}
         if target.greedy:
-            return max(left, key=left.__getitem__, default=likeliest)
+            return max(left, key=left.__getitem__, default=argmax)
         going = [token for token, weight in left.items() if weight > 0]
         if not going:
-            return likeliest
+            return argmax
         weights = probs.new_zeros(len(probs))
         weights[going] = probs.new_tensor([left[token] for token in going])
         return target.draw(weights, node, "momentum")
@@ -59,9 +59,9 @@ class Resisting(TargetsNumbers):
 
 
 def circuit(text: Sequence[int], token: int, longest: int) -> int:
-    """Tokens of the longest n-gram of `text`, up to `longest`, that `text` with `token` behind it would end in again.
+    """Length of the longest n-gram, up to `longest`, that ends `text` + `token` and occurs in `text`.
 
-    0 where the token is new to the text.
+    0 if the token is new to the text.
     """
     found, place, last = 0, -1, len(text) - 1
     while found < longest:

@@ -1,4 +1,4 @@
-"""Going back in a row for a moment: to run committed tokens again in another way, and then go on as before."""
+"""Going back in a row for a moment, to run committed tokens again in another way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.model.kv.layer import KVLayer
 
 @contextmanager
 def rewound(cache: KVCache, row: int, length: int) -> Iterator[None]:
-    """Within the context the row holds its first `length` positions; afterwards it is as it was, scratch forgotten.
+    """Within the context the row holds its first `length` positions; afterwards it is restored, without scratch.
 
     What is fed meanwhile must not be committed. Costs a copy of the positions from `length` on.
 
@@ -41,7 +41,7 @@ def rewound(cache: KVCache, row: int, length: int) -> Iterator[None]:
 
 
 def earliest(cache: KVCache, row: int) -> int:
-    """The fewest positions to which a row can go back: before them a window has moved on, or columns were rewritten."""
+    """The fewest positions to which a row can go back: a window has moved on, or slots were rewritten, before them."""
     layers = _current(cache, row)
     slid = [layer for layer in layers if layer.window is not None and layer.starts[row]]
     rewritten = [layer.rewritten[row] for layer in layers]
@@ -49,7 +49,7 @@ def earliest(cache: KVCache, row: int) -> int:
 
 
 def _current(cache: KVCache, row: int) -> list[KVLayer]:
-    """The layers that have run all of the row's positions; no other one can be run."""
+    """The layers that have run all of the row's positions; no others can run."""
     layers = [layer for layer in cache.layers if layer.lengths[row] == cache.positions[row]]
     return [layer for layer in layers if layer.row_tensors(row) and not layer.released[row]]
 
@@ -60,7 +60,7 @@ def _saved(layer: KVLayer, row: int, length: int) -> list[Tensor]:
 
 
 def _restore(layer: KVLayer, row: int, length: int, saved: list[Tensor]) -> None:
-    """A window may have moved on meanwhile, never beyond what is put back."""
+    """Restore a layer; its window may have moved on meanwhile, but never beyond what is restored."""
     first = length - layer.starts[row]
     for tensor, entries in zip(layer.row_tensors(row), saved, strict=True):
         tensor[:, first : first + entries.shape[1]] = entries

@@ -1,9 +1,8 @@
-"""A trained router: from the last few tokens alone it says which groups of the MLPs' neurons the next forward needs.
+"""A trained router: predicts from the last few tokens alone which groups of MLP neurons the next forward needs.
 
 It sees no hidden state, so the groups of every layer are known before a token's forward begins: the router of Read-ME
-(arXiv 2410.19123), decoupled from the layers. There it is a small attention and one choice for all layers; here it is a
-convolution over the last tokens, and each layer has a choice of its own, since groups of different layers are not made
-to correspond.
+(arXiv 2410.19123), decoupled from the layers. There it is a small attention with one choice for all layers; here it is
+a convolution over the last tokens with a choice per layer, because groups of different layers do not correspond.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ if TYPE_CHECKING:
     from shoal.speculative.part_file import TrainedPart
 
 TABLE, MIX, OUT, BIAS, NEURONS = "table", "mix", "out", "{}.bias", "neurons"
-"""Names of a part's tensors: numbers of each token [vocab, width]; what mixes those of a window [hidden,
-window * width], and makes scores of it [layers * (groups - shared), hidden]; what is added to these two; and the
-neurons of the groups, int32 [layers, groups, n]."""
+"""Names of a component's tensors: embeddings of tokens [vocab, width]; the matrix over a window [hidden,
+window * width], and the one to scores [layers * (groups - shared), hidden]; their biases; and the neurons of the
+groups, int32 [layers, groups, n]."""
 _REMEMBERED = 1 << 14
-"""Windows whose choice is remembered."""
+"""Windows whose choice is cached."""
 
 
 def router_scores(seen: Tensor, mix: Tensor, mix_bias: Tensor, out: Tensor, out_bias: Tensor) -> Tensor:
-    """Scores [..., layers * (groups - shared)] of what a window holds [..., window * width], the newest token last."""
+    """Scores [..., layers * (groups - shared)] of a window's embeddings [..., window * width], newest token last."""
     return linear(gelu(linear(seen, mix, mix_bias)), out, out_bias)
 
 
 def bits(chosen: Sequence[Sequence[int]], shared: int) -> tuple[int, ...]:
-    """Per layer a mask of groups: the first `shared` of all, and those that are chosen among the others."""
+    """Per layer a mask of groups: the first `shared` of all, and the chosen ones among the others."""
     always = (1 << shared) - 1
     return tuple(always | sum(1 << shared + group for group in layer) for layer in chosen)
 
 
 class ExpertRouter:
-    """The router of a trained part.
+    """The router of a trained component.
 
-    It judges each window by itself, in float64, so that a choice depends on nothing but the window's tokens.
+    It judges each window by itself, in float64, so that a choice depends on the window's tokens only.
 
     Args:
-        part: what `shoal train read_me` wrote.
+        part: a component from `shoal train read_me`.
 
     Attributes:
         layers, groups: of the model, and of each of its MLPs.
         shared: the first groups, which always run.
-        window: how many tokens it sees, the one that is fed among them.
+        window: number of tokens that it sees, the fed one included.
 
     Raises:
-        ValueError: tensors are missing, or of another size than the card says.
+        ValueError: tensors are missing, or have another size than the card says.
     """
 
     def __init__(self, part: TrainedPart) -> None:
@@ -79,22 +78,22 @@ class ExpertRouter:
         """The model's MLPs in these groups; made once.
 
         Raises:
-            Unsupported: the model has no such MLPs.
+            Unsupported: the model has no gated MLPs.
         """
         if stack not in self._made:
             self._made[stack] = stack.split_mlps(list(self.neurons))
         return self._made[stack]
 
     def bytes_to_come(self, stack: Stack) -> int:
-        """What the groups will take in memory; 0 once they are made."""
+        """Memory that the groups will take; 0 once they are made."""
         return 0 if stack in self._made else stack.group_bytes
 
     def masks(self, tokens: Sequence[int], experts: int, seed: int | None = None) -> tuple[int, ...]:
-        """Which groups the last one of some tokens runs, per layer.
+        """Groups that the last of some tokens runs, per layer.
 
         Args:
-            tokens: of the text up to it; those before the window say nothing.
-            experts: how many groups, the shared ones among them.
+            tokens: the text up to it; tokens before the window have no effect.
+            experts: number of groups, shared ones included.
             seed: by which the others are drawn instead; None for the router's choice.
         """
         key = tuple(tokens[-self.window :]), experts, seed
@@ -113,7 +112,7 @@ class ExpertRouter:
 
     @torch.no_grad()
     def scores(self, tokens: Sequence[int]) -> Tensor:
-        """Of the groups that are not shared, [layers, groups - shared] in float64, after at most `window` tokens."""
+        """Scores of groups that are not shared, [layers, groups - shared] in float64, after at most `window` tokens."""
         lines = torch.zeros(self.window, self._table.shape[1], dtype=torch.float64, device=self._table.device)
         lines[self.window - len(tokens) :] = self._table[list(tokens)].double()
         return router_scores(lines.flatten(), *self._weights).view(self.layers, -1)

@@ -1,4 +1,4 @@
-"""Rejection sampling towards a target that a better-informed draft has improved: RAPID's knowledge transfer."""
+"""Rejection sampling towards a target that a better-informed draft improves: RAPID's knowledge transfer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LIKELY = 0.1
-"""Tokens of at least this share of the draft's highest probability are transferred; as released, the paper has none."""
+"""Tokens of at least this share of the draft's highest probability are transferred; from the released code."""
 _MATCH = Match()
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer(Rule):
-    """Keeps a guess by the target's distribution p once it has been moved towards the draft's q (arXiv 2502.20330).
+    """Keeps a guess by the target's distribution p after moving it towards the draft's q (arXiv 2502.20330).
 
-    p' is proportional to p * exp(eta * (q - p)) on the tokens that the draft finds likely, and to p elsewhere. A guess
-    x is kept with probability min(1, p'(x) / q(x)), else the token is drawn from max(p - p', p - q, 0), normalised. So
-    a token's law is min(q, p') + (1 - sum min(q, p')) * norm(max(p - p', p - q, 0)): neither p nor p', unless eta is 0.
-    After the last kept guess comes a token of the target's own. In greedy rows the temperature, by which the paper
-    multiplies eta, is 0: guesses are matched exactly. Without a distribution a guess was certain.
+    p' is proportional to p * exp(eta * (q - p)) on the tokens that the draft finds probable, and to p elsewhere. A
+    guess x is kept with probability min(1, p'(x) / q(x)), otherwise the token is drawn from max(p - p', p - q, 0),
+    normalised. So a token's distribution is min(q, p') + (1 - sum min(q, p')) * norm(max(p - p', p - q, 0)): neither p
+    nor p', unless eta is 0. After the last kept guess comes a token of the target's own. In greedy rows the
+    temperature, by which the paper multiplies eta, is 0: guesses are matched exactly. A guess without a distribution is
+    certain.
 
     Attributes:
         eta: how far p is moved, 0 or more; 0 is `Rejection` on a chain.
@@ -42,10 +43,10 @@ class Transfer(Rule):
         return self.eta == 0
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
-        """See the class.
+        """Accept a chain of guesses.
 
         Raises:
-            ValueError: the guesses are no chain.
+            ValueError: the guesses are not a chain.
         """
         if target.greedy:
             return _MATCH.walk(tree, target)
@@ -60,7 +61,7 @@ class Transfer(Rule):
         return Outcome(tuple(path), target.draw(target.probs(path[-1]), path[-1], "sample"))
 
     def _judged(self, tree: TokenTree, target: Target, child: int, node: int) -> int | None:
-        """What comes instead of `child`, or None where that is kept."""
+        """The token in place of `child`, or None if that is kept."""
         probs, token = target.probs(node).double(), tree.tokens[child]
         found = None if tree.draft_probs is None else tree.draft_probs[child]
         draft = probs.new_zeros(probs.shape) if found is None else found.double()
@@ -74,7 +75,7 @@ class Transfer(Rule):
 
 
 def moved(probs: Tensor, draft: Tensor, eta: float) -> Tensor:
-    """The p' of the class, [V] from the distributions [V] of target and draft."""
+    """The p' of the class, [V], from the distributions [V] of target and draft."""
     likely = draft >= LIKELY * draft.max()
     better = probs * ((eta * (draft - probs)).where(likely, probs.new_zeros(()))).exp()
     return better / better.sum()

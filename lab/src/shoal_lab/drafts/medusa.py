@@ -46,7 +46,7 @@ class RankTree:
         return cls(tuple(range(-1, length)), (0,) * (length + 1))
 
     @classmethod
-    def likeliest(cls, shares: Sequence[Sequence[float]], nodes: int) -> RankTree:
+    def most_probable(cls, shares: Sequence[Sequence[float]], nodes: int) -> RankTree:
         """The `nodes` most probable paths, if heads are right independently of each other.
 
         Args:

@@ -63,7 +63,7 @@ class PromptTrees:
         paper uses the expected tokens of the next step alone. The split between guesses and prompt tokens is chosen by
         the same value, state by state.
         """
-        tried = [[RankTree.likeliest(shares[:state], count) if count else RankTree.chain(0)
+        tried = [[RankTree.most_probable(shares[:state], count) if count else RankTree.chain(0)
                   for count in range(nodes + 1 if state else 1)] for state in range(len(shares) + 1)]
         worth = [sum(_chances(trees[-1], shares)[1:]) for trees in tried]
         found = list[PromptTrees]()

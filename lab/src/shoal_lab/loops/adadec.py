@@ -1,4 +1,4 @@
-"""AdaDec's step: where the model is unsure, a look at how its likeliest tokens would go on."""
+"""AdaDec's step: where the model is unsure, look how its most probable tokens would continue."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     from shoal_lab.methods.adadec import Pausing
 
 _SHORT = 32
-"""Most tokens of a piece below which candidates may hang: with 4 candidates of 8 tokens they are 64 nodes."""
+"""Most tokens of a piece below which candidates may hang: 4 candidates of 8 tokens make 64 nodes with it."""
 
 
 class PausingBatch(Batch):
     """A row whose entropy reaches the threshold pauses: its candidates are continued greedily, as a tree.
 
-    The tree hangs below what the row's forward has left uncommitted. One forward makes a level of it, for all rows that
-    pause; the commit that follows forgets it.
+    The tree hangs below the uncommitted tokens of the row's forward. One forward makes a level of it, for all pausing
+    rows; the following commit drops it.
 
     Args:
         how: when to pause, and how far to look.
@@ -39,7 +40,7 @@ class PausingBatch(Batch):
         self._how = how
 
     def judge_all(self, rows: Sequence[tuple[Row, RowTarget, int]]) -> list[Outcome]:
-        """As in the plain loop where the model is sure; else the best of the candidates."""
+        """Choose as in the plain loop if the model is sure; otherwise the best candidate."""
         outcomes = super().judge_all(rows)
         unsure = {place: _Outlook(row, target, fed, self._how.candidates)
                   for place, (row, target, fed) in enumerate(rows)
@@ -49,16 +50,14 @@ class PausingBatch(Batch):
         return [replace(outcome, token=unsure[place].best) if place in unsure else outcome
                 for place, outcome in enumerate(outcomes)]
 
+    @override
     def piece(self, due: int, size: int) -> int:
-        """See the base class. A long piece leaves a prompt's last token to a forward of its own.
-
-        The candidates hang below all that a forward has left uncommitted, and trees of more nodes than the kernels can
-        name are read at many times the cost.
-        """
+        # A long piece leaves a prompt's last token to its own forward. The candidates hang below all uncommitted tokens
+        # of a forward, and trees larger than the kernels' limit are read at many times the cost.
         return size - 1 if size == due > _SHORT else size
 
     def _look(self, outlooks: Sequence[_Outlook]) -> None:
-        """One token more for every candidate that goes on."""
+        """One more token for every candidate that goes on."""
         if outlooks:
             chunks = [one.level() for one in outlooks]
             logits = self.stack.forward(chunks, self.cache).split([len(chunk.tokens) for chunk in chunks])
@@ -67,28 +66,28 @@ class PausingBatch(Batch):
 
 
 class _Candidate:
-    """A token that may come next, with what would follow it.
+    """A possible next token, with its continuation.
 
     Attributes:
-        words: the token and those after it.
-        node: of the last one that was fed.
+        tokens: the token and its continuation.
+        node: node of the last token that was fed.
         logs: their log-probabilities (nats).
     """
 
     def __init__(self, row: Row, node: int, token: int, log: float) -> None:
         self._row, self._stop = row, row.stop.ahead()
-        self.node, self.words, self.logs = node, list[int](), list[float]()
+        self.node, self.tokens, self.logs = node, list[int](), list[float]()
         self.say(token, log)
 
     def say(self, token: int, log: float) -> None:
-        """Go on by a token."""
-        self.words.append(token)
+        """Append a token."""
+        self.tokens.append(token)
         self.logs.append(log)
         self._stop.push([token])
 
     def follow(self, logits: Tensor) -> None:
-        """Go on by the likeliest token, given logits [V]; processors are shown no text that may never come."""
-        scores = self._row.scores(logits, self.words, processed=False)
+        """Append the argmax of logits [V]; processors do not see text that may never come."""
+        scores = self._row.scores(logits, self.tokens, processed=False)
         token = sampling.likeliest(scores)
         self.say(token, sampling.logprob(scores, token, 0).logprob)
 
@@ -99,18 +98,18 @@ class _Candidate:
 
     @property
     def score(self) -> float:
-        """Mean log-probability of its own length."""
+        """Mean log-probability over its own length."""
         return sum(self.logs) / len(self.logs)
 
 
 class _Outlook:
-    """The candidates of one row that pauses.
+    """The candidates of one pausing row.
 
     Args:
         row: the row.
-        target: what the model says of its next token.
-        fed: tokens that its forward has left uncommitted, a chain.
-        count: most candidates: tokens that are ruled out are none.
+        target: the model's output for its next token.
+        fed: uncommitted tokens of its forward, a chain.
+        count: most candidates; ruled out tokens are no candidates.
     """
 
     def __init__(self, row: Row, target: RowTarget, fed: int, count: int) -> None:
@@ -123,32 +122,32 @@ class _Outlook:
 
     @property
     def alive(self) -> bool:
-        """Whether there is anything to go on from."""
+        """Whether any candidate goes on."""
         return any(one.alive for one in self._candidates)
 
     @property
     def best(self) -> int:
-        """The candidate of the best score, of equals the likeliest."""
-        return max(self._candidates, key=lambda one: one.score).words[0]
+        """The candidate with the best score; the most probable one wins ties."""
+        return max(self._candidates, key=lambda one: one.score).tokens[0]
 
     def level(self) -> SequenceChunk:
-        """The last tokens of the candidates that go on, each below its own; counts the work."""
+        """The last tokens of the candidates that go on, each below its own path; counts the work."""
         row, first, going = self.row, len(self._parents), self._going()
         for node, one in enumerate(going, start=first):
             self._parents.append(one.node)
             self._depths.append(self._depth)
             one.node = node
         self._depth += 1
-        step = row.emitted + len(going[0].words)
+        step = row.emitted + len(going[0].tokens)
         depth = row.recipe.plan.depth(step)
         row.ledger.target_forwards += 1
         row.ledger.decode_layer_tokens += depth * len(going)
         row.ledger.read(depth)
-        return SequenceChunk(row.slot, [one.words[-1] for one in going], [step] * len(going), row.recipe.plan,
+        return SequenceChunk(row.slot, [one.tokens[-1] for one in going], [step] * len(going), row.recipe.plan,
                              tuple(self._parents), tuple(self._depths), wanted=len(going), fed=first)
 
     def extend(self, logits: Tensor) -> None:
-        """Let the candidates go on by logits [candidates that go on, V]."""
+        """Continue the candidates by logits [candidates that go on, V]."""
         for one, values in zip(self._going(), logits, strict=True):
             one.follow(values)
 
@@ -157,6 +156,6 @@ class _Outlook:
 
 
 def _logs(target: RowTarget) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [V] of the next token, and which ones the request lets come: bool [V]."""
+    """Log-probabilities [V] of the next token, and the tokens that the request allows: bool [V]."""
     scores = target.scores(0)
     return log_probabilities(scores), scores > -torch.inf if target.greedy else target.probs(0) > 0

@@ -1,4 +1,4 @@
-"""ATTS's step: what the small model has written in its turn is scored by the large one as it reads it."""
+"""ATTS's step: the large model scores the small model's text as it reads it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
+from typing_extensions import override
 
 from shoal.decode.signals import log_likelihood
 from shoal.model.stack import SequenceChunk
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class JudgingBatch(SwitchingBatch):
-    """The large model's forwards say how likely each token is of the chunk that its policy is to judge."""
+    """The large model's forwards score each token of the chunk that the policy is to judge."""
 
+    @override
     def _read_large(self, rows: Sequence[Row], budget: int, most: int | None) -> list[Read]:
-        """See `SwitchingBatch`."""
         fed = feed([(row, row.slot, row.recipe.plan) for row in rows], self.cache, budget, most)
         chunks = [replace(chunk, wanted=max(chunk.wanted, self._scored(row, chunk))) for row, chunk in fed]
         logits = self.stack.forward(chunks, self.cache).split([chunk.wanted for chunk in chunks])
@@ -37,12 +38,12 @@ class JudgingBatch(SwitchingBatch):
         return cast("ChunkTurns", self._turns[id(row)][1])
 
     def _scored(self, row: Row, chunk: SequenceChunk) -> int:
-        """After how many of the last tokens that are fed one follows that is to be scored, or any."""
+        """How many of the last fed tokens are followed by a token to score."""
         first, since = self.cache.positions[row.slot], self._chunk(row).since
         return 0 if since is None else max(0, first + len(chunk.tokens) - max(first, since - 1))
 
     def _score(self, row: Row, chunk: SequenceChunk, logits: Tensor) -> None:
-        """Note the losses of the tokens that follow those which logits [wanted, V] stand for."""
+        """Record the losses of the tokens that follow those of logits [wanted, V]."""
         if self._chunk(row).since is None:
             return
         first = self.cache.positions[row.slot] + len(chunk.tokens) - len(logits) + 1

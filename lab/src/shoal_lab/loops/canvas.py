@@ -1,4 +1,4 @@
-"""Policies of a canvas of masks: which guesses stay in a step, where a block ends, when all masks are filled at once.
+"""Policies of a canvas of masks: which guesses are kept in a step, where a block ends, when all masks are filled.
 
 Plain Python over numbers; imports no torch.
 """
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from typing_extensions import override
+
 Remasking = Literal["confidence", "margin", "entropy", "random"]
 Reuse = Literal["none", "prefix", "dual"]
 BLOCK = 32
@@ -18,14 +20,14 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What a forward says of one mask.
+    """A forward's guess for one mask.
 
     Attributes:
-        place: of the mask, counted from the answer's beginning.
-        token: the word that would stand there: the likeliest, or a draw.
+        place: the mask's place, from the answer's beginning.
+        token: the guessed token: the argmax, or a sample.
         confidence: its probability before temperature and truncation.
-        score: by which guesses are ranked.
-        gap: how far the largest logit is above the second.
+        score: ranks guesses.
+        gap: difference between the largest logit and the second.
     """
 
     place: int
@@ -36,52 +38,52 @@ class Guess:
 
 
 class Commit(ABC):
-    """Says which guesses in a block stay. Immutable."""
+    """Chooses the guesses in a block to keep. Immutable."""
 
     @abstractmethod
     def choose(self, guesses: Sequence[Guess], left: int) -> list[Guess]:
-        """At least one of them, where there are any.
+        """The guesses to keep; at least one, if there are any.
 
         Args:
             guesses: for the masks of the block, from left to right.
-            left: steps that the block still has, this one included.
+            left: remaining steps of the block, this one included.
         """
 
 
 @dataclass(frozen=True)
 class Scheduled(Commit):
-    """As many a step as it takes to be ready in time, those of the best score (LLaDA, arXiv 2502.09992, section 2.4).
+    """As many per step as needed to finish in time, with the best scores (LLaDA, arXiv 2502.09992, section 2.4).
 
     Attributes:
-        steps: of the whole answer; None for one a word.
+        steps: steps of the whole answer; None for one per token.
     """
 
     steps: int | None = None
 
+    @override
     def choose(self, guesses: Sequence[Guess], left: int) -> list[Guess]:
-        """See `Commit`."""
         return _ranked(guesses)[: math.ceil(len(guesses) / left)]
 
     def share(self, first: int, last: int, length: int) -> int:
-        """The steps of words first..last-1 of an answer of that length."""
+        """Steps for tokens first..last-1 of an answer of that length."""
         steps = length if self.steps is None else self.steps
         return max(1, last * steps // length - first * steps // length)
 
 
 @dataclass(frozen=True)
 class Confident(Commit):
-    """All that are sure enough, and the surest in any case (Fast-dLLM, arXiv 2505.22618, section 3.3).
+    """All that are sure enough, and always the surest (Fast-dLLM, arXiv 2505.22618, section 3.3).
 
     Attributes:
-        threshold: the least probability; None where `factor` says it.
-        factor: f, by which the n surest stay where (n + 1)(1 - p) <= f for the probability p of the n-th.
+        threshold: least probability; None to use `factor`.
+        factor: f: the n surest are kept if (n + 1)(1 - p) <= f for the probability p of the n-th.
     """
 
     threshold: float | None = None
     factor: float | None = None
 
+    @override
     def choose(self, guesses: Sequence[Guess], left: int) -> list[Guess]:
-        """See `Commit`."""
         ranked = sorted(guesses, key=lambda guess: -guess.confidence)
         sure = 1
         while sure < len(ranked) and ranked[sure].confidence >= self._least(sure + 1):
@@ -89,7 +91,7 @@ class Confident(Commit):
         return ranked[:sure]
 
     def _least(self, count: int) -> float:
-        """The probability that the last of so many must have."""
+        """The probability that the last of `count` must have."""
         if self.factor is not None:
             return 1 - self.factor / (count + 1)
         assert self.threshold is not None
@@ -102,37 +104,37 @@ def _ranked(guesses: Sequence[Guess]) -> list[Guess]:
 
 @dataclass(frozen=True)
 class FixedBlocks:
-    """Says where a block ends: so many words on, at any rate not beyond the answer. Immutable.
+    """Decides where a block ends: after a fixed number of tokens, at most at the answer's end. Immutable.
 
     Attributes:
-        size: words of a block; None for 32, or a shorter answer.
+        size: tokens of a block; None for 32, or a shorter answer.
     """
 
     size: int | None = None
 
     def ahead(self, length: int, left: int) -> int:
-        """How many words from the block's beginning the choice depends on, of `left` in an answer of `length`."""
+        """Tokens from the block's beginning on which the choice depends, of `left` in an answer of `length`."""
         return min(self.size or BLOCK, left)
 
     def choose(self, guesses: Sequence[Guess], length: int, left: int) -> int:
-        """How many words the block has.
+        """Number of tokens of the block.
 
         Args:
-            guesses: for masks from the block's beginning on, at least as many as `ahead` says.
-            length: of the answer.
-            left: words from the block's beginning to the answer's end.
+            guesses: for masks from the block's beginning on, at least `ahead` of them.
+            length: length of the answer.
+            left: tokens from the block's beginning to the answer's end.
         """
         return min(self.size or BLOCK, left)
 
 
 class EarlyFill(ABC):
-    """Says when all masks are filled at once. Immutable."""
+    """Decides when all masks are filled at once. Immutable."""
 
     @abstractmethod
     def over(self, guesses: Sequence[Guess], progress: float) -> bool:
-        """Whether nothing is left to wait for.
+        """Whether to fill all masks now.
 
         Args:
             guesses: for all masks of the answer.
-            progress: steps done before this one, as a share of all.
+            progress: share of steps done before this one.
         """

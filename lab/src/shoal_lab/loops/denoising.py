@@ -1,4 +1,4 @@
-"""The step of a masked-diffusion model: guesses for all masks from one forward, of which some stay."""
+"""The step of a masked-diffusion model: guesses for all masks from one forward, some of which are kept."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
@@ -22,30 +23,30 @@ if TYPE_CHECKING:
 
 
 class DenoisingBatch(Batch):
-    """Each row has a canvas: its prompt, and as many masks as the answer may have words.
+    """Each row has a canvas: its prompt, and as many masks as the answer may have tokens.
 
     Between steps the cache holds nothing of a row, or what `reuse` keeps while a block is filled. The first forward
-    over a block sees all of the canvas; "prefix" then keeps the KV of what stands before the block, "dual" also of what
-    stands behind it, and later forwards of the block run the rest alone. That is an approximation (Fast-dLLM, arXiv
-    2505.22618, section 3.2): words that are decided meanwhile would change the hidden states of all others. Exact is
-    the first step of each block, and a model of one layer, whose KV depends on a place's own word alone.
+    over a block sees the whole canvas; "prefix" then keeps the KV before the block, "dual" also the KV after it, and
+    later forwards of the block run the rest alone. That is an approximation (Fast-dLLM, arXiv 2505.22618, section 3.2),
+    because tokens decided meanwhile would change the hidden states of all others. It is exact in the first step of each
+    block, and in a model of one layer, whose KV depends on a place's own token alone.
 
     Args:
-        how: what is done in a step.
+        how: options of a step.
     """
 
     def __init__(self, *args: Any, how: Denoising, **options: Any) -> None:
-        super().__init__(*args, **{**options, "prefixes": None})  # a prefix's KV depends on what stands behind it
+        super().__init__(*args, **{**options, "prefixes": None})  # a prefix's KV depends on what follows it
         self._how = how
         self._canvases: dict[int, Canvas] = {}
 
     @property
     def reading(self) -> list[Row]:
-        """None: a prompt is read together with the masks."""
+        """No rows: a prompt is read together with the masks."""
         return []
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
-        """Decide some words of each row; those that have no mask before them are emitted. See `Batch.step`."""
+        """Decide some tokens of each row; those without an earlier mask are emitted. See `Batch.step`."""
         start = time.perf_counter()
         wanted = None if rows is None else {id(row) for row in rows}
         self._canvases = {id(row): self._canvases.get(id(row)) or Canvas(row, self._how) for row in self.rows}
@@ -59,7 +60,7 @@ class DenoisingBatch(Batch):
         return steps
 
     def _logits(self, canvases: Sequence[Canvas]) -> Sequence[Tensor]:
-        """Of each canvas [places, V]: row j tells of the j-th place from the block's beginning on."""
+        """Logits of each canvas [places, V]: row j is for the j-th place from the block's beginning on."""
         for canvas in canvases:
             if canvas.fresh:
                 self.cache.truncate(canvas.row.slot, 0)
@@ -72,7 +73,7 @@ class DenoisingBatch(Batch):
         return found
 
     def _forward_over(self, canvases: Sequence[Canvas], hidden: bool) -> Sequence[Tensor]:
-        """The same of one forward, with prompts masked if they are `hidden`."""
+        """The same from one forward, with masked prompts if they are `hidden`."""
         chunks = [canvas.chunk(self.cache.positions[canvas.row.slot], self._how.reuse, hidden) for canvas in canvases]
         logits: Sequence[Tensor] = self.stack.forward(chunks, self.cache).split([chunk.wanted for chunk in chunks])
         for canvas, chunk in zip(canvases, chunks, strict=True):
@@ -80,7 +81,7 @@ class DenoisingBatch(Batch):
         return logits
 
     def _decide(self, canvas: Canvas, logits: Tensor) -> None:
-        """Say where the block ends if that is open, keep some guesses, and of the KV what is wanted."""
+        """Choose the block's end if it is open, keep some guesses, and the wanted KV."""
         how, begun = self._how, canvas.end is None
         length, left = canvas.length, canvas.length - canvas.start
         ahead = length if how.exit else canvas.end or canvas.start + how.blocks.ahead(length, left)
@@ -93,42 +94,43 @@ class DenoisingBatch(Batch):
         canvas.fill(guesses if over else how.commit.choose(inside, canvas.left), logits)
 
     def _keep(self, canvas: Canvas) -> None:
-        """What stays in the cache until the block is ready."""
+        """Keep KV in the cache until the block is finished."""
         slot = canvas.row.slot
         if not canvas.fresh or self._how.reuse == "none":
             self.cache.rollback(slot)
             return
-        behind = range(canvas.behind, len(canvas.words)) if self._how.reuse == "dual" else ()
+        behind = range(canvas.behind, len(canvas.tokens)) if self._how.reuse == "dual" else ()
         self.cache.commit(slot, [*range(canvas.before), *behind])
         canvas.fresh = False
 
+    @override
     def close(self) -> None:
-        """See `Batch`; nothing of the cache is of use to who reads from left to right."""
+        # No KV of the cache is of use for left-to-right decoding.
         super().close()
         for slot in range(self.cache.rows):
             self.cache.truncate(slot, 0)
 
 
 class Canvas:
-    """A row's text with its masks. Places are counted from the answer's beginning.
+    """A row's text with its masks. Places count from the answer's beginning.
 
     Args:
-        row: has emitted nothing.
-        how: tells of the model, whose mask stands where nothing is decided, and of a grammar.
+        row: a row that has emitted nothing.
+        how: options, with the mask token and the grammar.
 
     Attributes:
-        words: prompt and answer.
-        length: of the answer.
-        start, end: the block at work; its end is None until the first forward has settled it.
-        left: steps that the block has.
+        tokens: prompt and answer.
+        length: length of the answer.
+        start, end: the current block; its end is None until the first forward has set it.
+        left: remaining steps of the block.
         steps: steps done.
-        fresh: whether the next forward runs all of the canvas.
+        fresh: whether the next forward runs the whole canvas.
     """
 
     def __init__(self, row: Row, how: Denoising) -> None:
         assert how.masked is not None
         self.row, self._model, self.length = row, how.masked, row.stop.room
-        self.words = [*row.tokens, *[self._model.mask_token_id] * self.length]
+        self.tokens = [*row.tokens, *[self._model.mask_token_id] * self.length]
         self._chart = None if how.grammar is None else how.grammar.chart(self.length, row.stop.ends)
         self._masks = set(range(self.length))
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -139,38 +141,38 @@ class Canvas:
 
     @property
     def waits(self) -> bool:
-        """Whether anything is left to decide."""
+        """Whether any place is open."""
         return bool(self._masks)
 
     @property
     def before(self) -> int:
-        """Words of the text whose outputs tell of no place of the block."""
+        """Tokens of the text whose outputs are not for places of the block."""
         return self.row.prompt_length + self.start - self._model.shift
 
     @property
     def behind(self) -> int:
-        """The first word of the text behind the block."""
+        """The first token of the text after the block."""
         assert self.end is not None
         return self.row.prompt_length + self.end
 
     def chunk(self, base: int, reuse: str, hidden: bool) -> SequenceChunk:
-        """What is fed: all, or what the cache lacks, `base` being the columns that it holds.
+        """What is fed: everything, or what the cache lacks, where `base` is the number of slots that it holds.
 
         Args:
             base, reuse: what is kept of the text.
-            hidden: whether masks stand in place of the prompt.
+            hidden: whether masks replace the prompt.
         """
         first = 0 if self.fresh else self.before
-        last = len(self.words) if self.fresh or reuse == "prefix" else self.behind
-        words, prompt = self.words[first:last], self.row.prompt_length
+        last = len(self.tokens) if self.fresh or reuse == "prefix" else self.behind
+        tokens, prompt = self.tokens[first:last], self.row.prompt_length
         if hidden:
-            words[: max(0, prompt - first)] = [self._model.mask_token_id] * max(0, prompt - first)
+            tokens[: max(0, prompt - first)] = [self._model.mask_token_id] * max(0, prompt - first)
         depths = None if base == first else range(first - base, last - base)
-        return SequenceChunk(self.row.slot, words, [0] * len(words), self.row.recipe.plan, depths=depths,
+        return SequenceChunk(self.row.slot, tokens, [0] * len(tokens), self.row.recipe.plan, depths=depths,
                              wanted=last - self.before, mutual=True)
 
     def guesses(self, logits: Tensor, ahead: int, how: Denoising) -> list[Guess]:
-        """For the masks before place `ahead`, of logits [places from the block's beginning on, V]."""
+        """Guesses for the masks before place `ahead`, from logits [places from the block's beginning on, V]."""
         places = sorted(place for place in self._masks if place < min(ahead, self.start + len(logits)))
         scores = self._scores(logits[[place - self.start for place in places]])
         uniform = partial(self._uniform, places)
@@ -187,28 +189,28 @@ class Canvas:
         return [Guess(*values) for values in zip(places, tokens, own, ranks, gaps, strict=True)]
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Logits [n, V] with the request's bias, under which no mask is a word."""
+        """Logits [n, V] with the request's bias, with mask tokens excluded."""
         scores = sampling.biased(logits, self.row.sampling)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
         scores[:, self._model.mask_token_id] = -torch.inf
         return scores
 
     def _uniform(self, places: Sequence[int], purpose: str) -> list[float]:
-        """A number for each place in this step."""
+        """A random number for each place in this step."""
         return [sampling.uniform(self.row.seed, self.row.number, self.steps << 32 | place, purpose) for place in places]
 
     def begin(self, size: int, how: Denoising) -> None:
-        """The block has so many words."""
+        """Set the number of tokens of the block."""
         self.end = self.start + size
         self.left = how.share(self.start, self.end, self.length)
 
     def fill(self, guesses: Sequence[Guess], logits: Tensor) -> None:
-        """Put guesses in the place of masks, and go on to the next block where this one is ready."""
+        """Replace masks by guesses, and go on to the next block if this one is finished."""
         for guess in guesses:
             told = logits[guess.place - self.start]
-            token = self._lawful(guess, told)
+            token = self._allowed(guess, told)
             self._masks.remove(guess.place)
-            self.words[self.row.prompt_length + guess.place] = token
+            self.tokens[self.row.prompt_length + guess.place] = token
             if self.row.placed is not None:
                 self.row.placed.append((guess.place, token, self.steps))
             self._note(guess.place, token, told)
@@ -217,8 +219,8 @@ class Canvas:
         if self.end is not None and ready >= self.end:
             self.start, self.end, self.fresh = ready, None, True
 
-    def _lawful(self, guess: Guess, logits: Tensor) -> int:
-        """The guess, or what the row takes of the words that the grammar lets stand there, by logits [V]."""
+    def _allowed(self, guess: Guess, logits: Tensor) -> int:
+        """The guess, or the row's choice among the tokens that the grammar allows there, by logits [V]."""
         chart, token = self._chart, guess.token
         if chart is None:
             return token
@@ -233,7 +235,7 @@ class Canvas:
         return token
 
     def _note(self, place: int, token: int, logits: Tensor) -> None:
-        """What whoever wants log-probabilities or scores is told when the word is emitted."""
+        """Record log-probabilities and scores for those who want them when the token is emitted."""
         wanted = self.row.sampling.logprobs
         if wanted is None and self.row.record is None:
             return
@@ -244,7 +246,7 @@ class Canvas:
             self._seen[place] = logits, scores
 
     def count(self, fed: int) -> None:
-        """Note the work of a forward."""
+        """Count the work of a forward."""
         ledger, layers = self.row.ledger, self.row.recipe.plan.num_layers
         ledger.target_forwards += 1
         ledger.decode_layer_tokens += layers * fed
@@ -253,17 +255,17 @@ class Canvas:
         self._forwards += 1
 
     def say(self) -> list[Step]:
-        """Emit what has no mask before it: nothing can change it any more. The row may end there."""
+        """Emit tokens without an earlier mask, which are final. The row may end there."""
         first, last = self.row.emitted, min(self._masks, default=self.length)
         if self.row.record is not None:
             for at in range(first, last):
                 self.row.record(*self._seen[at])
-        words = self.words[self.row.prompt_length :][first:last]
-        return self.row.emit(words, 0, lambda offset, token: self._logs.get(first + offset))
+        tokens = self.tokens[self.row.prompt_length :][first:last]
+        return self.row.emit(tokens, 0, lambda offset, token: self._logs.get(first + offset))
 
 
 def _ranks(logs: Tensor, remasking: str) -> list[float]:
-    """How far the likeliest word is above the second, or minus the entropy, of log-probabilities [n, V]."""
+    """Margin of the argmax over the second token, or minus the entropy, from log-probabilities [n, V]."""
     if remasking == "margin":
         best = logs.topk(2, -1).values.exp()
         found: list[float] = (best[:, 0] - best[:, 1]).tolist()
@@ -273,10 +275,10 @@ def _ranks(logs: Tensor, remasking: str) -> list[float]:
 
 
 def _within(budget: int, canvases: Sequence[Canvas]) -> Iterator[list[Canvas]]:
-    """Canvases that share a forward: as many as fit into so many tokens, and one at least."""
+    """Canvases that share a forward: as many as fit into `budget` tokens, and at least one."""
     group: list[Canvas] = []
     for canvas in canvases:
-        if group and sum(len(one.words) for one in (*group, canvas)) > budget:
+        if group and sum(len(one.tokens) for one in (*group, canvas)) > budget:
             yield group
             group = []
         group.append(canvas)

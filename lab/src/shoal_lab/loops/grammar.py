@@ -1,9 +1,9 @@
 """Grammars over canvases: whether some filling of the masks is a text of a context-free grammar.
 
-The masks that are left are known by number, so this is the parsing of Cocke, Younger and Kasami with a mask for any
-word: what ends up in a span is the set of symbols that some filling of it can be derived from. All spans that begin at
-a place are one wide integer, a field of bits for each end, so that what follows from two spans is worked out for all
-ends of the second at once. Plain Python, no torch.
+The number of remaining masks is known, so this is Cocke-Younger-Kasami parsing with a mask for any token: a span holds
+the set of symbols from which some filling of it can be derived. All spans that begin at a place are one wide integer,
+with a field of bits for each end, so that combinations of two spans are computed for all ends of the second at once.
+Plain Python, no torch.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 
 _PIECE = re.compile(r'\s*(?:(?P<name>[A-Za-z_]\w*)|"(?P<text>(?:[^"\\]|\\.)*)"|(?P<bar>\|))')
 _LONGEST = 4000
-"""Characters of a grammar: a word is looked for in a time that grows with its rules."""
+"""Most characters of a grammar: the time per token grows with its rules."""
 MOST = 256
-"""Words of a canvas: a word is looked for in a time that grows with the square of their number."""
+"""Most tokens of a canvas: the time per token grows with the square of their number."""
 _KNOWN = 4_000
-"""Pairs of spans of which a chart remembers what follows from them."""
+"""Pairs of spans whose combination a chart caches."""
 _ESCAPES = {"n": "\n", "t": "\t"}
 
 
 @dataclass(frozen=True)
 class CanvasGrammar:
-    """A grammar in Chomsky's form, over token ids. Symbols are numbers, 0 that of a whole text; sets of them are bits.
+    """A grammar in Chomsky normal form over token ids. Symbols are numbers, 0 for a whole text; sets of them are bits.
 
     Attributes:
-        leaves: by token id, the symbols that it can be derived from alone.
-        pairs: (head, left, right): the head can be derived into the others, one after the other.
-        up: by symbol, itself and all that can be derived into it alone.
-        empty: whether no words are a text.
+        leaves: by token id, the symbols that derive it alone.
+        pairs: (head, left, right): the head derives the others, one after the other.
+        up: by symbol, itself and all symbols that derive it alone.
+        empty: whether the empty text is in the grammar.
     """
 
     leaves: Mapping[int, int] = field(hash=False)
@@ -40,15 +40,15 @@ class CanvasGrammar:
 
     @classmethod
     def read(cls, text: str, encode: Callable[[str], Sequence[int]]) -> CanvasGrammar:
-        r"""From lines such as `list ::= name | name "," list`; the first one tells of whole texts.
+        r"""Parse lines such as `list ::= name | name "," list`; the first one describes whole texts.
 
         Args:
-            text: rules; alternatives stand apart by `|`, texts in double quotes, with `\n`, `\"` and `\\` in them; `""`
-                is no word.
-            encode: the token ids of a text, one at least.
+            text: rules; alternatives are separated by `|`, texts are in double quotes, with `\n`, `\"` and `\\` in
+                them; `""` is the empty text.
+            encode: returns the token ids of a text, at least one.
 
         Raises:
-            ValueError: a line is no rule, an alternative is left out, a name has no rule, or the text is too long.
+            ValueError: a line is not a rule, an alternative is missing, a name has no rule, or the text is too long.
         """
         if len(text) > _LONGEST:
             raise ValueError(f"the grammar has {len(text)} characters; it may have {_LONGEST}")
@@ -63,12 +63,12 @@ class CanvasGrammar:
         return cls(*made.closed())
 
     def chart(self, length: int, ends: Collection[int]) -> CanvasChart:
-        """For a canvas of that many masks; behind a text come none but the ids of `ends`."""
+        """A chart for a canvas of that many masks; a text may only be followed by the ids of `ends`."""
         return CanvasChart(self, length, ends)
 
 
 def _rule(line: str) -> tuple[str, list[list[tuple[str, str]]]]:
-    """A name, and alternatives of (kind, word)."""
+    """A name, and alternatives of (kind, text)."""
     name, mark, rest = line.partition("::=")
     alternatives: list[list[tuple[str, str]]] = [[]]
     at = 0
@@ -89,7 +89,7 @@ def _rule(line: str) -> tuple[str, list[list[tuple[str, str]]]]:
 
 
 class _Normal:
-    """Rules on their way to Chomsky's form."""
+    """Rules on their way to Chomsky normal form."""
 
     def __init__(self, numbers: Mapping[str, int], encode: Callable[[str], Sequence[int]]) -> None:
         self._numbers, self._encode, self._count = numbers, encode, len(numbers)
@@ -97,7 +97,7 @@ class _Normal:
         self._rules: set[tuple[int, ...]] = set()
 
     def add(self, symbol: int, alternative: Sequence[tuple[str, str]]) -> None:
-        """One way to derive a symbol."""
+        """Add an alternative of a symbol."""
         parts: list[int] = []
         for kind, word in alternative:
             if kind == "name" and word not in self._numbers:
@@ -110,7 +110,7 @@ class _Normal:
         self._rules.add((symbol, *parts))
 
     def closed(self) -> tuple[dict[int, int], tuple[tuple[int, int, int], ...], tuple[int, ...], bool]:
-        """Leaves, pairs, what single symbols lead up to, and whether no words are a text."""
+        """Leaves, pairs, closure of single symbols, and whether the empty text is in the grammar."""
         empty: set[int] = set()
         while more := {head for head, *parts in self._rules if empty.issuperset(parts)} - empty:
             empty |= more
@@ -143,7 +143,7 @@ def _union(masks: Iterable[int]) -> int:
 
 
 class _Follows:
-    """What follows from two spans, by triples (a, b, symbols): where a is in the one and b in the other, these do.
+    """Combines two spans by triples (a, b, symbols): if a is in the first and b in the second, symbols are in both.
 
     Args:
         triples: the triples.
@@ -156,7 +156,7 @@ class _Follows:
         self._known: dict[tuple[int, int], int] = {}
 
     def __call__(self, one: int, row: int) -> int:
-        """The row of what follows from the symbols of one span and, field by field, those of a row of others."""
+        """Combine the symbols of one span with each field of a row of others; returns a row."""
         if not (one and row):
             return 0
         key = one, row
@@ -177,12 +177,12 @@ class _Follows:
 
 
 class CanvasChart:
-    """What can still become of a canvas.
+    """The possible fillings of a canvas.
 
     Args:
         grammar: the grammar.
-        length: of the canvas.
-        ends: ids that may stand behind a text.
+        length: length of the canvas.
+        ends: ids that may follow a text.
     """
 
     def __init__(self, grammar: CanvasGrammar, length: int, ends: Collection[int]) -> None:
@@ -195,20 +195,20 @@ class CanvasChart:
         self._joined = _Follows([(left, right, grammar.up[head]) for head, left, right in pairs], ones)
         self._before = _Follows([(left, head, down[right]) for head, left, right in pairs], ones)
         self._behind = _Follows([(head, right, down[left]) for head, left, right in pairs], ones)
-        self._words = [_union(grammar.leaves.values())] * length
-        self._over = [bool(ends)] * length  # whether a place may be behind the text
+        self._open = [_union(grammar.leaves.values())] * length
+        self._over = [bool(ends)] * length  # whether a place may be after the text
         self._rows = [0] * length
         self._fill(length - 1)
 
     @property
     def possible(self) -> bool:
-        """Whether some filling is a text of the grammar, with ends behind it."""
+        """Whether some filling is a text of the grammar, followed by ends."""
         return any(map(self._is_text, self._lengths()))
 
     def fits(self, place: int) -> list[int]:
-        """Every id with which it stays possible at a place that is open.
+        """Ids that leave a filling possible at an open place.
 
-        The symbols that may stand there follow from the spans around it, from the whole text inwards, once for all ids.
+        The allowed symbols follow from the spans around the place, from the whole text inwards, once for all ids.
         """
         around = self._around(place)
         found = {token for token, symbols in self._grammar.leaves.items() if symbols & around}
@@ -217,13 +217,13 @@ class CanvasChart:
         return sorted(found)
 
     def put(self, place: int, token: int) -> None:
-        """The place is decided."""
-        self._words[place] = self._grammar.leaves.get(token, 0)
+        """Decide a place."""
+        self._open[place] = self._grammar.leaves.get(token, 0)
         self._over[place] = token in self._ends
         self._fill(place)
 
     def _lengths(self) -> Iterator[int]:
-        """How many words the text may have."""
+        """Possible lengths of the text."""
         for last in range(self._length, -1, -1):
             yield last
             if last and not self._over[last - 1]:
@@ -236,15 +236,15 @@ class CanvasChart:
         return row >> self._width * place & self._field
 
     def _fill(self, last: int) -> None:
-        """The rows of the places up to that one: row i has in its field j what words i..j-1 can be derived from."""
+        """Fill the rows of the places up to that one: field j of row i holds the symbols that derive tokens i..j-1."""
         for first in range(last, -1, -1):
-            row = self._words[first] << self._width * (first + 1)
+            row = self._open[first] << self._width * (first + 1)
             for middle in range(first + 1, self._length):
                 row |= self._joined(self._at(row, middle), self._rows[middle])
             self._rows[first] = row
 
     def _around(self, place: int) -> int:
-        """The symbols one of which must stand at a place."""
+        """Symbols of which one must derive a place."""
         rows = list[int]()
         columns = [_union(self._at(self._rows[first], last) << self._width * first for first in range(place + 1, last))
                    for last in range(self._length + 1)]

@@ -1,4 +1,4 @@
-"""Jacobi's step: all tokens of a block are put in the place of those before, from one forward over the block."""
+"""Jacobi's step: all tokens of a block are replaced at once, from one forward over the block."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class JacobiBatch(Batch):
-    """Each row feeds a block behind its last token: what the model chose for these places in the step before.
+    """Each row feeds a block after its last token: the model's choices for these places in the previous step.
 
-    A choice is the argmax, or the draw that the plain loop makes at that place of the text. As far as a block comes
-    back as it was, it is right, and so is the token after that: they are emitted. The choices behind them rest on a
-    wrong token; they are the block of the next step, filled up at its end.
+    A choice is the argmax, or the plain loop's sample at that place. Tokens of a block that come back unchanged are
+    right, and so is the token after them: they are emitted. Later choices rest on a wrong token; they form the block of
+        the next
+    step, filled up at its end.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -32,13 +33,13 @@ class JacobiBatch(Batch):
         return [TokenTree.chain([row.tokens[-1], *self._block(row)]) for row in rows]
 
     def _block(self, row: Row) -> list[int]:
-        """The paper fills up with padding; tokens of the row's own text need none, and are likelier."""
+        """Fill up the block. The paper uses padding; tokens of the row's own text need none, and are more probable."""
         size = min(row.recipe.scratch, self.parts.most(row))
         block = self._blocks[id(row)][row.forced :][:size]
         return block + (row.tokens[-1:] * (size - len(block)))
 
     def judge(self, row: Row, target: RowTarget) -> Outcome:
-        """What came back the same and the token after it, as by an exact match; keeps the rest for the next step."""
+        """Accept unchanged tokens and the one after them, as an exact match does; keep the rest for the next step."""
         outcome, guesses = super().judge(row, target), target.guessing()
         self._blocks[id(row)] = [guesses.choice(node) for node in range(len(outcome.path), len(target.tree))]
         return outcome

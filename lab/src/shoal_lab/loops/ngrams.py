@@ -1,4 +1,4 @@
-"""What followed in a text where the last few tokens were the same."""
+"""Tokens that followed the same last few tokens in a text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 WEIGHTS = (0.01, 0.04, 0.15, 0.18, 0.12)
-"""Of n-grams of 2, 3, ... 6 tokens, as in the authors' code of arXiv 2405.18400; they need not sum to 1."""
+"""Weights of n-grams of 2, 3, ... 6 tokens, as in the authors' code of arXiv 2405.18400; they need not sum to 1."""
 
 
 class NGramCounts:
-    """The n-grams of a text, looked up by its places and not stored one by one: 12 bytes a token.
+    """The n-grams of a text, looked up by place instead of stored one by one: 12 bytes per token.
 
     Args:
         tokens: ids.
@@ -23,10 +23,10 @@ class NGramCounts:
         self._sorted = self._text[:-1][self._places]
 
     def after(self, last: Sequence[int]) -> dict[int, float]:
-        """Weighted shares of the tokens that have followed; empty where none has.
+        """Weighted shares of the tokens that followed; empty if there are none.
 
         Args:
-            last: the tokens before, of which the last five are looked at.
+            last: the previous tokens, of which the last five are used.
         """
         found: dict[int, float] = {}
         first, end = np.searchsorted(self._sorted, [last[-1], last[-1] + 1]) if len(last) else (0, 0)

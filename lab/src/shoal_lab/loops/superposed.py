@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
@@ -29,7 +30,7 @@ class SuperposedBatch(Batch):
     """Rows read their prompts as in the plain loop, and emit nothing before all their drafts have ended.
 
     Args:
-        how: how many drafts, and what is counted for them.
+        how: number of drafts, and their n-grams.
     """
 
     def __init__(self, *args: Any, how: Superposing, **options: Any) -> None:
@@ -46,8 +47,9 @@ class SuperposedBatch(Batch):
         steps = self._write(writing) if writing else []
         return steps + (super().step(budget, reading, most) if reading else [])
 
+    @override
     def settle(self, ended: Any, outcomes: Sequence[Outcome]) -> list[Step]:
-        """Nothing is emitted where a prompt ends: its likeliest followers begin the drafts."""
+        # Nothing is emitted at the end of a prompt: the most probable next tokens begin the drafts.
         steps: list[Step] = []
         for share, target in ended:
             row, drafts = share.row, Drafts(self._how, share.row)
@@ -60,7 +62,7 @@ class SuperposedBatch(Batch):
         return steps
 
     def _write(self, rows: Sequence[Row]) -> list[Step]:
-        """A token more for the drafts of each row."""
+        """One more token for the drafts of each row."""
         start = time.perf_counter()
         drafts = [self._drafts[id(row)][1] for row in rows]
         fed = [torch.stack([self._mixed(row, one)]) for row, one in zip(rows, drafts, strict=True)]
@@ -80,23 +82,24 @@ class SuperposedBatch(Batch):
         return steps
 
     def _mixed(self, row: Row, drafts: Drafts) -> Tensor:
-        """What enters the first layer [D]."""
-        ids = torch.tensor([one.words[-1] for one in drafts.live], device=self.stack.device)
+        """The input of the first layer [D]."""
+        ids = torch.tensor([one.tokens[-1] for one in drafts.live], device=self.stack.device)
         place = torch.full_like(ids, self.cache.positions[row.slot])
         vectors = self.stack.embed(ids, place)
         return drafts.weights.to(vectors) @ vectors
 
     def _end(self, row: Row, drafts: Drafts) -> list[Step]:
-        """The answer, when no draft goes on."""
+        """Emit the answer when no draft goes on."""
         row.ledger.branches, row.ledger.searched = self._how.knobs.k, drafts.made
         if drafts.live:
             return []
         best, *others = sorted(drafts.ended, key=lambda one: -one.mean)
-        row.alternatives = tuple((one.text, tuple(one.words), one.mean) for one in others)
-        return row.emit(best.words, 0, lambda place, _: best.logs[place])
+        row.alternatives = tuple((one.text, tuple(one.tokens), one.mean) for one in others)
+        return row.emit(best.tokens, 0, lambda place, _: best.logs[place])
 
+    @override
     def retire(self) -> None:
-        """See `Batch`. What was stored behind the prompt is of no text."""
+        # The KV after the prompt is that of no text.
         for row in self.rows:
             if row.finish_reason is not None and self._drafts.pop(id(row), None) is not None:
                 self.cache.truncate(row.slot, row.prompt_length)
@@ -108,14 +111,14 @@ class OneDraft:
     """One draft.
 
     Attributes:
-        words: its tokens.
+        tokens: its tokens.
         text: as far as it is certain.
         score: sum of the log-probabilities by which it was chosen.
         stop: its stop rules.
-        logs: log-probability of each token by the model, None where nobody wants it.
+        logs: log-probability of each token by the model; None if nobody wants it.
     """
 
-    words: list[int]
+    tokens: list[int]
     text: str
     score: float
     stop: StopState
@@ -124,25 +127,25 @@ class OneDraft:
     @property
     def mean(self) -> float:
         """Score per token."""
-        return self.score / max(1, len(self.words))
+        return self.score / max(1, len(self.tokens))
 
     def followed(self, token: int, score: float, log: TokenLogprob | None) -> OneDraft:
-        """It with a token more."""
+        """The draft with one more token."""
         stop = self.stop.copy()
         text = self.text + "".join(piece.text for piece in stop.push([token]))
-        return OneDraft([*self.words, token], text, self.score + score, stop, [*self.logs, log])
+        return OneDraft([*self.tokens, token], text, self.score + score, stop, [*self.logs, log])
 
 
 class Drafts:
-    """Those of one row.
+    """The drafts of one row.
 
     Args:
         how: how they are chosen.
-        row: has read its prompt.
+        row: a row that has read its prompt.
 
     Attributes:
-        live, ended: those that go on, the likeliest first, and the others.
-        made: tokens of all.
+        live, ended: drafts that go on, the most probable first, and the others.
+        made: number of tokens in all.
     """
 
     def __init__(self, how: Superposing, row: Row) -> None:
@@ -155,20 +158,20 @@ class Drafts:
 
     @property
     def length(self) -> int:
-        """Tokens of each that goes on."""
-        return len(self.live[0].words)
+        """Tokens of each draft that goes on."""
+        return len(self.live[0].tokens)
 
     @property
     def weights(self) -> Tensor:
-        """Of the drafts that go on, float64; they sum to 1."""
+        """Weights of the drafts that go on, float64; they sum to 1."""
         return torch.tensor([one.score for one in self.live], dtype=torch.float64).softmax(0)
 
     def chunk(self) -> SequenceChunk:
-        """For a forward; the token stands for the vector that is fed."""
-        return SequenceChunk(self._row.slot, [self.live[0].words[-1]], [self.length], self._plan)
+        """The chunk for a forward; its token stands for the vector that is fed."""
+        return SequenceChunk(self._row.slot, [self.live[0].tokens[-1]], [self.length], self._plan)
 
     def extend(self, logits: Tensor) -> None:
-        """The best continuations of the drafts, given logits [V]; as many as go on, at first k."""
+        """Keep the best continuations of the drafts, given logits [V]; as many as go on, k at first."""
         wanted = self._knobs.k - len(self.ended)
         found = [(one.score + score, place, token, score, scores) for place, one in enumerate(self.live)
                  for token, score, scores in self._continued(one, logits)]
@@ -182,10 +185,10 @@ class Drafts:
         self.ended += [one for one in grown if one.stop.finish_reason is not None]
 
     def _continued(self, draft: OneDraft, logits: Tensor) -> list[tuple[int, float, Tensor]]:
-        """Tokens that may follow, each with its log-probability and the scores [V] that it comes from."""
-        scores, alpha = self._row.scores(logits, draft.words), self._knobs.alpha
+        """Possible next tokens, each with its log-probability and the scores [V] that it comes from."""
+        scores, alpha = self._row.scores(logits, draft.tokens), self._knobs.alpha
         best = log_probabilities(scores.double() / self._knobs.sharpen).topk(min(self._offered, len(scores)))
-        after = self._counted.after([*self._row.tokens, *draft.words][-5:]) if alpha else {}
+        after = self._counted.after([*self._row.tokens, *draft.tokens][-5:]) if alpha else {}
         found: list[tuple[int, float, Tensor]] = []
         for token, log in zip(best.indices.tolist(), best.values.tolist(), strict=True):
             seen = math.log(after[token]) if token in after else self._knobs.unseen

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from shoal.decode.batch import Batch
 from shoal.decode.target import RowTarget
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class TurnPolicy(Protocol):
-    """Says who writes. Immutable."""
+    """Chooses the writing model. Immutable."""
 
     def begin(self, row: Row) -> Turns:
-        """What it says of one row, which has emitted nothing."""
+        """The turns of a row that has emitted nothing."""
         ...
 
 
 class Turns(Protocol):
-    """A policy at work on one row.
+    """A policy's state for one row.
 
     Attributes:
         large: whether the next token is the large model's.
@@ -40,7 +41,7 @@ class Turns(Protocol):
     large: bool
 
     def look(self, logits: Tensor) -> bool:
-        """Whether the other model is to write the coming token, given what this one would say.
+        """Whether the other model should write the next token, given this one's logits.
 
         Args:
             logits: [V], of the tokens that both models have.
@@ -48,19 +49,19 @@ class Turns(Protocol):
         ...
 
     def wrote(self, row: Row, tokens: Sequence[int]) -> None:
-        """The row has emitted these; says who writes next."""
+        """Choose the next turn after emitted tokens."""
         ...
 
 
 class SwitchingBatch(Batch):
-    """Each model has a cache of its own, which holds a beginning of the row's tokens.
+    """Each model has its own cache, which holds a prefix of the row's tokens.
 
-    The model whose turn it is reads all that it has not seen, in one forward as far as the budget goes, and writes the
-    next token. The other one reads nothing meanwhile. A row whose tokens the small model cannot read is the large
-    one's from then on.
+    The model whose turn it is reads all unread tokens, in one forward as far as the budget goes, and writes the next
+    token. The other one reads nothing meanwhile. A row with tokens that the small model cannot read stays with the
+    large one from then on.
 
     Args:
-        how: the small model, its layers, and who writes.
+        how: the small model, its layers, and the policy.
     """
 
     def __init__(self, *args: Any, how: Switching, **options: Any) -> None:
@@ -74,7 +75,7 @@ class SwitchingBatch(Batch):
 
     @property
     def reading(self) -> list[Row]:
-        """Rows that have emitted nothing: that a model lags behind means no waiting."""
+        """Rows that have emitted nothing; a model that lags behind does not count as reading."""
         return [row for row in self._came if not row.emitted]
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
@@ -104,7 +105,7 @@ class SwitchingBatch(Batch):
         return bool(self._common < self.stack.vocab_size) and max(row.tokens) >= self._common
 
     def _read_large(self, rows: Sequence[Row], budget: int, most: int | None) -> list[Read]:
-        """What the large model reads of the rows now, and says where it comes to their ends."""
+        """What the large model reads of the rows now, with its logits at their ends."""
         fed = feed([(row, row.slot, row.recipe.plan) for row in rows], self.cache, budget, most)
         return _said(fed, self.stack.forward([chunk for _, chunk in fed], self.cache))
 
@@ -120,8 +121,8 @@ class SwitchingBatch(Batch):
         missing = self.stack.vocab_size - logits.shape[-1]
         return _said(fed, torch.nn.functional.pad(logits, (0, missing), value=-torch.inf))
 
+    @override
     def retire(self) -> None:
-        """See `Batch`. What has ended leaves the small model's cache, too."""
         super().retire()
         alive = {id(row) for row in self.rows}
         self._wrote = {key: large for key, large in self._wrote.items() if key in alive}
@@ -130,9 +131,9 @@ class SwitchingBatch(Batch):
             self._seated = [self._seated[former] for former in self._small.select(stay)]
 
     def _write(self, read: Sequence[Read], *, large: bool) -> list[Step]:
-        """Row by row a token, and then what was read is kept: what fails can begin again, and so can who comes after.
+        """Write a token row by row, then keep what was read: after an error, this row and later ones can begin again.
 
-        No token where the model has not come to the row's end, or leaves the word to the other one.
+        No token is written if the model has not reached the row's end, or leaves the turn to the other one.
         """
         steps: list[Step] = []
         for row, chunk, logits in read:
@@ -148,7 +149,7 @@ class SwitchingBatch(Batch):
         return steps
 
     def _keep(self, row: Row, chunk: SequenceChunk, large: bool) -> None:
-        """Commit what a model has read, and note the work."""
+        """Commit what a model has read, and count the work."""
         if large:
             _count(row, chunk)
             self.commit(row, range(len(chunk.tokens)))
@@ -169,8 +170,8 @@ class SwitchingBatch(Batch):
         (step,) = row.emit([token], int(not large), lambda _, one: target.logprob(0, one), plan.depth(row.emitted))
         return step
 
+    @override
     def rollback(self) -> None:
-        """See `Batch`."""
         super().rollback()
         for slot in range(self._small.rows):
             self._small.rollback(slot)
@@ -178,13 +179,13 @@ class SwitchingBatch(Batch):
 
 Fed = tuple["Row", SequenceChunk]
 Read = tuple["Row", SequenceChunk, "Tensor | None"]
-"""A row, what was fed of it, and logits [V] after its last token where that was among it."""
+"""A row, what was fed of it, and logits [V] after its last token if that was fed."""
 
 
 def feed(
     places: Sequence[tuple[Row, int, DepthPlan]], cache: KVCache, budget: int, most: int | None
 ) -> list[Fed]:
-    """What is fed of the rows, each with its slot and plan: all that the cache lacks, as far as the budget goes."""
+    """What is fed of the rows, each with its slot and plan: everything that the cache lacks, within the budget."""
     fed: list[Fed] = []
     for row, slot, plan in places:
         first = cache.positions[slot]
@@ -203,7 +204,7 @@ def _said(fed: Sequence[Fed], logits: Tensor) -> list[Read]:
 
 
 def _count(row: Row, chunk: SequenceChunk) -> None:
-    """Note the large model's work: of the prompt, and of what came after it."""
+    """Count the large model's work: of the prompt, and of later tokens."""
     ledger, plan = row.ledger, chunk.plan
     prompt = sum(step == 0 for step in chunk.steps)
     ledger.target_forwards += 1

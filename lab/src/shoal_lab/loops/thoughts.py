@@ -1,4 +1,4 @@
-"""What one row thinks, thought by thought, and what is to be asked or done about it. Knows no model."""
+"""Follows one row's thinking, thought by thought, and decides what to ask or do. Knows no model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 Manner = Literal["gentle", "forceful"]
 """How a thinking is closed."""
 _LONGEST, _LEAST = 128, 16
-"""Most tokens of what is found to be repeated, and least tokens of all its repetitions together."""
+"""Most tokens of a repeated sequence, and least tokens of all its repetitions together."""
 _TAIL = 32
-"""Tokens at the end of a prompt in which an opening tag is looked for."""
+"""Tokens at the end of a prompt in which an opening tag is searched."""
 
 
 class Thoughts:
@@ -38,14 +38,14 @@ class Thoughts:
         most: tokens that the row may emit.
 
     Attributes:
-        due: what is to be asked, or how the thinking is to be closed; None for nothing. Whoever asks calls `hear`, and
-            whoever closes calls `close`.
-        read: tokens that it was shown.
+        due: the question to ask, or how the thinking is to be closed; None for nothing. After asking, call `hear`;
+            after closing, call `close`.
+        read: number of tokens seen.
     """
 
     def __init__(self, how: Trimming, prompt: Sequence[int], most: int) -> None:
         knobs, (self._opening, self._closing) = how.knobs, how.tags
-        self._knobs, self._tokenizer, self._words = knobs, how.tokenizer, Detokenizer(how.tokenizer)
+        self._knobs, self._tokenizer, self._detokenizer = knobs, how.tokenizer, Detokenizer(how.tokenizer)
         self._special = frozenset(getattr(how.tokenizer, "all_special_ids", ()))
         cues = texts()["cues"] if knobs.cues is None else knobs.cues
         self._cue = re.compile(rf"(?:\A|(?<=\s))(?:{'|'.join(map(re.escape, cues.split('|')))})(?=\W)")
@@ -60,11 +60,11 @@ class Thoughts:
         self._state: Literal["before", "thinking", "after"] = "thinking" if ends else "before"
 
     def see(self, token: int) -> None:
-        """The row's next token; not while something is due."""
+        """Read the row's next token; not while something is due."""
         self.read += 1
         if self._state == "after":
             return
-        self._text += self._spelled([token]) if token in self._special else self._words.push(token)
+        self._text += self._spelled([token]) if token in self._special else self._detokenizer.push(token)
         if self._state == "before" and (place := self._text.find(self._opening)) >= 0:
             self._state, self._text = "thinking", self._text[place + len(self._opening) :]
         elif self._state == "before":
@@ -88,12 +88,12 @@ class Thoughts:
             self._next()
 
     def close(self, tokens: int) -> None:
-        """The thinking is over, by so many tokens that were put in."""
+        """End the thinking after `tokens` inserted tokens."""
         self.due, self._state = None, "after"
         self.read += tokens
 
     def _look(self, token: int) -> None:
-        """At what has become of the thinking with its last token."""
+        """Check the thinking after its last token."""
         if self._closing and self._closing in self._text:
             self._state = "after"
             return
@@ -105,7 +105,7 @@ class Thoughts:
             self._next()
 
     def _cut(self) -> None:
-        """Take off the thoughts that have ended; each begins with its cue, where it has one."""
+        """Split off the thoughts that have ended; each begins with its cue, if it has one."""
         start = max(1, self._thought - self._longest)
         while (found := self._cue.search(self._text, start)) is not None:
             thought, self._text = self._text[: found.start()].strip(), self._text[found.start() :]
@@ -116,7 +116,7 @@ class Thoughts:
         self._thought = len(self._text)
 
     def _next(self) -> None:
-        """The next thought that nobody has been asked about."""
+        """The next thought without a question so far."""
         if self._waiting:
             self.due = Question("answers", self._waiting.popleft())
 
@@ -125,10 +125,10 @@ class Thoughts:
 
 
 class Repeats:
-    """Sees where tokens go round in a circle.
+    """Detects repeated sequences of tokens.
 
     Args:
-        times: that they come in a row.
+        times: number of consecutive repetitions.
     """
 
     def __init__(self, times: int) -> None:
@@ -137,7 +137,7 @@ class Repeats:
         self._past, self._runs = np.full(_LONGEST, -1), np.zeros(_LONGEST, int)
 
     def push(self, token: int) -> bool:
-        """Whether with this token the last ones are `times` the same."""
+        """Whether, with this token, the last tokens are a sequence repeated `times` times."""
         self._runs = np.where(self._past == token, self._runs + 1, 0)
         self._past = np.concatenate(([token], self._past[:-1]))
         return bool((self._runs >= self._wanted).any())
@@ -145,6 +145,6 @@ class Repeats:
 
 @cache
 def texts() -> Mapping[str, Any]:
-    """Prompts for a judge, cues, closing sentences and known tags; what is shipped beside this file."""
+    """Prompts of a judge, cues, closing sentences and known tags, from the file beside this one."""
     found: Mapping[str, Any] = json.loads(Path(__file__).with_name("trimr.json").read_text("utf-8"))
     return found

@@ -1,10 +1,12 @@
-"""TrimR's step: rows decode as in the plain loop, but for those that wait for a verdict, and those that are closed."""
+"""TrimR's step: rows decode as in the plain loop, except those that wait for a verdict or are being closed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
 
 from shoal.decode.batch import Batch
 from shoal.decode.branches.verifier import Awaited, NoVerdict, Question
@@ -24,24 +26,24 @@ if TYPE_CHECKING:
     from shoal_lab.methods.trimr import Trimming
 
 _PAUSE = 0.002
-"""Seconds to wait for a verdict where no row of the batch can go on; others of the engine wait as long."""
+"""Seconds to wait for a verdict if no row of the batch can go on; other batches of the engine wait as long."""
 
 
 class ThoughtJudge(Protocol):
-    """Says yes or no, of one question per row at a time."""
+    """Answers yes or no to one question per row at a time."""
 
     def ask(self, row: Row, question: Question) -> None:
-        """Begin with a row's question."""
+        """Start with a row's question."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """For one of the answers, where they come by themselves."""
+        """Wait for an answer, if answers come at any time."""
         ...
 
     def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
-        """What has been said by now of these rows' questions, after work of at most so many tokens.
+        """Answers so far to these rows' questions, after work of at most `budget` tokens.
 
-        A row for which it fails is given the `error`.
+        A row for which it fails gets the `error`.
         """
         ...
 
@@ -50,15 +52,15 @@ class ThoughtJudge(Protocol):
         ...
 
     def rollback(self) -> None:
-        """See `RowBatch`."""
+        """Undo the work of a failed step, as in `RowBatch`."""
         ...
 
 
 class TrimmingBatch(Batch):
-    """See the file.
+    """Rows whose thinking is read, judged and closed.
 
     Args:
-        how: what to look for, and who judges.
+        how: what to look for, and the judge.
     """
 
     def __init__(self, *args: Any, how: Trimming, **options: Any) -> None:
@@ -67,7 +69,7 @@ class TrimmingBatch(Batch):
         self._thoughts: dict[int, tuple[Row, Thoughts]] = {}  # with the row, so that no other one gets its id
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
-        """A step of the rows that wait for nothing, and some of the judge's work; see `Batch.step`."""
+        """A step of the rows that do not wait, and some of the judge's work; see `Batch.step`."""
         wanted = None if rows is None else {id(row) for row in rows}
         chosen = [row for row in self.rows if wanted is None or id(row) in wanted]
         self._thoughts = {id(row): self._thoughts.get(id(row)) or (row, self._thoughts_of(row)) for row in self.rows}
@@ -77,7 +79,7 @@ class TrimmingBatch(Batch):
         return steps + super().step(budget, able, most) if able else steps
 
     def _hear(self, waiting: Sequence[Row], budget: int) -> list[Step]:
-        """Let the rows go on of which the judge has spoken."""
+        """Continue the rows whose verdict has come."""
         if not waiting:
             return []
         start, steps = time.perf_counter(), list[Step]()
@@ -97,8 +99,8 @@ class TrimmingBatch(Batch):
     def _waits(self, row: Row) -> bool:
         return row.error is None and isinstance(self._thoughts[id(row)][1].due, Question)
 
+    @override
     def settle(self, ended: Any, outcomes: Sequence[Outcome]) -> list[Step]:
-        """See `Batch`; what is said is read, and the thinking closed where it is to be."""
         steps = super().settle(ended, outcomes)
         for share, _ in ended:
             if share.row.finish_reason is None:
@@ -107,7 +109,7 @@ class TrimmingBatch(Batch):
         return steps
 
     def _act(self, row: Row) -> list[Step]:
-        """Read what the row has emitted, as far as nothing is due; then ask, or close."""
+        """Read the row's emitted tokens until something is due; then ask, or close."""
         thoughts = self._thoughts[id(row)][1]
         while thoughts.due is None and thoughts.read < len(row.steps):
             thoughts.see(row.steps[thoughts.read].token)
@@ -125,35 +127,35 @@ class TrimmingBatch(Batch):
         thoughts.close(len(steps))
         return steps
 
+    @override
     def rollback(self) -> None:
-        """See `Batch`."""
         super().rollback()
         self._judge.rollback()
 
 
-class CallableJudge:
-    """A judge in Python, each question in a thread of its own.
+class CallableJudge(ThoughtJudge):
+    """A judge in Python; each question runs in its own thread.
 
     Args:
         whom: the callable.
-        patience: seconds that a question may take.
+        patience: time limit of a question in seconds.
     """
 
     def __init__(self, whom: Any, patience: float) -> None:
         self._whom, self._patience = whom, patience
         self._asked: dict[int, Awaited] = {}
 
+    @override
     def ask(self, row: Row, question: Question) -> None:
-        """See `ThoughtJudge`."""
         self._asked[id(row)] = Awaited(self._whom, question, self._patience, "judge")
 
+    @override
     def wait(self, seconds: float) -> None:
-        """See `ThoughtJudge`."""
         for asked in list(self._asked.values())[:1]:
             asked.wait(seconds)
 
+    @override
     def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
-        """See `ThoughtJudge`."""
         found: list[tuple[Row, bool]] = []
         for row in rows:
             if self._asked[id(row)].wait(0):
@@ -163,25 +165,26 @@ class CallableJudge:
                     row.error = error
         return found
 
+    @override
     def keep(self, rows: Sequence[Row]) -> None:
-        """See `ThoughtJudge`."""
         alive = {id(row) for row in rows}
         self._asked = {key: one for key, one in self._asked.items() if key in alive}
 
+    @override
     def rollback(self) -> None:
-        """There is nothing to forget."""
+        pass  # there is nothing to undo
 
 
-class ModelJudge:
-    """A judge that is a model: it reads all questions together, as far as the budget of a step goes.
+class ModelJudge(ThoughtJudge):
+    """A judging model: it reads all questions together, within the budget of a step.
 
     Args:
-        engine: the model's.
-        own: the tokenizer of the model that thinks, for a judge that comes without one.
-        most: tokens of a question; of longer thoughts the beginning is left out.
+        engine: the judge's engine.
+        own: the tokenizer of the thinking model, for a judge without one.
+        most: most tokens of a question; longer thoughts lose their beginning.
 
     Raises:
-        Unsupported: its tokens do not tell yes from no.
+        Unsupported: its tokens do not distinguish yes from no.
     """
 
     def __init__(self, engine: Any, own: Any, most: int) -> None:
@@ -195,17 +198,18 @@ class ModelJudge:
             raise Unsupported(f"{engine.model_name or 'this model'} as a judge", "its tokens do not tell yes from no",
                               "Use another model, or a callable")
 
+    @override
     def ask(self, row: Row, question: Question) -> None:
-        """See `ThoughtJudge`."""
         prompt = self._prompt(question)
         self._cache.extend(1)
         self._seated.append((row, prompt))
 
+    @override
     def wait(self, seconds: float) -> None:
-        """Its work is done in steps."""
+        pass  # its work is done in steps
 
+    @override
     def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
-        """See `ThoughtJudge`."""
         fed: list[tuple[Row, SequenceChunk]] = []
         wanted = {id(row) for row in rows}
         for slot, (row, tokens) in enumerate(self._seated):
@@ -225,33 +229,33 @@ class ModelJudge:
         self._leave({id(row) for row, _ in found})
         return found
 
+    @override
     def keep(self, rows: Sequence[Row]) -> None:
-        """See `ThoughtJudge`."""
         self._leave({id(row) for row, _ in self._seated} - {id(row) for row in rows})
 
+    @override
     def rollback(self) -> None:
-        """See `ThoughtJudge`."""
         for slot in range(self._cache.rows):
             self._cache.rollback(slot)
 
     def _leave(self, gone: set[int]) -> None:
-        """Let questions go."""
+        """Drop questions."""
         if gone:
             stay = [slot for slot, (row, _) in enumerate(self._seated) if id(row) not in gone]
             self._seated = [self._seated[former] for former in self._cache.select(stay)]
 
     def _verdict(self, logits: Tensor) -> bool:
-        """Whether yes, in all its spellings, is likelier than no."""
+        """Whether yes, in all its spellings, is more probable than no."""
         return bool(logits[self._yes].logsumexp(0) > logits[self._no].logsumexp(0))
 
     def _begins(self, word: str) -> set[int]:
-        """First tokens of its spellings."""
+        """First tokens of a word's spellings."""
         spelled = (self._tokenizer(f"{space}{one}", add_special_tokens=False)["input_ids"]
                    for one in (word, word.capitalize()) for space in ("", " "))
         return {ids[0] for ids in spelled}
 
     def _prompt(self, question: Question) -> list[int]:
-        """Token ids; of thoughts that are too long the last part."""
+        """Token ids; of too long thoughts only the last part."""
         thought, former = question.thought, question.former
         while len(ids := self._ids(question.kind, thought, former)) > self._most and thought + former:
             thought, former = (one[max(1, len(one) // 4) :] for one in (thought, former))
@@ -266,10 +270,10 @@ class ModelJudge:
 
 
 def _judge_of(how: Trimming) -> ThoughtJudge:
-    """Who judges for a batch.
+    """The judge of a batch.
 
     Raises:
-        Unsupported: a model is to judge and there is no engine to load it, or it cannot.
+        Unsupported: the judge is a model, and there is no engine to load it, or it cannot judge.
     """
     judge = how.knobs.judge
     if how.judge is not None:

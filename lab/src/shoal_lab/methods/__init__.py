@@ -1,1 +1,1 @@
-"""Methods under study, one file each: they need a part that must be trained, or lose by our own tables."""
+"""Methods under study, one file each: they need a trained component, or lose by our own tables."""

@@ -1,6 +1,6 @@
-"""What methods for masked-diffusion models have in common: a canvas of masks, decided block by block.
+"""Shared by methods for masked-diffusion models: a canvas of masks that is decided block by block.
 
-A forward sees the whole canvas and makes a guess for every mask; policies say which guesses stay, see
+A forward sees the whole canvas and makes a guess for every mask; policies choose the guesses to keep, see
 `shoal_lab.loops.canvas`. Torch is imported when a batch is made.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
@@ -27,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Denoising(Loop):
-    """The part `loop`: masks are filled block by block.
+    """A loop that fills masks block by block.
 
     Attributes:
-        masked: the model; None where there is none, as when a method is only described.
-        commit: which guesses stay.
+        masked: the masked-diffusion model; None if the method is only described.
+        commit: which guesses are kept.
         blocks: where a block ends.
-        remasking: by what guesses are ranked.
-        guidance: w of classifier-free guidance: logits are u + (w + 1)(c - u), u being those under a masked prompt.
+        remasking: the score that ranks guesses.
+        guidance: w of classifier-free guidance: logits are u + (w + 1)(c - u), where u are those with a masked prompt.
         reuse: which KV is kept from the first forward over a block to its last.
         exit: when all masks are filled at once; None for never.
-        grammar: what the answer must be a text of; None for any.
+        grammar: the grammar of the answer; None for any text.
     """
 
     fills_masks: ClassVar[bool] = True
@@ -51,14 +53,14 @@ class Denoising(Loop):
     exit: EarlyFill | None = None
     grammar: CanvasGrammar | None = None
 
+    @override
     def batch(self) -> Callable[..., RowBatch]:
-        """See `Loop`."""
         from shoal_lab.loops.denoising import DenoisingBatch
 
         return partial(DenoisingBatch, how=self)
 
     def check(self, row: Row) -> None:
-        """Refuse what has no meaning where words come in any order, and blocks and steps that do not fit the answer."""
+        """Refuse options that need left-to-right order, and blocks and steps that do not fit the answer."""
         room, size, asked = row.stop.room, self.blocks.size, row.sampling
         penalised = asked.repetition_penalty != 1 or asked.presence_penalty or asked.frequency_penalty
         if row.processors or penalised:
@@ -83,11 +85,11 @@ class Denoising(Loop):
                               "Use another max_new_tokens, or allow the end of sequence")
 
     def share(self, first: int, last: int, length: int) -> int:
-        """Steps that words first..last-1 of an answer of `length` may take; what is not scheduled needs no number."""
+        """Steps for tokens first..last-1 of an answer of `length`; any number if nothing is scheduled."""
         return self.commit.share(first, last, length) if isinstance(self.commit, Scheduled) else 1
 
     def total(self, length: int) -> int:
-        """Steps that the whole answer may take."""
+        """Steps for the whole answer."""
         return self.share(0, length, length) if isinstance(self.commit, Scheduled) else length
 
 
@@ -96,7 +98,7 @@ class DenoisingMethod(Method):
     """A method that fills the masks of a masked-diffusion model.
 
     Attributes:
-        block: words of a block, the whole answer at most; blocks are filled from left to right. None for 32, or a
+        block: tokens of a block, at most the whole answer; blocks are filled from left to right. None for 32, or a
             shorter answer.
     """
 
@@ -114,7 +116,7 @@ class DenoisingMethod(Method):
         """The recipe with these parts of the loop.
 
         Raises:
-            Unsupported: the model has sliding windows, which say nothing of words to the right.
+            Unsupported: the model has sliding windows, which do not describe tokens to the right.
         """
         if any(info.windows):
             raise Unsupported(f"{self.name} with sliding windows", "they say nothing of what stands to the right",
@@ -124,6 +126,6 @@ class DenoisingMethod(Method):
 
 
 def check_range(name: str, knob: str, value: float, low: float, high: float) -> None:
-    """ValueError where a knob is not within [low, high]."""
+    """ValueError if an option is not within [low, high]."""
     if not low <= value <= high:
         raise ValueError(f"{knob} of {name} is {value}; it must be within [{low:g}, {high:g}]")

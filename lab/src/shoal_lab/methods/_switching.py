@@ -1,4 +1,4 @@
-"""What methods have in common that let two models write one answer, a token at a time. Imports no torch at first."""
+"""Shared by methods in which two models write one answer, a token at a time. Imports no torch at first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class SwitchingMethod(PairedMethod):
-    """A method whose answer is written by two models in turns; nobody confirms what the other has written.
+    """A method whose answer is written by two models in turns; neither verifies the other's tokens.
 
     Attributes:
         inner: the method whose depth plan the engine's own model runs; None for full depth.
@@ -39,11 +41,11 @@ class SwitchingMethod(PairedMethod):
         return Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
 
     def switched(self, info: ModelInfo, policy: TurnPolicy) -> Recipe:
-        """The recipe in which the policy says who writes.
+        """The recipe in which the policy chooses the model of each token.
 
         Raises:
-            ValueError: no draft model was named, it cannot be loaded, or its method does more than to choose layers.
-            Unsupported: its tokens are others; or what `inner` fills has no place beside a loop.
+            ValueError: no draft model was named, it cannot be loaded, or its method does more than choose layers.
+            Unsupported: its tokens differ, or `inner` sets parts that a loop cannot have.
         """
         if info.draft_engine is None:
             return replace(self.own(info), loop=Switching(policy))
@@ -61,13 +63,13 @@ class SwitchingMethod(PairedMethod):
 
 @dataclass(frozen=True)
 class Switching(Loop):
-    """The part `loop`: who writes the next token is the policy's to say.
+    """A loop in which the policy chooses the model of each token.
 
     Attributes:
-        policy: says who writes.
-        stack: the smaller model; None where there is no engine to load it, as when a method is only described.
-        plan: the layers that it runs.
-        name: what it is called, for messages.
+        policy: chooses the model.
+        stack: the smaller model; None if there is no engine to load it, as when a method is only described.
+        plan: layers of the smaller model.
+        name: its name, for messages.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("plan", "rule", "constraint")
@@ -78,13 +80,13 @@ class Switching(Loop):
     name: str = ""
 
     @property
+    @override
     def second_stack(self) -> Stack | None:
-        """See `Loop`."""
         found: Stack | None = self.stack
         return found
 
+    @override
     def batch(self) -> Callable[..., RowBatch]:
-        """See `Loop`."""
         if self.stack is None:
             raise Unsupported("two models", "there is no engine to load the second", "Use Engine.generate")
         from shoal_lab.loops.switching import SwitchingBatch
@@ -103,5 +105,5 @@ class Switching(Loop):
 
 
 def turn_of(prompt: Sequence[int]) -> str:
-    """What chance draws for; by the prompt, since requests of one seed would all switch at the same places."""
+    """Purpose of a row's draws; it depends on the prompt, or requests of one seed would switch at the same places."""
     return f"turn {zlib.crc32(repr(list(prompt)).encode())}"

@@ -7,6 +7,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from typing_extensions import override
+
 from shoal.decode.branches.verifier import Verifier, ask, attempt_of, likelihood
 from shoal.decode.recipe import Recipe, Search
 from shoal.depth.plan import DepthPlan
@@ -22,30 +24,31 @@ if TYPE_CHECKING:
 
 EdgeCost = Literal["change", "rise", "fall", "one"]
 _BUDGET, _MOST = 8, 64
-"""Tokens that a search may decode, at first and at most, as multiples of max_new_tokens."""
+"""Most tokens that a search may decode, by default and at all, as multiples of max_new_tokens."""
 
 
 @dataclass(frozen=True)
 class AStar(VerifiedMethod):
-    """Continues the most promising of all unfinished answers by a step, several ways at a time, until one is finished.
+    """Continues the most promising unfinished answer by a step, in several ways, until one is finished.
 
-    A verifier says of an answer so far how promising it is, r in [0, 1]; h = 1 - r stands for what is still to pay, and
-    g sums up what its steps have cost. The answer with the least g + h goes on, of equals the longer one, and wins when
-    it is finished. A step ends at the delimiter. Needs a temperature above 0: greedy steps would all be alike, so a
-    greedy request is decoded once. Where the budget ends first, the best finished answer wins, or else the best
-    unfinished one, which is then decoded to its end beside the budget. Answers that wait beyond `width` give up their
-    KV, and are read anew when their turn comes.
+    A verifier rates an unfinished answer by r in [0, 1]; h = 1 - r is its remaining cost, and g is the sum of its
+    steps' costs. The answer with the least g + h continues (the longer one wins ties), and wins when it is finished. A
+    step ends at the delimiter. Needs a temperature above 0: greedy steps would all be equal, so a greedy request is
+    decoded once. If the budget ends first, the best finished answer wins, or otherwise the best unfinished one, which
+    is then decoded to its end outside the budget. Waiting answers beyond `width` drop their KV, and are read again when
+    their turn comes.
+
 
     Attributes:
-        k: ways in which an answer is continued; 1 changes nothing.
+        k: continuations of an answer; 1 changes nothing.
         delimiter: text that ends a step.
         step: most tokens of a step, at least 1.
-        budget: tokens that the search may decode, those thrown away included; None for 8 times max_new_tokens,
-            at most 64 times.
-        width: answers that keep their KV while they wait, at least 1.
-        edge_cost: of a step: "change" is |dh|, with which h never promises too much; "rise" only increases of h;
-            "fall" only decreases; "one" is 1.
-        inner: the method by which each answer is decoded; None for full depth.
+        budget: most tokens that the search may decode, discarded ones included; None for 8 times max_new_tokens, at
+            most 64 times.
+        width: waiting answers that keep their KV, at least 1.
+        edge_cost: cost of a step: "change" is |dh|, with which h never overestimates; "rise" counts increases of h
+            only, "fall" decreases only; "one" is 1.
+        inner: the method that decodes each answer; None for full depth.
     """
 
     name: ClassVar[str] = "a_star"
@@ -70,7 +73,7 @@ class AStar(VerifiedMethod):
             raise ValueError("delimiter is ''; it must have at least one character")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The inner method's recipe with the search put in.
+        """The inner method's recipe with the search.
 
         Raises:
             ValueError: the budget is beyond 64 times max_new_tokens.
@@ -91,12 +94,12 @@ class AStar(VerifiedMethod):
 
 @dataclass(frozen=True)
 class BestFirst(Search):
-    """The part `search`; see `AStar`.
+    """The search; see `AStar`.
 
     Attributes:
-        knobs: of the method.
-        budget: tokens.
-        verifier: who judges.
+        knobs: the method.
+        budget: most tokens.
+        verifier: rates answers.
     """
 
     knobs: AStar
@@ -104,16 +107,16 @@ class BestFirst(Search):
     verifier: Verifier
 
     @property
+    @override
     def timed(self) -> bool:
-        """See `shoal.decode.recipe.Search`: a verdict comes when it likes."""
         return self.verifier is not likelihood
 
     def most(self, greedy: bool) -> int:
-        """The prompt's own, those that wait, and those under way."""
+        """Branches: the prompt's own, waiting ones, and those in progress."""
         return 1 if greedy else 1 + self.knobs.width + self.knobs.k
 
+    @override
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
-        """See `shoal.decode.recipe.Search`."""
         if root.greedy:
             return root
         if root.row.recipe.proposer is not None:
@@ -123,16 +126,16 @@ class BestFirst(Search):
 
 @dataclass(order=True)
 class _Node:
-    """An answer that waits; nodes are ordered as answers go on.
+    """A waiting answer; nodes are ordered by priority.
 
     Attributes:
         f: g + h, see `AStar`.
-        shortness: less the steps that it has.
-        made: counts nodes.
+        shortness: minus its number of steps.
+        made: a counter of nodes.
         h: see `AStar`.
-        tokens: of the answer.
+        tokens: tokens of the answer.
         finished: whether it has ended.
-        branch: has its KV; None where it was given up.
+        branch: holds its KV; None if it was dropped.
     """
 
     f: float
@@ -145,11 +148,11 @@ class _Node:
 
 
 class _Walk:
-    """One search under way.
+    """A search in progress.
 
     Args:
-        how: what to search.
-        root: keeps the prompt; answers are forks of it.
+        how: the search.
+        root: holds the prompt; answers are forks of it.
     """
 
     def __init__(self, how: BestFirst, root: Branch) -> None:
@@ -158,7 +161,7 @@ class _Walk:
         self._waiting: list[_Node] = []
 
     def run(self) -> Generator[Sequence[WaitedFor], None, Branch]:
-        """The winner."""
+        """Search; returns the winner."""
         yield from self._judge([self._root], None)
         node = heapq.heappop(self._waiting)
         while not node.finished and self._left:
@@ -172,7 +175,7 @@ class _Walk:
         return (yield from self._revived(best))
 
     def _revived(self, node: _Node) -> Generator[Sequence[WaitedFor], None, Branch]:
-        """The node's branch, read anew where its KV was given up."""
+        """The node's branch, read again if its KV was dropped."""
         if node.branch is not None:
             return node.branch
         (branch,) = self._root.fork()
@@ -182,7 +185,7 @@ class _Walk:
         return branch
 
     def _advance(self, ways: Sequence[Branch]) -> Generator[Sequence[WaitedFor], None, None]:
-        """Each by a step, token by token, as far as the budget goes."""
+        """Advance each by a step, token by token, within the budget."""
         begun = [(way, len(way.tokens), len(way.text)) for way in ways]
         while going := [way for way, tokens, text in begun if not self._over(way, tokens, text)][: self._left]:
             for way in going:
@@ -191,12 +194,12 @@ class _Walk:
             self._left -= len(going)
 
     def _over(self, way: Branch, tokens: int, text: int) -> bool:
-        """Whether the step that began behind so many tokens and letters is at its end."""
+        """Whether the step that began after that many tokens and characters is at its end."""
         ended = way.finish_reason is not None or len(way.tokens) - tokens >= self._knobs.step
         return ended or self._knobs.delimiter in way.text[text:].lstrip()
 
     def _judge(self, ways: Sequence[Branch], parent: _Node | None) -> Generator[Sequence[WaitedFor], None, None]:
-        """Let those that differ wait, once the verifier has said of each what it is worth."""
+        """Let distinct answers wait, once the verifier has rated each."""
         differ: dict[tuple[int, ...], Branch] = {}
         for way in ways:
             if differ.setdefault(tuple(way.tokens), way) is not way:
@@ -214,7 +217,7 @@ class _Walk:
         return _Node(f, deeper, self._made, h, branch.tokens, finished, branch)
 
     def _give_up(self) -> None:
-        """The KV of all but the best that wait."""
+        """Drop the KV of all but the best waiting answers."""
         for node in [one for one in sorted(self._waiting) if one.branch is not None][self._knobs.width :]:
             assert node.branch is not None
             node.branch.end()
@@ -224,7 +227,7 @@ class _Walk:
 def _more(kind: EdgeCost, before: float, after: float) -> float:
     """By how much a step that takes h from `before` to `after` raises g + h.
 
-    What costs as much as h falls is not added up: f stays as it was to the last bit, so that equals are equals.
+    A cost equal to the fall of h is not added, so that f keeps every bit and ties stay ties.
     """
     change = after - before
     rise = max(0.0, change)

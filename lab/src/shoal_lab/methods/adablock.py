@@ -1,10 +1,12 @@
-"""AdaBlock-dLLM: a block ends where the model itself is sure that a step of its answer ends."""
+"""AdaBlock-dLLM: a block ends where the model is sure that a step of its answer ends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
@@ -20,16 +22,16 @@ _WINDOW = 4
 
 @dataclass(frozen=True)
 class AdaBlock(DenoisingMethod):
-    """Words are decided as by `fast_dllm`, in blocks that end behind a delimiter where the model is sure of one.
+    """Tokens are decided as by `fast_dllm`, in blocks that end after a delimiter if the model is sure of one.
 
-    Looks a quarter of the answer ahead for the delimiter with the highest probability, which need not be the next one,
-    and may be decided otherwise later. Else the block has the size that `block` says.
+    It looks a quarter of the answer ahead for the most probable delimiter, which need not be the next one, and may be
+    decided otherwise later. Without one, a block has the size `block`.
 
     Attributes:
-        threshold: the least probability of a word that is decided, in [0, 1].
-        delimiter_threshold: the least probability of a delimiter; above 1 blocks are those of `fast_dllm`.
-        delimiters: what ends a step of an answer: texts of one token, or token ids.
-        reuse: as of `fast_dllm`.
+        threshold: least probability of a decided token, in [0, 1].
+        delimiter_threshold: least probability of a delimiter; above 1 blocks are those of `fast_dllm`.
+        delimiters: ends of steps of an answer: texts of one token, or token ids.
+        reuse: as for `fast_dllm`.
     """
 
     name: ClassVar[str] = "adablock"
@@ -58,17 +60,17 @@ class AdaBlock(DenoisingMethod):
 
 @dataclass(frozen=True)
 class Delimited(FixedBlocks):
-    """See `AdaBlock`."""
+    """Blocks that end after a delimiter."""
 
     threshold: float = 0.3
     ids: tuple[int, ...] = ()
 
+    @override
     def ahead(self, length: int, left: int) -> int:
-        """See `FixedBlocks`."""
         return max(super().ahead(length, left), self._window(length, left))
 
+    @override
     def choose(self, guesses: Sequence[Guess], length: int, left: int) -> int:
-        """See `FixedBlocks`."""
         start = length - left
         found = [guess for guess in guesses if guess.place < start + self._window(length, left)
                  and guess.token in self.ids]
@@ -82,7 +84,7 @@ class Delimited(FixedBlocks):
 
 
 def _id(delimiter: str | int, tokenizer: Any) -> int:
-    """The token of a delimiter; where a tokenizer puts a mark before the text, the last one."""
+    """The token of a delimiter; the last one if a tokenizer puts a mark before the text."""
     if isinstance(delimiter, int):
         return delimiter
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""AdaDec: where the model is unsure, look how its likeliest tokens would go on before one is taken."""
+"""AdaDec: where the model is unsure, compare how its most probable tokens would continue before choosing one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
@@ -22,19 +24,19 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class AdaDec(Method):
-    """Pauses at tokens of high entropy, continues each of the likeliest ones a little, and takes the best of them.
+    """Pauses at tokens of high entropy, continues each of the most probable ones a little, and takes the best.
 
     The best has the highest mean log-probability with its continuation, which is greedy, ends where the answer would
-    end, and is thrown away. Made for code, where the right token is often there but not first; in prose what repeats
-    itself may well score best. It costs a forward for each token that is looked ahead. The threshold differs from
-    model to model: `shoal calibrate --for adadec` learns it from reference solutions. With a temperature above 0, of
-    which the paper does not speak, sure tokens are drawn, and at a pause the best candidate that may be drawn is
-    taken.
+    end, and is discarded. Made for code, where the right token is often among the candidates but not first; in prose,
+    repetition may score best. It costs a forward for each token of lookahead. The threshold depends on the model:
+    `shoal calibrate --for adadec` learns it from reference solutions. With a temperature above 0, which the paper does
+    not cover, sure tokens are sampled, and at a pause the best candidate that may be sampled is taken.
+
 
     Attributes:
-        threshold: entropy in nats from which on to pause, 0 or more; infinity never does.
-        candidates: how many of the likeliest tokens are compared, at least 1; 1 changes nothing.
-        lookahead: most tokens that each is continued by; 0 changes nothing. At most 256 for all candidates together.
+        threshold: entropy in nats at which to pause, 0 or more; infinity never pauses.
+        candidates: number of most probable tokens to compare, at least 1; 1 changes nothing.
+        lookahead: most tokens of a continuation; 0 changes nothing. At most 256 for all candidates together.
     """
 
     name: ClassVar[str] = "adadec"
@@ -67,7 +69,7 @@ class AdaDec(Method):
 
 @dataclass(frozen=True)
 class Pausing(Loop):
-    """The part `loop`; see `AdaDec`."""
+    """The loop of `AdaDec`."""
 
     takes: ClassVar[tuple[str, ...]] = ("plan", "store", "constraint")
 
@@ -77,11 +79,11 @@ class Pausing(Loop):
 
     @property
     def scratch(self) -> int:
-        """All that is looked ahead."""
+        """All tokens of lookahead."""
         return self.candidates * self.lookahead
 
+    @override
     def batch(self) -> Callable[..., RowBatch]:
-        """See `Loop`."""
         from shoal_lab.loops.adadec import PausingBatch
 
         return partial(PausingBatch, how=self)

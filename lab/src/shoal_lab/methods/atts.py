@@ -1,4 +1,4 @@
-"""ATTS: the large model takes over where what the small one has written is unlikely beside what it mostly writes."""
+"""ATTS: the large model takes over if a chunk of the small one is improbable compared with its usual chunks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.signals import p_value
@@ -23,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class ATTS(SwitchingMethod):
-    """The smaller model writes chunks; after one that the engine's own finds unusually unlikely, that one goes on.
+    """The smaller model writes chunks; after an unusually improbable one, the engine's own model continues.
 
-    The engine's own model reads a chunk in one forward and takes its mean loss per token. A conformal p-value says how
-    often a chunk of the smaller model is at least as bad: at most alpha, and the own model continues the chunk, which
-    stands in any case, by `target_tokens`; else the smaller one writes on. So the own model takes over in no more than
-    a share alpha of the turns, as far as these are like those that the scores come from. Rows are independent: each
-    goes on by itself, and none waits for a ranking. The paper's code cuts at 0.6 of the scores, alpha 0.4, has chunks
-    of 500 tokens, and ends after 15 turns, for which there is max_new_tokens here. An answer that ends within a chunk
-    is not judged any more.
+    The engine's own model reads a chunk in one forward and takes its mean loss per token. A conformal p-value is the
+    frequency with which a chunk of the smaller model is at least as bad: if it is at most alpha, the own model
+        continues
+    the chunk, which stands in any case, by `target_tokens`; otherwise the smaller one writes on. So the own model takes
+    over in at most a share alpha of the turns, as far as these are like those of the scores. Rows are independent: none
+    waits for a ranking. The paper's code cuts at 0.6 of the scores (alpha 0.4), has chunks of 500 tokens, and ends
+    after 15 turns, instead of max_new_tokens. An answer that ends within a chunk is not judged any more.
 
     Attributes:
-        alpha: the largest p-value at which the engine's own model takes over; 0 lets the smaller model write all, 1
-            lets both write in turns.
-        draft_tokens: of a chunk; 0 lets the engine's own model write all.
-        target_tokens: that the engine's own model writes when it takes over, at least 1.
-        scores: mean losses (nats per token) of chunks of the smaller model under the engine's own, which
-            `shoal calibrate --for atts` makes; needed for an alpha between 0 and 1.
+        alpha: largest p-value at which the engine's own model takes over; with 0 the smaller model writes all, with 1
+            both take turns.
+        draft_tokens: tokens of a chunk; with 0 the engine's own model writes all.
+        target_tokens: tokens that the engine's own model writes when it takes over, at least 1.
+        scores: mean losses (nats per token) of chunks of the smaller model under the engine's own, from `shoal
+            calibrate --for atts`; needed for an alpha between 0 and 1.
     """
 
     name: ClassVar[str] = "atts"
@@ -61,7 +63,7 @@ class ATTS(SwitchingMethod):
             raise ValueError(f"scores hold {wrong[0]}; they are mean losses in nats, at least 0")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The engine's own model where it writes all; else a loop of two models.
+        """The engine's own model if it writes all; otherwise a loop of two models.
 
         Raises:
             ValueError: there is nothing to compare a chunk with.
@@ -79,10 +81,10 @@ class ATTS(SwitchingMethod):
 
 @dataclass(frozen=True)
 class JudgedTurns(Switching):
-    """The part `loop`; see `Switching`."""
+    """A loop of two models with judged chunks."""
 
+    @override
     def batch(self) -> Callable[..., RowBatch]:
-        """See `Loop`."""
         super().batch()
         from shoal_lab.loops.atts import JudgingBatch
 
@@ -91,12 +93,12 @@ class JudgedTurns(Switching):
 
 @dataclass(frozen=True)
 class ByChunk:
-    """The policy; see `ATTS`.
+    """The policy of `ATTS`.
 
     Attributes:
-        alpha: the largest p-value that makes the large model go on.
+        alpha: largest p-value at which the large model continues.
         small, large: tokens that each model writes in its turn.
-        scores: ascending.
+        scores: ascending scores.
     """
 
     alpha: float
@@ -105,7 +107,7 @@ class ByChunk:
     scores: tuple[float, ...]
 
     def begin(self, row: Row) -> ChunkTurns:
-        """See `shoal_lab.loops.switching.TurnPolicy`."""
+        """Start with the small model's first chunk."""
         return ChunkTurns(self)
 
     def takes_over(self, score: float) -> bool:
@@ -114,11 +116,11 @@ class ByChunk:
 
 
 class ChunkTurns:
-    """See `shoal_lab.loops.switching.Turns`.
+    """The turns of one row.
 
     Attributes:
-        since: the place in the row's text at which the chunk begins that is to be judged; None where none is.
-        losses: of its tokens, by their places, as far as the large model has read them.
+        since: place in the row's text at which the chunk to judge begins; None if there is none.
+        losses: losses of its tokens by place, as far as the large model has read them.
     """
 
     def __init__(self, policy: ByChunk) -> None:
@@ -128,7 +130,7 @@ class ChunkTurns:
         self.losses = dict[int, float]()
 
     def look(self, logits: Tensor) -> bool:
-        """The large model has read the chunk: does it go on?"""
+        """Whether the large model, which has read the chunk, continues it."""
         if self.since is None:
             return False
         self.since, score = None, math.fsum(self.losses.values()) / len(self.losses)
@@ -136,7 +138,7 @@ class ChunkTurns:
         return not self.large
 
     def wrote(self, row: Row, tokens: Sequence[int]) -> None:
-        """See the protocol."""
+        """Choose the next turn after these tokens."""
         self._written += len(tokens)
         if self._written < (self._policy.large if self.large else self._policy.small):
             return

@@ -1,4 +1,4 @@
-"""CentroidKV: similar columns of the KV that stand near each other become one, which counts for all of them."""
+"""CentroidKV: similar KV slots near each other are merged into one that counts for all of them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CentroidKV(Method):
-    """Within short chunks, columns with similar keys become their mean, with the logarithm of their number as a bias.
+    """Within short chunks, KV slots with similar keys become their mean, with the logarithm of their number as a bias.
 
-    Per layer and KV head, every other column of a chunk is linked to the most similar one between them, and the
-    strongest links are merged; see `components.merging`. The prompt is read in full and merged at its end; what is
-    generated is merged whenever it has grown by some tokens. A column that is merged is not merged again. The paper
-    was not at hand when this was written: the sizes of chunk, window and sinks are guesses, and that a cluster weighs
-    as much as its members is what makes merging equal columns exact. Keys are averaged as they are stored, with their
-    positions turned in. Layers with a sliding window keep what that says.
+    Per layer and KV head, every other slot of a chunk is linked to the most similar one between them, and the strongest
+    links are merged; see `components.merging`. The prompt is read in full and merged at its end; the answer is merged
+    whenever it has grown by `every` tokens. A merged slot is not merged again. The paper was not available: the sizes
+    of chunk, window and sinks are guesses; weighting a cluster by its members makes merging equal slots exact. Keys are
+    averaged as stored, after rotary embedding. Layers with a sliding window are unchanged.
+
 
     Attributes:
-        removed: share of the columns that are merged away, in [0, 1), of those between the sinks and the window.
-        chunk: columns within which one is merged; it must be divisible by 2, by 4 if more than half is removed, by 8
-            if more than three quarters, and so on.
-        window: positions at the end that stay as they are, at least.
-        sinks: positions at the beginning that stay as they are.
-        every: merging is due whenever the text has grown by so many tokens, so up to that many more stay.
+        removed: share of the slots between sinks and window that is merged away, in [0, 1).
+        chunk: slots within which one is merged; divisible by 2, by 4 if more than half is removed, by 8 if more than
+            three quarters, and so on.
+        window: least number of last positions that stay unmerged.
+        sinks: first positions that stay unmerged.
+        every: tokens between merges, so up to that many more stay unmerged.
     """
 
     name: ClassVar[str] = "centroid_kv"
@@ -71,7 +71,7 @@ class CentroidKV(Method):
 
 @dataclass(frozen=True)
 class Centroids(Keep):
-    """The part `keep`; see `CentroidKV`."""
+    """Merges KV slots; see `CentroidKV`."""
 
     differs: ClassVar[bool] = True
     weighs: ClassVar[bool] = True
@@ -80,27 +80,27 @@ class Centroids(Keep):
     knobs: CentroidKV
 
     def begin(self, stack: Any, cache: Any) -> CentroidKeeper:
-        """A keeper; what it has merged before follows from the text's length."""
+        """A keeper; earlier merges follow from the text's length."""
         return CentroidKeeper(self.knobs, stack.dtype)
 
     def most_columns(self, length: int) -> int:
-        """The prompt is there as a whole before it is merged."""
+        """All of them, because the whole prompt is stored before it is merged."""
         return length
 
 
 class CentroidKeeper(Keeper):
-    """See `Centroids`."""
+    """Merges the slots of rows."""
 
     def __init__(self, knobs: CentroidKV, dtype: Any) -> None:
         self._knobs, self._dtype = knobs, dtype
 
     def next_length(self, row: Row, length: int) -> int:
-        """The prompt's end, and then every so many tokens."""
+        """The prompt's end, and then every `every` tokens."""
         grown = max(0, length - row.prompt_length + self._knobs.every) // self._knobs.every
         return row.prompt_length + grown * self._knobs.every
 
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
-        """Merge the whole chunks that have left the window."""
+        """Merge whole chunks that have left the window."""
         from shoal_lab.components.merging import compact
 
         before, left = self.compacted(row.prompt_length, layers[0][1].lengths[row.slot] - 1) if layers else (0, 0)
@@ -113,7 +113,7 @@ class CentroidKeeper(Keeper):
                 layer.rewrite(row.slot, *parts)
 
     def compacted(self, prompt: int, length: int) -> tuple[int, int]:
-        """How many tokens of a text of that length were merged, and how many columns they have become."""
+        """Number of merged tokens of a text of that length, and of the slots that they became."""
         tokens = columns = 0
         for due in range(prompt, length + 1, self._knobs.every):
             count = self._due(due, tokens)
@@ -121,6 +121,6 @@ class CentroidKeeper(Keeper):
         return tokens, columns
 
     def _due(self, length: int, merged: int) -> int:
-        """Tokens that are to be merged at that length, of which so many were."""
+        """Tokens to merge at that length, of which `merged` already are."""
         knobs = self._knobs
         return max(0, length - knobs.window - knobs.sinks - merged) // knobs.chunk * knobs.chunk

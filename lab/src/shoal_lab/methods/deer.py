@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class DEER(SecondModelMethod):
-    """A masked-diffusion model fills a block behind the text in one forward, and the target confirms it in one.
+    """A masked-diffusion model fills a block after the text in one forward, and the target verifies it in one.
 
-    The draft reads the text, or the last `window` tokens of it, and `length` masks, or as many as the answer has places
-    left, and no word of the block sees another. So with x what it has read, place i is drawn from q_i(. | x), its own
-    marginal, whatever was drawn before it: the law of a block is the product, and speculative rejection place by place
-    with q_i is exact. (Under penalties and constraints q_i is that marginal with those of the words drawn before it
-    applied, and drawn from as such.) One step is all it takes, since the law of words that several steps decide in any
-    order is not known word by word. What is guessed behind an end of the text is left out, and so are masks and their
-    separators: the target reads words alone.
+    The draft model reads the text, or its last `window` tokens, and `length` masks, or as many as the answer has places
+    left; no token of the block sees another. So given its input x, place i is drawn from its own marginal q_i(. | x),
+    whatever was drawn before: the block's distribution is the product, and speculative rejection place by place with
+        q_i
+    is exact. (Under penalties and constraints, q_i is that marginal with those of the tokens drawn before it applied.)
+    One step is enough, because the distribution of tokens that several steps decide in any order is unknown. Guesses
+    after an end of sequence are left out, and so are masks and their separators: the target reads tokens alone.
 
-    The paper verifies by rejection, and here `rule` says how, as for other drafts; its box goes on behind a rejected
-    word, which would not be exact. `shoal train drafter` trains a draft for a model, in another way than the paper's.
+    The paper verifies by rejection; here `rule` decides, as for other drafts. The paper's box continues after a
+    rejected token, which would not be exact. `shoal train drafter` trains a draft model, differently from the paper.
 
     Attributes:
         draft: the masked-diffusion model: its folder, its Hub id, or a loaded transformers model, which is not changed.
         length: tokens to guess at a time, 1 to 64.
-        window: tokens at the end of the text that the draft reads, at least 1; None for what its config says it was
-            trained with (`draft_window`), and all of the text where that says nothing.
+        window: tokens at the end of the text that the draft model reads, at least 1; None for the value in its config
+            (`draft_window`), or the whole text without one.
     """
 
     name: ClassVar[str] = "deer"
@@ -54,7 +54,7 @@ class DEER(SecondModelMethod):
                              "was trained to read")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The draft model's guesses, confirmed by the target."""
+        """The draft model's guesses, verified by the target."""
         return self.verified(self._proposer(info), info)
 
     def _proposer(self, info: ModelInfo) -> Proposer:

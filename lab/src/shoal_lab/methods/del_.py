@@ -1,10 +1,12 @@
-"""DEL: the exit layer and the draft length follow the text."""
+"""DEL: the exit layer and the draft length adapt to the text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
@@ -28,22 +30,22 @@ _EIGHTHS = (1, 2, 3, 4)
 
 @dataclass(frozen=True)
 class DEL(DraftingMethod):
-    """The first layers draft; how many, and how many tokens, is chosen anew for every block.
+    """The first layers draft; their number, and the number of tokens, is chosen for every block.
 
-    Verification computes the states at every exit anyway. Final norm and head turn them into shadow tokens: what each
-    exit would have said. Compared with what the target said, they give every exit's acceptance rate and the
-    confidence at which its drafts should stop. The block of most expected tokens per layer is drafted; a length of 0
-    is a plain step. Shadow tokens cost a row of the head each, so only some exits take part. Models trained with an
+    Verification computes the states at every exit anyway. Final norm and LM head turn them into shadow tokens, the
+    predictions of each exit. Compared with the target's tokens, they give every exit's acceptance rate and the
+    confidence at which its drafts should stop. The block with most expected tokens per layer is drafted; a length of 0
+    is a plain step. Shadow tokens cost a row of the LM head each, so only some exits take part. Models trained with an
     exit loss gain; on others early exits seldom agree with the full model.
 
     Attributes:
         exits: exit layers to choose from, each a number of layers in 1..L; None for 1/8, 2/8, 3/8 and 4/8 of L.
         longest: most tokens to guess at a time.
-        memory: by what old evidence fades per block, in [0, 1].
-        window: the last tokens of the prompt from which the estimates start, run once more for it (the paper takes
-            32); 0 starts with one guess from the first exit.
+        memory: factor by which old evidence fades per block, in [0, 1].
+        window: last tokens of the prompt that are run again for first estimates (the paper takes 32); 0 starts with one
+            guess from the first exit.
         head: cost of the LM head in layers; None for the model's own, 0 for the paper's formula.
-        probe: while plain steps are best, every so many of them is looked at, so that drafting can begin again.
+        probe: while plain steps are best, one in this many is examined, so that drafting can begin again.
     """
 
     name: ClassVar[str] = "del"
@@ -67,12 +69,13 @@ class DEL(DraftingMethod):
         if self.exits is not None and (not self.exits or min(self.exits) < 1):
             raise ValueError(f"exits are {list(self.exits)}; at least one is needed, each at least 1 layer")
 
+    @override
     def notice(self, info: ModelInfo) -> str | None:
-        """See `Method`; exits that were named are taken for trained ones."""
+        # Named exits are assumed to be trained.
         return self.unmeasured(info) if self.exits is None else None
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """A choice of prefixes drafts.
+        """Drafts from a choice of prefixes.
 
         Raises:
             ValueError: the model has fewer layers than an exit.
@@ -87,11 +90,11 @@ class DEL(DraftingMethod):
 
 @dataclass(frozen=True)
 class DynamicExit(Proposer):
-    """The first layers draft; how many, and how far, follows what each exit would have said of the verified tokens.
+    """The first layers draft; how many, and how far, depends on the exits' predictions of verified tokens.
 
     Attributes:
-        knobs: how long at most, and how to learn.
-        exits: exit layers to choose from: numbers of layers that run, ascending.
+        knobs: limits, and how to learn.
+        exits: exit layers to choose from, as ascending numbers of layers.
         head: cost of the LM head in layers.
     """
 
@@ -106,11 +109,11 @@ class DynamicExit(Proposer):
 
 @dataclass
 class Exit:
-    """What is known of one exit layer; old evidence fades by `memory` per look.
+    """Statistics of one exit layer; old evidence fades by `memory` per look.
 
     Attributes:
-        matches, looks: how often it said what the target said, and of how many tokens that is known. They start as
-            one of two, a Beta(1, 1) prior.
+        matches, looks: how often it predicted the target's token, and for how many tokens that is known. They start
+            as one of two, a Beta(1, 1) prior.
         sure, unsure: its confidence where it was right and where it was wrong: (sum, count).
     """
 
@@ -121,7 +124,7 @@ class Exit:
     unsure: tuple[float, float] = (0.0, 0.0)
 
     def learn(self, hits: Sequence[bool], confidences: Sequence[float]) -> None:
-        """Take in a verified block: for each of its tokens, whether the exit was right, and how confident."""
+        """Learn from a verified block: for each of its tokens, whether the exit was right, and its confidence."""
         self.matches = self.memory * self.matches + sum(hits)
         self.looks = self.memory * self.looks + len(hits)
         right = [value for hit, value in zip(hits, confidences, strict=True) if hit]
@@ -138,7 +141,7 @@ class Exit:
 
     @property
     def threshold(self) -> float:
-        """Confidence halfway between right and wrong, below which a draft stops; 0 while one of them is unknown."""
+        """Confidence halfway between right and wrong ones, below which a draft stops; 0 while either is unknown."""
         if not self.sure[1] or not self.unsure[1]:
             return 0.0
         return (self.sure[0] / self.sure[1] + self.unsure[0] / self.unsure[1]) / 2
@@ -147,22 +150,22 @@ class Exit:
 def tokens_per_layer(rate: float, length: int, exit_layer: int, num_layers: int, head: float = 0.0) -> float:
     """Expected tokens of a block over the layers that it takes.
 
-    A block of `length` guesses takes `length` forwards of `exit_layer` layers and one of all layers; where reading
-    weights is the bound, that is so whether or not the verification starts from the exit's hidden states. With `head`,
-    the cost of the LM head in layers, every forward counts that too; without, this is the paper's TPL.
+    A block of `length` guesses takes `length` forwards of `exit_layer` layers and one of all layers; if reading weights
+    is the bottleneck, this holds whether or not verification starts from the exit's hidden states. With `head`, the
+    cost of the LM head in layers, every forward counts that too; without, this is the paper's TPL.
     """
     tokens = sum(rate**j for j in range(length + 1))
     return tokens / (num_layers + head + length * (exit_layer + head))
 
 
 def best_block(rates: Mapping[int, float], longest: int, num_layers: int, head: float = 0.0) -> tuple[int, int]:
-    """The exit layer and the draft length of most tokens per layer; length 0 where a plain step is best.
+    """The exit layer and the draft length with most tokens per layer; length 0 if a plain step is best.
 
     Args:
         rates: acceptance by exit layer (the number of layers that run).
         longest: most guesses.
         num_layers: L.
-        head: see `tokens_per_layer`.
+        head: as for `tokens_per_layer`.
     """
     choices = [(exit_layer, length) for length in range(longest + 1) for exit_layer in sorted(rates)]
     return max(choices, key=lambda one: tokens_per_layer(rates[one[0]], one[1], one[0], num_layers, head))
@@ -170,7 +173,7 @@ def best_block(rates: Mapping[int, float], longest: int, num_layers: int, head: 
 
 @dataclass
 class _State:
-    """A row's exits, and what it does now."""
+    """A row's exits, and its current choice."""
 
     exits: dict[int, Exit]
     length: int = 0
@@ -180,7 +183,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Capture:
-    """A row whose states were shown: its place among them, what was fed, and how many tokens it had."""
+    """A row whose states were captured: its place among them, what was fed, and its number of tokens then."""
 
     row: Row
     place: int
@@ -188,7 +191,7 @@ class _Capture:
     tokens: int
 
     def path(self) -> tuple[list[int], list[int]]:
-        """The nodes that were kept, and the target's token after each of them."""
+        """The accepted nodes, and the target's token after each of them."""
         after, parents = self.row.tokens[self.tokens :], self.chunk.parents
         chain = TokenTree.chain(self.chunk.tokens)
         tree = chain if parents is None else TokenTree(chain.tokens, tuple(parents))
@@ -202,7 +205,7 @@ class _Capture:
 
 
 class DynamicDrafter(OwnLayersDrafter):
-    """See `DynamicExit`. Every row has estimates of its own."""
+    """Drafts with a chosen exit. Every row has its own estimates."""
 
     def __init__(self, proposer: DynamicExit, stack: Stack, cache: KVCache) -> None:
         from shoal.speculative.forwards import said
@@ -217,7 +220,7 @@ class DynamicDrafter(OwnLayersDrafter):
         self._hidden: dict[int, Tensor] = {}
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """Learn from the block before, then draft."""
+        """Learn from the previous block, then draft."""
         self._learn()
         for row in rows:
             if self._states[row].fresh and self._knobs.window:
@@ -225,7 +228,7 @@ class DynamicDrafter(OwnLayersDrafter):
         return super().propose(rows, limits)
 
     def draft(self, row: Row, limit: int) -> Draft:
-        """As long and as deep as the estimates say; one guess from the first exit while there are none."""
+        """Draft as long and as deep as the estimates say; one guess from the first exit while there are none."""
         state = self._states[row]
         if state.fresh:
             exit_layer, state.length = self._exits[0], 1
@@ -237,8 +240,8 @@ class DynamicDrafter(OwnLayersDrafter):
         return Draft(row, plan, min(state.length, limit), state.exits[exit_layer].threshold)
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """Keep the states at every exit of the rows that draft, and now and then of those that do not."""
-        if not rows[0].emitted:  # a prompt's end is looked back at before the first draft
+        """Capture the states at every exit of drafting rows, and sometimes of others."""
+        if not rows[0].emitted:  # a prompt's end is examined before the first draft
             return None
         self._hidden = {}
         self._captures = [
@@ -253,7 +256,7 @@ class DynamicDrafter(OwnLayersDrafter):
             self._hidden[layer] = hidden
 
     def _learn(self) -> None:
-        """From the states of the last forward, now that it is known what was kept."""
+        """Learn from the states of the last forward, now that the accepted nodes are known."""
         alive = [one for one in self._captures if one.row.finish_reason is None and len(one.row.tokens) > one.tokens]
         self._captures = []
         if not alive:
@@ -267,7 +270,7 @@ class DynamicDrafter(OwnLayersDrafter):
             del tokens[: len(nodes) * len(self._hidden)], sure[: len(nodes) * len(self._hidden)]
 
     def _judge(self, row: Row, targets: Sequence[int], tokens: Sequence[int], sure: Sequence[float]) -> None:
-        """Compare what each exit said (exit after exit) with what the target said."""
+        """Compare the predictions of each exit, exit after exit, with the target's tokens."""
         state, count = self._states[row], len(targets)
         row.ledger.heads_read += 1
         state.fresh = False
@@ -277,7 +280,7 @@ class DynamicDrafter(OwnLayersDrafter):
             state.exits[exit_layer].learn(hits, sure[span])
 
     def _look_back(self, row: Row) -> None:
-        """Run the last tokens once more, to see what the exits say of them."""
+        """Run the last tokens again for the exits' predictions of them."""
         count = min(self._knobs.window, self._repeatable(self.cache, row.slot))
         if count < 1:
             return

@@ -1,4 +1,4 @@
-"""Masked diffusion as LLaDA decodes it: masks are filled block by block, so many in each step."""
+"""Masked diffusion as in LLaDA: masks are filled block by block, a fixed number in each step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Diffusion(DenoisingMethod):
-    """Fills masks block by block, in a fixed number of steps: in each the words that the model is surest of.
+    """Fills masks block by block, in a fixed number of steps: in each the tokens that the model is surest of.
 
-    The answer has `max_new_tokens` places, or fewer where the context ends, and is ready once an end of sequence has no
-    mask before it. A word is emitted when none before it is open: at the latest with its block. A block of 1 decodes
-    from left to right. Fewer steps than words are faster, and decide words together that may not fit.
+    The answer has `max_new_tokens` places, or fewer if the context ends, and is finished once an end of sequence has no
+    mask before it. A token is emitted when no earlier one is open, at the latest with its block. A block of 1 decodes
+    from left to right. Fewer steps than tokens are faster, and decide tokens together that may not fit.
 
     Attributes:
-        steps: forwards of the whole answer, spread evenly over its words; None for one a word.
-        remasking: which words are decided first: those of the highest "confidence" (probability), the largest "margin"
-            to the second word, the lowest "entropy", or "random" ones.
-        guidance: 0 or more: how much further away from what the model says without the prompt; doubles the forwards.
-        reuse: KV kept between the first step of a block and its last: "none", of the "prefix" before it, or "dual", of
-            what stands behind it too. Both are approximations, but for the first step of a block.
+        steps: forwards of the whole answer, spread evenly over its tokens; None for one per token.
+        remasking: which tokens are decided first: those of the highest "confidence" (probability), the largest "margin"
+            to the second token, the lowest "entropy", or "random" ones.
+        guidance: 0 or more: how far to move away from the prediction without the prompt; doubles the forwards.
+        reuse: KV kept between the first step of a block and its last: "none", of the "prefix" before it, or "dual",
+            also of what follows it. Both are approximations, except in the first step of a block.
     """
 
     name: ClassVar[str] = "diffusion"

@@ -1,4 +1,4 @@
-"""Masked diffusion under a context-free grammar: a word stays only if the masks around it can still be filled."""
+"""Masked diffusion under a context-free grammar: a token is kept only if the masks around it can still be filled."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DiffusionGrammar(DenoisingMethod):
-    """Decodes as `diffusion`; what would leave no text of a grammar possible is replaced by the best that does.
+    """Decodes like `diffusion`; a token that leaves no text of a grammar possible is replaced by the best that does.
 
-    The answer is a text of the grammar, ends of sequence behind it; its length is known, so none is begun that does not
-    fit. A text in the grammar stands for the tokens that the tokenizer makes of it alone. Pure Python: for grammars of
-    some dozen rules, and answers of up to 256 words. The paper takes grammars over characters, and gaps of any length.
+    The answer is a text of the grammar, followed by ends of sequence; its length is fixed, so no text is begun that
+    does not fit. A text in the grammar stands for its own tokens by the tokenizer. Pure Python, for grammars of a few
+    dozen rules, and answers of up to 256 tokens. The paper takes grammars over characters, and gaps of any length.
 
     Attributes:
-        rules: of the grammar, one per line, such as `list ::= name | name "," list`; the first one tells of whole
-            answers, `""` is no word. Empty for none.
-        steps: as of `diffusion`.
-        remasking: as of `diffusion`.
+        rules: rules of the grammar, one per line, such as `list ::= name | name "," list`; the first one describes
+            whole answers, `""` is the empty text. Empty for no grammar.
+        steps: as for `diffusion`.
+        remasking: as for `diffusion`.
     """
 
     name: ClassVar[str] = "diffusion_grammar"

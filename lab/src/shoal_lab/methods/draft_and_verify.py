@@ -1,9 +1,11 @@
-"""Draft & Verify: the model without some sublayers drafts."""
+"""Draft & Verify: the model drafts without some sublayers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.depth.skips import Skips, sublayers
@@ -17,22 +19,23 @@ from shoal.types import ModelInfo
 
 @dataclass(frozen=True)
 class DraftAndVerify(DraftingMethod):
-    """The model drafts with some attention and MLP sublayers left out, and verifies whole.
+    """The model drafts without some attention and MLP sublayers, and verifies with all of them.
 
-    Which ones is best found by a search on texts of the kind at hand: `calibrate.skips.search_skips` returns a
-    card for this method. Drafts end where the model's confidence falls below a threshold, which rises while too few
-    guesses are accepted and falls while enough are.
+    The best choice is found by a search on similar texts: `calibrate.skips.search_skips` returns a card for this
+        method.
+    Drafts end where the model's confidence falls below a threshold, which rises while too few guesses are accepted and
+    falls while enough are.
 
     Attributes:
         skip_attention: layers whose attention does not draft; None, with `skip_mlp`, for those of the model's card, and
-            `share` where it has none.
+            `share` if it has none.
         skip_mlp: layers whose MLP does not draft.
-        share: without sets, here or in a card, the share of all sublayers left out, evenly spaced between the first and
+        share: without sets, here or in a card, the share of all sublayers to skip, evenly spaced between the first and
             the last layer.
         length: most tokens to guess at a time.
-        greedy_stop: the threshold at first, for greedy rows.
-        sampled_stop: the threshold at first, for sampled rows.
-        accepted: share of the guesses that the threshold aims at.
+        greedy_stop: first threshold of greedy rows.
+        sampled_stop: first threshold of sampled rows.
+        accepted: share of accepted guesses that the threshold aims at.
     """
 
     name: ClassVar[str] = "draft_and_verify"
@@ -51,16 +54,16 @@ class DraftAndVerify(DraftingMethod):
         check_share("share", self.share)
         self._proposer(Skips(), 1)
 
+    @override
     def notice(self, info: ModelInfo) -> str | None:
-        """See `Method`."""
         return self.unmeasured(info) if self.skip_attention is self.skip_mlp is None else None
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """A plan without the sublayers drafts.
+        """Drafts with a plan without the sublayers.
 
         Raises:
-            ValueError: a layer outside the model.
-            Unsupported: the sets differ, and the model's sublayers cannot be told apart.
+            ValueError: a layer is not in the model.
+            Unsupported: the sets differ, and the model's sublayers are not separate.
         """
         skips = self._skips(info)
         proposer = self._proposer(skips, info.num_layers)

@@ -1,4 +1,4 @@
-"""The text half of Dynamic-LLaVA: a trained gate says of every token of an answer whether its KV stays."""
+"""The text half of Dynamic-LLaVA: a trained gate decides of every token of an answer whether its KV stays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keep, Keeper
@@ -25,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DynamicContext(Method):
-    """What an answer's tokens leave in the KV, from a layer on, is given up where a small trained gate says so.
+    """The KV of an answer's tokens, from a layer on, is evicted where a small trained gate says so.
 
-    The gate reads the state that enters that layer. A token always sees itself, and what it leaves goes afterwards, by
-    so many tokens at once, since columns behind are moved. The prompt stays, as do layers with a sliding window. The
-    model itself is not trained; in the paper it is, a little, beside the gate. Part: `shoal train dynamic_context`.
+    The gate reads that layer's inputs. A token always sees itself, and its KV goes afterwards, by `every` tokens at
+    once, since later slots are moved. The prompt stays, and so do layers with a sliding window. The model itself is not
+    trained; in the paper it is, a little, with the gate. Component: `shoal train dynamic_context`.
 
     Attributes:
-        part: the folder that `shoal train dynamic_context` wrote; None for the part that is known for the model.
-        threshold: tokens go whose score is below; None keeps all.
-        every: what goes is given up whenever the answer has grown by so many tokens.
-        random: seed by which tokens are drawn instead, as many as stayed when the gate was validated: the control.
-            None for those that the gate wants.
+        part: the folder from `shoal train dynamic_context`; None for the known component of the model.
+        threshold: tokens with a lower score go; None keeps all.
+        every: tokens between evictions.
+        random: seed by which tokens are drawn instead, as many as stayed in validation: the control. None for the
+            gate's choice.
     """
 
     name: ClassVar[str] = "dynamic_context"
@@ -58,9 +60,9 @@ class DynamicContext(Method):
         """Every layer, and a part of the answer's KV.
 
         Raises:
-            ValueError: there is no part, or it cannot be read, is of another kind, or reads a layer that the model has
-                not.
-            Unsupported: it was trained for another model, or no layer sees all of the text.
+            ValueError: there is no component, or it cannot be read, is of another kind, or reads a layer that the model
+                lacks.
+            Unsupported: it was trained for another model, or no layer sees the whole text.
         """
         plan = DepthPlan.full(info.num_layers)
         if self.threshold is None:
@@ -69,7 +71,7 @@ class DynamicContext(Method):
         return Recipe(plan, keep=Gated(self, self._gate(info)))
 
     def _gate(self, info: ModelInfo) -> TokenGate | None:
-        """The gate, the same one for all requests; None where nothing is to run."""
+        """The gate, the same one for all requests; None if nothing is evicted."""
         if info.tensors is None:
             return None
         from shoal_lab.components.gate import TokenGate
@@ -83,7 +85,7 @@ class DynamicContext(Method):
 
 @dataclass(frozen=True)
 class Gated(Keep):
-    """The part `keep`; see `DynamicContext`."""
+    """Evicts by a gate; see `DynamicContext`."""
 
     differs: ClassVar[bool] = True
     dense_prompt: ClassVar[bool] = True
@@ -97,12 +99,12 @@ class Gated(Keep):
         return GateKeeper(self.knobs, self.gate, stack, cache)
 
     def most_columns(self, length: int) -> int:
-        """All may be wanted."""
+        """All of them, which the gate may keep."""
         return length
 
 
 class GateKeeper(Keeper):
-    """See `Gated`. A token that the gate has not seen, since the layer it reads was left out, stays."""
+    """Evicts tokens of rows. A token that the gate has not seen, because its layer was skipped, stays."""
 
     def __init__(self, knobs: DynamicContext, gate: TokenGate, stack: Stack, cache: KVCache) -> None:
         from shoal.speculative.taps import Taps
@@ -111,20 +113,20 @@ class GateKeeper(Keeper):
         self._taps = Taps(stack, cache, gate.layer)
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """Sees tokens of answers."""
+        """Read tokens of answers."""
         return self._taps.watch(rows, chunks) if rows[0].emitted else None
 
+    @override
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        """See `Worker.fork`."""
         self._taps.fork(row, twins)
 
     def next_length(self, row: Row, length: int) -> int:
-        """Whole steps of `every` beyond the prompt."""
+        """Whole steps of `every` after the prompt."""
         every = self._knobs.every
         return row.prompt_length + (max(0, length - row.prompt_length) // every + 1) * every
 
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
-        """Give up what the newest tokens left, where it is not wanted."""
+        """Evict those of the newest tokens that are not wanted."""
         stays = self._wanted(row)
         for number, layer in layers:
             if number >= self._gate.layer and not all(stays):
@@ -133,7 +135,7 @@ class GateKeeper(Keeper):
                 layer.keep_columns(row.slot, [*range(older), *(older + i for i, stay in enumerate(stays) if stay)])
 
     def _wanted(self, row: Row) -> list[bool]:
-        """Of the newest `every` tokens."""
+        """Which of the newest `every` tokens are kept."""
         every = self._knobs.every
         first = self._cache.positions[row.slot] - every
         seen = self._taps.take(row)

@@ -1,4 +1,4 @@
-"""Entropy-adaptive decoding: a small model writes while it is sure, a large one where it is not."""
+"""Entropy-adaptive decoding: a small model writes while it is sure, a large one otherwise."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class EntropyAdaptive(SwitchingMethod):
     """The smaller model writes while the mean entropy of the last few tokens is at most tau; the engine's own above.
 
     The entropy before each token is that of the model whose turn it is, before temperature and truncation. A model that
-    takes over reads in one forward what the other has written; until then it does nothing. Nobody confirms what the
-    smaller one writes: that saves its forwards, and costs the difference between the two.
+    takes over reads the other's tokens in one forward; until then it does nothing. The smaller one's tokens are not
+    verified, which saves forwards, and costs the difference between the two models.
 
     Attributes:
         tau: bits; below 0 the engine's own model writes all, at infinity the smaller one.
         window: tokens of the mean, at least 1.
-        dwell: tokens that a model writes at least before it hands over, at least 1.
+        dwell: least tokens that a model writes before it hands over, at least 1.
         start: who begins: "draft", the smaller model, or "target", the engine's own.
     """
 
@@ -51,7 +51,7 @@ class EntropyAdaptive(SwitchingMethod):
                 raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least 1 token")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The engine's own model where it writes all; else a loop of two models."""
+        """The engine's own model if it writes all; otherwise a loop of two models."""
         if self.tau < 0:
             return self.own(info)
         begins = self.start == "target" and self.tau < math.inf
@@ -60,12 +60,12 @@ class EntropyAdaptive(SwitchingMethod):
 
 @dataclass(frozen=True)
 class ByEntropy:
-    """The policy; see `EntropyAdaptive`.
+    """The policy of `EntropyAdaptive`.
 
     Attributes:
-        nats: the largest mean with which the small model goes on.
-        window, dwell: in tokens.
-        large: who begins.
+        nats: largest mean with which the small model goes on.
+        window, dwell: numbers of tokens.
+        large: whether the large model begins.
     """
 
     nats: float
@@ -74,19 +74,19 @@ class ByEntropy:
     large: bool
 
     def begin(self, row: Row) -> EntropyTurns:
-        """See `shoal_lab.loops.switching.TurnPolicy`."""
+        """Start with the first model."""
         return EntropyTurns(self)
 
 
 class EntropyTurns:
-    """See `shoal_lab.loops.switching.Turns`."""
+    """The turns of one row."""
 
     def __init__(self, policy: ByEntropy) -> None:
         self._policy, self._rolling = policy, Rolling(policy.window)
         self.large, self._written, self._looked = policy.large, 0, False
 
     def look(self, logits: Tensor) -> bool:
-        """One entropy for each token: that of the model which was asked first."""
+        """One entropy for each token: that of the model that was asked first."""
         if self._looked:
             return False
         self._looked = True
@@ -97,6 +97,6 @@ class EntropyTurns:
         return over
 
     def wrote(self, row: Row, tokens: Sequence[int]) -> None:
-        """See the protocol."""
+        """Choose the next turn after these tokens."""
         self._written += len(tokens)
         self._looked = False

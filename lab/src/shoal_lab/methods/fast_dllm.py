@@ -1,4 +1,4 @@
-"""Fast-dLLM: as many masks at once as the model is sure of, and the KV around a block kept."""
+"""Fast-dLLM: decide all masks that the model is sure of at once, and keep the KV around a block."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FastDLLM(DenoisingMethod):
-    """In each step all words are decided whose probability reaches a threshold, and the likeliest in any case.
+    """In each step all tokens are decided whose probability reaches a threshold, and always the most probable one.
 
     Attributes:
-        threshold: the least probability, in [0, 1]; 1 decides about one word a step.
-        factor: f in place of the threshold: the n surest words are decided where (n + 1)(1 - p) <= f for the n-th.
+        threshold: least probability, in [0, 1]; 1 decides about one token per step.
+        factor: f instead of the threshold: the n surest tokens are decided if (n + 1)(1 - p) <= f for the n-th.
         reuse: KV kept between the first step of a block and its last, an approximation: of the "prefix" before it, or
-            "dual", of what stands behind it too; "none" runs everything again.
+            "dual", also of what follows it; "none" runs everything again.
     """
 
     name: ClassVar[str] = "fast_dllm"

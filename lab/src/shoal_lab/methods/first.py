@@ -1,4 +1,4 @@
-"""FiRST: routers read the prompt and say which layers its answer runs."""
+"""FiRST: routers read the prompt and choose the layers of its answer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class First(Method):
-    """Every answer runs the layers that small trained routers choose, once, when its prompt has been read.
+    """Every answer runs the layers that small trained routers choose, once, after its prompt.
 
-    A layer's router reads the state of the prompt's last token that enters the layer. The prompt itself runs all
-    layers, so what is chosen misses no KV. Some layers at both ends always run. In the paper adapters make up for the
-    layers that are gone; here the model stays as it is (`shoal train heal` is apart). Part: `shoal train first`.
+    A layer's router reads the layer's input at the prompt's last token. The prompt itself runs all layers, so the
+    chosen layers miss no KV. Some layers at both ends always run. In the paper adapters make up for the skipped layers;
+    here the model is unchanged (`shoal train heal` is separate). Component: `shoal train first`.
 
     Attributes:
-        part: the folder that `shoal train first` wrote; None for the part that is known for the model.
-        layers: number of layers that run, those with the largest scores; a float is a share of L. None for those
-            whose score is at least `threshold`.
-        threshold: see `layers`; None runs all of them, whatever the scores.
+        part: the folder from `shoal train first`; None for the known component of the model.
+        layers: number of layers that run, those with the largest scores; a float is a share of L. None for those with a
+            score of at least `threshold`.
+        threshold: see `layers`; None runs all layers, whatever the scores.
         core: number of layers that always run; None for max(4, L/8).
         inner: instead of one depth for the whole answer, a schedule with an order, such as d3: layers go in the order
             of their scores, the lowest first.
@@ -66,22 +66,22 @@ class First(Method):
             raise ValueError("layers and core say what inner says as well; leave them out, or inner")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """All layers, or the schedule in its own order, until the routers have spoken.
+        """All layers, or the schedule in its own order, until the routers have chosen.
 
         Raises:
-            ValueError: there is no part, or it cannot be read, or is of another kind, or layers are out of range.
-            Unsupported: the part was trained for another model.
+            ValueError: there is no component, or it cannot be read, or is of another kind, or layers are out of range.
+            Unsupported: the component was trained for another model.
         """
         if (self.inner, self.layers, self.threshold) == (None, None, None):
             return Recipe(DepthPlan.full(info.num_layers))
-        core_for(info.num_layers, self.core)  # a wrong one is refused now, not when the prompt has been read
+        core_for(info.num_layers, self.core)  # an invalid one is refused now, not after the prompt
         first = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.layers is not None:
             first = Recipe(self.plan([0.0] * info.num_layers, info))
         return replace(first, planner=LayersByPrompt(self, info, self._routers(info)))
 
     def plan(self, scores: Sequence[float], info: ModelInfo) -> DepthPlan:
-        """The layers that an answer runs whose prompt was given these scores, one for each layer."""
+        """The layers of an answer whose prompt has these scores, one per layer."""
         num_layers = info.num_layers
         core = core_for(num_layers, self.core if self.inner is None else getattr(self.inner, "core", None))
         flex = core.flex(num_layers)
@@ -95,7 +95,7 @@ class First(Method):
         return lay_out(Constant(kept), order, num_layers, info.max_new_tokens, info.max_new_tokens)
 
     def _routers(self, info: ModelInfo) -> LayerRouters | None:
-        """The routers, the same ones for all requests; None where nothing is to run."""
+        """The routers, the same ones for all requests; None if all layers run."""
         if info.tensors is None:
             return None
         from shoal_lab.components.layer_router import LayerRouters
@@ -105,27 +105,27 @@ class First(Method):
 
 @dataclass(frozen=True, eq=False)
 class LayersByPrompt:
-    """The part `planner`; see `First`."""
+    """Plans layers by the prompt; see `First`."""
 
     knobs: First
     info: ModelInfo
     routers: LayerRouters | None
 
     def begin(self, stack: Any, cache: Any) -> LayerChooser:
-        """What settles the plans of a batch's rows."""
+        """The worker that sets the plans of a batch's rows."""
         assert self.routers is not None
         return LayerChooser(self, self.routers)
 
 
 class LayerChooser(Worker):
-    """See `LayersByPrompt`."""
+    """Sets plans after prompts."""
 
     def __init__(self, part: LayersByPrompt, routers: LayerRouters) -> None:
         self._part, self._routers = part, routers
         self._seen: dict[Row, dict[int, Tensor]] = {}
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """Sees the last tokens of prompts that end."""
+        """Read the last tokens of prompts that end."""
         ending = [(place, len(chunk.tokens) - 1, self._seen.setdefault(row, {}))
                   for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
                   if not row.emitted and chunk.wanted]
@@ -134,12 +134,12 @@ class LayerChooser(Worker):
 
         def hook(layer: int, hidden: Tensor) -> None:
             for place, last, seen in ending:
-                seen[layer] = hidden[place][last].clone()  # the forward's memory is used again
+                seen[layer] = hidden[place][last].clone()  # the forward reuses its memory
 
         return hook
 
     def observe(self, report: StepReport) -> None:
-        """Settle the plans of rows whose prompts have been read."""
+        """Set the plans of rows whose prompts have been read."""
         for row in report.rows if report.prompt else ():
             scores = self._routers.scores(self._seen.pop(row))
             row.recipe = replace(row.recipe, plan=self._part.knobs.plan(scores, self._part.info))

@@ -1,4 +1,4 @@
-"""FoReaL: a leader opens sentences, a smaller model finishes them."""
+"""FoReaL: a leader begins sentences, a smaller model finishes them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 class FoReaL(SwitchingMethod):
     """The engine's own model leads: it writes the first tokens of a sentence, the smaller model the rest.
 
-    Each sentence is led with probability `share`, by a draw of the row's own; the others are the smaller model's as a
-    whole. A sentence ends at a line's end and, in the decoded text, behind a full stop, question or exclamation mark;
-    not within 3.14 or x.append, nor behind the letter of an abbreviation. Without a tokenizer the answer is one
+    Each sentence is led with probability `share`, by the row's own draw; the others are written by the smaller model
+    alone. A sentence ends at a line's end and, in the decoded text, after a full stop, question or exclamation mark;
+    not within 3.14 or x.append, nor after the letter of an abbreviation. Without a tokenizer the answer is one
     sentence. The leader reads in one forward what was written since it last led.
+
 
     Attributes:
         lead: tokens of a sentence that the leader writes, at least 1; None for all of it.
-        share: of the sentences that are led, 0 to 1; 0 is the smaller model alone, 1 with lead None the leader.
+        share: share of the sentences that are led, 0 to 1; 0 is the smaller model alone, 1 with lead None the leader.
     """
 
     name: ClassVar[str] = "foreal"
@@ -46,7 +47,7 @@ class FoReaL(SwitchingMethod):
             raise ValueError(f"share is {self.share}; it must be in [0, 1], the share of sentences that are led")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The leader's own where it writes all; else a loop of two models."""
+        """The leader alone if it writes all; otherwise a loop of two models."""
         if self.lead is None and self.share == 1:
             return self.own(info)
         return self.switched(info, BySentence(self.lead, self.share, info.tokenizer))
@@ -54,11 +55,11 @@ class FoReaL(SwitchingMethod):
 
 @dataclass(frozen=True)
 class BySentence:
-    """The policy; see `FoReaL`.
+    """The policy of `FoReaL`.
 
     Attributes:
-        lead, share: as there.
-        tokenizer: makes text of tokens.
+        lead, share: as for the method.
+        tokenizer: decodes tokens.
     """
 
     lead: int | None
@@ -66,12 +67,12 @@ class BySentence:
     tokenizer: Any
 
     def begin(self, row: Row) -> SentenceTurns:
-        """See `shoal_lab.loops.switching.TurnPolicy`."""
+        """Draw for the first sentence."""
         return SentenceTurns(self, row)
 
 
 class SentenceTurns:
-    """See `shoal_lab.loops.switching.Turns`."""
+    """The turns of one row."""
 
     def __init__(self, policy: BySentence, row: Row) -> None:
         self._policy, self._sentences = policy, Sentences(policy.tokenizer)
@@ -79,16 +80,16 @@ class SentenceTurns:
         self._draw(row)
 
     def _draw(self, row: Row) -> None:
-        """Whether the sentence that begins with the row's next token is led."""
+        """Draw whether the sentence that begins with the row's next token is led."""
         self._written, self._led = 0, row.uniform(0, self._purpose) < self._policy.share
         self.large = self._led
 
     def look(self, logits: Tensor) -> bool:
-        """Who writes is known without."""
+        """The turn does not depend on logits."""
         return False
 
     def wrote(self, row: Row, tokens: Sequence[int]) -> None:
-        """See the protocol."""
+        """Choose the next turn after these tokens."""
         if any([self._sentences.ends_with(token) for token in tokens]):
             self._draw(row)
         else:

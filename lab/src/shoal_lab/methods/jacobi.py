@@ -1,9 +1,11 @@
-"""Jacobi decoding: a block of tokens is guessed at once, and corrected all at once until it stays as it is."""
+"""Jacobi decoding: a block of tokens is guessed at once, and corrected at once until it stays the same."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
@@ -21,9 +23,10 @@ _MOST = 64
 class Jacobi(Method):
     """The next n tokens are decoded at once: each is chosen after what the last step chose for those before it.
 
-    What comes back as it was is right, and is emitted with the token after it: one token a step or more, the same ones
-    as in the plain loop, samples too. Needs no draft and no training. Pays where the model chooses the right token
-    after wrong ones: seldom, unless it was trained for that.
+    Tokens that come back unchanged are right, and are emitted with the token after them: at least one token per step,
+        the
+    same ones as in the plain loop, sampled ones too. Needs no draft model and no training. Pays off if the model
+    chooses the right token after wrong ones: seldom, unless it was trained for that.
 
     Attributes:
         n: tokens of a block, 1 to 64; 1 is the plain loop.
@@ -46,7 +49,7 @@ class Jacobi(Method):
 
 @dataclass(frozen=True)
 class JacobiLoop(Loop):
-    """The part `loop`; see `Jacobi`."""
+    """The loop of `Jacobi`."""
 
     exact: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("plan", "keep", "store", "select", "constraint")
@@ -55,11 +58,11 @@ class JacobiLoop(Loop):
 
     @property
     def scratch(self) -> int:
-        """The block but for its last token, which nothing follows."""
+        """The block except its last token, which nothing follows."""
         return self.n - 1
 
+    @override
     def batch(self) -> type[JacobiBatch]:
-        """See `Loop`."""
         from shoal_lab.loops.jacobi import JacobiBatch
 
         return JacobiBatch

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Layers, Share
@@ -15,12 +17,12 @@ from shoal.types import ModelInfo
 
 @dataclass(frozen=True)
 class LayerSkip(DraftingMethod):
-    """The model drafts through its first layers, final norm and head, and then verifies the block with all layers.
+    """The model drafts through its first layers, final norm and LM head, and then verifies the block with all layers.
 
     Draft and target share weights and KV. Models trained with an exit loss accept long drafts; on others early exits
-    seldom agree with the full model. The paper verifies from the exit layer on, with hidden states kept from
-    drafting; here all layers run again, because the last guess needs the first ones anyway and further tokens of the
-    same forward cost little where reading weights is the bound.
+    seldom agree with the full model. The paper verifies from the exit layer on, with hidden states kept from drafting;
+    here all layers run again, because the last guess needs the first ones anyway, and more tokens in the same forward
+    cost little if reading weights is the bottleneck.
 
     Attributes:
         exit_layer: number of layers that draft, 1..L; None for a quarter of L, as in the paper's examples.
@@ -42,12 +44,13 @@ class LayerSkip(DraftingMethod):
         if self.exit_layer is not None and self.exit_layer < 1:
             raise ValueError(f"exit_layer is {self.exit_layer}; it must be at least 1, the number of layers that draft")
 
+    @override
     def notice(self, info: ModelInfo) -> str | None:
-        """See `Method`; an exit layer that was named is taken for one that was trained."""
+        # A named exit layer is assumed to be trained.
         return self.unmeasured(info) if self.exit_layer is None else None
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """A prefix of the stack drafts.
+        """Drafts with a prefix of the stack.
 
         Raises:
             ValueError: the model has fewer layers than `exit_layer`.

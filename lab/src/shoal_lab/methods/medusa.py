@@ -19,15 +19,15 @@ _MOST = 60
 
 @dataclass(frozen=True)
 class Medusa(TrainedMethod):
-    """Trained heads on the model's last hidden state guess the next places, all at once; the model confirms.
+    """Trained heads on the model's last hidden state guess the next places, all at once; the model verifies.
 
-    The part is trained once, by `shoal train medusa`, on the model's own answers. Guesses do not see each other, so
+    The heads are trained once, by `shoal train medusa`, on the model's own answers. Guesses do not see each other, so
     they are worse than those of `eagle` and cost less.
 
     Attributes:
-        length: most places to guess ahead; None for as many as there are heads.
-        nodes: instead of each head's best guess, so many guesses in a tree: those that were right most often when the
-            part was validated.
+        length: most places to guess ahead; None for the number of heads.
+        nodes: instead of each head's best guess, this many guesses in a tree: those that were right most often in
+            validation.
     """
 
     name: ClassVar[str] = "medusa"
@@ -44,7 +44,7 @@ class Medusa(TrainedMethod):
             raise ValueError(f"nodes is {self.nodes}; it must be 1 to {_MOST} guesses, or None for a chain")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The heads' guesses, confirmed by the target."""
+        """The heads' guesses, verified by the target."""
         return self.verified(self.guessing(info, self._proposer), info)
 
     def _proposer(self, part: TrainedPart) -> MedusaProposer:
@@ -57,5 +57,5 @@ class Medusa(TrainedMethod):
         if not shares:
             raise ValueError(f"the card of the trained part {part.name!r} does not say how often guesses of each rank "
                              "were right; leave nodes out, or train the part anew")
-        return MedusaProposer(part, RankTree.likeliest(shares[:length], self.nodes))
+        return MedusaProposer(part, RankTree.most_probable(shares[:length], self.nodes))
 

@@ -1,4 +1,4 @@
-"""Mirror speculative decoding: the smaller model drafts for outcomes of a verification that is under way."""
+"""Mirror speculative decoding: the smaller model drafts for possible outcomes during a verification."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class MirrorSD(SecondModelMethod):
-    """A smaller model drafts for the likely outcomes of a verification, so that the next draft is there when it ends.
+    """A smaller model drafts for the probable outcomes of a verification, so that the next draft is ready when it ends.
 
-    The outcomes come from one of the target's middle layers, through the final norm and the head. The guesses are those
-    of `draft_model`. Both models run in turn here, where drafting for several outcomes costs time and gains none;
-    `result.stats.records["draft_rounds"]` says of every forward what two processors would take. The paper's drafter
-    that makes several tokens per forward is left out, as it has to be trained.
+    The outcomes are predicted by one of the target's middle layers, through the final norm and the LM head. The guesses
+    are those of `draft_model`. Both models run in turn here, where drafting for several outcomes costs time and gains
+    none; `result.stats.records["draft_rounds"]` tells for every forward how long two processors would take. The paper's
+    drafter that makes several tokens per forward is left out, because it has to be trained.
 
     Attributes:
-        exit_layer: layers of the target that run before it is asked, 1..L; None for half of them. L asks the target
-            itself.
-        k: tokens that are asked for after each node of the window, one draft each; 0 drafts nothing ahead.
+        exit_layer: layers of the target before its prediction, 1..L; None for half of them. L uses the target's own
+            output.
+        k: predicted tokens after each node of the window, one draft each; 0 drafts nothing ahead.
         length: tokens to guess at a time.
     """
 
@@ -47,10 +47,10 @@ class MirrorSD(SecondModelMethod):
             check_least("exit_layer", self.exit_layer, 1)
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The draft model's guesses, some of them made ahead, confirmed by the target.
+        """The draft model's guesses, some of them made ahead, verified by the target.
 
         Raises:
-            ValueError: the model has fewer layers than `exit_layer`; or see `PairedMethod.draft_engine`.
+            ValueError: the model has fewer layers than `exit_layer`; or as for `PairedMethod.draft_engine`.
         """
         num_layers = info.num_layers
         exit_layer = max(1, num_layers // 2) if self.exit_layer is None else self.exit_layer

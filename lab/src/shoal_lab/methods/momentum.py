@@ -1,4 +1,4 @@
-"""Momentum decoding: greedy on a graph of the tokens used so far, on which going round in circles is resisted."""
+"""Momentum decoding: greedy on a graph of the tokens used so far, with resistance against circles."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from shoal.types import ModelInfo
 from shoal_lab.components.momentum import Resisting
 
 _CANDIDATES, _RESISTANCE = 256, 64
-"""The most of both: each is looked for in the text at every token."""
+"""Largest values of both: each candidate is searched in the text at every token."""
 
 
 @dataclass(frozen=True)
 class Momentum(Method):
-    """The likeliest token, unless it repeats what the text has said and another one is nearly as likely.
+    """The argmax, unless it repeats the text and another token is nearly as probable.
 
-    Text is a walk on a graph of the tokens used so far, the prompt's among them. A new token is taken as it is; where
-    the likeliest is not new, each of the likeliest few has its probability less alpha times a resistance, which grows
-    with the n-gram that the token would repeat, and the best one wins. It breaks the loops of greedy decoding at no
-    cost in forwards, and has its price where a text must repeat itself, as code and copied names do. Drafts change none
-    of its tokens. With a temperature above 0, of which the paper does not speak, a drawn token that is not new is drawn
-    anew from what the resistance leaves of the likeliest few.
+    Text is a walk on a graph of the tokens used so far, the prompt's included. A new token is taken as it is; if the
+    argmax is not new, each of the most probable tokens has its probability less alpha times a resistance, which grows
+    with the n-gram that the token would repeat, and the best one wins. This breaks the loops of greedy decoding without
+    more forwards, and harms texts that must repeat themselves, such as code and copied names. Drafts change none of its
+    tokens. With a temperature above 0, which the paper does not cover, a sampled token that is not new is sampled again
+    from what the resistance leaves of the most probable ones.
+
 
     Attributes:
         alpha: weight of the resistance, 0 or more; 0 changes nothing.
-        candidates: how many of the likeliest tokens are weighed, 1 to 256.
-        resistance: of repeating an n-gram of 1, 2, ... tokens, none less than the one before; longer ones count as the
-            last. At most 64. The paper's for GPT-2 XL.
+        candidates: number of most probable tokens to weigh, 1 to 256.
+        resistance: of repeating an n-gram of 1, 2, ... tokens, not decreasing; longer ones count as the last. At most
+            64 numbers. The default is the paper's for GPT-2 XL.
     """
 
     name: ClassVar[str] = "momentum"

@@ -1,10 +1,12 @@
-"""Mustafar: of every key and value but the newest, the small numbers are left out, and a bitmap says which."""
+"""Mustafar: small numbers of all but the newest keys and values are dropped, and a bitmap marks the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keep, Keeper
@@ -23,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mustafar(Method):
-    """Each head's key and value of a position keep their numbers of largest magnitude; all else of them counts as 0.
+    """Each head's key and value of a position keep their numbers of largest magnitude; the others count as 0.
 
-    Every vector keeps as many, so a column takes a bit for each dimension, in whole words of 16, and those numbers in
-    the model's dtype: at 64 dimensions in bfloat16 and a sparsity of 0.7 it is 48 bytes instead of 128. The prompt is
-    read in full and pruned at its end, but for the last `window` positions; what is generated is pruned whenever it
-    has grown by `every` tokens. What is pruned is not touched again. Layers with a sliding window keep what that says.
-    Memory falls where slots are backed by pages: on Linux, on a CPU.
+    Every vector keeps equally many, so a KV slot takes a bit for each dimension, in whole words of 16, and those
+    numbers in the model's dtype: with 64 dimensions in bfloat16 and a sparsity of 0.7 it is 48 bytes instead of 128.
+    The prompt is read in full and pruned at its end, except the last `window` positions; the answer is pruned whenever
+    it has grown by `every` tokens. Pruned slots are not touched again. Layers with a sliding window are unchanged.
+    Memory falls if slots are backed by pages: on Linux, on a CPU.
 
     The published code keeps one number more of each vector than its sparsity says, and prunes at every token.
 
     Attributes:
         sparsity: share of each vector's numbers that goes, in [0, 1), rounded down to whole ones; 0 changes nothing.
             Below a sixteenth in bfloat16, or a thirty-second in float32, the bits cost more than they save.
-        window: positions at the end that stay as they are, at least.
-        every: pruning is due whenever the text has grown by so many tokens, so up to that many more stay.
+        window: least number of last positions that stay unpruned.
+        every: tokens between prunings, so up to that many more stay unpruned.
     """
 
     name: ClassVar[str] = "mustafar"
@@ -56,7 +58,7 @@ class Mustafar(Method):
                 raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least 1")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, a form of the KV, and when columns take it."""
+        """Every layer, a format of the KV, and when slots take it."""
         plan = DepthPlan.full(info.num_layers)
         if not self.sparsity:
             return Recipe(plan)
@@ -66,14 +68,14 @@ class Mustafar(Method):
 
 @dataclass(frozen=True)
 class Settling(Keep):
-    """The part `keep`: all columns stay, and those that have left the window settle; see `Mustafar`."""
+    """Keeps all slots; those that have left the window are pruned. See `Mustafar`."""
 
     dense_prompt: ClassVar[bool] = True
 
     knobs: Mustafar
 
     def begin(self, stack: Any, cache: Any) -> Settler:
-        """A keeper; what has settled before follows from the text's length."""
+        """A keeper; earlier prunings follow from the text's length."""
         return Settler(self.knobs)
 
     def most_columns(self, length: int) -> int:
@@ -82,41 +84,41 @@ class Settling(Keep):
 
 
 class Settler(Keeper):
-    """See `Settling`."""
+    """Prunes the slots of rows."""
 
     def __init__(self, knobs: Mustafar) -> None:
         self._knobs = knobs
 
     def next_length(self, row: Row, length: int) -> int:
-        """The prompt's end, and then every so many tokens."""
+        """The prompt's end, and then every `every` tokens."""
         every = self._knobs.every
         return row.prompt_length + max(0, length - row.prompt_length + every) // every * every
 
     def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
-        """What is before the window takes its form."""
+        """Prune what is before the window."""
         for _, layer in layers:
             layer.settle(row.slot, layer.lengths[row.slot] - self._knobs.window)
 
 
 @dataclass(frozen=True)
 class Bitmaps(Store):
-    """The part `store`: a form for the settled columns of some layers."""
+    """The format of pruned slots in some layers."""
 
     dense_prompt: ClassVar[bool] = True
 
     sparsity: float
     layers: frozenset[int]
 
+    @override
     def form(self, layer: int) -> Bitmap | None:
-        """See `shoal.model.kv.form.Store`."""
         return Bitmap(self.sparsity) if layer in self.layers else None
 
 
 @dataclass(frozen=True)
 class Bitmap(KVForm):
-    """uint8 [heads, columns, 2 words], bit j being dimension j, and [heads, columns, numbers] in the model's dtype.
+    """uint8 [heads, slots, 2 words], bit j being dimension j, and [heads, slots, numbers] in the model's dtype.
 
-    The numbers of a vector are in the order of their dimensions. Of equal magnitudes the earlier dimensions stay.
+    The numbers of a vector are in the order of their dimensions. Earlier dimensions win ties.
     """
 
     kernel: ClassVar[str | None] = "bitmap"
@@ -125,23 +127,24 @@ class Bitmap(KVForm):
     sparsity: float
 
     def numbers(self, dim: int) -> int:
-        """How many of a vector stay; the product is as exact as the decimal that was meant."""
+        """Kept numbers of a vector; the product is as exact as the intended decimal."""
         return dim - int(self.sparsity * dim + 1e-9)
 
+    @override
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `shoal.model.kv.form.KVForm`."""
         from shoal_lab.components import bitmaps
 
         return bitmaps.packed(values, self.numbers(values.shape[-1]))
 
+    @override
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """See `shoal.model.kv.form.KVForm`; in the model's dtype, and zeros up to a whole word of dimensions."""
+        # In the model's dtype, with zeros up to a whole word of dimensions.
         from shoal_lab.components import bitmaps
 
         return bitmaps.unpacked(*parts)
 
     def mask(self, values: Tensor) -> Tensor:
-        """Which numbers of each vector stay, bool as `values`."""
+        """Which numbers of each vector are kept, bool as `values`."""
         from shoal_lab.components import bitmaps
 
         return bitmaps.largest(values, self.numbers(values.shape[-1]))

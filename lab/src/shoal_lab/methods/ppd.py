@@ -1,4 +1,4 @@
-"""PPD: trained prompts behind the last words guess several places ahead, in the forward that verifies."""
+"""PPD: trained prompt tokens after the last tokens guess several places ahead, in the verifying forward."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MOST = 60
 
 @dataclass(frozen=True)
 class PPD(TrainedMethod):
-    """Trained vectors are fed behind the last words in place of the next ones; the model guesses what they stand for.
+    """Trained vectors are fed after the last tokens in place of the next ones; the model guesses the tokens.
 
-    The part is a few vectors, trained once by `shoal train ppd` inside the model on its own answers. They share the
-    forward that verifies the guesses before, and no word sees them. There are no layers to draft with, but every node
-    at which the accepted guesses may end needs prompts of its own. See `draft/ppd.py` for what is left out of the
-    paper, where each prompt may be several vectors.
+    The component is a few vectors, trained once by `shoal train ppd` inside the model on its own answers. They are part
+    of the forward that verifies earlier guesses, and no text token sees them. No layers draft, but every node at which
+    the accepted guesses may end needs its own prompt tokens. See `drafts/ppd.py` for what is left out of the paper,
+    where each prompt token may be several vectors.
 
     Attributes:
-        length: most places to guess ahead; None for as many as there are prompts.
-        nodes: instead of each prompt's best guess and all prompts behind it, so many guesses and prompts together:
-            those that bring most tokens per step, by how often guesses were right when the part was validated.
+        length: most places to guess ahead; None for the number of prompt tokens.
+        nodes: instead of each prompt token's best guess and all prompt tokens after it, this many guesses and prompt
+            tokens together: those with most tokens per step, by how often guesses were right in validation.
     """
 
     name: ClassVar[str] = "ppd"
@@ -46,7 +46,7 @@ class PPD(TrainedMethod):
             raise ValueError(f"nodes is {self.nodes}; it must be 1 to {_MOST} guesses and prompts, or None for a chain")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The guesses of the prompts, confirmed by the target."""
+        """The guesses of the prompt tokens, verified by the target."""
         return self.verified(self.guessing(info, self._proposer), info)
 
     def _proposer(self, part: TrainedPart) -> PromptProposer:

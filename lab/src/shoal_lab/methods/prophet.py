@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
 from shoal.methods.common.limits import Most, Positions
 from shoal_lab.loops.canvas import EarlyFill, Guess, Remasking, Scheduled
@@ -20,16 +22,16 @@ _THIRDS = 3
 
 @dataclass(frozen=True)
 class Prophet(DenoisingMethod):
-    """Decodes as `diffusion` until the gap between the two largest logits is wide on average; then fills all masks.
+    """Decodes like `diffusion` until the mean gap between the two largest logits is wide; then fills all masks.
 
-    The gap that is asked for shrinks with each third of the steps. Gaps are scales of logits, so what suits one model
-    says nothing of another.
+    The required gap shrinks with each third of the steps. Gaps depend on the scale of logits, so values for one model
+    do not carry over to another.
 
     Attributes:
-        gaps: least mean gap in the first, second and last third of the steps; infinity never leaves off.
-        steps: as of `diffusion`.
-        remasking: as of `diffusion`.
-        region: first place and number of places, counted from the answer's beginning, whose masks count; None for all.
+        gaps: least mean gap in the first, second and last third of the steps; infinity never stops early.
+        steps: as for `diffusion`.
+        remasking: as for `diffusion`.
+        region: first place and number of places, from the answer's beginning, whose masks count; None for all.
     """
 
     name: ClassVar[str] = "prophet"
@@ -57,13 +59,13 @@ class Prophet(DenoisingMethod):
 
 @dataclass(frozen=True)
 class WideGap(EarlyFill):
-    """See `Prophet`; where no mask of the region is left, the answer stands, and nothing is waited for."""
+    """Stops at a wide gap, or if no mask of the region is left."""
 
     gaps: tuple[float, ...]
     region: tuple[int, int] | None
 
+    @override
     def over(self, guesses: Sequence[Guess], progress: float) -> bool:
-        """See `EarlyFill`."""
         least = self.gaps[min(int(progress * _THIRDS), _THIRDS - 1)]
         first, count = self.region or (0, len(guesses) and guesses[-1].place + 1)
         gaps = [guess.gap for guess in guesses if first <= guess.place < first + count]

@@ -1,4 +1,4 @@
-"""A control for methods that switch between two models: who writes a token is left to chance."""
+"""A control for methods that switch between two models: the model of each token is drawn at random."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class RandomSwitching(SwitchingMethod):
-    """Each token is the engine's own model's with the same probability, the smaller model's otherwise.
+    """Each token is written by the engine's own model with a fixed probability, by the smaller model otherwise.
 
-    What a method gains that chooses by a signal, such as entropy, it must gain against this at an equal share. Who
-    writes is drawn by the request's seed, in greedy requests as well.
+    A method that chooses by a signal, such as entropy, must beat this at an equal share. The draws depend on the
+    request's seed, in greedy requests as well.
 
     Attributes:
-        share: of the tokens that the engine's own model writes, 0 to 1; 0 is the smaller model alone, 1 its own.
+        share: share of the tokens that the engine's own model writes, 0 to 1; 0 is the smaller model alone, 1 its own.
     """
 
     name: ClassVar[str] = "random_switching"
@@ -38,36 +38,36 @@ class RandomSwitching(SwitchingMethod):
             raise ValueError(f"share is {self.share}; it must be in [0, 1], of the tokens that the large model writes")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The large model's own where it writes all; else a loop of two models."""
+        """The engine's own model if it writes all; otherwise a loop of two models."""
         return self.own(info) if self.share == 1 else self.switched(info, ByChance(self.share))
 
 
 @dataclass(frozen=True)
 class ByChance:
-    """The policy; see `RandomSwitching`.
+    """The policy of `RandomSwitching`.
 
     Attributes:
-        share: as there.
+        share: as for the method.
     """
 
     share: float
 
     def begin(self, row: Row) -> Draws:
-        """See `shoal_lab.loops.switching.TurnPolicy`."""
+        """Draw for the first token."""
         return Draws(self.share, row)
 
 
 class Draws:
-    """See `loops.switching.Turns`. The draws follow from the row's seed and prompt, not from its neighbours."""
+    """The turns of one row. Draws depend on the row's seed and prompt, not on its neighbours."""
 
     def __init__(self, share: float, row: Row) -> None:
         self._share, self._purpose = share, turn_of(row.tokens[: row.prompt_length])
         self.wrote(row, ())
 
     def look(self, logits: Tensor) -> bool:
-        """Who writes is known without."""
+        """The turn does not depend on logits."""
         return False
 
     def wrote(self, row: Row, tokens: Sequence[int]) -> None:
-        """See the protocol."""
+        """Draw for the next token."""
         self.large = row.uniform(0, self._purpose) < self._share

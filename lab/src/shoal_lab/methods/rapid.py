@@ -1,9 +1,11 @@
-"""RAPID: the draft reads the passages of a long prompt that matter, the target all of it."""
+"""RAPID: the draft reads the relevant passages of a long prompt, the target all of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.errors import Unsupported
@@ -21,22 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Rapid(SecondModelMethod):
-    """A draft reads a short view of a long prompt, and the target, which has read all of it, confirms.
+    """A draft reads a short view of a long prompt, and the target, which has read all of it, verifies.
 
-    With a long context most of a step's time goes to its KV, in a small draft model as well. Here the draft keeps the
+    With a long context most of a step's time goes to the KV, in a small draft model as well. Here the draft keeps the
     KV of a few retrieved pieces only, so the model itself can draft faster than it decodes. Prompts of up to `context`
-    tokens are read whole. With `eta` the draft, which may see the passages that matter more clearly, may move the
-    target: quality changes, for the better or the worse.
+    tokens are read whole. With `eta` the draft, which may see the relevant passages more clearly, may move the target:
+    quality changes, for better or worse.
 
     Attributes:
-        draft: who drafts, as for other methods with a second model; None for the model itself.
+        draft: the draft model, as for other methods with a second model; None for the model itself.
         length: tokens to guess at a time.
         context: most tokens of a prompt that the draft reads.
         chunk: tokens of a piece of the prompt.
         begin: tokens of the prompt's beginning that the draft always reads.
-        end: those of its end; pieces are chosen by how well they match them.
-        eta: how far the draft's distribution moves the target's in sampled rows; 0 leaves the rule as it is.
-        likeness: instead of BM25, a function of pieces and end, both token ids, to a number per piece.
+        end: tokens of its end; pieces are chosen by their similarity to it.
+        eta: how far the draft's distribution moves the target's in sampled rows; 0 leaves the rule unchanged.
+        likeness: instead of BM25, a function from pieces and end, both token ids, to a score per piece.
     """
 
     name: ClassVar[str] = "rapid"
@@ -61,19 +63,20 @@ class Rapid(SecondModelMethod):
             raise ValueError(f"likeness is {self.likeness!r}; it must be a function, or None for BM25")
         self._view()
 
+    @override
     def to_dict(self) -> dict[str, Any]:
-        """See `Method.to_dict`; a function has no JSON form."""
+        # A function has no JSON form.
         if self.likeness is not None:
             raise Unsupported("rapid with a likeness of your own as JSON", "a function cannot be written down",
                               "Leave likeness out, for BM25")
         return super().to_dict()
 
     def accepting(self) -> Rule | None:
-        """Knowledge transfer where `eta` asks for it, else the rule that the knobs name."""
+        """Knowledge transfer if `eta` asks for it, otherwise the rule of the options."""
         return Transfer(self.eta) if self.eta else super().accepting()
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The guesses of a draft that has read less, confirmed by the target."""
+        """The guesses of a draft that has read less, verified by the target."""
         return self.verified(self._proposer(info), info)
 
     def _proposer(self, info: ModelInfo) -> Proposer:

@@ -1,4 +1,4 @@
-"""Read-ME: a dense model cut into experts, chosen by a router that sees tokens alone, before the forward begins."""
+"""Read-ME: a dense model cut into experts, chosen by a router that sees tokens alone, before the forward."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 class ReadME(Method):
     """Every token of an answer runs some groups of the MLPs' neurons, which a small router chooses by the last tokens.
 
-    Neurons that fire together make a group; the most used ones make groups that always run. Prompts run all of them.
-    The model's weights stay what they are; in the paper experts are trained further, on a billion tokens. The groups
-    are a copy of the MLPs in memory. Part: `shoal train read_me`.
+    Neurons that fire together form a group; the most used ones form groups that always run. Prompts run all of them.
+    The model's weights are unchanged; in the paper experts are trained further, on a billion tokens. The groups are a
+    copy of the MLPs in memory. Component: `shoal train read_me`.
 
     Attributes:
-        part: the folder that `shoal train read_me` wrote; None for the part that is known for the model.
-        experts: groups of each MLP that a token runs, those among them that always do; None for all.
-        random: seed by which the groups are drawn instead: the control. None for those that the router chooses.
+        part: the folder from `shoal train read_me`; None for the known component of the model.
+        experts: groups of each MLP that a token runs, always running ones included; None for all.
+        random: seed by which the groups are drawn instead: the control. None for the router's choice.
     """
 
     name: ClassVar[str] = "read_me"
@@ -55,7 +55,7 @@ class ReadME(Method):
         """Every layer, and a part of its MLP.
 
         Raises:
-            ValueError: there is no part, it cannot be read, is of another kind, or has fewer groups.
+            ValueError: there is no component, it cannot be read, is of another kind, or has fewer groups.
             Unsupported: it was trained for another model.
         """
         plan = DepthPlan.full(info.num_layers)
@@ -67,7 +67,7 @@ class ReadME(Method):
         return Recipe(plan, experts=Routed(self, router))
 
     def _router(self, info: ModelInfo) -> ExpertRouter | None:
-        """The router, the same one for all requests; None where nothing is to run."""
+        """The router, the same one for all requests; None if all groups run."""
         if info.tensors is None:
             return None
         from shoal_lab.components.router import ExpertRouter
@@ -85,23 +85,23 @@ class ReadME(Method):
 
 @dataclass(frozen=True)
 class Routed(Experts):
-    """The part `experts`; see `ReadME`."""
+    """Chooses groups by the router; see `ReadME`."""
 
     knobs: ReadME
     router: ExpertRouter | None
 
     def bytes_to_come(self, stack: Stack) -> int:
-        """What the groups will take in memory; 0 once they are made."""
+        """Memory that the groups will take; 0 once they are made."""
         return 0 if self.router is None else self.router.bytes_to_come(stack)
 
     def begin(self, stack: Any, cache: Any) -> RoutedWorker:
-        """A worker; the MLPs are cut into groups where they are not yet."""
+        """A worker; the MLPs are cut into groups if they are not yet."""
         assert self.router is not None
         return RoutedWorker(self.knobs, self.router, self.router.mlps(stack), cache)
 
 
 class RoutedWorker(Worker):
-    """See `Routed`. What a token runs follows from the text up to it alone, so nothing is remembered."""
+    """Chooses groups for rows. A choice depends on the text up to the token alone, so nothing is remembered."""
 
     def __init__(self, knobs: ReadME, router: ExpertRouter, mlps: ExpertMLPs, cache: KVCache) -> None:
         self._knobs, self._router, self._mlps, self._cache = knobs, router, mlps, cache
@@ -124,7 +124,7 @@ class RoutedWorker(Worker):
 
 
 def _path(chunk: SequenceChunk, node: int) -> list[int]:
-    """The tokens of the chunk on the way to one of them, that one last."""
+    """The tokens of the chunk on the path to one of them, that one last."""
     if chunk.parents is None:
         return list(chunk.tokens[: node + 1])
     path: list[int] = []

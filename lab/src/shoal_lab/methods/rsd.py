@@ -21,11 +21,10 @@ class RSD(SecondModelMethod):
     With `beam` the tree is a stochastic beam search (the paper's RSD-S), with `branching` it has a fixed number of
     children per level (RSD-C). Greedy rows get the same trees without noise, and exact matches.
 
-    Attributes:
-        beam: paths of the beam.
-        length: tokens of each path.
-        branching: instead of a beam, children per node at each level, such as 3,2,1; then the other two do not count.
-        rule: as for other methods that draft.
+    beam: paths of the beam.
+    length: tokens of each path.
+    branching: instead of a beam, children per node at each level, such as 3,2,1; the other two are then ignored.
+    rule: as for other drafting methods.
     """
 
     name: ClassVar[str] = "rsd"
@@ -41,7 +40,7 @@ class RSD(SecondModelMethod):
         self._shape()
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The draft model's trees, confirmed by the target."""
+        """The draft model's trees, verified by the target."""
         return self.verified(self.proposing(info, self._shape()), info)
 
     def _shape(self) -> Beam | Branching:
@@ -53,13 +52,13 @@ class Beam:
     """Stochastic beam search: the `size` paths of highest perturbed log-probability; the paper's RSD-S.
 
     A row's paths at each level are a sample without replacement from the drafter's distribution of whole paths (arXiv
-    1903.06059). Children come in descending perturbed value: the first inherits its parent's, the next ones are
-    Gumbel maxima of the probability that is left, truncated at the value before. So no noise of vocabulary size is
-    needed, and what is drawn is distributed as the top of a full perturbation. A beam of a greedy row is a plain one.
+    1903.06059). Children come in descending perturbed value: the first inherits its parent's, the next ones are Gumbel
+    maxima of the remaining probability, truncated at the previous value. So no noise of vocabulary size is needed, and
+    the sample is distributed like the top of a full perturbation. The beam of a greedy row is a plain one.
 
     Attributes:
-        size: paths.
-        length: tokens of each.
+        size: number of paths.
+        length: tokens of each path.
     """
 
     size: int
@@ -70,16 +69,16 @@ class Beam:
             raise ValueError(f"a beam of {self.size} paths of {self.length} tokens; both must be at least 1")
 
     def width(self, level: int) -> int:
-        """As many children as there are paths, whatever the level."""
+        """As many children as there are paths, on every level."""
         return self.size
 
     def keep(self, leaves: Sequence[Leaf], logs: Sequence[Sequence[float]], noise: Noise) -> list[list[Child]]:
-        """Those whose perturbed value is among the highest of the level."""
+        """The children whose perturbed value is among the highest of the level."""
         grown = [_children(leaf, own, at, noise) for at, (leaf, own) in enumerate(zip(leaves, logs, strict=True))]
         values = sorted((value for children in grown for _, value in children), reverse=True)
         if len(values) <= self.size:
             return grown
-        # Values fall within a family, so a family keeps a beginning of itself; ties go to the earlier leaf.
+        # Values fall within a family, so each family keeps a prefix of itself; the earlier leaf wins ties.
         room, least = self.size, values[self.size - 1]
         above = [sum(value > least for _, value in children) for children in grown]
         room -= sum(above)
@@ -106,9 +105,9 @@ def _children(leaf: Leaf, logs: Sequence[float], at: int, noise: Noise) -> list[
 
 
 def truncated_gumbel(location: float, bound: float, u: float) -> float:
-    """The value at `u` in [0, 1) of a Gumbel variable with that location that is known to be at most `bound`."""
+    """The value at `u` in [0, 1) of a Gumbel variable with that location, given that it is at most `bound`."""
     tail = -math.log(u) if u > 0 else math.inf
     gap = location - bound
-    if gap > 700:  # the bound is all that matters
+    if gap > 700:  # only the bound matters
         return bound - math.log1p(tail * math.exp(-gap)) if tail < math.inf else -math.inf
     return location - math.log(math.exp(gap) + tail) if tail < math.inf else -math.inf

@@ -1,4 +1,4 @@
-"""SkipDecode: the budget falls linearly and the lower middle goes first."""
+"""SkipDecode: the budget falls linearly, and lower middle layers go first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SkipDecode(Method):
     """A linear depth budget per position: a few warm-up layers, then the top of the stack.
 
     The paper fine-tunes the model for its schedule and counts positions over the whole sequence; here the model is
-    left as it is and the schedule runs over the generated tokens, the prompt at full depth.
+    unchanged and the schedule runs over the generated tokens, with the prompt at full depth.
 
     Attributes:
         maximum: layers of the first decoded token: an int is a count, a float in (0, 1] a share of L.

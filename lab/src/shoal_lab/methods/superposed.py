@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
@@ -23,25 +25,25 @@ if TYPE_CHECKING:
 
 _MOST = 64
 _OFFERED = 256
-"""Each is looked at in Python, for every draft."""
+"""Most offered tokens: each is examined in Python, for every draft."""
 
 
 @dataclass(frozen=True)
 class Superposed(Method):
-    """Writes k drafts side by side for one forward a token, as for suggestions; the best one is the answer.
+    """Writes k drafts side by side with one forward per token, as for suggestions; the best one is the answer.
 
-    What enters the model is a mean of the drafts' last embeddings, weighted by how likely the drafts are. Its likeliest
+    The model's input is a mean of the drafts' last embeddings, weighted by the drafts' probabilities. Its most probable
     tokens are offered to all drafts, each of which weighs them by n-grams of its own text, and the best k continuations
-    go on. The answer has the best mean score per token; `result.alternatives` holds the others, the best first. Nothing
-    is drawn: temperature and truncation of a request play no part. An answer comes as a whole. The KV is that of the
-    mixture, so a next turn reads the answer anew.
+    go on. The answer has the best mean score per token; `result.alternatives` holds the others, best first. Nothing is
+    sampled: temperature and truncation of a request have no effect. An answer comes as a whole. The KV is that of the
+    mixture, so a next turn reads the answer again.
 
     Attributes:
         k: drafts; 1 is plain decoding. At most 64.
-        tokens: how many of the model's likeliest tokens are offered, k to 256; None for 3 k.
-        alpha: weight of the n-grams beside the model, 0 to 1 exclusive; 0 leaves them out.
-        sharpen: temperature of the model's own distribution, above 0; small ones keep the drafts to what is likely.
-        unseen: log-probability (nats) of a token that no n-gram has behind a draft; the authors' code has about -370.
+        tokens: number of most probable tokens that are offered, k to 256; None for 3 k.
+        alpha: weight of the n-grams against the model, 0 to 1 exclusive; 0 leaves them out.
+        sharpen: temperature of the model's own distribution, above 0; small values keep the drafts to probable tokens.
+        unseen: log-probability (nats) of a token that no n-gram supports; the authors' code has about -370.
         corpus: a UTF-8 text file whose n-grams are counted; None for those of the prompt.
         inner: the method whose depth plan is run; None for full depth.
     """
@@ -72,11 +74,11 @@ class Superposed(Method):
             raise ValueError(f"unseen is {self.unseen}; it must be 0 or less and finite, a log-probability")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The inner method's recipe with the loop put in.
+        """The inner method's recipe with the loop.
 
         Raises:
             ValueError: the corpus cannot be read.
-            Unsupported: what `inner` fills has no place beside a loop.
+            Unsupported: `inner` sets parts that a loop cannot have.
         """
         own = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.k == 1:
@@ -87,10 +89,10 @@ class Superposed(Method):
 
 @dataclass(frozen=True)
 class Superposing(Loop):
-    """The part `loop`; see `Superposed`.
+    """The loop of `Superposed`.
 
     Attributes:
-        knobs: of the method.
+        knobs: the method.
         counted: n-grams of a corpus; None for those of each row's prompt.
     """
 
@@ -99,8 +101,8 @@ class Superposing(Loop):
     knobs: Superposed
     counted: NGramCounts | None = None
 
+    @override
     def batch(self) -> Callable[..., RowBatch]:
-        """See `Loop`."""
         from shoal_lab.loops.superposed import SuperposedBatch
 
         return partial(SuperposedBatch, how=self)

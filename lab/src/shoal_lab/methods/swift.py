@@ -1,9 +1,11 @@
-"""SWIFT: which sublayers a draft can do without is searched for on the fly."""
+"""SWIFT: the sublayers that a draft can skip are searched for while decoding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Proposer
@@ -30,24 +32,24 @@ _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3))
 
 @dataclass(frozen=True)
 class Swift(DraftingMethod):
-    """The model drafts with a fixed share of its sublayers left out; the row's own text tells which ones.
+    """The model drafts without a fixed share of its sublayers; the row's own text decides which.
 
-    Before a draft, one more set is tried: what share of the last tokens would the model have written without these
+    Before a draft, one more set is tried: how many of the last tokens would the model have predicted without these
     sublayers? That takes one forward over those tokens. The best set so far drafts, with several candidates where the
-    model is in doubt. Sets are drawn at random, now and then by Bayesian optimisation. The search begins anew with
-    every row, so it pays in long answers; the paper's goes on over many prompts.
+    model is unsure. Sets are random, and sometimes chosen by Bayesian optimisation. The search starts anew with every
+    row, so it pays off in long answers; the paper's goes on over many prompts.
 
-    Attributes:
-        ratio: share of all sublayers left out; the first and the last layer stay whole.
-        length: most tokens to guess one after another.
-        stop: confidence below which a guess is the last one of its block.
-        trees: whether places of little confidence get several candidates: 10 up to 0.5, 5 up to 0.8, 3 up to 0.95.
-        nodes: most nodes of a tree.
-        window: tokens on which a set is judged; the search begins when half as many have been generated.
-        rounds: most sets tried per row; 0 keeps the evenly spaced one.
-        patience: sets without improvement after which the search ends.
-        enough: share of the tokens predicted at which it ends.
-        bayes_every: every so many sets, one is found by Bayesian optimisation; 0 for none.
+
+    ratio: share of all sublayers to skip; the first and the last layer stay whole.
+    length: most tokens to guess one after another.
+    stop: confidence below which a guess is the last one of its block.
+    trees: whether unsure places get several candidates: 10 up to 0.5, 5 up to 0.8, 3 up to 0.95.
+    nodes: most nodes of a tree.
+    window: tokens on which a set is judged; the search begins when half as many have been generated.
+    rounds: most sets tried per row; 0 keeps the evenly spaced one.
+    patience: sets without improvement after which the search ends.
+    enough: share of predicted tokens at which it ends.
+    bayes_every: one set in this many is found by Bayesian optimisation; 0 for none.
     """
 
     name: ClassVar[str] = "swift"
@@ -75,15 +77,15 @@ class Swift(DraftingMethod):
         for name, least in (("window", 2), ("rounds", 0), ("patience", 1), ("bayes_every", 0)):
             check_least(name, getattr(self, name), least)
 
+    @override
     def notice(self, info: ModelInfo) -> str | None:
-        """See `Method`."""
         return self.unmeasured(info)
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """A search drafts.
+        """Drafts with a search.
 
         Raises:
-            Unsupported: the model's sublayers cannot be told apart.
+            Unsupported: the model's sublayers are not separate.
         """
         if not info.can_split:
             raise Unsupported(
@@ -95,11 +97,11 @@ class Swift(DraftingMethod):
 
 @dataclass(frozen=True)
 class Searched(Proposer):
-    """Some sublayers are left out, which ones is found out on the row's own text.
+    """Some sublayers are skipped; which ones is searched for on the row's own text.
 
     Attributes:
-        knobs: how long, how wide, and how to search.
-        skipped: number of sublayers left out.
+        knobs: limits of drafts, and how to search.
+        skipped: number of skipped sublayers.
     """
 
     knobs: Swift
@@ -111,7 +113,7 @@ class Searched(Proposer):
 
 
 class SwiftDrafter(OwnLayersDrafter):
-    """See `Searched`: each row searches on its own text."""
+    """Searches and drafts; each row searches on its own text."""
 
     def __init__(self, proposer: Searched, stack: Stack, cache: KVCache) -> None:
         from shoal_lab.drafts.agreement import agreements, repeatable
@@ -134,7 +136,7 @@ class SwiftDrafter(OwnLayersDrafter):
         return super().propose(rows, limits)
 
     def draft(self, row: Row, limit: int) -> Draft:
-        """With the best set so far."""
+        """Draft with the best set so far."""
         one = self._knobs
         plan = self._searches[row].best.plan(self.stack.num_layers)
         return Draft(row, plan, min(one.length, limit), one.stop, _WIDTHS if one.trees else (), one.nodes)
@@ -145,7 +147,7 @@ class SwiftDrafter(OwnLayersDrafter):
         return not over and self._window(row) >= one.window // 2
 
     def _window(self, row: Row) -> int:
-        """How many of the row's last tokens a set is judged on: generated ones."""
+        """How many of the row's last generated tokens a set is judged on."""
         return min(self._knobs.window, row.emitted, self._repeatable(self.cache, row.slot))
 
     def _try(self, rows: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""TrimR: a judge reads along while a model thinks, and ends the thinking where it brings nothing new."""
+"""TrimR: a judge follows a model's thinking, and ends it where it brings nothing new."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import Loop, Recipe
 from shoal.depth.plan import DepthPlan
@@ -24,28 +26,29 @@ if TYPE_CHECKING:
 class TrimR(Method):
     """Ends a thinking that goes in circles: a closing sentence and the closing tag are put into the answer.
 
-    Thinking is what stands between two tags. It consists of thoughts, which end where a cue such as "Wait" begins the
-    next one. A judge, a small instructed model or a callable, says of each whether it states a result, and whether that
-    is the one before; after `agree` of these in a row that are the same, thoughts without a result left out, the
-    thinking is closed gently. Forcefully it is closed where it repeats the same tokens, or has taken its share of
-    max_new_tokens and many thoughts. Whoever waits for a verdict rests; the judge reads for all of them together, and
-    other rows go on. What is put in counts as answer (`put_tokens` of the statistics) and has the log-probability 0. A
-    judge that always says no, where nothing repeats, leaves the answer as it is. How good a judgement is depends on the
-    judge, and Shoal has measured none: it has no model that thinks between tags.
+    Thinking is the text between two tags. It consists of thoughts; a cue such as "Wait" begins the next one. A judge, a
+    small instructed model or a callable, decides of each whether it states a result, and whether that is the previous
+    one; after `agree` equal results in a row, thoughts without a result left out, the thinking is closed gently. It is
+    closed forcefully if it repeats the same tokens, or has taken its share of max_new_tokens and many thoughts. Rows
+    that wait for a verdict rest; the judge reads for all of them together, and other rows go on. Inserted tokens count
+    as answer (`put_tokens` of the statistics) and have log-probability 0. A judge that always says no leaves the answer
+    unchanged if nothing repeats. How good a judgement is depends on the judge, and Shoal has measured none: it has no
+    model that thinks between tags.
+
 
     Attributes:
-        judge: a model's folder, Hub id, name or `.gguf` file, whatever its tokens; a loaded transformers model; or a
-            callable that is given a `verifier.Question` and returns True or False, the same for the same
-            question. None for nobody: then `agree` says nothing.
+        judge: a model's folder, Hub id, name or `.gguf` file, with any tokens; a loaded transformers model; or a
+            callable that is given a `verifier.Question` and returns True or False, always the same for the same
+            question. None for no judge: `agree` then has no effect.
         agree: thoughts in a row with the same result that close the thinking, at least 2.
-        sentences: of a thought the judge reads so many last ones, at least 1.
-        share: of max_new_tokens in thinking after which it is closed; None never does.
-        thoughts: but only when so many thoughts have ended.
-        repeats: times that the same tokens in a row, 16 at least in all, close the thinking; at least 2, None: never.
+        sentences: last sentences of a thought that the judge reads, at least 1.
+        share: share of max_new_tokens in thinking after which it is closed; None never does.
+        thoughts: least number of ended thoughts for `share` to apply.
+        repeats: times that the same tokens in a row, at least 16 in all, close the thinking; at least 2, None: never.
         opening: the tag that begins the thinking, in the answer or at the end of the prompt; empty for an answer that
-            begins with it; None for one that the tokenizer has as a token, else <think>.
-        closing: the tag that ends it, or its token ids; None for that of the opening tag, as </think> of <think>.
-        cues: words that begin a thought, with | between them; None for those of the file `trimr.json`.
+            begins with it; None for one that the tokenizer has as a token, otherwise <think>.
+        closing: the tag that ends it, or its token ids; None for that of the opening tag, such as </think> of <think>.
+        cues: words that begin a thought, separated by |; None for those of the file `trimr.json`.
         patience: seconds to wait for a callable's verdict, more than 0.
         inner: the method whose depth plan is run; None for full depth.
     """
@@ -86,19 +89,20 @@ class TrimR(Method):
     def __repr__(self) -> str:
         return short(self)
 
+    @override
     def to_dict(self) -> dict[str, Any]:
-        """See `Method.to_dict`; neither a callable nor a loaded model has a JSON form."""
+        # Neither a callable nor a loaded model has a JSON form.
         if self.judge is not None and not isinstance(self.judge, str):
             raise Unsupported("trimr with a judge of one's own as JSON", "it cannot be written down",
                               "Name the judge by its folder or Hub id, or call trimr from Python")
         return super().to_dict()
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The inner method's recipe with the loop put in.
+        """The inner method's recipe with the loop.
 
         Raises:
             ValueError: the judge cannot be loaded.
-            Unsupported: the judge cannot say yes or no, or what `inner` fills has no place beside a loop.
+            Unsupported: the judge cannot say yes or no, or `inner` sets parts that a loop cannot have.
         """
         own = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.judge is None and self.share is None and self.repeats is None:
@@ -106,18 +110,18 @@ class TrimR(Method):
         return replace(own, loop=Trimming(self, info.tokenizer, self._opened(info)))
 
     def _opened(self, info: ModelInfo) -> Any:
-        """The judge's model; None for a callable or nobody, and where there is no engine to load it beside."""
+        """The judge's model; None for a callable or no judge, or if there is no engine to load it."""
         loaded = isinstance(self.judge, str) or hasattr(self.judge, "get_output_embeddings")
         return info.draft_engine(self.judge, same=False) if loaded and info.draft_engine else None
 
 
 @dataclass(frozen=True)
 class Trimming(Loop):
-    """The part `loop`; see `TrimR`.
+    """The loop of `TrimR`.
 
     Attributes:
-        knobs: of the method.
-        tokenizer: of the model that thinks.
+        knobs: the method.
+        tokenizer: of the thinking model.
         judge: the engine of a judge that is a model.
     """
 
@@ -131,23 +135,23 @@ class Trimming(Loop):
 
     @property
     def second_stack(self) -> Any:
-        """The judge, where it is a model."""
+        """The judge, if it is a model."""
         return None if self.judge is None else self.judge.stack
 
     @property
     def timed(self) -> bool:
-        """A callable answers when it likes, a model within the steps."""
+        """Whether verdicts come at any time: a callable's do, a model's come within steps."""
         return self.judge is None and callable(self.knobs.judge)
 
+    @override
     def batch(self) -> Callable[..., RowBatch]:
-        """See `Loop`."""
         from shoal_lab.loops.trimr import TrimmingBatch
 
         return partial(TrimmingBatch, how=self)
 
     @property
     def tags(self) -> tuple[str, str]:
-        """The tags as text; the second may be empty where it is given as ids and there is no tokenizer."""
+        """The tags as text; the second may be empty if it is given as ids and there is no tokenizer."""
         from shoal_lab.loops.thoughts import texts
 
         opening, closing = self.knobs.opening, self.knobs.closing
@@ -160,7 +164,7 @@ class Trimming(Loop):
         return opening, closing if isinstance(closing, str) else self._spelled(closing)
 
     def ending(self, manner: str) -> list[int]:
-        """What closes the thinking, "gentle" or "forceful": a sentence if there is a tokenizer, and the tag."""
+        """Tokens that close the thinking, "gentle" or "forceful": a sentence if there is a tokenizer, and the tag."""
         from shoal_lab.loops.thoughts import texts
 
         closing = self.knobs.closing

@@ -17,18 +17,19 @@ from shoal.types import ModelInfo
 
 @dataclass(frozen=True, repr=False)
 class VocabTrim(SecondModelMethod):
-    """A smaller model guesses among frequent tokens only, which spares most of its LM head; the target confirms.
+    """A smaller model guesses among frequent tokens only, which saves most of its LM head; the target verifies.
 
-    The tokens come from a list or from a text, best one that the target itself has written. End-of-sequence and special
-    tokens are always kept. The output is the target's: the distribution that guesses are judged by is that of the cut
-    head, with zeros elsewhere.
+    The tokens come from a list or from a text, ideally one that the target itself has written. End-of-sequence and
+    special tokens are always kept. The output is the target's: guesses are judged by the distribution of the cut head,
+    with zeros elsewhere.
+
 
     Attributes:
         text: a UTF-8 text file; its tokens are kept, the most frequent first.
         tokens: instead of a text, the ids to keep, the most frequent first.
         keep: how many of them; None for all.
         length: tokens to guess at a time.
-        branching: instead of a chain, children per node at each level, such as 3,2,1; then `length` does not count.
+        branching: instead of a chain, children per node at each level, such as 3,2,1; `length` is then ignored.
     """
 
     name: ClassVar[str] = "vocabtrim"
@@ -52,7 +53,7 @@ class VocabTrim(SecondModelMethod):
         self._shape()
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The draft model's guesses among the kept tokens, confirmed by the target."""
+        """The draft model's guesses among the kept tokens, verified by the target."""
         ids = None if info.draft_engine is None else self._ids(info)
         return self.verified(self.proposing(info, self._shape(), ids), info)
 
@@ -73,7 +74,7 @@ class VocabTrim(SecondModelMethod):
 
 
 def frequent_in(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens of a text file, the most frequent first; kept, so that a request does not read the file again."""
+    """The tokens of a text file, the most frequent first; cached, so that a request does not read the file again."""
     return _frequent(path, stamp_of(path), tokenizer)
 
 
