@@ -30,8 +30,10 @@ def ids(*lengths: int) -> list[list[int]]:
 
 
 class Passing:
-    """Decoding with transformers' cache: each layer runs in full, and its output is dropped where it is skipped, so
-    that its keys and values come from the passing hidden states."""
+    """Decoding with transformers' cache, in which a skipped layer runs in full, and only its output is dropped.
+
+    So its keys and values come from the passing hidden states.
+    """
 
     def __init__(self, model: Any, plan: RisingPlan) -> None:
         self.model, self.plan, self.step = model, plan, 0

@@ -21,10 +21,11 @@ class RSD(SecondModelMethod):
     With `beam` the tree is a stochastic beam search (the paper's RSD-S), with `branching` it has a fixed number of
     children per level (RSD-C). Greedy rows get the same trees without noise, and exact matches.
 
-    beam: paths of the beam.
-    length: tokens of each path.
-    branching: instead of a beam, children per node at each level, such as 3,2,1; the other two are then ignored.
-    rule: as for other drafting methods.
+    Attributes:
+        beam: paths of the beam.
+        length: tokens of each path.
+        branching: instead of a beam, children per node at each level, such as 3,2,1; the other two are then ignored.
+        rule: as for other drafting methods.
     """
 
     name: ClassVar[str] = "rsd"

@@ -39,17 +39,17 @@ class Swift(DraftingMethod):
     model is unsure. Sets are random, and sometimes chosen by Bayesian optimisation. The search starts anew with every
     row, so it pays off in long answers; the paper's goes on over many prompts.
 
-
-    ratio: share of all sublayers to skip; the first and the last layer stay whole.
-    length: most tokens to guess one after another.
-    stop: confidence below which a guess is the last one of its block.
-    trees: whether unsure places get several candidates: 10 up to 0.5, 5 up to 0.8, 3 up to 0.95.
-    nodes: most nodes of a tree.
-    window: tokens on which a set is judged; the search begins when half as many have been generated.
-    rounds: most sets tried per row; 0 keeps the evenly spaced one.
-    patience: sets without improvement after which the search ends.
-    enough: share of predicted tokens at which it ends.
-    bayes_every: one set in this many is found by Bayesian optimisation; 0 for none.
+    Attributes:
+        ratio: share of all sublayers to skip; the first and the last layer stay whole.
+        length: most tokens to guess one after another.
+        stop: confidence below which a guess is the last one of its block.
+        trees: whether unsure places get several candidates: 10 up to 0.5, 5 up to 0.8, 3 up to 0.95.
+        nodes: most nodes of a tree.
+        window: tokens on which a set is judged; the search begins when half as many have been generated.
+        rounds: most sets tried per row; 0 keeps the evenly spaced one.
+        patience: sets without improvement after which the search ends.
+        enough: share of predicted tokens at which it ends.
+        bayes_every: one set in this many is found by Bayesian optimisation; 0 for none.
     """
 
     name: ClassVar[str] = "swift"
