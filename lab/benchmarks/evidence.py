@@ -234,17 +234,17 @@ def command(name: str, report: Report) -> str:
 def draw(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report], folder: Path) -> None:
     """All models side by side; for each model KL over mean depth, and by position."""
     import evidence_plots
-    from shoal_lab.eval import distance_plots
+    from shoal_lab.eval import plots
 
     evidence_plots.draw_answers(answers, checked.TASKS, {name: auto(name) for name in CARDS}, folder / "lost.png")
     evidence_plots.draw_distances(reports, folder / "distances.png")
     for name, report in reports.items():
         rows = report["distance"]["rows"]
         shown = [row for row in rows if row["label"] in SHOWN[:5]]
-        distance_plots.draw_depth(shown, folder / f"{name}-depth.png")
+        plots.draw_depth(shown, folder / f"{name}-depth.png")
         for speed in _speeds(rows)[1:2]:
             at = [row for row in rows if row.get("speedup") == speed]
-            distance_plots.draw_positions(at, speed, folder / f"{name}-positions.png")
+            plots.draw_kl_positions(at, speed, folder / f"{name}-positions.png")
 
 
 def _speeds(rows: Sequence[Row]) -> list[float]:

@@ -25,10 +25,9 @@ from shoal_lab.bench.load.http import Address, Failed, get
 from shoal_lab.bench.load.loops import Load, LoadPhase
 from shoal_lab.bench.load.multi import _BatchLoop, _Sequence
 from shoal_lab.bench.load.prompts import Prompts, recorded
-from shoal_lab.bench.load.run import LoadConfig, measure, results
+from shoal_lab.bench.load.run import LoadConfig, measure, results, verdict
 from shoal_lab.bench.load.server import Server, free_port
 from shoal_lab.bench.load.servers import Servers, ServersConfig
-from shoal_lab.bench.load.soak import verdict
 from shoal_lab.bench.load.targets import Form, Http, look, own_fields
 from shoal_lab.bench.load.trace import Trace, ask, read
 from shoal_lab.bench.model import MeasuredModel

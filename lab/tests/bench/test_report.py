@@ -209,7 +209,7 @@ def test_commits_are_named_and_changes_marked(tmp_path: Path) -> None:
 
 def test_a_picture_is_drawn(found: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from shoal_lab.bench.speed.plot import draw
+    from shoal_lab.bench.speed.table import draw
 
     draw(found, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_lab.eval.agreement import agreement, common_subsequence, rouge_l
-from shoal_lab.eval.answers import final_answer, is_right
+from shoal_lab.eval.items import final_answer, is_right
 
 TOKENS = st.lists(st.integers(0, 4), max_size=9)
 

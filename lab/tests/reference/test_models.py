@@ -9,7 +9,7 @@ from shared_models import DRAFT, FIXTURES, LAYERSKIP, REFERENCE
 from shoal.methods.base import Method
 from shoal.methods.draft_model import DraftModel
 from shoal_lab import reference
-from shoal_lab.eval.answers import is_right
+from shoal_lab.eval.items import is_right
 from shoal_lab.methods.layerskip import LayerSkip
 
 

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         summary.findings(outcome, plan.setting), model, plan.setting, machine=env.collect(), command=args.words
     )
     if args.plot is not None:
-        from shoal_lab.bench.speed.plot import draw
+        from shoal_lab.bench.speed.table import draw
 
         draw(found, args.plot)
     measuring.publish(found, args, table.text)

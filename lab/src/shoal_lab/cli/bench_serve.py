@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, end with one JSON line."""
     measuring.check_outputs(args.json, args.plot)
     from shoal_lab.bench import process, report
-    from shoal_lab.bench.load import http, plot, table
+    from shoal_lab.bench.load import http, table
     from shoal_lab.bench.load.servers import Servers
 
     wish, config = wish_of(args), _servers_config(args)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         found = _soak(args, wish, servers) if args.soak else _measure(wish, servers)
     found = {**report.heading(env.collect(), args.words), **facts, **found}
     if args.plot is not None:
-        plot.draw(found, args.plot)
+        table.draw(found, args.plot)
     measuring.publish(found, args, table.text)
     return FAILED if args.soak and not found["verdict"]["passed"] else 0
 
@@ -137,7 +137,7 @@ def _fill(servers: Servers, args: argparse.Namespace, wish: LoadConfig) -> dict[
 
 
 def _soak(args: argparse.Namespace, wish: LoadConfig, servers: Servers) -> dict[str, Any]:
-    from shoal_lab.bench.load.soak import soak
+    from shoal_lab.bench.load.run import soak
 
     rounds = {"asked": 1, "done": 1, "stopped_early": False}
     return {"rounds": rounds, **soak(servers.targets[0], wish, args.minutes)}

@@ -56,7 +56,7 @@ def measure(
         text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), json.dumps(report, indent=1))
         (args.out / "results.json").write_text(text + "\n", encoding="utf-8")
     if args.plot is not None:
-        from shoal_lab.eval.distance_plots import draw_distance
+        from shoal_lab.eval.plots import draw_distance
 
         draw_distance(report, args.plot)
     if not args.json:

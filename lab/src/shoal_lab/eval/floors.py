@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from shoal_lab.eval.answers import MARK
-from shoal_lab.eval.items import Item, Sample
+from shoal_lab.eval.items import MARK, Item, Sample
 from shoal_lab.eval.judges import TESTS
 from shoal_lab.eval.judging import Judging
 

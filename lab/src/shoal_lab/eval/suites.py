@@ -16,8 +16,7 @@ from shoal.errors import Unsupported, unknown
 from shoal_lab import reference
 from shoal_lab.eval import prompts
 from shoal_lab.eval.items import Item, Part, part_of, problem, read_lines, stretches
-from shoal_lab.eval.sources import code, gsm8k, novels, parallel, squad, wikidata
-from shoal_lab.eval.sources.folder import folder
+from shoal_lab.eval.sources import code, folder, gsm8k, novels, parallel, squad, wikidata
 
 Kind = Literal["problems", "text", "prompts"]
 Read = Callable[[Path | None, Part], list[Item]]

@@ -10,9 +10,16 @@ from typing import Any
 
 from shoal.depth.budget import ideal_speedup
 from shoal_lab.eval.agreement import agreement
-from shoal_lab.eval.clustered import clustered_difference
 from shoal_lab.eval.decoders import WORK
-from shoal_lab.eval.paired import Difference, accuracy_difference, detectable, holm, ratio_difference, wilson
+from shoal_lab.eval.paired import (
+    Difference,
+    accuracy_difference,
+    clustered_difference,
+    detectable,
+    holm,
+    ratio_difference,
+    wilson,
+)
 
 Found = Mapping[str, Mapping[str, Any]]
 _IDLE = 0.02

@@ -8,6 +8,7 @@ state is an input of the LM head: the last layer's output after the final norm.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
+from shoal.engine.scheduling.request_handle import RequestHandle
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
+from shoal.types import Result
 from shoal_lab.train import files
-from shoal_lab.train.answers import answered
 
 SHARD = 64
 """Answers per shard."""
@@ -290,3 +293,31 @@ def batches(answers: Sequence[AnsweredText], tokens: int) -> Iterator[list[Answe
         batch.append(one)
     if batch:
         yield batch
+
+
+def answered(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, together: int = 16, seed: int = 0, **options: Any
+) -> Iterator[Result]:
+    """The full model's answers; prompt i draws with `seed` + i.
+
+    Args:
+        engine: the model.
+        prompts: token ids.
+        together: rows decoded at once.
+        seed: of the draws, if the options sample.
+        **options: as for `shoal.engine.request.Request`.
+    """
+    with Scheduler(engine, max_rows=together, max_waiting=4 * together, prefix_bytes=0) as scheduler:
+        under_way: deque[RequestHandle] = deque()
+        for number, prompt in enumerate(prompts):
+            if len(under_way) >= 3 * together:
+                yield _ended(under_way.popleft())
+            under_way.append(scheduler.submit(list(prompt), method="full", seed=seed + number, **options))
+        while under_way:
+            yield _ended(under_way.popleft())
+
+
+def _ended(handle: RequestHandle) -> Result:
+    for _ in handle:
+        pass
+    return handle.results[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, linear
 
-from shoal_lab.eval.clustered import clustered_difference
+from shoal_lab.eval.paired import clustered_difference
 from shoal_lab.train.part import TextBatch
 
 _PIECE = 512

@@ -16,7 +16,7 @@ from shoal.errors import Unsupported
 from shoal.sandbox.template import rendered
 from shoal_lab.eval import prompts
 from shoal_lab.eval.items import read_lines
-from shoal_lab.train.answers import answered
+from shoal_lab.train.corpus import answered
 
 _MARK = "\u2042"
 _QUESTION = 96

@@ -6,8 +6,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from shoal_lab.eval.answers import MARK
-from shoal_lab.eval.items import Item
+from shoal_lab.eval.items import MARK, Item
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 

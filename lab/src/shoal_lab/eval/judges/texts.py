@@ -8,8 +8,7 @@ from collections import Counter
 from typing import Any
 
 from shoal_lab.eval.agreement import rouge_l
-from shoal_lab.eval.answers import is_right
-from shoal_lab.eval.items import Item
+from shoal_lab.eval.items import Item, is_right
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -10,11 +10,11 @@ from statistics import mean
 from typing import Any
 
 from shoal.methods.base import Method
-from shoal_lab.eval.clustered import clustered_difference
 from shoal_lab.eval.floors import floors
 from shoal_lab.eval.long.budgets import CONTROLS, at_budget
 from shoal_lab.eval.long.contexts import LongContext, Wanted
 from shoal_lab.eval.long.measure import FULL, STRANGE, LongEvaluator
+from shoal_lab.eval.paired import clustered_difference
 from shoal_lab.eval.summary import Found, adjust
 
 _FROM = (0, 1, 2, 4, 8, 16, 32, 64, 128)

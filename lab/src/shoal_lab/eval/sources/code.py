@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal_lab.eval.items import Item, Part, read_lines
-from shoal_lab.eval.sources.folder import folder
+from shoal_lab.eval.sources import folder
 
 STOP = ("\n```",)
 _ASK = "Solve this in Python. Write one code block with everything it needs, no tests and no explanations:\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal_lab.eval.items import Item, Part, problem, read_lines
-from shoal_lab.eval.sources.folder import folder
+from shoal_lab.eval.sources import folder
 
 _SHOTS = 4
 """Training problems shown to a model without a chat template; they are not used for calibration."""

@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 from shoal_lab.eval.items import Part
-from shoal_lab.eval.sources.folder import folder
+from shoal_lab.eval.sources import folder
 
 _PLAIN = (("\u201c", '"'), ("\u201d", '"'), ("\u2019", "'"), ("\u2018", "'"), ("\u2014", "--"), ("_", ""))
 _HELD_OUT = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal_lab.eval.items import Item, Part
-from shoal_lab.eval.sources.folder import folder
+from shoal_lab.eval.sources import folder
 
 _CALIBRATION = ("1973_oil_crisis", "Construction", "Packet_switching")
 _ASK = "Answer this question about the text in one full sentence, in the words of the text:"

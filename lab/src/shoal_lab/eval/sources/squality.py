@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal_lab.eval.items import read_lines
-from shoal_lab.eval.sources.folder import folder
+from shoal_lab.eval.sources import folder
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal_lab.eval.items import Item, Part, part_of, read_lines
-from shoal_lab.eval.sources.folder import folder
+from shoal_lab.eval.sources import folder
 
 _SHOTS = 8
 """Calibration facts shown first; they are not used for calibration."""
