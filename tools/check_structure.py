@@ -36,7 +36,7 @@ CONFIGS = ("vocab_size",)
 
 MOST_CORE_LINES = 38_529
 MOST_CORE_FILES = 240
-MOST_LAB_LINES = 37_500
+MOST_LAB_LINES = 37_420
 """Of the package, benchmarks and tools."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 66  # each kind of part is a class, with its defaults

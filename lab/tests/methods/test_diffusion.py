@@ -50,31 +50,31 @@ class Replay:
     """One answer: after each step the whole canvas is run again.
 
     Attributes:
-        tokens: prompt and answer.
+        text: prompt and answer.
         order: decided places, by step.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Sequence[int], method: Diffusion, shift: int = 0, new: int = NEW,
                  how: dict[str, Any] | None = None, row: int = 0) -> None:
         self.model, self.shift, self.method, self.prompt, self.new = model, shift, method, len(ids), new
-        self.tokens, self.order = [*ids, *[MASK] * new], list[list[int]]()
+        self.text, self.order = [*ids, *[MASK] * new], list[list[int]]()
         self.how, self.row = Request.from_options({"seed": 7, **(how or {})}), row
         block, steps = method.block or min(32, new), method.steps or new
         for start in range(0, new, block):
             end = min(new, start + block)
             left = max(1, end * steps // new - start * steps // new)
-            while masks := [p for p in range(start, end) if self.tokens[self.prompt + p] == MASK]:
+            while masks := [p for p in range(start, end) if self.text[self.prompt + p] == MASK]:
                 self._fill(masks, math.ceil(len(masks) / left))
                 left -= 1
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return tuple(self.tokens[self.prompt :])
+        return tuple(self.text[self.prompt :])
 
     def logits(self) -> Tensor:
-        seen = seen_by_all(self.model, self.tokens, self.shift)
+        seen = seen_by_all(self.model, self.text, self.shift)
         if self.method.guidance:
-            hidden = [MASK] * self.prompt + self.tokens[self.prompt :]
+            hidden = [MASK] * self.prompt + self.text[self.prompt :]
             free = seen_by_all(self.model, hidden, self.shift)
             seen = free + (self.method.guidance + 1) * (seen - free)
         seen[:, MASK] = -torch.inf
@@ -97,7 +97,7 @@ class Replay:
             ranked.append((-score, place, token))
         chosen = sorted(ranked)[:count]
         for _, place, token in chosen:
-            self.tokens[self.prompt + place] = token
+            self.text[self.prompt + place] = token
         self.order.append(sorted(place for _, place, _ in chosen))
 
 
