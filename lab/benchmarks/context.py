@@ -7,8 +7,7 @@ Systems are Shoal, Shoal with the KV formats of `--methods` and, with `--peer`, 
 in float16. Every round runs all systems, a few steps and each prompt once. A context is made once, by repeating the
 keys and values of 512 tokens, so contexts are multiples of 512, or shorter. `kv_roof` is the share of the machine's
 bandwidth at which the KV is read: the bytes by which a context exceeds the first one, over the seconds by which its
-    steps do. The
-last line on stdout is the result as JSON.
+steps do. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations

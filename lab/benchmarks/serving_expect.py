@@ -2,8 +2,7 @@
 
 Cards for several numbers of rows give the cost of a forward, with linear interpolation in between. A layer costs what
 it costs with the number of rows that still run it: rows of different ages undo each other's savings, rows in phase do
-    not.
-Clients, HTTP and text are free here, so a server should come close to these figures and not beat them.
+not. Clients, HTTP and text are free here, so a server should come close to these figures and not beat them.
 """
 
 from __future__ import annotations

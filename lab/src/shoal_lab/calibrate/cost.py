@@ -4,8 +4,7 @@ The cases take turns, step by step, so that a slow moment of the machine affects
 
 The cost of layers is measured with an LM head that reads all its rows. The head that searches for the argmax alone
 reads few rows after the full model, and many after a few layers, whose distributions are flat: with a vocabulary of
-    152,000
-this hid half of a layer's cost. Shallow steps are then reduced by what the searching head saves at full depth.
+152,000 this hid half of a layer's cost. Shallow steps are then reduced by what the searching head saves at full depth.
 """
 
 from __future__ import annotations

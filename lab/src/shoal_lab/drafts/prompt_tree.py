@@ -58,10 +58,9 @@ class PromptTrees:
 
         As published, guesses are the most probable ones if prompt tokens are right independently of each other, and
         prompt tokens go where they gain most: behind a node, by the chance that the accepted path ends there and by the
-            value of a
-        deeper next step. That value is a state's long-run gain over the others (Howard's policy improvement), where the
-        paper uses the expected tokens of the next step alone. The split between guesses and prompt tokens is chosen by
-        the same value, state by state.
+        value of a deeper next step. That value is a state's long-run gain over the others (Howard's policy
+        improvement), where the paper uses the expected tokens of the next step alone. The split between guesses and
+        prompt tokens is chosen by the same value, state by state.
         """
         tried = [[RankTree.most_probable(shares[:state], count) if count else RankTree.chain(0)
                   for count in range(nodes + 1 if state else 1)] for state in range(len(shares) + 1)]

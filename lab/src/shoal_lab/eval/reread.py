@@ -47,8 +47,7 @@ class Reread:
         """The same, but what a token is judged by differs from what later tokens see of it.
 
         Every token runs twice: at step 1 of the plan for later tokens, and at step 2 to be judged, seeing the tokens
-            before
-        it as step 1 left them.
+        before it as step 1 left them.
         """
         self._again(*executor, take, twins=True)
 

@@ -19,8 +19,7 @@ class JacobiBatch(Batch):
 
     A choice is the argmax, or the plain loop's sample at that place. Tokens of a block that come back unchanged are
     right, and so is the token after them: they are emitted. Later choices rest on a wrong token; they form the block of
-        the next
-    step, filled up at its end.
+    the next step, filled up at its end.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

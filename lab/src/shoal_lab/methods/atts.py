@@ -29,11 +29,11 @@ class ATTS(SwitchingMethod):
 
     The engine's own model reads a chunk in one forward and takes its mean loss per token. A conformal p-value is the
     frequency with which a chunk of the smaller model is at least as bad: if it is at most alpha, the own model
-        continues
-    the chunk, which stands in any case, by `target_tokens`; otherwise the smaller one writes on. So the own model takes
-    over in at most a share alpha of the turns, as far as these are like those of the scores. Rows are independent: none
-    waits for a ranking. The paper's code cuts at 0.6 of the scores (alpha 0.4), has chunks of 500 tokens, and ends
-    after 15 turns, instead of max_new_tokens. An answer that ends within a chunk is not judged any more.
+    continues the chunk, which stands in any case, by `target_tokens`; otherwise the smaller one writes on. So the own
+    model takes over in at most a share alpha of the turns, as far as these are like those of the scores. Rows are
+    independent: none waits for a ranking. The paper's code cuts at 0.6 of the scores (alpha 0.4), has chunks of 500
+    tokens, and ends after 15 turns, instead of max_new_tokens. An answer that ends within a chunk is not judged any
+    more.
 
     Attributes:
         alpha: largest p-value at which the engine's own model takes over; with 0 the smaller model writes all, with 1

@@ -22,9 +22,8 @@ class DraftAndVerify(DraftingMethod):
     """The model drafts without some attention and MLP sublayers, and verifies with all of them.
 
     The best choice is found by a search on similar texts: `calibrate.skips.search_skips` returns a card for this
-        method.
-    Drafts end where the model's confidence falls below a threshold, which rises while too few guesses are accepted and
-    falls while enough are.
+    method. Drafts end where the model's confidence falls below a threshold, which rises while too few guesses are
+    accepted and falls while enough are.
 
     Attributes:
         skip_attention: layers whose attention does not draft; None, with `skip_mlp`, for those of the model's card, and

@@ -24,8 +24,7 @@ class Jacobi(Method):
     """The next n tokens are decoded at once: each is chosen after what the last step chose for those before it.
 
     Tokens that come back unchanged are right, and are emitted with the token after them: at least one token per step,
-        the
-    same ones as in the plain loop, sampled ones too. Needs no draft model and no training. Pays off if the model
+    the same ones as in the plain loop, sampled ones too. Needs no draft model and no training. Pays off if the model
     chooses the right token after wrong ones: seldom, unless it was trained for that.
 
     Attributes:

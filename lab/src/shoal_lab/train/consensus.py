@@ -1,10 +1,9 @@
 """Gates on the neurons of a frozen model's MLPs, trained until every text opens and closes the same ones.
 
 A light module reads the inputs of an MLP, averaged over a text, and gives each neuron a gate: a sigmoid, rounded to 0
-    or
-1 (straight through). The loss sums the divergence of the gated model's next-token distributions from the model's own,
-the error of the share of open gates, and polarisation: g (1 - g) of the mean gate over texts, which is 0 if all texts
-agree. The gates that they agree on make a network of its own (arXiv 2302.10798).
+or 1 (straight through). The loss sums the divergence of the gated model's next-token distributions from the model's
+own, the error of the share of open gates, and polarisation: g (1 - g) of the mean gate over texts, which is 0 if all
+texts agree. The gates that they agree on make a network of its own (arXiv 2302.10798).
 
 The paper gates vision networks by image. Gates by text are ours, and so is the schedule: gates are soft at first and
 harden, because everything depends on a few neurons, and gates that are rounded from the start close by chance.
