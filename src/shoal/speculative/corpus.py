@@ -17,10 +17,10 @@ def tokens_of(path: str, tokenizer: Any, knob: str) -> list[int]:
     Args:
         path: UTF-8 text.
         tokenizer: a transformers tokenizer.
-        knob: the option that named the file, for messages.
+        knob: the option that names the file, for messages.
 
     Raises:
-        ValueError: there is no such file, it is no text, or there is no tokenizer.
+        ValueError: there is no such file, it is not UTF-8, or there is no tokenizer.
     """
     if tokenizer is None:
         raise ValueError(f"{knob} is {path!r}, but the model has no tokenizer to read it with; load the model with one")
@@ -45,5 +45,5 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def stamp_of(path: str) -> int:
-    """Tells states of a file apart, for what is kept of its text; 0 where there is none."""
+    """Modification time of a file in ns, as a cache key for its text; 0 if there is no file."""
     return Path(path).stat().st_mtime_ns if Path(path).is_file() else 0

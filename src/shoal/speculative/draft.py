@@ -1,4 +1,4 @@
-"""What a row's draft by the model's own layers is to be: which layers, how long, how wide. Imports no torch."""
+"""The options of one draft by the model's own layers: which layers, how long, how wide. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
 
 Widths = tuple[tuple[float, int], ...]
-"""Candidates per place: (confidence, width) pairs, ascending; the first confidence that is not passed counts."""
+"""Candidates per place: ascending (confidence, width) pairs; the first confidence that is not exceeded counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What one row is to draft now.
+    """The next draft of one row.
 
     Attributes:
-        row: whose it is; its last token is node 0.
+        row: the row; its last token is node 0.
         plan: layers to draft with; node j runs those of step j + 1, so that a schedule restarts with every draft.
         length: most guesses, one after another.
-        stop: the guess that the model makes with less confidence than this is the last one.
-        widths: candidates per place, by confidence; without any, one.
+        stop: a guess with less confidence is the last one.
+        widths: candidates per place, by confidence; one if empty.
         nodes: most nodes of the tree.
     """
 
@@ -43,13 +43,13 @@ def check_length(length: int) -> None:
 
 
 def check_share(name: str, value: float) -> None:
-    """Refuse what is no share."""
+    """Refuse a value outside [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is {value}; it must be in [0, 1]")
 
 
 def check_least(name: str, value: int, least: int) -> None:
-    """Refuse what is too little."""
+    """Refuse a value below `least`."""
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
@@ -60,7 +60,7 @@ def first_layers(count: int, num_layers: int) -> DepthPlan:
 
 
 def within(plan: DepthPlan, target: DepthPlan, step: int) -> DepthPlan:
-    """`plan` without what the target no longer runs at `step`: layers that left out tokens have no KV to draft on."""
+    """`plan` without the layers that the target no longer runs at `step`: those lack KV to draft on."""
     if step < target.first_shallow_step:
         return plan
     gone = [tuple(drop <= step for drop in drops) for drops in (target.attention, target.mlp)]

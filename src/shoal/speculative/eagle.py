@@ -1,8 +1,8 @@
 """EAGLE: one trained layer continues the target's last hidden states and guesses from them (arXiv 2401.15077).
 
 At token t the layer reads the state behind t, which the target computed, and the embedding of token t + 1; its output
-stands in for the state behind t + 1, so it can go on by itself. Its logits are over some tokens only, by the rows that
-the target's own head has for them.
+stands in for the state behind t + 1, so that it can continue by itself. Its logits cover some tokens only; their rows
+are those of the target's head.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class EagleProposer(Proposer):
     Attributes:
         part: of kind `eagle`.
         shape: how trees grow.
-        stop: likelihood of a path below which it is not gone on with.
-        nodes: guesses that are verified, the likeliest ones; None for all.
+        stop: a path with a lower likelihood is not continued.
+        nodes: how many of the most likely guesses are verified; None for all.
     """
 
     part: TrainedPart
@@ -51,23 +51,23 @@ class EagleProposer(Proposer):
         self._head: tuple[Stack, EagleHead] | None = None
 
     def begin(self, stack: Stack, cache: KVCache) -> EagleDrafter:
-        """A drafter; all of one model share the head."""
+        """A drafter. All drafters of one model share the head."""
         if self._head is None or self._head[0] is not stack:
             self._head = stack, EagleHead(stack, self.part)
         return EagleDrafter(self, self._head[1], stack, cache)
 
 
 _Waiting = dict[int, tuple[Row, Tensor]]
-"""By slot a row and what is known of its states [n, D] that were not fed yet."""
+"""Per slot, a row and those of its known states [n, D] that were not fed yet."""
 
 
 class _Branching(Growth):
-    """A row's tree under way.
+    """A row's growing tree.
 
     Attributes:
-        row, slot: whose it is, and where in the head's cache.
-        levels: most levels; `level`: those it has.
-        leaves: nodes of the last one from which more may grow.
+        row, slot: the row, and its place in the head's cache.
+        levels: most levels; `level`: the levels that it has.
+        leaves: nodes of the last level from which more may grow.
         states: per node that was fed, the layer's own state [D], which stands in for the model's behind it.
         logs: per node the log-likelihood of the path to it.
     """
@@ -80,7 +80,7 @@ class _Branching(Growth):
         self.logs = [0.0]
 
     def likeliest(self, most: int | None) -> TokenTree:
-        """The tree of the root and the `most` likeliest guesses: with a guess comes all that leads to it."""
+        """The tree of the root and the `most` likeliest guesses, each with the path to it."""
         if most is None or len(self.tokens) <= most + 1:
             return self.tree()
         order = sorted(range(len(self.tokens)), key=lambda node: (-self.logs[node], node))
@@ -92,7 +92,7 @@ class _Branching(Growth):
 
     @property
     def goes_on(self) -> bool:
-        """Whether another level is wanted, and there is something to go on from."""
+        """Whether another level is wanted and there is a leaf to grow from."""
         return self.level < self.levels and bool(self.leaves)
 
 
@@ -123,7 +123,7 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per row; its root alone where nothing is known of the state before it."""
+        """A tree per row; the root alone if the state before it is not known."""
         self._seat(rows)
         allowed = {row: min(limit, self._shape.length) for row, limit in zip(rows, limits, strict=True)}
         wanted = [(slot, row, allowed[row]) for slot, row in enumerate(self._rows) if allowed.get(row, 0) > 0]
@@ -132,7 +132,7 @@ class EagleDrafter(Drafter):
         return [trees.get(row) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
     def _chained(self, rows: Sequence[Row]) -> bool:
-        """Whether the kernels can draft by themselves: no guess has a sibling, and logits are taken as they are."""
+        """Whether the kernels can draft by themselves: no guess has a sibling, and logits are used unchanged."""
         return self._head.chain is not None and self._straight and all(map(_drafts_alone, rows))
 
     def _level_by_level(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[Row, TokenTree]:
@@ -162,7 +162,7 @@ class EagleDrafter(Drafter):
         return trees
 
     def _shortened(self, waiting: _Waiting, length: int) -> _Waiting:
-        """Feed long runs of pairs up to the last one, which the guesses follow."""
+        """Feed long runs of pairs up to the last pair, after which the guesses come."""
         most = MAX_NODES - length
         ahead = {slot: (row, states[:-1]) for slot, (row, states) in waiting.items() if len(states) > most}
         long = set(ahead)
@@ -171,7 +171,7 @@ class EagleDrafter(Drafter):
         return {slot: (row, states[-1:] if slot in long else states) for slot, (row, states) in waiting.items()}
 
     def _guess(self, some: _Waiting, wishes: Sequence[ChainWish]) -> list[list[int]]:
-        """Feed the pairs of some rows, and let each go on by itself; the guesses of each."""
+        """Feed the pairs of some rows and let the layer continue each; return each row's guesses."""
         assert self._head.chain is not None
         chunks, states, known = [], [], list[Tensor]()
         for slot, (row, own) in some.items():
@@ -194,7 +194,7 @@ class EagleDrafter(Drafter):
         return row.tokens[first : first + count]
 
     def _seat(self, rows: Sequence[Row]) -> None:
-        """Let rows go that have ended, and take in new ones; those that sit out a turn keep their places."""
+        """Remove rows that have ended and add new ones; rows that skip a turn keep their places."""
         stay = [slot for slot, row in enumerate(self._rows) if row.finish_reason is None]
         if len(stay) < len(self._rows):
             self._rows = [self._rows[former] for former in self._cache.select(stay)]
@@ -206,7 +206,7 @@ class EagleDrafter(Drafter):
         self._origins = {row: self._origins.get(row, 0) for row in self._rows}
 
     def _waiting(self, rows: Iterable[tuple[int, Row]]) -> _Waiting:
-        """What the target has confirmed since, of rows whose last state is known."""
+        """The states that the target has confirmed since, for rows whose last state is known."""
         waiting = {}
         for slot, row in rows:
             found = self._taps.take(row)
@@ -219,7 +219,7 @@ class EagleDrafter(Drafter):
         return waiting
 
     def _read(self, grown: Sequence[_Branching]) -> list[_Branching]:
-        """Feed what was confirmed; the rows whose last state is known, with what follows it."""
+        """Feed the confirmed pairs; return the rows whose last state is known, with what follows it."""
         waiting = self._waiting((one.slot, one.row) for one in grown)
         busy = [one for one in grown if one.slot in waiting]
         self._first = {}
@@ -230,7 +230,7 @@ class EagleDrafter(Drafter):
         return busy
 
     def _read_some(self, waiting: _Waiting) -> _Waiting:
-        """One forward over the first pairs of each row; what is left."""
+        """Run one forward over the first pairs of each row; return the pairs that are left."""
         left, chunks, vectors, room = {}, [], [], self._head.layer.most
         for place, (slot, (row, states)) in enumerate(waiting.items()):
             count = min(len(states), max(1, room // (len(waiting) - place)), room)
@@ -254,7 +254,7 @@ class EagleDrafter(Drafter):
         return left
 
     def _after(self, grown: list[_Branching]) -> Tensor:
-        """Logits [leaves of all, n] after the last level."""
+        """Logits [leaves of all trees, n] after the last level."""
         if not grown[0].level:
             return torch.stack([self._first[one.slot][0] for one in grown])
         chunks, states, tokens, picked, base = [], [], [], [], 0
@@ -276,7 +276,7 @@ class EagleDrafter(Drafter):
         return logits if len(picked) == len(logits) else logits[picked]
 
     def _feed(self, one: _Branching) -> SequenceChunk:
-        """The level's nodes; they and those before them are a forest below the committed pairs."""
+        """A chunk of the level's nodes; with the earlier ones they are a forest below the committed pairs."""
         first = len(one.states)
         count = len(one.tokens) - first
         parents = [parent - 1 for parent in one.parents[1:]]
@@ -291,7 +291,7 @@ class EagleDrafter(Drafter):
             self._settle(one, [next(guesses) for _ in one.leaves])
 
     def _chosen(self, places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
-        """Guesses by the rows' own options; among the head's tokens alone where nothing depends on the others."""
+        """Guesses by the rows' sampling options; only over the head's tokens if nothing depends on the others."""
         if all(_plainly_greedy(place.row) for place in places):
             found, ids = choose(places, logits, count), self._head.names
             return [Guesses(tuple(ids[token] for token in guess.tokens), None, guess.logs) for guess in found]
@@ -299,7 +299,7 @@ class EagleDrafter(Drafter):
         return choose(places, whole.index_copy_(1, self._head.ids, logits), count)
 
     def _settle(self, one: _Branching, guesses: Sequence[Guesses]) -> None:
-        """Add the children that the shape keeps; those likely enough are the next leaves."""
+        """Add the children that the shape keeps; the likely enough ones are the next leaves."""
         kept = self._shape.keep(one.leaves, [guess.logs for guess in guesses], lambda leaf, rank: None)
         leaves = []
         for leaf, guess, children in zip(one.leaves, guesses, kept, strict=True):
@@ -310,7 +310,7 @@ class EagleDrafter(Drafter):
 
 
 def _batches(waiting: _Waiting) -> Iterator[_Waiting]:
-    """Rows that fit into a call, in order; each does by itself."""
+    """Groups of rows that fit into a call, in order; a single row always fits."""
     some: _Waiting = {}
     for slot, (row, states) in waiting.items():
         if sum(len(other) for _, other in some.values()) + len(states) > MAX_NODES:
@@ -322,7 +322,7 @@ def _batches(waiting: _Waiting) -> Iterator[_Waiting]:
 
 
 def _as_they_are(row: Row) -> bool:
-    """Whether nothing but its temperature changes a row's logits."""
+    """Whether only its temperature changes a row's logits."""
     options = row.sampling
     return row.allowed is None and not options.logit_bias and not sampling.needs_history(options)
 
@@ -332,7 +332,7 @@ def _plainly_greedy(row: Row) -> bool:
 
 
 def _drafts_alone(row: Row) -> bool:
-    """Whether the kernels can draw its guesses; a rule that asks for their distributions needs more."""
+    """Whether the kernels can draw its guesses; they cannot return the distributions that some rules need."""
     options = row.sampling
     cut = options.top_k or options.top_p < 1 or options.min_p or options.typical_p < 1
     whole = options.greedy or not cut
@@ -340,7 +340,7 @@ def _drafts_alone(row: Row) -> bool:
 
 
 def _wish(row: Row, length: int) -> ChainWish:
-    """What a row wants of a chain, with the numbers that draw its guesses."""
+    """A row's request for a chain, with the random numbers that draw its guesses."""
     if row.sampling.greedy:
         return ChainWish(length)
     return ChainWish(length, row.sampling.temperature, [row.draft_uniform(ahead, 0, 0) for ahead in range(length)])

@@ -1,7 +1,7 @@
-"""Following an earlier passage of a growing text, and how often that predicts the next token.
+"""Matching the end of a growing text with an earlier passage, and how often that predicts the next token.
 
-While the text repeats a passage, the token after it there is the guess for the token here. Whether it was right shows
-with the next token, guessed or not: so the chance that a guess is kept is learned without making one.
+While the text repeats a passage, the passage's next token is the guess. The next token shows whether it was right,
+even if it was not guessed: so the chance that a guess is kept is learned without making one.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from itertools import accumulate
 from operator import mul
 
 LONGEST = 32
-"""Tokens beyond which a match counts as no longer."""
+"""Length at which the length of a match is cut off, in tokens."""
 _LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
-"""Lengths of a match from which on its chance is counted apart: the longer it is, the likelier it goes on."""
+"""Lengths of a match that begin a class with a chance of its own: a longer match is likelier to continue."""
 _CLASS = [sum(length >= least for least in _LENGTHS) - 1 for length in range(LONGEST + 1)]
 _PRIOR = (0.4, 0.5, 0.6, 0.75, 0.8, 0.85, 0.9, 0.9)
-"""Chances to begin with, by length."""
+"""Prior chances, by class."""
 _WEIGHT = 6.0
-"""Tries that a chance to begin with counts for."""
+"""Tries that a prior chance counts for."""
 _FADE = 0.97
-"""Weight that a try keeps with every later one of its kind."""
+"""Factor on the weight of earlier tries with every new one of its class."""
 
 
 class Chances:
-    """How often the token that followed a match before followed it again, by kind of match.
+    """How often the token that followed a match before followed it again, by class of match.
 
     Args:
-        start: what is known already; it counts for a few tries.
+        start: earlier estimates; they count for a few tries.
     """
 
     def __init__(self, start: Chances | None = None) -> None:
@@ -36,7 +36,7 @@ class Chances:
         self._tried = [_WEIGHT] * len(rates)
 
     def rates(self) -> list[float]:
-        """The estimate of each kind."""
+        """The estimate of each class."""
         return [kept / tried for kept, tried in zip(self._kept, self._tried, strict=True)]
 
     def rate(self, kind: int) -> float:
@@ -44,20 +44,20 @@ class Chances:
         return self._kept[kind] / self._tried[kind]
 
     def learn(self, kind: int, hit: bool) -> None:
-        """Whether a match of that kind told the next token."""
+        """Learn whether a match of that class predicted the next token."""
         self._kept[kind] = _FADE * self._kept[kind] + hit
         self._tried[kind] = _FADE * self._tried[kind] + 1.0
 
 
 class Follower:
-    """The passage that a text is repeating just now.
+    """The passage that a text is repeating.
 
-    A passage is followed as long as it tells the next token. After that, or without one, the latest earlier place of
-    the last two tokens is taken up. A token costs the same however long the text is.
+    A passage is followed as long as it predicts the next token. After that, or without one, the latest earlier place
+    of the last two tokens is used. A token costs the same however long the text is.
 
     Args:
         chances: learns from the tokens of the answer.
-        prompt: leading tokens of which nothing is learned but where they stand.
+        prompt: number of leading tokens, which are indexed but do not change the chances.
 
     Attributes:
         place: index of the token that is expected next; None where the last two tokens are new.
@@ -73,7 +73,7 @@ class Follower:
         self.place: int | None = None
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take in what is new of the text: what it was in the call before, and more."""
+        """Read the new tokens of a text, which begins with the text of the previous call."""
         for at in range(self._read, len(tokens)):
             self._take(tokens, at)
         self._read = len(tokens)
@@ -102,7 +102,7 @@ class Follower:
             self.place, self.length = found, matched(tokens, found, at)
 
     def chances(self, most: int) -> list[float]:
-        """The chance that each of the next `most` guesses is kept along with all before it."""
+        """For each of the next `most` guesses, the chance that it is kept with all before it."""
         if self.place is None:
             return []
         kinds = (_CLASS[min(self.length + ahead, LONGEST)] for ahead in range(most))
@@ -110,13 +110,13 @@ class Follower:
 
 
 def matched(tokens: Sequence[int], place: int, at: int) -> int:
-    """How many tokens up to `at` stand before `place` as well, at most `LONGEST`."""
+    """How many tokens up to `at` equal those before `place`, at most `LONGEST`."""
     most = min(place, LONGEST)
     return next((size for size in range(most) if tokens[place - 1 - size] != tokens[at - size]), most)
 
 
 def continuation(tokens: Sequence[int], place: int, length: int) -> list[int]:
-    """`length` tokens from `place` on, reading on in themselves beyond the end."""
+    """`length` tokens from `place` on; beyond the end they repeat themselves."""
     found = list(tokens[place : place + length])
     period = len(tokens) - place
     while len(found) < length:

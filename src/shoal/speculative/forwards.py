@@ -1,8 +1,8 @@
-"""Guesses from forwards of the target's own stack on the target's own KV: what all self-speculation shares.
+"""Drafting with forwards of the target on the target's own KV: what all self-speculation shares.
 
-A draft is a chain, with siblings beside it where the model is in doubt. Every forward takes the last node of every
-row that still drafts, after the scratch entries that the forwards before it left; whoever called rolls them back. So
-there is no second cache: layers that a draft runs read what the target's own forwards stored and add to it.
+A draft is a chain, with siblings where the model is in doubt. Every forward takes the last node of every row that
+still drafts and leaves scratch entries, which the caller rolls back. There is no second cache: the layers of a draft
+read the KV that the target's own forwards stored, and add to it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class _Chain(Growth):
-    """A draft under way.
+    """A growing draft.
 
     Attributes:
-        wanted: what it is to be.
-        row: whose it is.
-        plan: layers that draft, those left out that the row's own plan has dropped.
+        wanted: its options.
+        row: the row.
+        plan: layers that draft, without those that the row's own plan has dropped.
         confidence: of the last guess.
     """
 
@@ -43,7 +43,7 @@ class _Chain(Growth):
 
     @property
     def guesses(self) -> int:
-        """How long the chain is already."""
+        """Length of the chain."""
         return len(self.words[self._last])
 
     @property
@@ -53,11 +53,11 @@ class _Chain(Growth):
 
     @property
     def wants_confidence(self) -> bool:
-        """Whether anything depends on how sure the model is."""
+        """Whether anything depends on the model's confidence."""
         return self.wanted.stop > 0 or bool(self.wanted.widths)
 
     def chunk(self) -> SequenceChunk:
-        """The chain's last node, after the others."""
+        """A chunk of the chain's last node."""
         return SequenceChunk(self.row.slot, [self.tokens[self._last]], [self.guesses + 1], self.plan, fed=self.guesses)
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class _Chain(Growth):
         return self.row.scores(logits, self.words[self._last])
 
     def extend(self, token: int, scores: Tensor, probs: Tensor | None, confidence: float) -> None:
-        """The next guess, drawn from `probs` (None: the most likely one), with siblings where they are wanted."""
+        """Add a guess, drawn from `probs` (None: the most likely one), and its siblings."""
         depth = self.plan.depth(self.guesses + 1)
         self.row.ledger.draft_forwards += 1
         self.row.ledger.draft_layer_tokens += depth
@@ -87,7 +87,7 @@ class _Chain(Growth):
 
 
 def run(drafts: Sequence[Draft], stack: Stack, cache: KVCache) -> list[TokenTree]:
-    """Draft for all rows (ascending slots) at once, until the last one has enough."""
+    """Draft for all rows (ascending slots) at once, until every chain is complete."""
     chains = [_Chain(draft) for draft in drafts]
     grow(chains, lambda some: stack.forward([chain.chunk() for chain in some], cache), _extend)
     return [chain.tree() for chain in chains]
@@ -95,7 +95,7 @@ def run(drafts: Sequence[Draft], stack: Stack, cache: KVCache) -> list[TokenTree
 
 @torch.no_grad()
 def _extend(chains: Sequence[_Chain], logits: Tensor) -> None:
-    """A guess for each chain from the logits [chains, V] after its last node."""
+    """Add a guess to each chain from the logits [chains, V] after its last node."""
     scores = torch.stack([chain.scores(line) for chain, line in zip(chains, logits, strict=True)])
     draft_probs = [
         None if c.row.sampling.greedy else sampling.probs_of(s, c.row.sampling) for c, s in _pairs(chains, scores)

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
 
 View = Callable[[Sequence[int]], Sequence[int]]
-"""From a prompt to the tokens that are read instead."""
+"""Maps a prompt to the tokens that the draft model reads instead."""
 
 
 @dataclass(frozen=True)
 class ModelProposer(Proposer):
-    """Draws a tree of guesses from a second model with the same tokens, by the numbers that the row's rule wants.
+    """Draws a tree of guesses from a second model with the same tokens, with the random numbers of the row's rule.
 
     Attributes:
-        stack: the second model; None for the target itself, which then reads less than it does as a target.
+        stack: the second model; None for the target itself, which then reads a shorter view of the prompt.
         shape: how the tree grows.
         name: of the model, for messages.
-        head: instead of the model's whole head, hidden states [N, D] to logits of the tokens `ids`.
-        ids: the only tokens that are drafted, where `head` is given.
-        view: what is read instead of a prompt; None for the prompt. What was emitted follows it.
+        head: maps hidden states [N, D] to logits of the tokens `ids`, in place of the model's whole head.
+        ids: the only tokens that are drafted, if `head` is given.
+        view: gives the tokens to read in place of a prompt, before the emitted ones; None for the prompt.
     """
 
     stack: Stack | None
@@ -57,7 +57,7 @@ class ModelProposer(Proposer):
 
 
 def check_context(stack: Stack, name: str, longest: int) -> None:
-    """Refuse a text of so many tokens, which may be too long for the draft model of that name."""
+    """Refuse a text of so many tokens if it is too long for the draft model of that name."""
     most = stack.max_positions
     if most is not None and longest > most:
         raise Unsupported(
@@ -68,13 +68,13 @@ def check_context(stack: Stack, name: str, longest: int) -> None:
 
 
 class TreeUnderWay(Growth):
-    """One row's tree under way.
+    """One row's growing tree.
 
     Attributes:
-        row, slot: whose it is, and where in the draft model's cache.
+        row, slot: the row, and its place in the draft model's cache.
         levels: most levels.
-        level: those it has.
-        leaves: nodes of the last one.
+        level: the levels that it has.
+        leaves: nodes of the last level.
     """
 
     def __init__(self, row: Row, slot: int, levels: int) -> None:
@@ -90,15 +90,15 @@ class TreeUnderWay(Growth):
 
     @property
     def goes_on(self) -> bool:
-        """Whether another level is wanted, and there is something to go on from."""
+        """Whether another level is wanted and there is a leaf to grow from."""
         return self.level < self.levels and bool(self.leaves)
 
 
 class ModelDrafter(Drafter):
-    """The second model at work. Which guesses were kept is read off the rows' tokens.
+    """Drafts with the second model. It reads off the rows' tokens which guesses were kept.
 
-    The cache holds, per row, a beginning of the row's tokens as committed and the nodes of the last tree as scratch.
-    With the next proposal the accepted ones among these are committed, so that only what the model has not seen runs.
+    Per row, the cache holds a prefix of the row's tokens as committed and the nodes of the last tree as scratch. The
+    next proposal commits the accepted nodes, so that the model runs only tokens that it has not seen.
 
     Args:
         proposer: how the model is used.
@@ -138,11 +138,11 @@ class ModelDrafter(Drafter):
         return TreeUnderWay(row, slot, levels)
 
     def _readable(self, one: TreeUnderWay) -> bool:
-        """Whether the draft model has an embedding for all it would read; a smaller one lacks the padded ids."""
+        """Whether the draft model has embeddings for all it would read; a smaller table lacks the padded ids."""
         return max(self._text(one.row, self._cache.positions[one.slot])) < self._stack.vocab_size
 
     def _text(self, row: Row, first: int) -> Sequence[int]:
-        """What the draft model reads of a row from a position on: its view of the prompt, then what was emitted."""
+        """A row's tokens that the draft model reads from a position on: the view of the prompt, then the answer."""
         prompt = self._prompt(row)
         if prompt is None:
             return row.tokens[first:]
@@ -151,7 +151,7 @@ class ModelDrafter(Drafter):
         return emitted if past >= 0 else [*prompt[first:], *emitted]
 
     def _prompt(self, row: Row) -> Sequence[int] | None:
-        """What is read instead of the row's prompt, chosen once."""
+        """The tokens that are read in place of the row's prompt, chosen once."""
         if self._view is not None and row not in self._prompts:
             self._prompts[row] = self._view(row.tokens[: row.prompt_length])
         return self._prompts.get(row)
@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
         return len(row.tokens) if prompt is None else len(prompt) + row.emitted
 
     def _keep(self, rows: Sequence[Row]) -> None:
-        """Commit what was accepted of the last trees, let rows go that have left and take in new ones."""
+        """Commit the accepted nodes of the last trees, remove rows that have left and add new ones."""
         for slot, (row, tree) in enumerate(zip(self._rows, self._drafts, strict=True)):
             self._commit(slot, row, tree)
         wanted = set(rows)
@@ -177,7 +177,7 @@ class ModelDrafter(Drafter):
             self._rows.extend(new)
 
     def _commit(self, slot: int, row: Row, tree: TokenTree) -> None:
-        """Follow the row's tokens, but for its last one, down the nodes that have run."""
+        """Follow the row's tokens, except the last one, down the nodes that have run."""
         known = self._cache.positions[slot]
         path, node = [], 0
         for token in self._text(row, known)[:-1]:
@@ -189,7 +189,7 @@ class ModelDrafter(Drafter):
         self._cache.commit(slot, path)
 
     def _grow(self, grown: list[TreeUnderWay]) -> None:
-        """The first level follows what the model had not read, further ones the level before."""
+        """Grow the trees: the first level follows the unread tokens, each further one the level before."""
         try:
             grow(grown, self._after, self._extend)
         except BaseException:
@@ -198,13 +198,13 @@ class ModelDrafter(Drafter):
             raise
 
     def _after(self, grown: list[TreeUnderWay]) -> Tensor:
-        """Logits [leaves of all, V] after the last level, which all have at one depth."""
+        """Logits [leaves of all trees, V] after the last level, which is equally deep in all."""
         if not grown[0].level:
             return self._read(grown)
         return self._forward([self._feed(one) for one in grown], [one.row for one in grown])
 
     def _read(self, grown: list[TreeUnderWay]) -> Tensor:
-        """Run what the model has not seen of each row, the row's last token included; logits [rows, V] after it."""
+        """Run the tokens of each row that the model has not seen, the last one included; logits [rows, V] after it."""
         last: dict[int, Tensor] = {}
         while waiting := [one for one in grown if one.slot not in last]:
             most = max(1, self._stack.prefill_chunk // len(waiting))
@@ -221,7 +221,7 @@ class ModelDrafter(Drafter):
         return torch.stack([last[one.slot] for one in grown])
 
     def _feed(self, one: TreeUnderWay) -> SequenceChunk:
-        """The level's nodes; they and those before them are a forest below the committed tokens."""
+        """A chunk of the level's nodes; with the earlier ones they are a forest below the committed tokens."""
         first = one.leaves[0].node
         tokens = one.tokens[first:]
         parents = [parent - 1 for parent in one.parents[1:]]
@@ -248,7 +248,7 @@ class ModelDrafter(Drafter):
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _by_own_head(self, chunks: Sequence[SequenceChunk], head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits in the model's vocabulary, of which only some tokens are possible."""
+        """Logits in the model's vocabulary, in which only the tokens `ids` are possible."""
         last: list[Tensor] = []
 
         def hook(layer: int, hidden: Tensor) -> None:
@@ -273,7 +273,7 @@ class ModelDrafter(Drafter):
             first += count
 
     def _settle(self, one: TreeUnderWay, guesses: Sequence[Guesses], places: Sequence[Place]) -> None:
-        """Add the children that the shape keeps; they are the next leaves."""
+        """Add the children that the shape keeps, as the next leaves."""
 
         def noise(leaf: int, rank: int) -> float | None:
             if one.row.sampling.greedy:

@@ -1,8 +1,8 @@
 """A trained part on disk: a folder with a card, `part.json`, and its tensors, `part.safetensors`.
 
-The card says of which kind the part is, what model and vocabulary it was trained for, its shape, and how well it
-guessed. Whoever knows that it serves other weights of the same model may add their fingerprints. Matrices may be 8-bit,
-with a scale for each row beside them. Knows no kind of part; imports no torch at first.
+The card names the part's kind, the model and vocabulary that it was trained for, its shape, and how well it guessed.
+Fingerprints of other weights of the same model may be added to it. Matrices may be 8-bit, with a scale for each row.
+Knows no kind of part; imports no torch at first.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 CARD, TENSORS = "part.json", "part.safetensors"
 FORMAT = 1
 SCALE = ".scale"
-"""What follows a matrix's name in that of its rows' scales."""
+"""Suffix of a matrix's name in the name of its scales."""
 TOKENS = "tokens"
 """The tensor, int32 [n], that lists the tokens a part guesses."""
 SHIPPED = Path(__file__).parent.parent / "parts"
-"""A folder for each part that comes with Shoal."""
+"""The folders of parts that ship with Shoal."""
 
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """A part as it was read.
+    """A part as read from disk.
 
     Attributes:
         name: its folder, for messages.
-        shape: the card's `shape`: the numbers that say how the tensors fit together.
+        shape: the card's `shape`: the sizes by which the tensors fit together.
         tensors: by name, as the file holds them.
-        card: all that the card says.
+        card: the whole card.
     """
 
     name: str
@@ -56,7 +56,7 @@ class TrainedPart:
         """A number of the card's shape.
 
         Raises:
-            ValueError: it is not there, or is none.
+            ValueError: it is missing, or not a number.
         """
         found = self.shape.get(name)
         if not isinstance(found, int) or found < 1:
@@ -65,10 +65,10 @@ class TrainedPart:
         return found
 
     def take(self, name: str, *size: int) -> Tensor:
-        """A tensor of that size in float32; 8-bit rows times their scales. Whole numbers stay what they are.
+        """A tensor of that size in float32: 8-bit rows times their scales. Other integer tensors keep their dtype.
 
         Raises:
-            ValueError: there is none, or of another size, or what it holds are no numbers.
+            ValueError: it is missing, has another size, or holds values that are not finite.
         """
         held = self.tensors.get(name)
         if held is None or held.shape != size:
@@ -88,13 +88,13 @@ class TrainedPart:
 
 
     def check_taken(self, *also: str) -> None:
-        """Refuse a part that holds tensors which nobody has taken: it is not what its card says.
+        """Refuse a part with tensors that were not read: it is not what its card says.
 
         Args:
-            *also: beginnings of the names of those that may be left.
+            *also: prefixes of names that may be left unread.
 
         Raises:
-            ValueError: names them.
+            ValueError: names the tensors.
         """
         left = sorted(name for name in self.tensors.keys() - self._taken - {TOKENS} if not name.startswith(also))
         if left:
@@ -104,10 +104,10 @@ class TrainedPart:
 
 
 def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
-    """The part of a folder, found to be of that kind and for this model.
+    """Read the part of a folder and check its kind and model.
 
     Raises:
-        ValueError: there is none, it cannot be read, or it is of another kind.
+        ValueError: the folder has no part, the part cannot be read, or it is of another kind.
         Unsupported: it was trained for another model or vocabulary.
     """
     assert info.tensors is not None
@@ -125,9 +125,9 @@ def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
 
 
 def known(kind: str, info: ModelInfo) -> str | None:
-    """The folder of the part of that kind that is known for this model; None where there is none.
+    """The folder of a part of that kind for this model; None if there is none.
 
-    Known are the parts in the user's cache, under `parts`, and those that come with Shoal, in this order.
+    It looks in the user's cache, under `parts`, then among the parts that ship with Shoal.
     """
     if info.tensors is None or info.fingerprint is None or not info.free:
         return None
@@ -141,7 +141,7 @@ def _known(kind: str, info: ModelInfo) -> str | None:
     for path in [card for place in (cache_folder() / "parts", SHIPPED) for card in sorted(place.glob(f"*/{CARD}"))]:
         try:
             card = _card(path)
-        except ValueError as error:  # that of another model, maybe: no reason to refuse this one
+        except ValueError as error:  # maybe another model's part, which is no reason to refuse this model
             log.warning("%s", error)
             continue
         if card["part"] == kind and card.get("layers") == info.num_layers and _is_one_of(card["fingerprints"], info):
@@ -150,11 +150,11 @@ def _known(kind: str, info: ModelInfo) -> str | None:
 
 
 def _is_one_of(fingerprints: Sequence[str], info: ModelInfo) -> bool:
-    """Whether the model is one of these; it is not where it cannot be told."""
+    """Whether the model has one of these fingerprints; False if its own cannot be computed."""
     assert info.fingerprint is not None
     try:
         return info.fingerprint() in fingerprints
-    except ValueError:  # there is nothing to read the weights from again
+    except ValueError:  # the weights cannot be read again
         return False
 
 
@@ -178,7 +178,7 @@ def _vocabulary(info: ModelInfo) -> str:
 
 
 def vocabulary(tokenizer: Any) -> str:
-    """A hash of which token has which id."""
+    """A hash of the map from tokens to ids."""
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
 
@@ -188,7 +188,7 @@ def guessed_tokens(part: TrainedPart, target: Stack) -> list[int]:
 
     Raises:
         ValueError: the part has no such list.
-        Unsupported: the model has no such tokens, or its states are of another size.
+        Unsupported: the model lacks some of the tokens, or its states have another size.
     """
     words = part.tensors.get(TOKENS)
     if words is None or words.dim() != 1 or not len(words):

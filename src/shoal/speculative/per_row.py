@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class PerRow(Generic[T]):
-    """What `make` makes of each row, made when it is first asked for and forgotten after the row has ended."""
+    """A value for each row: `make` makes it on first use, and it is forgotten after the row has ended."""
 
     def __init__(self, make: Callable[[Row], T]) -> None:
         self._make = make
@@ -25,7 +25,7 @@ class PerRow(Generic[T]):
         return self._kept[row]
 
     def forget(self, row: Row) -> None:
-        """Let go of what is kept for a row, if anything is."""
+        """Forget the value of a row, if there is one."""
         self._kept.pop(row, None)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""The target's hidden states at tokens that stay, the last layer's or another's: what trained parts read.
+"""The target's hidden states at committed tokens, after the last layer or another: what trained parts read.
 
-States are those of forwards that ran while the row was in this worker's hands. A prompt that begins with what another
-row has stored is not run again up to there, so nothing is known of its first positions.
+Only forwards that ran while the worker had the row are seen. A prompt whose prefix is in the cache does not run that
+prefix again, so the states of its first positions are unknown.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Tap:
-    """What is known of a row.
+    """The known states of a row.
 
     Attributes:
         first: position of the first of `states`.
         states: pieces [n, D], one after the other.
-        last: the forward whose outcome was not known when it was looked at: position of its node 0, chunk and states.
+        last: a forward whose outcome was not yet known: position of its node 0, chunk and states.
     """
 
     first: int = 0
@@ -63,7 +63,7 @@ class Taps:
         return FromLayer(self._layer, hook)
 
     def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        """Let forked rows know what is known of `row`."""
+        """Copy the states of `row` to rows that were forked from it."""
         tap = self._settled(row)
         for twin in twins:
             self._taps[twin] = _Tap(tap.first, None if tap.states is None else list(tap.states))
@@ -81,7 +81,7 @@ class Taps:
         return found
 
     def _settled(self, row: Row) -> _Tap:
-        """The row's tap, with what its last forward left at tokens that stayed."""
+        """The row's tap, after adding the states of its last forward at committed tokens."""
         tap = self._taps.setdefault(row, _Tap())
         if tap.last is not None:
             base, chunk, states = tap.last
@@ -96,7 +96,7 @@ class Taps:
 
 
 def _path(chunk: SequenceChunk, tokens: Sequence[int]) -> Iterator[int]:
-    """The nodes of a chunk that carry these tokens, one below the other."""
+    """The path of nodes of a chunk that carries these tokens."""
     node = -1
     for token in tokens:
         if chunk.parents is None:

@@ -1,6 +1,6 @@
-"""What a step costs, how likely a guess is kept, and the number of guesses that brings most tokens for the cost.
+"""The cost of a step, the chance that a guess is kept, and the number of guesses with the most tokens per cost.
 
-All of it is measured while decoding; `policy` has those who ask. Gain is expected tokens divided by cost. A cost is in
+All of it is measured while decoding; `policy` uses it. Gain is expected tokens divided by cost. A cost is in
 seconds, or in plain steps: forwards of the same rows without a guess.
 """
 
@@ -14,19 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of guesses that are timed apart; what lies between counts as the next one."""
+"""Numbers of guesses that are timed separately; a number between two counts as the larger."""
 _PLAIN, _WIDE = 15, 5
 """Measurements kept of plain steps, and of each number of guesses."""
 _SLOPE = 0.08
 """Cost of a guess in plain steps of one row, until it was measured."""
 _MOST_ADDED = 2.0
-"""Plain steps that a guess may seem to add at most: the rest is somebody else's work."""
+"""Most plain steps that a guess may seem to add: the rest is load of other processes."""
 
 
 class Acceptance:
     """Estimate of the chance that one more guess is kept, given that those before it were.
 
-    Counts attempts up to and including the first rejection: guesses behind it were never judged, and counting them
+    It counts attempts up to and including the first rejection. Guesses after it were never judged, and counting them
     would bias the estimate low (SmartSpec, arXiv 2406.14066). Older attempts fade.
 
     Args:
@@ -55,16 +55,16 @@ def expected_tokens(rate: float, guesses: int) -> float:
 
 
 def gain_of(tokens: float, cost: float) -> float:
-    """Tokens by cost; infinite where that seems to be nothing."""
+    """Tokens divided by cost; infinite if the cost is 0."""
     return tokens / cost if cost else math.inf
 
 
 def best_length(costs: Mapping[int, float], tokens: Callable[[int], float], floor: float = 0.0) -> int:
-    """The guesses with the largest gain where every row gets as many; 0 where no number gains more than `floor`.
+    """The number of guesses, equal for every row, with the largest gain; 0 if none gains more than `floor`.
 
     Args:
-        costs: of a step, by the guesses of each row.
-        tokens: that a row's block of so many guesses is expected to bring.
+        costs: of a step, by the number of guesses of each row.
+        tokens: expected tokens of a row's block, by its number of guesses.
     """
     best = max(costs, key=lambda length: (tokens(length) / costs[length], -length), default=0)
     return best if best and tokens(best) / costs[best] > floor else 0
@@ -73,13 +73,13 @@ def best_length(costs: Mapping[int, float], tokens: Callable[[int], float], floo
 def best_lengths(
     chances: Sequence[Sequence[float]], rows: int, cost: Callable[[int], float], floor: float, room: int | None = None
 ) -> tuple[float, list[int]]:
-    """The largest gain where each row gets guesses of its own, the likeliest of all first; and how many each gets.
+    """The largest gain if guesses are added over all rows, the likeliest first; and how many each row gets.
 
     Args:
         chances: for each row that may guess, the chance of each next guess to be kept with all before it, falling.
         rows: of the forward, those without guesses included.
         cost: of a step with so many guesses of all rows together.
-        floor: gain that guesses must exceed; it comes back, with no guesses, where they do not.
+        floor: gain that guesses must exceed; if they do not, it is returned with no guesses.
         room: most guesses of all rows together; None for any number.
     """
     ranked = sorted(((chance, row) for row, some in enumerate(chances) for chance in some), reverse=True)[:room]
@@ -99,30 +99,30 @@ class LeastSquares:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, x: float, y: float, weight: float = 1.0, fade: float = 1.0) -> None:
-        """A point; those before it keep the share `fade` of their weights."""
+        """Add a point; the earlier ones keep the share `fade` of their weights."""
         old, new = (self._n, self._x, self._y, self._xx, self._xy), (1.0, x, y, x * x, x * y)
         self._n, self._x, self._y, self._xx, self._xy = (fade * o + weight * s for o, s in zip(old, new, strict=True))
 
     @property
     def middle(self) -> tuple[float, float]:
-        """The mean of all points, through which the line goes."""
+        """The mean of all points, which lies on the line."""
         return self._x / self._n, self._y / self._n
 
     @property
     def slope(self) -> float | None:
-        """None where all points have the same x."""
+        """The slope; None if all points have the same x."""
         x, y = self.middle
         spread = self._xx / self._n - x * x
         return None if spread <= 1e-9 * max(1.0, x * x) else (self._xy / self._n - x * y) / spread
 
     def at(self, x: float) -> float:
-        """The line's y; the mean where all points have the same x."""
+        """The line's y; the mean if all points have the same x."""
         middle, height = self.middle
         return height + (self.slope or 0.0) * (x - middle)
 
 
 class LinearLatency:
-    """Seconds of a forward as a line in its size, where older measurements fade: machines and contexts change.
+    """Seconds of a forward as a line in its size. Older measurements fade, as machines and contexts change.
 
     A measurement far above the line is taken for a stall and cut down. The slope is never negative; until two sizes
     were seen, one more token is assumed to cost a small share of the intercept.
@@ -135,7 +135,7 @@ class LinearLatency:
         self._x = self._y = self._slope = 0.0
 
     def observe(self, size: float, seconds: float) -> None:
-        """A forward of `size` tokens took so long."""
+        """Add the time of a forward of `size` tokens."""
         if self._x:
             seconds = min(seconds, self._STALL * self.seconds(size))
         self._line.add(size, seconds, fade=self._FADE)
@@ -143,14 +143,14 @@ class LinearLatency:
         self._slope = self._SHARE * self._y / (1 + self._SHARE * self._x) if slope is None else max(0.0, slope)
 
     def seconds(self, size: float) -> float:
-        """What the line says; 0 before the first measurement."""
+        """The predicted seconds; 0 before the first measurement."""
         return max(0.0, self._y + self._slope * (size - self._x))
 
 
 class ForwardTimes:
     """Seconds of forwards of one model on this machine, by rows and by guesses on top of them.
 
-    A forward without guesses tells what a plain step takes, one with guesses what these add to it.
+    A forward without guesses times the plain step; one with guesses times what they add.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class ForwardTimes:
         self._curves: dict[int, list[tuple[int, float]]] = {}
 
     def observe(self, rows: int, guesses: int, seconds: float) -> None:
-        """A forward of so many rows, with so many guesses of all rows together."""
+        """Add the time of a forward of so many rows, with so many guesses over all rows."""
         if guesses == 0:
             self._steps[rows].append(seconds)
         elif step := self.step(rows):
@@ -188,11 +188,11 @@ class ForwardTimes:
         return least + (added - least) * (guesses - below) / (size - below)
 
     def widest(self, rows: int) -> int:
-        """The most guesses whose cost was measured, of so many rows; 0 before any was."""
+        """The largest number of guesses that was timed for so many rows; 0 if none was."""
         return max(self._added[load(rows)], default=0)
 
     def forget(self, rows: int) -> None:
-        """Take what guesses add to a step of so many rows for unknown again."""
+        """Forget what guesses add to a step of so many rows."""
         self._added.pop(load(rows), None)
         self._curves.pop(load(rows), None)
 
@@ -200,7 +200,7 @@ class ForwardTimes:
         """Points (guesses, plain steps), both ascending."""
         if load(rows) not in self._curves:
             cells, points, least = self._added[load(rows)], deque[tuple[int, float]](), math.inf
-            for size in sorted(cells, reverse=True):  # more positions take no less: what lies above is noise
+            for size in sorted(cells, reverse=True):  # more positions never take less: the excess is noise
                 least = min(least, statistics.median(cells[size]))
                 points.appendleft((size, least))
             self._curves[load(rows)] = list(points) or [(1, _SLOPE / (1 + _SLOPE * (rows - 1)))]
@@ -213,24 +213,24 @@ def load(rows: int) -> int:
 
 
 class DraftCost:
-    """Plain steps that guessing takes: something at each turn, and something for each guess.
+    """Plain steps that drafting takes: a fixed cost for each turn, and a cost for each guess.
 
     Args:
-        each: of each guess, until one was timed.
+        each: cost of a guess until one was timed.
     """
 
     _FIRST, _NEW = 0.5, 0.2
-    """Weight of the first time against what was expected, and of a new one against the mean of the earlier ones."""
+    """Weights of the first time against the prior, and of a new time against the mean of the earlier ones."""
 
     def __init__(self, each: float) -> None:
         self._means, self._fixed, self._more = dict[int, tuple[float, int]](), 0.0, each
 
     def of(self, guesses: int) -> float:
-        """What so many take, one after the other."""
+        """The cost of so many guesses, one after another."""
         return self._fixed + self._more * guesses
 
     def took(self, guesses: int, share: float) -> None:
-        """So many took that share of a plain step; of a stall not all counts."""
+        """Add the time of so many guesses, as a share of a plain step; a stall is cut down."""
         expected = self.of(guesses)
         mean, count = self._means.get(guesses, (expected, 0))
         weight = self._NEW if count else self._FIRST

@@ -1,7 +1,7 @@
-"""Who asks what guesses cost: the policies that choose how many tokens to guess, and the one that warns of a loss.
+"""Policies that choose how many tokens to guess by measured costs, and a meter that warns of a loss.
 
-`Goodput` and `Width` limit what any proposer guesses, `CostModel` is asked by a proposer that guesses only where that
-pays, and `Meter` watches a method that guesses anyway.
+`Goodput` and `Width` limit what any proposer guesses, `CostModel` serves a proposer that guesses only where that pays,
+and `Meter` watches a method that always guesses.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ if TYPE_CHECKING:
     from shoal.decode.tree import TokenTree
 
 MARGIN = 1.08
-"""Gain in plain steps above which `CostModel` lets guesses be made."""
+"""Gain over plain steps above which `CostModel` allows guesses."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
-"""Steps until positions that were too dear for any guess are tried again, at first and at most."""
+"""First and longest pause, in steps, before costs at which no guess paid are measured again."""
 
 
 class Backoff:
-    """A count of steps until something that did not pay is tried again: twice as many each time, up to `most`.
+    """Counts the steps until something that did not pay is tried again: twice as many each time, up to `most`.
 
     Attributes:
-        left: steps that are still to pass; 0 while nothing is put off.
+        left: steps that are left; 0 if it is not counting.
     """
 
     def __init__(self, most: int) -> None:
         self.left, self._next, self._most = 0, 0, most
 
     def begin(self, first: int) -> None:
-        """Put it off, the first time by so many steps."""
+        """Start a pause; the first one has `first` steps."""
         self.left = max(self._next, first)
         self._next = min(2 * self.left, self._most)
 
     def passed(self, first: int = 0) -> bool:
-        """A step passes, of a count that begins with it if none is under way; whether it is time to try again."""
+        """Count a step, starting a pause if there is none; return whether it is time to try again."""
         if not self.left:
             self.begin(first)
         self.left -= 1
         return not self.left
 
     def soon(self, first: int) -> None:
-        """Let the next step be the last one of the count."""
+        """Let the next step be the last one of the pause."""
         if not self.left:
             self.begin(first)
         self.left = 1
 
     def end(self) -> None:
-        """It pays again."""
+        """End the pause, since it pays again."""
         self.left = self._next = 0
 
 
@@ -76,9 +76,9 @@ class Backoff:
 class Goodput:
     """SmartSpec (arXiv 2406.14066): predicted tokens per second for every draft length, and the best of them.
 
-    Step time is fitted online, acceptance estimated per row. A row that stopped guessing tries a single guess now and
-    then, ever more rarely while that fails: it must be able to begin again, and an estimate without attempts starves.
-    The number of guesses follows measured times, so it is not the same in every run.
+    Step time is fitted online, acceptance is estimated per row. A row that stopped guessing tries a single guess now
+    and then, ever more rarely while that fails: without attempts the estimate would never recover. The number of
+    guesses follows measured times, so it differs between runs.
 
     Attributes:
         most: the most guesses one after another.
@@ -105,7 +105,7 @@ class GoodputPolicy(DraftLengthPolicy):
     _MEASURED = 3
     """The first steps, of which the last one guesses."""
     _PLANNED = 4
-    """Steps between two choices: choosing takes as long as a good part of a small model's forward."""
+    """Steps between two choices: a choice takes a good part of a small model's forward."""
     _FIRST_PROBE, _RAREST_PROBE = 16, 128
 
     def __init__(self, most: int, fade: float) -> None:
@@ -135,12 +135,12 @@ class GoodputPolicy(DraftLengthPolicy):
         return int(pause.passed(self._FIRST_PROBE))
 
     def _plan(self, rates: Sequence[float]) -> None:
-        """Choose the lengths; where nobody is to guess that stands until a probe has told something."""
+        """Choose the lengths. If no row is to guess, that holds until a probe has measured something."""
         self._lengths = goodput_lengths(rates, self._most, self._target, self._draft)
         self._planned = self._PLANNED if any(self._lengths) else self._RAREST_PROBE
 
     def observe(self, report: StepReport) -> None:
-        """Times of guessing and verifying, and what was kept."""
+        """Learn the times of guessing and verifying, and what was kept."""
         if report.prompt:
             return
         self._again(report)
@@ -156,7 +156,7 @@ class GoodputPolicy(DraftLengthPolicy):
                 self._states[id(row)][0].observe(*kept_of(tree, outcome))
 
     def _again(self, report: StepReport) -> None:
-        """A step that could only get guesses ready tells nothing of them: let the next one guess in its place."""
+        """Let the next step measure in place of one that could only prepare guesses."""
         ready = [row for row, tree in zip(report.rows, report.trees, strict=True) if len(tree) == 1 and tree.asides]
         if ready and self._steps == self._MEASURED:
             self._steps -= 1
@@ -186,7 +186,7 @@ def goodput_lengths(rates: Sequence[float], most: int, target: LinearLatency, dr
 
 
 def kept_of(tree: TokenTree, outcome: Outcome) -> tuple[int, int]:
-    """Guesses of a tree that were kept, and those that were judged one after another: one more if one was refused."""
+    """The kept guesses of a tree, and the judged ones in a row: one more if a guess was rejected."""
     kept = len(outcome.path) - 1
     return kept, kept + bool(tree.children(outcome.path[-1]))
 
@@ -197,8 +197,8 @@ class Width:
 
     Scylla (arXiv 2505.07858) chooses the width at which arithmetic becomes the limit. Here the measured time stands in
     for the roofline. Every width is tried a few times; the law of acceptance over width, A(k) = a log10(k) + c, smooths
-    what each brought, the median says what each took. Coarser than `Goodput`, which tells rows apart and moves with
-    every step; steadier, and a fixed width suits captured graphs.
+    what each brought, the median says what each took. It is coarser than `Goodput`, which treats rows separately and
+    adapts with every step, but steadier, and a fixed width suits captured graphs.
 
     Attributes:
         widths: nodes of a block, root included, at least three of them from 2 on; a plain step is always considered.
@@ -227,7 +227,7 @@ class WidthPolicy(DraftLengthPolicy):
         self._length, self._left = 0, 0
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
-        """The same for all rows."""
+        """The same limit for all rows."""
         if self._left:
             self._left -= 1
         elif self._waiting:
@@ -238,7 +238,7 @@ class WidthPolicy(DraftLengthPolicy):
         return [self._length] * len(rows)
 
     def observe(self, report: StepReport) -> None:
-        """What the width brought, and what it took; a trial beside a prompt tells neither and is made again."""
+        """Learn the width's tokens and time; a trial that shared its forward with a prompt is repeated."""
         if report.prompt or report.target_seconds is None:
             return
         if self._waiting[:1] == [self._length] and not self._left:
@@ -257,29 +257,29 @@ class WidthPolicy(DraftLengthPolicy):
 
 
 class CostModel:
-    """What forwards take here and what became of a helper's guesses: says how many guesses pay.
+    """Says how many guesses pay, from the times of forwards and the record of a helper's guesses.
 
-    What is known outlives the batch, so that later ones begin with it.
+    It outlives the batch, so that later batches begin with what it knows.
 
     Attributes:
         times: of forwards.
-        helper: what is thought of the helper.
+        helper: the record of the helper.
     """
 
     _TRIAL = 3
-    """Guesses of a first trial; then up to twice as many as were timed."""
+    """Guesses of a first trial; later trials have up to twice as many as were timed."""
     _LIKELY = 0.5
-    """Chance above which a guess that is not made counts for measuring anew what positions cost."""
+    """Chance above which a guess that was not made counts towards measuring the costs again."""
 
     def __init__(self, helper: HelperRecord | None = None, times: ForwardTimes | None = None) -> None:
         self.times, self.helper = times or ForwardTimes(), helper or HelperRecord()
         self._declined = Backoff(_LONGEST_PAUSE)
 
     def lengths(self, chances: Sequence[Sequence[float]], rows: int, room: int) -> list[int]:
-        """Guesses for each row that has some. The first steps of a new number of rows are plain ones.
+        """The number of guesses for each row that has some. The first steps of a new number of rows are plain.
 
         Args:
-            chances: for each of them, the chance of each next guess to be kept with all before it.
+            chances: for each such row, the chance of each next guess to be kept with all before it.
             rows: of the forward, those without guesses included.
             room: most guesses of all rows together.
         """
@@ -288,18 +288,18 @@ class CostModel:
         room = min(room, max(self._TRIAL, rows, 2 * self.times.widest(rows)))
         lengths = paying_lengths(chances, self.times, room, rows)
         if any(lengths):
-            if self.times.widest(rows):  # else it is a trial
+            if self.times.widest(rows):  # without a measurement this is a trial
                 self._declined.end()
         elif max(map(max, filter(None, chances)), default=0.0) > self._LIKELY and self._declined.passed(_FIRST_PAUSE):
             self.times.forget(rows)
         return lengths
 
     def helped(self, rows: int, room: int) -> int:
-        """Guesses that a helper is to make for each row; 0 for none."""
+        """The number of guesses that a helper is to make for each row."""
         return self.helper.length(self.times, rows, room // rows) if self.times.known(rows) else 0
 
     def observe(self, report: StepReport, helped: int) -> None:
-        """Learn from a step in which a helper made `helped` guesses for the row with most of them."""
+        """Learn from a step in which a helper made at most `helped` guesses for a row."""
         rows, guesses = len(report.rows), sum(map(len, report.trees)) - len(report.rows)
         if report.target_seconds is not None:
             self.times.observe(rows, guesses, report.target_seconds)
@@ -308,15 +308,15 @@ class CostModel:
 
 
 def paying_lengths(chances: Sequence[Sequence[float]], times: ForwardTimes, room: int, rows: int) -> list[int]:
-    """Guesses per row with the most expected tokens per second, see `best_lengths`; none where that is not worth it."""
+    """The guesses per row that `best_lengths` finds; none if they do not pay."""
     return best_lengths(chances, rows, lambda guesses: rows * (1 + times.added(rows, guesses)), MARGIN, room)[1]
 
 
 class HelperRecord:
-    """How often a helper's guesses are kept, what they cost, and when to try it again.
+    """How often a helper's guesses are kept, what they cost, and when to try the helper again.
 
     Args:
-        rate: chance that a guess is kept, to begin with.
+        rate: prior chance that a guess is kept.
         cost: of each guess in plain steps, until one was timed.
         most: most guesses one after another.
     """
@@ -325,9 +325,9 @@ class HelperRecord:
     """Guesses in a new text before a helper may be put off."""
     _SHORTEST_REST = 16
     _TRIALS = 0.01
-    """Share of the time for trying again one that guessed badly, with one guess: it rests by that, within bounds."""
+    """Share of the time for trying a bad helper again, with one guess; it sets the pause, within bounds."""
     _AWAKE = 32
-    """Steps before its next trial from which on it sees what is decoded."""
+    """Steps before its next trial from which on the helper sees what is decoded."""
 
     def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
         self._rate, self._acceptance = rate, Acceptance(prior=rate)
@@ -337,7 +337,7 @@ class HelperRecord:
         self._pause, self._hopeless = Backoff(_LONGEST_PAUSE), dict[int, bool]()
 
     def begin(self) -> None:
-        """A new text: try anew, unless no text is worth guessing. What is known of other texts counts half."""
+        """Begin a new text: try again, unless no text pays. What is known of other texts counts half."""
         self._acceptance = Acceptance(prior=(self._acceptance.rate + self._rate) / 2)
         self._tries, self._behind = self._TRIES, True
         for rows, pause in self._pauses.items():
@@ -345,11 +345,11 @@ class HelperRecord:
                 pause.end()
 
     def length(self, times: ForwardTimes, rows: int, most: int) -> int:
-        """Guesses per row with the most tokens per second, few at first; one now and then where none pays.
+        """Guesses per row with the most tokens per second, few at first; one now and then if none pays.
 
         Args:
             times: of the model's forwards.
-            rows: that the helper would guess for.
+            rows: the number of rows that the helper would guess for.
             most: guesses per row that there is room for.
         """
         pause = self._pause = self._pauses[load(rows)]
@@ -369,26 +369,26 @@ class HelperRecord:
         return 0
 
     def _best(self, rate: float, times: ForwardTimes, rows: int, most: int) -> int:
-        """Guesses per row, up to `most`, with the most tokens per second at that chance to be kept; 0 if none pays."""
+        """Guesses per row, up to `most`, with the most tokens per second at that chance; 0 if none pays."""
         drafting = self._costs[load(rows)]
         costs = {length: 1 + drafting.of(length) + times.added(rows, rows * length) for length in range(1, most + 1)}
         return best_length(costs, partial(expected_tokens, rate), MARGIN)
 
     @property
     def rests(self) -> bool:
-        """Whether it makes no guess in the next steps either, with as many rows as there were last."""
+        """Whether the helper makes no guess in the next steps either, with the last number of rows."""
         return self._pause.left > self._AWAKE
 
     def judged(self, kept: int, offered: int) -> None:
-        """`kept` of `offered` guesses in a row were right."""
+        """Learn that `kept` of `offered` guesses in a row were right."""
         self._judged += 1
         self._tries -= 1
         self._acceptance.observe(kept, offered)
 
     def took(self, rows: int, guesses: int, share: float) -> None:
-        """So many guesses, one after the other in each row, took that share of a plain step of so many rows.
+        """Learn the time of so many successive guesses in each row, as a share of a plain step of so many rows.
 
-        The first ones of a text and after a pause had to read all since, and do not count.
+        The first guesses of a text or after a pause do not count, as they include reading what came before.
         """
         if not self._behind:
             self._costs[load(rows)].took(guesses, share)
@@ -396,31 +396,31 @@ class HelperRecord:
 
 
 class Meter(Worker):
-    """Watches the steps of one method and says once that it loses time.
+    """Watches the steps of one method and warns once if it loses time.
 
-    What plain decoding would have taken is known from steps without a guess, as at the end of a text. Where there are
-    none, a forward over the guesses stands for it: that takes longer, so a loss seen with it is one.
+    Steps without a guess, as at the end of a text, show what plain decoding takes. If there are none, a forward over
+    the guesses stands for it: that takes longer, so a loss against it is real.
 
     Args:
         name: of the method.
-        tell: called with the words, once.
+        tell: called once, with the warning.
     """
 
     _STEPS = 64
-    """Steps after which a method is judged, again and again."""
+    """A method is judged each time that many steps have passed."""
     _LOSS = 0.95
-    """Gain in plain steps below which a method is said to lose time."""
+    """Gain over plain steps below which a method loses time."""
     _PLAIN = 3
-    """Steps without a guess that are enough to know what one takes."""
+    """Steps without a guess that suffice to know the time of a plain step."""
     _STALL = 3.0
-    """Longest that a step may seem, in usual ones: the rest is somebody else's work."""
+    """Longest that a step may seem, in median steps: the rest is load of other processes."""
 
     def __init__(self, name: str, tell: Callable[[str], None]) -> None:
         self._name, self._tell, self._told = name, tell, False
         self._begin(0)
 
     def _begin(self, rows: int) -> None:
-        """Forget the times of batches of another number of rows, and count anew."""
+        """Forget the times of batches with another number of rows, and start again."""
         self._rows = rows
         self._plain, self._wide = deque[float](maxlen=self._STEPS), deque[float](maxlen=self._STEPS)
         self._count()
@@ -429,7 +429,7 @@ class Meter(Worker):
         self._kept, self._guesses, self._seconds = 0, 0, list[float]()
 
     def observe(self, report: StepReport) -> None:
-        """A step in which this method alone decoded."""
+        """Learn from a step in which only this method decoded."""
         if self._told or report.target_seconds is None:
             return
         if len(report.rows) != self._rows:
