@@ -1,6 +1,6 @@
 """The registry of methods: one file, one method, named after the file; `_` follows where the name is a word of Python.
 
-Nothing is imported before it is asked for. Packages from outside add theirs through the entry-point group
+No method is imported before it is used. Other packages add theirs through the entry-point group
 `shoal.methods`, each entry naming a subclass of `shoal.methods.base.Method`; the names that ship here come first.
 """
 
@@ -33,7 +33,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> type[Method]:
-    """The class of a method; ValueError with the nearest known name for an unknown one."""
+    """The class of a method; ValueError names the nearest known method for an unknown name."""
     if name in _shipped():
         return _named_in(name)
     others = plugins()
@@ -50,8 +50,8 @@ def get(name: str) -> type[Method]:
 def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str] | Sequence[Any]) -> Method:
     """A method from itself, its name, `{"method": ..., "method_args": {...}}`, or a .json card holding such a dict.
 
-    A card may hold other things beside it, or have the dict under its key "method". A list of all these, alone or under
-    "method", combines methods that fill different parts of the recipe.
+    A card may have further keys, or the dict under its key "method". A list of these, alone or under "method", combines
+    methods that fill different parts of the recipe.
 
     Raises:
         ValueError: an unknown method or option, a value out of range, or a card that cannot be read.
@@ -79,7 +79,7 @@ def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str] | Sequence[An
 
 
 def _several(specs: Sequence[Any]) -> Method:
-    """A list of one is that method itself, and a combination among others gives its members."""
+    """Combine a list of methods. A list of one is that method; a combination in the list is replaced by its members."""
     from shoal.methods.common.combined import Combined
 
     made = [make(spec) for spec in specs]

@@ -133,7 +133,7 @@ class Trigrams:
         self._read = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take in the tri-grams of a growing text, each once."""
+        """Add the tri-grams of a growing text, each once."""
         for end in range(max(self._read, 2), len(tokens)):
             self._add((tokens[end - 2], tokens[end - 1]), tokens[end])
         self._read = max(self._read, len(tokens))

@@ -1,7 +1,7 @@
 """Auto: guess where it pays on this model and machine, else decode plainly.
 
-Guesses are made only where there is reason to: in a passage that the text is repeating, or by a helper that has proved
-itself. Most steps have no guess, and then cost what a plain step costs but for a few look-ups per token.
+It guesses only with a reason: in a passage that the text is repeating, or by a helper whose guesses have paid. Most
+steps have no guess and cost what a plain step costs, plus a few look-ups per token.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from shoal.speculative.eagle import EagleProposer
 
 _WIDEST = 64
-"""Most tokens of a forward with drafts: beyond, a token costs more than what it may bring."""
+"""Most tokens of a forward with drafts; a further token costs more than it can bring."""
 _HELPED = 8
 """Most guesses of a helper one after another."""
 _CALIBRATED = 0.7
-"""Chance that a guess of calibrated self-drafting is kept, before it was tried."""
+"""Prior chance that a guess of calibrated self-drafting is kept."""
 _SMALLER = 0.6, 0.25
-"""The same of a draft model, and what its guess costs as a share of a step."""
+"""The same for a draft model, and the cost of its guess as a share of a step."""
 _TRAINED = 0.45, 0.2
-"""The same of a trained part."""
+"""The same for a trained part."""
 _SURE = 0.4
-"""Likelihood of a path of a trained part's guesses below which it is not gone on with."""
+"""Likelihood below which a path of a trained part's guesses is not continued."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Auto(Method):
         return super().to_dict()
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """All layers, and a proposer that all requests of an engine share: what one has learned serves the next."""
+        """All layers, and a proposer that all requests of an engine share, so that one learns for the next."""
         plan = DepthPlan.full(info.num_layers)
         if not info.free:
             return Recipe(plan)
@@ -100,7 +100,7 @@ class Auto(Method):
         return Recipe(plan, info.memory[key], self_metered=True)
 
     def _helper(self, info: ModelInfo) -> tuple[Proposer | None, HelperRecord]:
-        """Who drafts where the text gives no guess, and what to think of it at first."""
+        """The helper that drafts where the text gives no guess, and its prior record."""
         if self.draft is not None and info.draft_engine is not None:
             from shoal.speculative.growth import Branching
             from shoal.speculative.model import ModelProposer
@@ -182,7 +182,7 @@ class CautiousDrafter(Drafter):
         return Follower((Chances(shared), shared), row.prompt_length)
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """What a helper sees; one that is put off for long sees nothing of the answers meanwhile."""
+        """The helper's hook; a helper that rests for long sees no answers meanwhile."""
         rests = rows[0].emitted > 0 and self._proposer.judge.helper.rests
         return None if self._helper is None or rests else self._helper.watch(rows, chunks)
 
@@ -225,7 +225,7 @@ class CautiousDrafter(Drafter):
         return [new if lacks else tree for new, tree, lacks in zip(guessed, trees, idle, strict=True)]
 
     def observe(self, report: StepReport) -> None:
-        """What forwards take; a helper hears of its own guesses, while the text's are learned from the text."""
+        """Learn the times of forwards, and a helper's success; guesses from the text are learned from the text."""
         if report.prompt:
             return
         if self._helper is not None and self._from_helper:

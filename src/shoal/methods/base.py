@@ -1,4 +1,4 @@
-"""What every method has: checked knobs, a recipe, a JSON form, and the seam to `transformers`' generate.
+"""The base of every method: checked options, a recipe, a JSON form, and the seam to `transformers`' generate.
 
 Knows no method and no model; imports no torch.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 LAYER_SCORES, SHOWN_QUERIES = "layer scores", "attention that shows its queries"
 MASKED = "a masked-diffusion model"
-"""Needs that a loaded model meets or does not; others make a method read files or load another model."""
+"""Needs that the loaded model alone decides; for others a method reads files or loads another model."""
 WRAPPED = ("inner", "draft_inner")
-"""Knobs that hold another method: the one that is wrapped, and the one by which a second model decodes."""
+"""Options that hold another method: the wrapped one, and the one by which a second model decodes."""
 _KEYS = ("method", "method_args", "inner")
 _ADAPTER = "shoal.integrations.transformers"
 
 
 def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
-    """Refuse to fill masks with a model that writes from left to right, and the reverse.
+    """Refuse a mask-filling method on a left-to-right model, and the reverse.
 
     Raises:
         Unsupported: says which it is.
@@ -47,10 +47,10 @@ def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
 
 
 def check_layer(name: str, layer: int | None, info: ModelInfo, past: str = "") -> None:
-    """Refuse an index of a layer that the model does not have; None passes.
+    """Refuse a layer index that the model does not have; None passes.
 
     Args:
-        past: what the number of layers does in the place of an index, where that is allowed.
+        past: what an index equal to the number of layers means, if that is allowed.
 
     Raises:
         ValueError: names the range.
@@ -62,7 +62,7 @@ def check_layer(name: str, layer: int | None, info: ModelInfo, past: str = "") -
 
 
 DENSE_LAYERS = 2
-"""Layers at the bottom that read every column by default: there no few columns stand out."""
+"""Bottom layers that read every column by default: there no few columns stand out."""
 
 
 def check_first(first: int, info: ModelInfo) -> None:
@@ -71,10 +71,10 @@ def check_first(first: int, info: ModelInfo) -> None:
 
 
 def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
-    """The layers that see all of the text, for a method that works on them alone.
+    """The layers that see all of the text, for a method that works only on them.
 
     Args:
-        queries: whether it works on their queries as well.
+        queries: whether the method also needs their queries.
 
     Raises:
         Unsupported: there are none, or attention does not show its queries.
@@ -90,11 +90,11 @@ def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What puts a method in the place of transformers' own generation; it registers itself when it is imported.
+    """Runs a method in place of transformers' own generation. It registers itself when it is imported.
 
     Attributes:
         run: decodes for `model.generate`.
-        bound: a method with what `generate` does not hand on to callables.
+        bound: a method with the arguments that `generate` does not pass on to callables.
     """
 
     run: Callable[..., Any]
@@ -117,17 +117,17 @@ def _adapter() -> Adapter:
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """A way of decoding: a frozen dataclass whose fields are its knobs.
+    """A way of decoding: a frozen dataclass whose fields are its options.
 
-    A subclass checks the ranges of its knobs in `__post_init__` (after calling this one, which checks their types)
+    A subclass checks the ranges of its options in `__post_init__` (after calling this one, which checks their types)
     and returns its parts from `recipe`. Types in field annotations must be importable at run time. A method that
-    wraps another one holds it in a field called `inner`. How much it guesses stand fields called `length`, `nodes`,
-    `branching` and `beam` for, which a limit on memory makes smaller.
+    wraps another one holds it in a field called `inner`. Fields called `length`, `nodes`, `branching` and `beam` say
+    how much it guesses; a limit on memory makes them smaller.
 
     Attributes:
         name: the name of its file and of its row in the registry.
         paper: where it comes from, such as "arXiv 2503.08524"; empty where there is none.
-        needs: what must be there before it runs, in words, such as ("layer scores",).
+        needs: requirements to run it, in words, such as ("layer scores",).
         reads: knobs that name files, or what is run or asked over the network; a server does not take them from
             everybody.
         fills: the parts of the recipe that it fills; for a method without defaults, whose recipe cannot be asked.
@@ -160,12 +160,12 @@ class Method(ABC):
         """
 
     def notice(self, info: ModelInfo) -> str | None:
-        """What a user should know before this method decodes on that model; None where there is nothing to say."""
+        """A notice for the user before this method decodes on that model; None if there is none."""
         return None
 
     @property
     def wants_card(self) -> bool:
-        """Whether something that is left open here follows from the model's calibration card, or else from a guess."""
+        """Whether an unset option is taken from the model's calibration card, or else guessed."""
         inner = self.option("inner")
         return isinstance(inner, Method) and inner.wants_card
 
@@ -175,7 +175,7 @@ class Method(ABC):
         return tuple(field.name for field in fields(cls))
 
     def option(self, name: str) -> Any:
-        """The value of an option; None where the method has none of that name."""
+        """The value of an option; None if the method has no option of that name."""
         return getattr(self, name) if name in self.knobs() else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -235,6 +235,6 @@ class Method(ABC):
         )
 
     def bind(self, *, streamer: Any = None, tokenizer: Any = None, stop_strings: str | Sequence[str] = ()) -> Any:
-        """This method as a `custom_generate` callable that carries what `generate` does not hand on to callables."""
+        """This method as a `custom_generate` callable that carries what `generate` does not pass on to callables."""
         stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         return _adapter().bound(self, streamer=streamer, tokenizer=tokenizer, stop_strings=stops)

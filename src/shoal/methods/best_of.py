@@ -65,12 +65,12 @@ class BestOf(VerifiedMethod):
 
 @dataclass(frozen=True)
 class Favourite(Search):
-    """All samples to their ends; of two that are equally good and likely the earlier wins.
+    """Decodes all samples to their ends; the earlier of two equally good and likely ones wins.
 
     Attributes:
         samples: how many.
-        verifier: who judges.
-        patience: seconds to wait for it.
+        verifier: judges the samples.
+        patience: seconds to wait for a verdict.
     """
 
     samples: int

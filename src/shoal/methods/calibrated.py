@@ -1,4 +1,4 @@
-"""A method whose knobs were found for one model."""
+"""A method whose options were found for one model."""
 
 from __future__ import annotations
 

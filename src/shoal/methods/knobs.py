@@ -1,4 +1,4 @@
-"""Knobs of methods: are they of their declared type, how do they look in JSON, and what is said about them."""
+"""Options of methods: checks of their types, their JSON form, and their documentation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """An annotated type in words fit for an error message."""
+    """An annotated type in words, for an error message."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe(arg) for arg in get_args(hint))
     if get_origin(hint) is Literal:
@@ -47,7 +47,7 @@ def choices(hint: Any) -> tuple[Any, ...]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """What Google-style docstrings, the class's own and those of its bases, say about each field, on one line."""
+    """The description of each field, on one line, from the Google-style docstrings of a class and its bases."""
     entry = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8,}\S.*)*)", re.MULTILINE)
     found: dict[str, str] = {}
     for one in reversed(cls.__mro__):
@@ -58,19 +58,19 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def frozen(value: Any) -> Any:
-    """Lists, as JSON has them, become tuples, at any depth."""
+    """Turn lists from JSON into tuples, at any depth."""
     return tuple(frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: tuples become lists, at any depth, and infinity, for which JSON has no number, a word."""
+    """Turn a value into JSON: tuples become lists, at any depth, and infinity a word, as JSON has no number for it."""
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return INFINITE if isinstance(value, float) and value == math.inf else value
 
 
 def unbounded(value: Any, hint: Any) -> Any:
-    """The word for infinity as a number, where a number is wanted, also within a tuple."""
+    """Turn the word for infinity back into a number if the type is a number, also within a tuple."""
     if isinstance(value, tuple) and INFINITE in value and not fits(value, hint):
         found = tuple(math.inf if item == INFINITE else item for item in value)
         return found if fits(found, hint) else value

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.decode import sampling
 from shoal.decode.tree import TokenTree
 from shoal.model.stack import SequenceChunk
-from shoal.speculative.draft import Draft, Widths, within
+from shoal.speculative.draft import Draft, within
 from shoal.speculative.growth import Growth, grow
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class _Chain(Growth):
     def _siblings(self, token: int, scores: Tensor) -> list[int]:
         beside = len(self.tokens) - 1 - self.guesses
         spare = self.wanted.nodes - 1 - self.wanted.length - beside
-        count = min(_width(self.wanted.widths, self.confidence) - 1, spare)
+        width = next((width for limit, width in self.wanted.widths if self.confidence <= limit), 1)
+        count = min(width - 1, spare)
         if count < 1:
             return []
         best: list[int] = scores.topk(min(count + 1, len(scores))).indices.tolist()
@@ -97,24 +98,18 @@ def run(drafts: Sequence[Draft], stack: Stack, cache: KVCache) -> list[TokenTree
 def _extend(chains: Sequence[_Chain], logits: Tensor) -> None:
     """Add a guess to each chain from the logits [chains, V] after its last node."""
     scores = torch.stack([chain.scores(line) for chain, line in zip(chains, logits, strict=True)])
-    draft_probs = [
-        None if c.row.sampling.greedy else sampling.probs_of(s, c.row.sampling) for c, s in _pairs(chains, scores)
-    ]
+    draft_probs = [None if chain.row.sampling.greedy else sampling.probs_of(line, chain.row.sampling)
+                   for chain, line in zip(chains, scores, strict=True)]
     tokens: list[int] = sampling.greedy(scores).tolist()
     drawn = [(i, probs) for i, probs in enumerate(draft_probs) if probs is not None]
     if drawn:
         numbers = [chains[i].row.draft_uniform(chains[i].guesses) for i, _ in drawn]
-        for (i, _), token in zip(
-            drawn, sampling.draws(torch.stack([probs for _, probs in drawn]), numbers), strict=True
-        ):
+        picks = sampling.draws(torch.stack([probs for _, probs in drawn]), numbers)
+        for (i, _), token in zip(drawn, picks, strict=True):
             tokens[i] = token
     sure = confidences(scores) if any(chain.wants_confidence for chain in chains) else [1.0] * len(chains)
     for chain, token, line, probs, confidence in zip(chains, tokens, scores, draft_probs, sure, strict=True):
         chain.extend(token, line, probs, confidence)
-
-
-def _pairs(chains: Sequence[_Chain], scores: Tensor) -> zip[tuple[_Chain, Tensor]]:
-    return zip(chains, scores, strict=True)
 
 
 def confidences(scores: Tensor) -> list[float]:
@@ -129,7 +124,3 @@ def said(stack: Stack, states: Sequence[Tensor]) -> tuple[list[int], list[float]
     logits = stack.exit_logits(torch.cat(list(states)))
     tokens: list[int] = logits.argmax(-1).tolist()
     return tokens, confidences(logits)
-
-
-def _width(widths: Widths, confidence: float) -> int:
-    return next((width for limit, width in widths if confidence <= limit), 1)

@@ -1,4 +1,4 @@
-"""Which questions a method answers, and several methods as one.
+"""The questions that methods answer, and several methods combined into one.
 
 Knows no method and imports no torch.
 """
@@ -33,7 +33,7 @@ QUESTIONS: Mapping[str, str] = MappingProxyType({
     "loop": "what a step does",
     "constraint": "which words may come",
 })
-"""What a part of the recipe answers."""
+"""The question that each part of a recipe answers."""
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "baseline": (),
@@ -53,14 +53,14 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 
 def family_of(cls: type[Method], parts: Collection[str]) -> str:
-    """The family of a method that fills `parts`: what the class says, else the last one that has any of the parts."""
+    """The family of a method that fills `parts`: the class's own, else the last family that has one of the parts."""
     found = [family for family, own in FAMILIES.items() if not set(own).isdisjoint(parts)]
     return cls.family or (found[-1] if found else "baseline")
 
 
 @dataclass(frozen=True)
 class Combined(Method):
-    """Several methods at once, each of which fills parts of the recipe that the others leave open.
+    """Several methods at once, each of which fills parts of the recipe that the others leave empty.
 
     `shoal.methods.make` makes it from a list. Its name is the names of its members with + between them.
 
@@ -85,7 +85,7 @@ class Combined(Method):
     def recipe(self, info: ModelInfo) -> Recipe:
         """The parts of all members, none filled by two or excluded by one; ValueError names both, part and remedy.
 
-        What a member learns about the machine here it keeps apart from what it learns alone.
+        Each member learns about the machine apart from what it learns when it runs alone.
         """
         info = replace(info, memory=info.memory.setdefault(self.name, {}))
         whole, owners, excluded = dict[str, Any](), dict[str, str](), dict[str, str]()
@@ -122,7 +122,7 @@ class Combined(Method):
 
 
 def _filled(recipe: Recipe) -> dict[str, Any]:
-    """The parts that are filled, with what belongs to them."""
+    """The filled parts, with the fields that belong to them."""
     beside = {"plan": ("horizon",), "proposer": ("meter", "self_metered")}
     names = [name for part in recipe.parts for name in (part, *beside.get(part, ()))]
     return {name: getattr(recipe, name) for name in names}

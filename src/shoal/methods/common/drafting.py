@@ -68,7 +68,7 @@ class DraftingMethod(Method):
         self.accepting()
 
     def unmeasured(self, info: ModelInfo) -> str | None:
-        """The notice of a method that drafts with the model's own layers, on a model whose layers are not measured."""
+        """The notice of a method that drafts with the model's own layers on a model whose layers were not measured."""
         if info.scores or info.skips or info.order is not None:
             return None
         return (
@@ -78,7 +78,7 @@ class DraftingMethod(Method):
         )
 
     def accepting(self) -> Rule | None:
-        """The rule that the knobs name; None for an exact match."""
+        """The rule that the options name; None for an exact match."""
         if self.rule == "rejection":
             return Rejection()
         if self.rule == "typical":
@@ -133,7 +133,7 @@ class PairedMethod(Method):
 
         Raises:
             ValueError: no draft model was named, or it cannot be loaded.
-            Unsupported: its tokens are others, or it writes in another order than the method's draft.
+            Unsupported: its tokens differ, or it writes in another order than the method drafts.
         """
         assert info.draft_engine is not None
         if self.draft is None:
@@ -171,7 +171,7 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
 
 
 def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
-    """Refuse a draft model that fills masks where one is wanted that does not, and the reverse.
+    """Refuse a mask-filling draft model for a method that needs a left-to-right one, and the reverse.
 
     Raises:
         Unsupported: says which it is.
@@ -190,7 +190,7 @@ def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
 
 @dataclass(frozen=True)
 class Absent(Proposer):
-    """Stands for a draft model where there is no engine to load it: when a method is only described or planned."""
+    """Stands for a draft model when a method is only described or planned, without an engine to load it."""
 
     def begin(self, stack: Any, cache: Any) -> Any:
         """Refuses."""
@@ -198,7 +198,7 @@ class Absent(Proposer):
 
 
 def short(method: Method) -> str:
-    """A method as it is shown where a knob may be a loaded model: what is not a plain value by its type."""
+    """The repr of a method whose options may hold a loaded model: values that are not plain show their type."""
     shown = (f"{one.name}={_short(getattr(method, one.name))}" for one in fields(method))
     return f"{type(method).__name__}({', '.join(shown)})"
 
@@ -240,7 +240,7 @@ class TrainedMethod(DraftingMethod):
 def made_of(
     kind: str, folder: str | None, info: ModelInfo, make: Callable[[TrainedPart], T], key: str = ""
 ) -> tuple[TrainedPart, T]:
-    """A part, see `part_of`, and what `make` makes of it: the same thing for all requests with that key."""
+    """A part, read by `part_of`, and what `make` makes of it: one object for all requests with that key."""
     part, where = part_of(kind, folder, info), (kind, folder, key)
     known = info.memory.get(where)
     if known is None or known[0] is not part.tensors:
@@ -250,7 +250,7 @@ def made_of(
 
 
 def part_of(kind: str, folder: str | None, info: ModelInfo) -> TrainedPart:
-    """The part of a folder, or the one that is known for the model.
+    """The part in a folder, or the known part of the model.
 
     Raises:
         ValueError: no part was named and none is known, or it cannot be read, or is of another kind.

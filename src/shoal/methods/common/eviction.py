@@ -1,4 +1,4 @@
-"""What methods have in common that give up columns of the KV: all but the scores. Imports no torch at first."""
+"""Methods that evict columns of the KV: everything but the scores. Imports no torch at first."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class EvictionMethod(Method, Keep):
     """A method that scores the columns of the KV and gives up those that score least. It is its own part `keep`.
 
-    A subclass defines `score`, and says by options or properties of these names how many columns stay and when the
-    others go. Layers with a sliding window keep what that says.
+    A subclass defines `score`, and by options or properties of the names below how many columns stay and when the
+    others go. Layers with a sliding window keep what the window needs.
 
     Attributes:
-        differs: whether scores differ from layer to layer, as they do unless they follow from the places alone.
+        differs: whether scores differ between layers, as they do unless they follow from positions alone.
     """
 
     differs: ClassVar[bool] = True
@@ -70,7 +70,7 @@ class EvictionMethod(Method, Keep):
         return self.budget is None
 
     def kept(self, columns: int) -> int:
-        """How many of so many columns stay."""
+        """How many of `columns` columns stay."""
         return columns if self.budget is None else min(columns, self.budget)
 
     @abstractmethod
@@ -141,7 +141,7 @@ class ScoreKeeper(Keeper):
         return (max(length, method.untouched) // method.every + 1) * method.every
 
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
-        """Listens to pieces of prompts that reach into what is asked for."""
+        """Hooks for pieces of prompts that reach into the last `queries` positions."""
         return [self._listener(row, len(chunk.tokens)) for row, chunk in zip(rows, chunks, strict=True)]
 
     def _listener(self, row: Row, size: int) -> QueryHook | None:

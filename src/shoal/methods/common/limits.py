@@ -1,8 +1,8 @@
-"""How large a number of a method a server takes from a request, declared beside each knob.
+"""The largest numbers that a server takes from a request, declared with each option of a method.
 
-What is too large for everybody a method refuses itself. Here stands what is a matter of cost: from Python, and in the
-operator's own command, anything goes that the method takes; a stranger's request is held to this, unless the operator
-allows more. Knows no method; imports no torch.
+A method itself refuses numbers that are never valid. These limits are about cost: Python and the operator's own command
+may pass anything that the method takes, while requests are held to the limits unless the operator allows more. Knows no
+method; imports no torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Most:
-    """What a request may set a knob to.
+    """The most that a request may set an option to.
 
     Attributes:
-        value: the largest number, by its absolute value; infinity where a large one costs what a small one does.
+        value: the largest absolute value; infinity if large numbers cost no more than small ones.
         items: most entries of a list.
     """
 
@@ -30,26 +30,26 @@ class Most:
 
 
 UNDECLARED = Most(1024)
-"""Of a number for which a method, such as one from another package, declares nothing."""
+"""The limit of a number for which a method declares none, such as one from another package."""
 LONGEST_TEXT = 4096
-"""Characters of a knob that is text."""
+"""Most characters of a text option."""
 _WHOLE = 1 << 64
-"""The largest whole number whose size may cost nothing: beyond it, it is no float any more."""
+"""The largest integer of an option whose size costs nothing; a larger one is no float any more."""
 
 Guesses = Annotated[int, Most(32)]
-"""Tokens that are guessed, or decided on, within a step: each is fed, or costs a forward of its own."""
+"""Tokens that are guessed or decided on within a step. Each is fed, or costs a forward of its own."""
 Suffix = Annotated[int, Most(16)]
-"""Tokens of a suffix that is looked up: all that are shorter are stored for every place of the text."""
+"""Tokens of a suffix that is looked up. All shorter ones are stored for every position of the text."""
 Tries = Annotated[int, Most(1000)]
-"""Turns of a search that goes on within a step, or now and then between steps."""
+"""Iterations of a search within a step or between steps."""
 Branches = Annotated[int, Most(64)]
-"""Answers side by side; how many there may be in all says the server's limit of answers."""
+"""Parallel answers; the server's limit of answers bounds their total."""
 Positions = Annotated[int, Most(1 << 20)]
-"""Places of a text: one beyond its end never comes."""
+"""Positions of a text; a position beyond its end never comes."""
 Horizon = Annotated[int, Most(1 << 15)]
 """Tokens over which a schedule is laid out, one by one."""
 Layers = Annotated[int, Most(4096)]
-"""A layer, or a number of them."""
+"""A layer, or a number of layers."""
 LayerList = Annotated[tuple[int, ...], Most(4096, items=4096)]
 """Layers by their numbers."""
 TreeWidths = Annotated[tuple[int, ...], Most(16, items=16)]
@@ -61,13 +61,13 @@ Share = Annotated[float, Most(1)]
 Number = Annotated[float, Most(math.inf)]
 """A number whose size costs nothing."""
 Seed = Annotated[int, Most(1 << 64)]
-"""Tells draws apart."""
+"""A seed."""
 Seconds = Annotated[float, Most(600)]
-"""How long to wait for somebody."""
+"""A time to wait."""
 
 
 def limits_of(method: type[Method]) -> Mapping[str, Most]:
-    """The limit of each knob that holds numbers: the declared one, else `UNDECLARED`."""
+    """The limit of each numeric option: the declared one, else `UNDECLARED`."""
     hints = get_type_hints(method, include_extras=True)
     plain = get_type_hints(method)
     found: dict[str, Most] = {}
@@ -91,7 +91,7 @@ def _has_numbers(hint: Any) -> bool:
 
 
 def beyond(value: Any, limit: Most) -> str | None:
-    """What is too large about a knob's value as JSON has it, in words; None where nothing is."""
+    """Says in words what is too large about an option's JSON value; None if nothing is."""
     if isinstance(value, str):
         long = len(value) > LONGEST_TEXT
         return f"a text of {len(value)} characters; {LONGEST_TEXT} are allowed" if long else None
@@ -106,6 +106,6 @@ def beyond(value: Any, limit: Most) -> str | None:
 
 
 def _shown(number: float) -> str:
-    """In words that are short, whatever it is."""
+    """A short form of any value."""
     whole = isinstance(number, int) or number.is_integer()
     return f"{number:.10g}" if not whole else str(int(number)) if abs(number) <= _WHOLE else f"more than {_WHOLE}"

@@ -1,4 +1,4 @@
-"""What methods have in common whose queries read some of the KV: all but the scores. Imports no torch at first."""
+"""Methods whose queries read some columns of the KV: everything but the scores. Imports no torch at first."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class SelectionMethod(Method, Select):
         return ranking.scores(queries, keys, seen)
 
     def roles(self, info: ModelInfo) -> tuple[int, ...] | None:
-        """What each layer does, by the layers' number and windows; None where `score` and `chooses` say it."""
+        """The role of each layer, by the number and windows of the layers; None if `score` and `chooses` decide."""
         return None
 
     def labels(self) -> Labels | None:
-        """What kernels keep of a row to score its columns by, not filled in; None where keys do."""
+        """Empty labels by which kernels score a row's columns; None if keys serve."""
         return None
 
     def recipe(self, info: ModelInfo) -> Recipe:
@@ -104,7 +104,7 @@ class SelectionMethod(Method, Select):
 
 
 def layers_of(stack: Stack) -> ModelInfo:
-    """What `roles` looks at."""
+    """The part of a model's info that `roles` reads."""
     return ModelInfo(stack.num_layers, windows=stack.windows)
 
 
@@ -119,7 +119,7 @@ class ScoreSelector(Worker):
         self._labels = PerRow(lambda _: method.labels())
 
     def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
-        """Rows that decode choose, each for itself."""
+        """A hook for each decoding row."""
         return [self._hook(row) if row.emitted else None for row in rows]
 
     def _hook(self, row: Row) -> QueryHook:

@@ -1,4 +1,4 @@
-"""What methods have in common that store the KV of every layer, from one on, in a form of their own; and two forms."""
+"""Methods that store the KV of layers from one on in another form, and two forms."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StoringMethod(Method):
 
     @abstractmethod
     def form(self) -> KVForm:
-        """How a layer stores them."""
+        """The form in which a layer stores them."""
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """Every layer, and a form of the KV.
