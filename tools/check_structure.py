@@ -34,7 +34,7 @@ LOOKUPS = ("getattr", "hasattr")
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 38_529
+MOST_CORE_LINES = 38_520
 MOST_CORE_FILES = 240
 MOST_LAB_LINES = 37_420
 """Of the package, benchmarks and tools."""
