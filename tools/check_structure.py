@@ -34,8 +34,8 @@ LOOKUPS = ("getattr", "hasattr")
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
-MOST_CORE_LINES = 38_520
-MOST_CORE_FILES = 240
+MOST_CORE_LINES = 38_250
+MOST_CORE_FILES = 238
 MOST_LAB_LINES = 37_420
 """Of the package, benchmarks and tools."""
 MOST_IN_FOLDER = 20
