@@ -184,13 +184,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--questions", type=Path, help="JSON lines with `turns`; by default five of our own")
     parser.add_argument("--prompts", type=int, default=5)
-    parser.add_argument("--short", action="store_true", help="no long prompts")
+    parser.add_argument("--lengths", default="short,long", help="of prompts: short, long or both")
     parser.add_argument("--only", help="settings whose method matches this regular expression")
     parser.add_argument("--resume", action="store_true", help="keep what the report has already")
     args = parser.parse_args()
     known = json.loads(args.json.read_text("utf-8"))["settings"] if args.resume and args.json.exists() else {}
     judge = Judge(shoal.load(args.model), args.model, args.tokens, _questions(args.questions, args.prompts))
-    todo = [one for one in settings(args.only) if one.prompts == "short" or not args.short]
+    todo = [one for one in settings(args.only) if one.prompts in args.lengths.split(",")]
     for number, setting in enumerate(todo):
         if setting.key not in known:
             known[setting.key] = judge.compare(setting)
