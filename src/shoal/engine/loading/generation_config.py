@@ -13,6 +13,7 @@ What is forced and forbidden is applied as in transformers' `generate`.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -152,8 +153,10 @@ def _ids(holder: Any) -> Iterator[int]:
 
 
 def _is_default(config: Any, token: int) -> bool:
-    """Whether transformers gives the id to every model of that type."""
-    found = getattr(type(config), "eos_token_id", None)
+    """Whether transformers gives the id to every model of that type: by its class, or the class's constructor."""
+    kind = type(config)
+    given = inspect.signature(kind).parameters.get("eos_token_id")  # transformers 5.0 has defaults there alone
+    found = getattr(kind, "eos_token_id", None if given is None else given.default)
     return token in (found if isinstance(found, list | tuple) else [found])
 
 
