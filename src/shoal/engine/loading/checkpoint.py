@@ -76,7 +76,10 @@ class Checkpoint:
             return self._gguf.config()
         from transformers import AutoConfig
 
-        return self._adopted() or AutoConfig.from_pretrained(self.place, **self._options)
+        config = self._adopted() or AutoConfig.from_pretrained(self.place, **self._options)
+        if "quantization_config" in vars(config) and config.quantization_config is None:
+            del config.quantization_config  # transformers 5.0 takes one that is null for one that is there
+        return config
 
     @cached_property  # on the Hub every read of the file is a request
     def _told(self) -> dict[str, Any]:
@@ -129,7 +132,7 @@ class Checkpoint:
         kind = AutoModelForCausalLM if getattr(config, WIDTHS, None) is None else class_of(config)
         with _no_bars_into_pipes():
             options = {**self._options, **options, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, told = kind.from_pretrained(self.place, dtype=dtype, **options)
+            model, told = kind.from_pretrained(self.place, config=config, dtype=dtype, **options)
         check_told(told, f"the checkpoint {shown_name(self.name)!r}", self._read)
         return model
 
