@@ -1,4 +1,4 @@
-"""What a transformers config says of a decoder: layers, attention windows, context length, widths of the MLPs."""
+"""What a transformers config says of a decoder: layers, windows, context length, widths of the MLPs, a mask token."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import Unsupported
+from shoal.types import MaskedModel
 
 _KNOWN = {"full_attention", "sliding_attention"}
+MASKED = ("llama", "qwen2", "qwen3")
+"""Model types that are masked-diffusion models if their config has a `mask_token_id`."""
 WIDTHS = "layer_intermediate_sizes"
 """The config attribute that lists the width of each MLP; transformers' own classes know one width for all layers."""
 
@@ -75,3 +78,28 @@ def with_widths(config: Any, widths: Sequence[int]) -> Any:
     if len(set(widths)) > 1:
         setattr(narrow, WIDTHS, list(widths))
     return narrow
+
+
+def masked_of(config: Any) -> MaskedModel | None:
+    """The mask token and its options in a config; None for an autoregressive model.
+
+    Raises:
+        Unsupported: the mask token is not in the vocabulary, the shift is neither 0 nor 1, or the draft window is not a
+            number of tokens.
+    """
+    text = config.get_text_config()
+    mask = getattr(text, "mask_token_id", None)
+    if text.model_type not in MASKED or mask is None:
+        return None
+    what = f"a masked-diffusion model with mask_token_id={mask!r}"
+    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < text.vocab_size:
+        raise Unsupported(what, f"its tokens are 0..{text.vocab_size - 1}", "Correct its config")
+    shift = getattr(text, "logit_shift", 0)
+    if shift not in (0, 1):
+        raise Unsupported(f"{what} and logit_shift={shift!r}", "logits tell of their own place or the next, 0 or 1",
+                          "Correct its config")
+    window = getattr(text, "draft_window", None)
+    if window is not None and (type(window) is not int or window < 1):
+        raise Unsupported(f"{what} and draft_window={window!r}", "it is a number of tokens, at least 1",
+                          "Correct its config")
+    return MaskedModel(mask, shift, window)

@@ -20,7 +20,7 @@ from typing_extensions import override
 from shoal.decode.recipe import MOST_GUESSES
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.model.masked import OWN
+from shoal.model.config import MASKED
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
@@ -191,9 +191,9 @@ def outer_layers(model: Any, shape: DrafterShape, mask: int) -> Any:
         Unsupported: the model's type has no masked model.
     """
     config = copy.deepcopy(model.config)
-    if config.model_type not in OWN:
+    if config.model_type not in MASKED:
         raise Unsupported(f"a drafter for model type {config.model_type!r}", "nothing loads it as a masked model",
-                          f"Models of type {', '.join(OWN)} can have one")
+                          f"Models of type {', '.join(MASKED)} can have one")
     first = (shape.layers + 1) // 2
     kept = [*range(first), *range(config.num_hidden_layers - shape.layers + first, config.num_hidden_layers)]
     config.num_hidden_layers = shape.layers

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
 from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
-from shoal.errors import Unsupported
-from shoal.model.masked import LLADA_MARK, LladaSource, adopted
+from shoal.errors import LAB_INSTALL, Unsupported
 from shoal.model.modules import check_quantised, check_told, loaded, quantised_by
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
@@ -30,6 +29,22 @@ NOTE = "shoal_prune"
 """Name, without its `.json`, of what `shoal prune` writes beside the weights; in a GGUF file a key of the metadata."""
 ADAPTER = "adapter_config.json"
 """What peft writes beside an adapter."""
+
+GROUP = "shoal.checkpoints"
+"""Entry points of `Foreign` classes, by model type."""
+OF_LAB = ("llada", "Dream")
+"""Model types that shoal-lab brings."""
+
+
+class Foreign(Protocol):
+    """Reads the checkpoints of a model type that transformers does not know as those of one that it knows."""
+
+    def config(self, told: Mapping[str, Any]) -> Any:
+        """The transformers config for what is written in `config.json`; Unsupported if there is none."""
+
+    def weights(self, source: Source) -> Source:
+        """The weights under transformers' names; by default they have them."""
+        return source
 
 
 class Checkpoint:
@@ -76,7 +91,9 @@ class Checkpoint:
             return self._gguf.config()
         from transformers import AutoConfig
 
-        config = self._adopted() or AutoConfig.from_pretrained(self.place, **self._options)
+        if self._foreign is not None:
+            return self._foreign.config(self._told)
+        config = AutoConfig.from_pretrained(self.place, **self._options)
         if "quantization_config" in vars(config) and config.quantization_config is None:
             del config.quantization_config  # transformers 5.0 takes one that is null for one that is there
         return config
@@ -88,9 +105,19 @@ class Checkpoint:
 
         return dict(PreTrainedConfig.get_config_dict(self.place, **self._options)[0])
 
-    def _adopted(self) -> Any | None:
-        """The config of a model whose own code is not needed, since its blocks come with transformers."""
-        return adopted(dict(self._told))
+    @cached_property
+    def _foreign(self) -> Foreign | None:
+        """What reads a checkpoint whose own code is not needed, since its blocks come with transformers."""
+        if self._gguf is not None or (kind := self._told.get("model_type")) is None:
+            return None
+        from importlib.metadata import entry_points
+
+        for entry in entry_points(group=GROUP, name=kind):
+            found: Foreign = entry.load()()
+            return found
+        if kind in OF_LAB:
+            raise Unsupported(f"model type {kind!r}", "what reads it comes with shoal-lab", LAB_INSTALL)
+        return None
 
     def generation_config(self) -> Any | None:
         """The generation config, or None where the checkpoint has none."""
@@ -125,7 +152,7 @@ class Checkpoint:
         from shoal.model.modules import class_of, loaded
 
         config = self.config()
-        if self._adopted() is not None and (source := self.weights()) is not None:
+        if self._foreign is not None and (source := self.weights()) is not None:
             return loaded(config, {name: source[name] for name in source.names()}, dtype)
         if quantised_by(config) is not None and isinstance(source := self.weights(), FileSource):
             check_quantised(config, source.types())
@@ -153,7 +180,7 @@ class Checkpoint:
         if not has_safetensors(folder):
             return None
         source = FileSource(folder)
-        return LladaSource(source) if source.has(LLADA_MARK) else source
+        return source if self._foreign is None else self._foreign.weights(source)
 
     def _folder(self) -> Path:
         if Path(self.place).is_dir():

@@ -13,16 +13,15 @@ from shoal.engine.cards.card import Card, read_card
 from shoal.engine.engine import Engine
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.loading import ranks
-from shoal.engine.loading.checkpoint import Checkpoint, Transformed
+from shoal.engine.loading.checkpoint import OF_LAB, Checkpoint, Transformed
 from shoal.engine.loading.device import as_dtype, default_dtype, device_of
 from shoal.engine.loading.generation_config import eos_ids, recommended, told_by
 from shoal.engine.memory.amounts import naming
 from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
-from shoal.model.config import layers_of
+from shoal.model.config import layers_of, masked_of
 from shoal.model.hf import HFStack
-from shoal.model.masked import masked_of
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.native_stack import NativeStack
@@ -289,7 +288,7 @@ def _pack(
 
 
 def _check_decoder(config: Any) -> None:
-    if config.model_type in ("llada", "Dream"):
+    if config.model_type in OF_LAB:
         why = "Shoal runs its blocks without the code that came with it"
         raise Unsupported(f"a loaded model of type {config.model_type!r}", why, "Give its folder or Hub id")
     if getattr(config, "is_encoder_decoder", False):
