@@ -14,7 +14,7 @@ from drive import prompt
 from families import tiny
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
-from shoal.engine.scheduling.batching import ContinuousBatching, GangBatching, Policy, policy
+from shoal.engine.scheduling.batching import Policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.d3 import D3
 
@@ -28,16 +28,15 @@ def engine() -> Engine:
 
 
 def test_by_name() -> None:
-    assert isinstance(policy("join"), ContinuousBatching) and isinstance(policy("waves"), GangBatching)
     with pytest.raises(ValueError, match="admission policy 'auto'"):
-        policy("auto")
+        Policy("auto")
 
 
 @pytest.mark.parametrize("patience", [-1.0, math.nan])
 @pytest.mark.parametrize("name", ["join", "waves"])
 def test_an_impossible_patience_is_refused(name: str, patience: float) -> None:
     with pytest.raises(ValueError, match="patience"):
-        policy(name, patience)
+        Policy(name, patience)
 
 
 def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[float, list[Any]]:
@@ -68,7 +67,7 @@ def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[fl
 )
 @pytest.mark.quick(1)
 def test_waves_spare_layers_where_answers_are_alike(tokens: Sequence[int], method: Any, waves_win: bool) -> None:
-    join, expected = play(ContinuousBatching(), 1, tokens, method)
-    waves, answers = play(GangBatching(), 1, tokens, method)
+    join, expected = play(Policy(), 1, tokens, method)
+    waves, answers = play(Policy("waves"), 1, tokens, method)
     assert answers == expected and len({len(answer) for answer in answers}) == len(tokens)
     assert (waves < 0.9 * join) if waves_win else (join < waves)

@@ -15,7 +15,7 @@ from shoal.decode.batch import Batch
 from shoal.decode.recipe import Loop, Recipe
 from shoal.decode.row import Row
 from shoal.depth.plan import DepthPlan
-from shoal.engine.scheduling.batching import GangBatching
+from shoal.engine.scheduling.batching import Policy
 from shoal.engine.scheduling.request_handle import RequestHandle
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
@@ -87,7 +87,7 @@ def alone(method: Any, number: int, **options: Any) -> tuple[int, ...]:
     return engine_of("hybrid").generate(prompt(3 + 2 * number, number), method=method, **given).tokens
 
 
-@pytest.mark.parametrize("policy", [None, GangBatching()])
+@pytest.mark.parametrize("policy", [None, Policy("waves")])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
 def test_every_kind_side_by_side_gives_what_it_gives_alone(options: dict[str, Any], policy: Any) -> None:
     scheduler = Scheduler(engine_of("hybrid"), prefill_chunk=7, policy=policy, start=False)

@@ -17,7 +17,7 @@ from shoal.engine.cards.card import Card
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
-from shoal.engine.scheduling.batching import ContinuousBatching, GangBatching, Policy
+from shoal.engine.scheduling.batching import Policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3
@@ -29,9 +29,9 @@ SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "3000"))
 MODELS = {"llama": "hf", "hybrid": "hf", "qwen3": "packed"}
 """Families and backends, all in fp64; the hybrid one mixes sliding and full attention."""
 POLICIES: dict[str, Policy] = {
-    "join": ContinuousBatching(),
-    "waves": GangBatching(),
-    "waves, no patience": GangBatching(0.0),
+    "join": Policy(),
+    "waves": Policy("waves"),
+    "waves, no patience": Policy("waves", 0.0),
 }
 PLAIN = (
     Full(), D3(mean=0.7, core=2, horizon=20), D3(alpha=0.8, core=2, order="low_first"), D3(alpha=0.7, core=2, horizon=4)

@@ -25,7 +25,7 @@ from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
-from shoal.engine.scheduling.batching import ContinuousBatching, GangBatching, policy
+from shoal.engine.scheduling.batching import Policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, QueueFull, Unsupported
 from shoal.methods.d3 import D3
@@ -89,7 +89,7 @@ def finish(scheduler: Scheduler) -> None:
 def test_every_row_gives_what_it_gives_alone(
     family: str, todo: list[Action], rows: int, chunk: int, how: str
 ) -> None:
-    scheduler = Scheduler(engine(family), max_rows=rows, prefill_chunk=chunk, policy=policy(how), start=False)
+    scheduler = Scheduler(engine(family), max_rows=rows, prefill_chunk=chunk, policy=Policy(how), start=False)
     follow(scheduler, JOBS, todo, lambda job: [alone(family, job)])
 
 
@@ -251,7 +251,7 @@ def test_a_long_prompt_stalls_nobody_beyond_the_chunk(monkeypatch: pytest.Monkey
 
 
 def test_rows_of_a_wave_are_at_the_same_step() -> None:
-    scheduler = Scheduler(engine("llama"), prefill_chunk=6, policy=GangBatching(), start=False)
+    scheduler = Scheduler(engine("llama"), prefill_chunk=6, policy=Policy("waves"), start=False)
     for job in (1, 2, 1):
         submit(scheduler, job)
     late = None
@@ -267,7 +267,7 @@ def test_rows_of_a_wave_are_at_the_same_step() -> None:
 
 
 def test_a_row_that_comes_while_the_first_prompt_is_read_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(engine("llama"), policy=GangBatching(), start=False)
+    scheduler = Scheduler(engine("llama"), policy=Policy("waves"), start=False)
     first = submit(scheduler, 0)
     handles, forward = [first], engine("llama").stack.forward
 
@@ -287,7 +287,7 @@ def test_a_row_that_comes_while_the_first_prompt_is_read_starts_with_it(monkeypa
 
 
 def test_patience_ends() -> None:
-    scheduler = Scheduler(engine("llama"), policy=GangBatching(patience=0.0), start=False)
+    scheduler = Scheduler(engine("llama"), policy=Policy("waves", patience=0.0), start=False)
     submit(scheduler, 1)
     for _ in range(3):
         scheduler.turn()
@@ -296,8 +296,7 @@ def test_patience_ends() -> None:
     assert second.entries[0].joined is not None
     finish(scheduler)
     with pytest.raises(ValueError, match="admission policy"):
-        policy("tides")
-    assert isinstance(policy("join"), ContinuousBatching)
+        Policy("tides")
 
 
 def test_answers_of_one_request_are_rows_of_their_own() -> None:

@@ -15,7 +15,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
-from shoal.engine.scheduling.batching import policy
+from shoal.engine.scheduling.batching import Policy
 from shoal.engine.scheduling.scheduler import Scheduler
 
 IDS = prompt(9, 2)
@@ -49,7 +49,7 @@ def test_a_token_forced_at_the_start_of_a_wave_is_read() -> None:
 
     long = prompt(30, 4)
     for how in ("join", "waves"):
-        scheduler = Scheduler(engine(), policy=policy(how), prefill_chunk=8, start=False)
+        scheduler = Scheduler(engine(), policy=Policy(how), prefill_chunk=8, start=False)
         plain = scheduler.submit(long, max_new_tokens=6)
         forced = scheduler.submit([5], method=given(steps), max_new_tokens=6)
         finish(scheduler)

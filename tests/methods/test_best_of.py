@@ -19,7 +19,7 @@ from shoal.decode.branches.search import branch_seed
 from shoal.engine.engine import Engine, Stream
 from shoal.engine.loading.load import engine_for
 from shoal.engine.request import Request
-from shoal.engine.scheduling.batching import policy
+from shoal.engine.scheduling.batching import Policy
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -152,7 +152,7 @@ def test_searches_come_and_go_among_other_rows(todo: list[Action], rows: int, ch
     """Each answer is what it is alone, no more rows are stored than were announced, and nothing is left behind."""
     engine = engine_of("hybrid")
     scheduler = Scheduler(
-        engine, max_rows=rows, prefill_chunk=chunk, policy=policy(how), prefix_bytes=kept, start=False
+        engine, max_rows=rows, prefill_chunk=chunk, policy=Policy(how), prefix_bytes=kept, start=False
     )
     follow(scheduler, JOBS, todo, lambda job: [engine.generate(JOBS[job][0], **JOBS[job][1]).tokens])
 

@@ -156,12 +156,12 @@ def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
 
 def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Scheduler:
     """The scheduler that the options ask for."""
-    from shoal.engine.scheduling.batching import policy
+    from shoal.engine.scheduling.batching import Policy
     from shoal.engine.scheduling.scheduler import Scheduler
 
     patience = math.inf if args.patience is None else args.patience
     kv, prefixes = (None if gib is None else int(gib * 2**30) for gib in (args.kv_gib, args.prefix_gib))
-    return Scheduler(engine, policy=policy(args.admission, patience), max_rows=args.max_rows, kv_bytes=kv,
+    return Scheduler(engine, policy=Policy(args.admission, patience), max_rows=args.max_rows, kv_bytes=kv,
                      prefix_bytes=prefixes, prefill_chunk=args.prefill_chunk, **more)
 
 

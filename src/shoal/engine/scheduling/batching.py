@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-from typing_extensions import override
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from shoal.decode import loop
 from shoal.decode.recipe import Recipe
@@ -31,67 +30,42 @@ _KEPT = 64
 POLICIES = ("join", "waves")
 
 
-class Policy(Protocol):
-    """Says when rows join. Their order is first come, first served, and memory is counted elsewhere."""
-
-    def admits(self, running: Sequence[Row], waited: float) -> bool:
-        """Whether the row that has waited longest, for `waited` seconds, may join those that run."""
-        ...
-
-    def holds(self, running: Sequence[Row]) -> bool:
-        """Whether rows that could decode wait for the others to read their prompts."""
-        ...
-
-
-class ContinuousBatching(Policy):
-    """Rows join as soon as there is room, so they wait least.
+@dataclass(frozen=True)
+class Policy:
+    """Says when waiting rows join. Their order is first come, first served, and memory is counted elsewhere.
 
     A layer's weights are read for all rows if one row runs it. So rows of different ages undo each other's savings
     where decoding is bound by memory.
+
+    Attributes:
+        name: "join" lets rows join as soon as there is room, so they wait least. With "waves" rows wait until those
+            under way have ended, and start together, so all are at the same step and depth.
+        patience: seconds after which a waiting row joins a wave all the same.
+
+    Raises:
+        ValueError: an unknown name, or a negative patience.
     """
 
-    @override
+    name: str = "join"
+    patience: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.name not in POLICIES:
+            raise unknown("admission policy", self.name, POLICIES)
+        if not self.patience >= 0:
+            raise ValueError(f"patience is {self.patience}; it must be >= 0 seconds")
+
     def admits(self, running: Sequence[Row], waited: float) -> bool:
-        return True
+        """Whether the row that has waited longest, for `waited` seconds, may join those that run."""
+        return not self._under_way(running) or waited >= self.patience
 
-    @override
     def holds(self, running: Sequence[Row]) -> bool:
-        return False
+        """Whether rows that could decode wait for the others to read their prompts; a late row holds up no other."""
+        return self.name == "waves" and not self._under_way(running)
 
-
-class GangBatching(Policy):
-    """Rows wait until those under way have ended, and start together, so all are at the same step and depth.
-
-    Args:
-        patience: seconds after which a waiting row joins all the same.
-    """
-
-    def __init__(self, patience: float = math.inf) -> None:
-        if not patience >= 0:
-            raise ValueError(f"patience is {patience}; it must be >= 0 seconds")
-        self._patience = patience
-
-    @override
-    def admits(self, running: Sequence[Row], waited: float) -> bool:
-        # while no row has gone on after its first token
-        return not _under_way(running) or waited >= self._patience
-
-    @override
-    def holds(self, running: Sequence[Row]) -> bool:
-        # until the whole wave has read its prompts; a late row holds up no other
-        return not _under_way(running)
-
-
-def policy(name: str, patience: float = math.inf) -> Policy:
-    """The policy of that name; ValueError for an unknown name or a negative patience."""
-    if name not in POLICIES:
-        raise unknown("admission policy", name, POLICIES)
-    waves = GangBatching(patience)  # checks patience under both names
-    return waves if name == "waves" else ContinuousBatching()
-
-
-def _under_way(running: Sequence[Row]) -> bool:
-    return any(row.emitted > 1 for row in running)
+    def _under_way(self, running: Sequence[Row]) -> bool:
+        """Whether there is a wave of which a row has gone on after its first token."""
+        return self.name == "waves" and any(row.emitted > 1 for row in running)
 
 
 class Batches:
@@ -142,22 +116,14 @@ class Recipes:
     """The recipes of the last requests, so that equal requests share theirs."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._known: OrderedDict[Any, Recipe] = OrderedDict()
+        self._make, self._known, self._lock = engine.recipe, lru_cache(_KEPT)(engine.recipe), threading.Lock()
 
     def of(self, method: Any, max_new_tokens: int) -> Recipe:
         """The method's recipe for a request of that length; ValueError as by `Engine.recipe`."""
         one = make(method)
-        key = (one, max_new_tokens)
         try:
-            hash(key)
+            hash(one)
         except TypeError:  # an option holds an object that is not hashable
-            return self._engine.recipe(one, max_new_tokens)
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = self._engine.recipe(one, max_new_tokens)
-            self._known.move_to_end(key)
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-            return self._known[key]
+            return self._make(one, max_new_tokens)
+        with self._lock:  # two threads would each make their own
+            return self._known(one, max_new_tokens)

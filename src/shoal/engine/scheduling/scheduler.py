@@ -25,7 +25,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory.amounts import free
 from shoal.engine.memory.memory_limit import beside_kv
 from shoal.engine.request import Request, prompt_ids
-from shoal.engine.scheduling.batching import Batches, ContinuousBatching, Policy, Recipes
+from shoal.engine.scheduling.batching import Batches, Policy, Recipes
 from shoal.engine.scheduling.request_handle import Deliver, Item, RequestHandle, ScheduledRow
 from shoal.engine.scheduling.worker import WorkerThread
 from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
@@ -91,7 +91,7 @@ class Scheduler:
         self.kv_bytes = kv_bytes or (free(engine.stack.device) or 1 << 62) // 2
         self._room = KVRoom(engine.stack, self.kv_bytes, max_rows)
         self.prefixes = Prefixes(self.kv_bytes // 4 if prefix_bytes is None else prefix_bytes)
-        self._policy = policy or ContinuousBatching()
+        self._policy = policy or Policy()
         self._recipes = Recipes(engine)
         self._batches = Batches(engine.stack, self.prefixes)
         self._running: list[ScheduledRow] = []
