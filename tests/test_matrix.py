@@ -74,12 +74,12 @@ def check(method: Method, model: str, sampling: str) -> None:
     engine = engine_of(model)
     recipe = method.recipe(engine.info(NEW))
     results = decode(engine, PROMPTS, method, sampling)
-    if recipe.planner is None:
+    if recipe.settled:
         assert engine.plan(method, max_new_tokens=NEW) == [recipe.plan.layers(step) for step in range(NEW)]
     plans = list[DepthPlan]()
     for number, result in enumerate(results):
         by_itself, plan = alone_with_plan(engine, number, method, sampling)
-        assert plan == recipe.plan or recipe.planner is not None
+        assert plan == recipe.plan or not recipe.settled
         depths = tuple(plan.depth(step) for step in range(NEW))
         plans.append(plan)
         assert len(result.tokens) == result.stats.new_tokens == NEW

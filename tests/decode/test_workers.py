@@ -21,7 +21,7 @@ from shoal.decode.row import Row
 from shoal.decode.rules.accept import Match, Outcome
 from shoal.decode.rules.probabilistic import Lenient, Rejection, Typical
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import DraftLengthPolicy, Proposer, StepReport, Worker
+from shoal.decode.worker import Drafter, DraftLengthPolicy, Paced, Proposer, StepReport, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.methods.auto import Cautious
 from shoal.model.kv.cache import KVCache
@@ -30,6 +30,16 @@ from shoal.speculative.cost.policy import CostModel, Goodput, Width
 
 FULL = DepthPlan.full(6)
 IDS = [prompt(11, 1), prompt(5, 2), prompt(8, 3)]
+
+
+class Silent(Drafter, Proposer):
+    """Guesses nothing."""
+
+    def begin(self, stack: Any, cache: Any) -> Silent:
+        return self
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        return [TokenTree.chain(row.tokens[-1:]) for row in rows]
 
 
 @dataclass
@@ -65,7 +75,7 @@ class Nosy(DraftLengthPolicy):
 def test_a_worker_sees_the_states_of_prompts_and_ticks(chunk: int) -> None:
     """Those of the rows that have its part, each token once, as an uncached pass computes them."""
     nosy, stack = Nosy(), stack_of(tiny("llama"))
-    recipes = [Recipe(FULL, controller=nosy), Recipe(FULL), Recipe(FULL, controller=nosy)]
+    recipes = [Recipe(FULL, Paced(Silent(), nosy)), Recipe(FULL), Recipe(FULL, Paced(Silent(), nosy))]
     run = decode(None, IDS, recipes, 6, stack=stack, chunk=chunk)
     assert set(nosy.tokens) == {0, 2}
     for number, tokens in nosy.tokens.items():
@@ -86,7 +96,7 @@ def uncached(stack: Any, tokens: list[int]) -> Tensor:
 def test_a_worker_hears_of_prompts_and_ticks() -> None:
     nosy = Nosy()
     truth = dict(enumerate(decode(tiny("llama"), IDS, FULL, 9).tokens))
-    recipes = [Recipe(FULL, Planted(truth, 0.3), controller=nosy), Recipe(FULL), Recipe(FULL, controller=nosy)]
+    recipes = [Recipe(FULL, Paced(Planted(truth, 0.3), nosy)), Recipe(FULL), Recipe(FULL, Paced(Silent(), nosy))]
     run = decode(tiny("llama"), IDS, recipes, 9)
     first, later = nosy.reports[0], nosy.reports[1:]
     assert first.prompt and not any(report.prompt for report in later)
@@ -102,7 +112,7 @@ def test_a_worker_hears_of_prompts_and_ticks() -> None:
 
 def test_an_open_batch_tells_of_every_prompt_once() -> None:
     nosy, stack = Nosy(), stack_of(tiny("llama"))
-    rows = make_run(None, IDS, Recipe(FULL, controller=nosy), 4, stack=stack).rows
+    rows = make_run(None, IDS, Recipe(FULL, Paced(Silent(), nosy)), 4, stack=stack).rows
     batch = Batch(stack)
     batch.join(rows[:2])
     batch.step(7)

@@ -105,6 +105,10 @@ def test_every_pair_combines_or_is_refused_naming_the_part(first: str, second: s
         with pytest.raises(ValueError, match=f"has a loop of its own, without a place for the part {excluded[0]!r}"):
             make(both).recipe(NOMINAL)
         return
+    if not shared and any(one.loop and not other.settled for one, other in (recipes, recipes[::-1])):
+        with pytest.raises(ValueError, match="choice of layers by the prompt' beside a loop of its own"):
+            make(both).recipe(NOMINAL)
+        return
     if "tidal" in (first, second) and any(recipe.keep and recipe.keep.differs for recipe in recipes):
         with pytest.raises(ValueError, match="layers that share a choice of columns"):
             make(both).recipe(NOMINAL)
@@ -120,9 +124,9 @@ def test_each_part_comes_from_who_fills_it() -> None:
     drafter = DraftModel("some/model", branching=(2, 2), rule="rejection", control="width")
     several = make([D3(alpha=0.98, horizon=64), Filling(("keep", "select")), drafter])
     recipe, alone = several.recipe(NOMINAL), drafter.recipe(NOMINAL)
-    assert recipe.parts == ("plan", "proposer", "rule", "controller", "keep", "select")
+    assert recipe.parts == ("plan", "proposer", "rule", "keep", "select")
     assert (recipe.plan, recipe.horizon) == (D3(alpha=0.98, horizon=64).recipe(NOMINAL).plan, 64)
-    assert (recipe.proposer, recipe.rule, recipe.controller) == (alone.proposer, alone.rule, alone.controller)
+    assert (recipe.proposer, recipe.rule) == (alone.proposer, alone.rule)
     assert recipe.keep is SENTINELS["keep"] and recipe.select is SENTINELS["select"] and recipe.store is None
     assert recipe.exact_to == "none" and not recipe.self_metered
     assert make([SHALLOW, PromptLookup()]).recipe(NOMINAL).exact_to == "plan"

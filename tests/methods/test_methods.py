@@ -50,7 +50,7 @@ def test_neutral_settings_are_the_full_plan(num_layers: int) -> None:
 def test_defaults_are_lossy_and_gentle(method: Method, num_layers: int) -> None:
     recipe = method.recipe(scored(num_layers))
     assert recipe.exact_to == "plan"
-    assert recipe.proposer is None and recipe.rule is None and recipe.controller is None
+    assert recipe.proposer is None and recipe.rule is None
     assert 0.8 <= recipe.plan.mean_depth(64) / num_layers <= 0.9
 
 

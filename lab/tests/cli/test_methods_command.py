@@ -7,6 +7,6 @@ from shoal.cli import methods as command
 
 def test_what_a_loop_combines_with() -> None:
     row = next(row for row in command.table(None) if row["name"] == "jacobi")
-    assert row["excludes"] == ["planner", "proposer", "rule", "controller", "experts", "search"]
+    assert row["excludes"] == ["proposer", "rule", "experts", "search"]
     assert {"d3", "kv_int8"} <= set(row["combines_with"])
     assert not {"prompt_lookup", "rsd", "best_of"} & set(row["combines_with"])

@@ -235,7 +235,7 @@ def test_a_threshold_that_is_never_reached_gives_plain_decoding_by_its_own_loop(
 def test_what_it_is() -> None:
     recipe = recipe_of(AdaDec())
     assert (recipe.exact_to, recipe.parts, recipe.scratch) == ("none", ("loop",), 15)
-    assert recipe.excludes == ("planner", "proposer", "rule", "controller", "keep", "select", "experts", "search")
+    assert recipe.excludes == ("proposer", "rule", "keep", "select", "experts", "search")
 
 
 def test_beside_stored_integers() -> None:

@@ -40,7 +40,8 @@ def routers(shift: float = 0.0) -> LayerRouters:
 
 def recipe(shift: float = 0.0, **knobs: Any) -> Recipe:
     first = First("", **({} if "inner" in knobs else {"core": CORE}), **knobs)
-    return Recipe(DepthPlan.full(LAYERS), planner=LayersByPrompt(first, INFO, routers(shift)))
+    full = DepthPlan.full(LAYERS)
+    return Recipe(LayersByPrompt(full.attention, full.mlp, first, INFO, routers(shift)))
 
 
 def scores(name: str, ids: list[int]) -> list[float]:

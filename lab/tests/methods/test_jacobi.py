@@ -122,7 +122,7 @@ def test_a_block_out_of_range(n: int) -> None:
 def test_it_is_exact_and_says_what_it_excludes() -> None:
     recipe = recipe_of(8)
     assert (recipe.exact_to, recipe.parts, recipe.scratch) == ("full", ("loop",), 7)
-    assert recipe.excludes == ("planner", "proposer", "rule", "controller", "experts", "search")
+    assert recipe.excludes == ("proposer", "rule", "experts", "search")
     assert make([Jacobi(), D3()]).recipe(ModelInfo(6)).exact_to == "plan"
 
 

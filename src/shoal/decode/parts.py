@@ -11,12 +11,13 @@ from torch import Tensor
 from shoal.decode.row import Row
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import (
-    Controller,
+    DraftLengthPolicy,
     Experts,
     Keep,
     Keeper,
+    Paced,
     Part,
-    Planner,
+    PlanByPrompt,
     Proposer,
     Select,
     StepReport,
@@ -151,7 +152,7 @@ class PartsAtWork:
 
     def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
         limits = {row.slot: 0 if row.recipe.proposer is None or row.forced else self.most(row) for row in rows}
-        for policy, group in self._at_work(rows, _controller):
+        for policy, group in self._at_work(rows, _policy):
             for row, most in zip(group, policy.limits(group), strict=True):
                 limits[row.slot] = min(limits[row.slot], most)
         return limits
@@ -182,16 +183,19 @@ class PartsAtWork:
         return cast("W", self._workers[id(part)])
 
 
-def _planner(row: Row) -> Planner | None:
-    return row.recipe.planner
+def _plan(row: Row) -> PlanByPrompt | None:
+    plan = row.recipe.plan
+    return plan if isinstance(plan, PlanByPrompt) else None
 
 
 def _proposer(row: Row) -> Proposer | None:
-    return row.recipe.proposer
+    proposer = row.recipe.proposer
+    return proposer.proposer if isinstance(proposer, Paced) else proposer
 
 
-def _controller(row: Row) -> Controller | None:
-    return row.recipe.controller
+def _policy(row: Row) -> Part[DraftLengthPolicy] | None:
+    proposer = row.recipe.proposer
+    return proposer.policy if isinstance(proposer, Paced) else None
 
 
 def _keep(row: Row) -> Keep | None:
@@ -224,5 +228,5 @@ def _places(rows: Sequence[Row], group: Sequence[Row]) -> list[int]:
 
 
 _PARTS: tuple[Callable[[Row], Part[Worker] | None], ...] = (
-    _planner, _proposer, _controller, _keep, _select, _experts
+    _plan, _proposer, _policy, _keep, _select, _experts
 )

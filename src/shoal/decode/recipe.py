@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+from shoal.decode.worker import PlanByPrompt
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.decode.rules.accept import Rule
     from shoal.decode.sampling import Allowed
-    from shoal.decode.worker import Controller, Experts, Keep, Planner, Proposer, Select, Worker
+    from shoal.decode.worker import Experts, Keep, Proposer, Select, Worker
     from shoal.model.kv.form import Store
     from shoal.model.stack import Stack
 
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
 
 Exactness = Literal["full", "plan", "none"]
 PARTS = (
-    "plan", "planner", "proposer", "rule", "controller", "keep", "store", "select", "experts", "search", "loop",
-    "constraint",
+    "plan", "proposer", "rule", "keep", "store", "select", "experts", "search", "loop", "constraint",
 )
 """The parts of a recipe that methods fill. Each answers one question."""
-_UNSCORED = ("planner", "keep", "store", "select", "experts", "search", "constraint")
+BY_PROMPT = "choice of layers by the prompt"
+"""Stands for a `PlanByPrompt` in messages."""
+_UNSCORED = (BY_PROMPT, "keep", "store", "select", "experts", "search", "constraint")
 """Parts beside the plan that change a token's probability or which token is taken; exact drafting does not."""
 MOST_GUESSES = 64
 """Most guesses that a proposer may make for one forward."""
@@ -123,10 +125,9 @@ class Recipe:
     """The parts of a method.
 
     Attributes:
-        plan: the layers that the target model runs at each step.
+        plan: the layers that the target model runs at each step; a `PlanByPrompt` is replaced after the prompt.
         proposer: who guesses tokens ahead (None: nobody).
         rule: which guesses are kept (None: those that match the target's own choice, greedy or sampled).
-        controller: how much is guessed (None: as much as the proposer wants).
         keep: which of the KV stays (None: all).
         store: the form of the KV in memory (None: as the model computes it).
         select: which of the KV a query reads (None: all that the model's own attention does).
@@ -137,7 +138,6 @@ class Recipe:
         horizon: number of tokens over which the plan's schedule was laid out, for the record.
         meter: watches whether guessing pays (None: nobody).
         self_metered: whether the proposer itself guesses only where that pays.
-        planner: replaces the plan once the prompt has been read (None: the plan stays).
 
     Raises:
         Unsupported: the loop has no place for a part.
@@ -146,7 +146,6 @@ class Recipe:
     plan: DepthPlan
     proposer: Proposer | None = None
     rule: Rule | None = None
-    controller: Controller | None = None
     keep: Keep | None = None
     store: Store | None = None
     select: Select | None = None
@@ -157,7 +156,6 @@ class Recipe:
     horizon: int | None = None
     meter: Worker | None = None
     self_metered: bool = False
-    planner: Planner | None = None
 
     def __post_init__(self) -> None:
         if self.select is not None and self.select.across_layers and self.keep is not None and self.keep.differs:
@@ -168,6 +166,8 @@ class Recipe:
                 "Leave one of them out",
             )
         beside = [part for part in self.parts if part in self.excludes]
+        if self.loop is not None and not self.settled:
+            beside = [BY_PROMPT]
         if beside:
             raise Unsupported(
                 f"the part {beside[0]!r} beside a loop of its own, {type(self.loop).__name__}",
@@ -180,7 +180,12 @@ class Recipe:
         lossy = (self.rule is not None and not self.rule.exact) or (self.loop is not None and not self.loop.exact)
         if self.alters_kv or self.experts is not None or self.search is not None or lossy:
             return "none"
-        return "full" if self.plan.is_full and self.planner is None else "plan"
+        return "full" if self.plan.is_full else "plan"
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan is known before the prompt is read."""
+        return not isinstance(self.plan, PlanByPrompt)
 
     @property
     def excludes(self) -> tuple[str, ...]:
@@ -219,7 +224,7 @@ class Recipe:
             Unsupported: a part alters the KV or the MLPs, or searches, or is a loop that is not exact.
         """
         lossy = ("loop",) if self.loop is not None and not self.loop.exact else ()
-        others = [part for part in self.parts if part in (*_UNSCORED, *lossy) and part not in read]
+        others = [part for part in self.beside_plan if part in (*_UNSCORED, *lossy) and part not in read]
         if others:
             raise Unsupported(
                 f"a loss or log-likelihood under {name}", f"given texts are scored by the plan alone, without its "
@@ -234,15 +239,20 @@ class Recipe:
     @cached_property
     def has_workers(self) -> bool:
         """Whether any part is told of steps or asked in them; a plain recipe has none."""
-        parts = (self.planner, self.proposer, self.controller, self.keep, self.select, self.experts)
-        return any(part is not None for part in parts)
+        parts = (self.proposer, self.keep, self.select, self.experts)
+        return not self.settled or any(part is not None for part in parts)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that are not at their defaults, in the order of `PARTS`."""
         return tuple(name for name in PARTS if self._fills(name))
 
+    @property
+    def beside_plan(self) -> tuple[str, ...]:
+        """What it does beside running the layers of a known plan: names of parts, and `BY_PROMPT`."""
+        return (*(() if self.settled else (BY_PROMPT,)), *(part for part in self.parts if part != "plan"))
+
     def _fills(self, name: str) -> bool:
         if name == "plan":
-            return not self.plan.is_full or self.planner is not None
+            return not self.plan.is_full
         return getattr(self, name) is not None

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from shoal.depth.plan import DepthPlan
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -107,7 +109,7 @@ class Drafter(Worker, ABC):
 
 
 class DraftLengthPolicy(Worker, ABC):
-    """The worker of a controller."""
+    """Decides how much is guessed. A proposer that is `Paced` has one."""
 
     @abstractmethod
     def limits(self, rows: Sequence[Row]) -> list[int]:
@@ -147,10 +149,14 @@ class Keeper(Worker, ABC):
         """
 
 
-Planner = Part[Worker]
-"""Chooses the layers a row runs: when the prompt has been read, it replaces the plan of the row's recipe."""
-Controller = Part[DraftLengthPolicy]
-"""Chooses how much to guess."""
+@dataclass(frozen=True, eq=False)
+class PlanByPrompt(DepthPlan, Part[Worker]):
+    """A plan for prompts alone: when a row has read its own, the worker puts another plan into the row's recipe."""
+
+    @property
+    def is_full(self) -> bool:
+        """Never: what an answer runs is not known yet."""
+        return False
 
 
 class Proposer(Part[Drafter]):
@@ -165,6 +171,33 @@ class Proposer(Part[Drafter]):
     def most_fed(self) -> int | None:
         """Most nodes of a forward after the last token, if they are more than the guesses; else None."""
         return None
+
+
+@dataclass(frozen=True)
+class Paced(Proposer):
+    """A proposer whose guesses a policy limits. The loop asks the policy for all rows that share it.
+
+    Attributes:
+        proposer: guesses.
+        policy: decides how much.
+    """
+
+    proposer: Proposer
+    policy: Part[DraftLengthPolicy]
+
+    def begin(self, stack: Any, cache: Any) -> Drafter:
+        """The proposer's drafter, without limits."""
+        return self.proposer.begin(stack, cache)
+
+    @property
+    def second_stack(self) -> Stack | None:
+        """The proposer's."""
+        return self.proposer.second_stack
+
+    @property
+    def most_fed(self) -> int | None:
+        """The proposer's."""
+        return self.proposer.most_fed
 
 
 class Experts(Part[Worker]):

@@ -362,7 +362,7 @@ def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
     named = args.under or (FULL if args.part == HEAL else "")
     for word, method in (methods_from(named) if named else {}).items():
         recipe = engine.recipe(method, args.max_new_tokens)
-        if beside := [part for part in recipe.parts if part != "plan"]:
+        if beside := recipe.beside_plan:
             raise ValueError(f"--under names {word}, which does more than leave out layers ({beside[0]}); name methods "
                              "that fill the plan alone, such as d3")
         plans[word] = recipe.plan

@@ -52,7 +52,7 @@ class SwitchingMethod(PairedMethod):
         engine = self.draft_engine(info)
         mine = engine.info(info.max_new_tokens)
         recipe = Recipe(DepthPlan.full(mine.num_layers)) if self.draft_inner is None else self.draft_inner.recipe(mine)
-        if beside := [part for part in recipe.parts if part != "plan"]:
+        if beside := recipe.beside_plan:
             raise ValueError(
                 f"draft_inner of {self.name} is {self.draft_inner}, which fills {beside[0]!r}; give one that only "
                 "chooses layers, such as d3"

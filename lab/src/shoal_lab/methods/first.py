@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.worker import StepReport, Worker
+from shoal.decode.worker import PlanByPrompt, StepReport, Worker
 from shoal.depth.budget import Constant, as_layers, lay_out
 from shoal.depth.order import ascending, core_for
 from shoal.depth.plan import DepthPlan
@@ -78,7 +78,8 @@ class First(Method):
         first = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.layers is not None:
             first = Recipe(self.plan([0.0] * info.num_layers, info))
-        return replace(first, planner=LayersByPrompt(self, info, self._routers(info)))
+        plan = LayersByPrompt(first.plan.attention, first.plan.mlp, self, info, self._routers(info))
+        return replace(first, plan=plan)
 
     def plan(self, scores: Sequence[float], info: ModelInfo) -> DepthPlan:
         """The layers of an answer whose prompt has these scores, one per layer."""
@@ -104,7 +105,7 @@ class First(Method):
 
 
 @dataclass(frozen=True, eq=False)
-class LayersByPrompt:
+class LayersByPrompt(PlanByPrompt):
     """Plans layers by the prompt; see `First`."""
 
     knobs: First

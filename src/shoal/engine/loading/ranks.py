@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shoal.decode.worker import Paced
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Ranks:
 
     def check(self, recipe: Recipe) -> None:
         """Refuse what could make processes decide differently."""
-        if self.size > 1 and recipe.controller is not None:
+        if self.size > 1 and isinstance(recipe.proposer, Paced):
             raise Unsupported(
                 f"a controller of guesses in {self.size} processes",
                 "it measures time, which differs between them, and all must run the same forwards",

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 QUESTIONS: Mapping[str, str] = MappingProxyType({
     "plan": "which layers run",
-    "planner": "which layers run, by the prompt",
     "proposer": "which tokens are guessed ahead",
     "rule": "which tokens are kept",
-    "controller": "how much is guessed",
     "keep": "which of the KV stays",
     "store": "in what form the KV lies in memory",
     "select": "which of the KV is read",
@@ -37,9 +35,9 @@ QUESTIONS: Mapping[str, str] = MappingProxyType({
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "baseline": (),
-    "depth": ("plan", "planner"),
+    "depth": ("plan",),
     "choice": ("rule",),
-    "drafting": ("proposer", "controller"),
+    "drafting": ("proposer",),
     "KV eviction": ("keep",),
     "KV compression": ("store",),
     "sparse attention": ("select",),

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.rules.probabilistic import Lenient, Rejection, Typical
-from shoal.decode.worker import Proposer
+from shoal.decode.worker import DraftLengthPolicy, Paced, Part, Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -23,13 +23,12 @@ from shoal.speculative.cost.policy import Goodput, Width
 
 if TYPE_CHECKING:
     from shoal.decode.rules.accept import Rule
-    from shoal.decode.worker import Controller
     from shoal.speculative.growth import TreeShape
     from shoal.speculative.part_file import TrainedPart
     from shoal.types import ModelInfo
 
 RuleName = Literal["match", "rejection", "typical", "lenient"]
-_CONTROLLERS: dict[str, Controller | None] = {"none": None, "goodput": Goodput(), "width": Width()}
+_POLICIES: dict[str, Part[DraftLengthPolicy] | None] = {"none": None, "goodput": Goodput(), "width": Width()}
 ControlName = Literal["none", "goodput", "width"]
 
 
@@ -97,7 +96,9 @@ class DraftingMethod(Method):
                 f"inner of {self.name} is {self.inner.name}, which drafts itself; give one that only chooses layers, "
                 "such as d3"
             )
-        return replace(recipe, proposer=proposer, rule=self.accepting(), controller=_CONTROLLERS[self.control])
+        policy = _POLICIES[self.control]
+        paced = proposer if policy is None else Paced(proposer, policy)
+        return replace(recipe, proposer=paced, rule=self.accepting())
 
 
 @dataclass(frozen=True, repr=False)

@@ -26,7 +26,7 @@ from shoal.model.kv.form import Store
 from shoal.types import Step
 
 _CHUNK = 256
-_PARTS = ("plan", "keep", "store", "select")
+_PARTS = ("keep", "store", "select")
 
 
 def dense_prompt(recipe: Recipe) -> bool:
@@ -71,7 +71,7 @@ class SharedPrompts:
             Unsupported: the method does more than the plain step.
         """
         recipe = self.engine.recipe(method, longest)
-        beside = [part for part in recipe.parts if part not in _PARTS]
+        beside = [part for part in recipe.beside_plan if part not in _PARTS]
         if beside:
             raise Unsupported(
                 f"{method.name} on long contexts", f"its part {beside[0]!r} is no way of keeping or reading KV",
