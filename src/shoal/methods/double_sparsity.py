@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from typing_extensions import override
 
-from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, check_first, whole_layers
+from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, whole_layers
 from shoal.methods.common.limits import Layers, Most, Positions
-from shoal.methods.common.selection import ALL, LABELED, SelectionMethod, layers_of
+from shoal.methods.common.selection import ALL, LABELED, SelectionMethod
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from shoal.model.kv.choice import Labels
-    from shoal.model.stack import Stack
 
 Ranking = tuple[tuple[tuple[int, ...], ...], ...]
 """Per layer and KV head the dimensions of a head, those that matter most first."""
@@ -24,11 +23,11 @@ Ranking = tuple[tuple[tuple[int, ...], ...], ...]
 class DoubleSparsity(SelectionMethod):
     """Columns are scored by some dimensions of their keys, found once for the model; the best are read as they are.
 
-    `shoal calibrate --for double_sparsity` ranks the dimensions. The kernels keep those that are used apart, so that a
-    score reads little; the other executors take them out of the keys each time, which gives the same choice and saves
-    no time. The queries that share a KV head share its columns, a column counting by the likeliest that it is to one of
-    them, as far as those dimensions say. Prompts are read in full, a token always reads its own column, and layers with
-    a sliding window read that.
+    `shoal calibrate --for double_sparsity` ranks the dimensions. The kernels store those that are used a second time,
+    so that a score reads little. The other executors take them out of the keys each time: the choice is the same, and
+    no time is saved. The queries that share a KV head share its columns: a column counts by the query to which it is
+    likeliest. Prompts are read in full, and a token always reads its own column. Layers with a sliding window read
+    their window.
 
     Attributes:
         channels: per layer and KV head the dimensions of a head, those that matter most first: from a calibration of
@@ -50,20 +49,14 @@ class DoubleSparsity(SelectionMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.first < 0:
-            raise ValueError(f"first is {self.first}; it must be at least 0")
-        dims = {len(head) for layer in self.channels for head in layer}
-        if len(dims) != 1 or any(sorted(head) != [*range(len(head))] for layer in self.channels for head in layer):
-            raise ValueError("channels must rank all dimensions of a head, 0, 1, ..., for each layer and KV head; make "
-                             "them with `shoal calibrate --for double_sparsity`")
-        if self.width is not None and not 1 <= self.width <= max(dims):
-            raise ValueError(f"width is {self.width}; it must be in [1, {max(dims)}], the dimensions of a head")
+        dims = _ranked(self.channels)
+        if self.width is not None and not 1 <= self.width <= dims:
+            raise ValueError(f"width is {self.width}; it must be in [1, {dims}], the dimensions of a head")
 
     @override
     def selects(self, info: ModelInfo) -> bool:
-        self._check_sizes(info)
-        check_first(self.first, info)
-        return self.k is not None and LABELED in self.roles(info)
+        _check_sizes(self.channels, info)
+        return super().selects(info)
 
     @override
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
@@ -76,22 +69,27 @@ class DoubleSparsity(SelectionMethod):
 
         return labels_for([[sorted(head[: self.label_width]) for head in layer] for layer in self.channels])
 
-    def label_bytes(self, stack: Stack, columns: int) -> int:
-        """What kernels keep apart of the keys of a row that has come to so many columns."""
-        roles = self.roles(layers_of(stack))
-        heads = sum(sizes[0] for sizes, role in zip(stack.kv_sizes, roles, strict=True) if role == LABELED)
-        return heads * self.label_width * (columns + 16) * stack.dtype.itemsize
-
     @property
+    @override
     def label_width(self) -> int:
-        """Dimensions by which columns are scored."""
         return self.width or max(1, len(self.channels[0][0]) // 4)
 
-    def _check_sizes(self, info: ModelInfo) -> None:
-        found = [(len(layer), len(layer[0])) for layer in self.channels]
-        wanted = [(heads, dim) for heads, dim, _ in info.kv_sizes] or found
-        if len(found) != info.num_layers or found != wanted:
-            heads, dim = found[0]
-            raise ValueError(f"channels are of {len(found)} layers with {heads} KV heads of {dim} dimensions, and this "
-                             f"model has {info.num_layers} with {wanted[0][0]} of {wanted[0][1]}; calibrate it with "
-                             "`shoal calibrate --for double_sparsity`")
+
+def _ranked(channels: Ranking) -> int:
+    """The dimensions of a head, all of which each KV head must rank."""
+    dims = {len(head) for layer in channels for head in layer}
+    if len(dims) != 1 or any(sorted(head) != [*range(len(head))] for layer in channels for head in layer):
+        raise ValueError("channels must rank all dimensions of a head, 0, 1, ..., for each layer and KV head; make "
+                         "them with `shoal calibrate --for double_sparsity`")
+    return dims.pop()
+
+
+def _check_sizes(channels: Ranking, info: ModelInfo) -> None:
+    """Refuse a ranking for a model of other sizes."""
+    found = [(len(layer), len(layer[0])) for layer in channels]
+    wanted = [(heads, dim) for heads, dim, _ in info.kv_sizes] or found
+    if len(found) != info.num_layers or found != wanted:
+        heads, dim = found[0]
+        raise ValueError(f"channels are of {len(found)} layers with {heads} KV heads of {dim} dimensions, and this "
+                         f"model has {info.num_layers} with {wanted[0][0]} of {wanted[0][1]}; calibrate it with "
+                         "`shoal calibrate --for double_sparsity`")

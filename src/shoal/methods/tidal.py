@@ -17,15 +17,14 @@ from shoal.types import ModelInfo
 class Tidal(SelectionMethod):
     """Full attention in the first layers and in two that select; the others read the columns selected last.
 
-    Neighbouring layers look at nearly the same tokens. So one layer computes all scores, as it does anyway, keeps the
-    columns with the largest ones, and the layers after it read those alone, until a later layer selects anew; the next
-    token begins again. Prompts are read in full, and a token always reads its own column.
+    Neighbouring layers look at nearly the same tokens. So a selecting layer computes all scores, as it does anyway, and
+    keeps the columns with the largest ones. The layers after it read those alone, until a later layer selects anew. The
+    next token begins again. Prompts are read in full, and a token always reads its own column.
 
-    The paper selects for each query head, which `share="query_head"` does. By default the queries that share a KV head
-    share its columns, a column counting by the likeliest that it is to one of them: a column is then read once for all
-    of them, where sets of their own would read it again for each. A depth plan may drop a selecting layer: what was
-    selected before it goes on being read, and where nothing was, the next layer selects. Layers with a sliding window
-    read that.
+    The paper selects for each query head, as `share="query_head"` does. By default the queries that share a KV head
+    share its columns: a column counts by the query to which it is likeliest, and is read once for all of them. A depth
+    plan may drop a selecting layer. Then the earlier selection goes on being read; where there is none, the next layer
+    selects. Layers with a sliding window read their window.
 
     Attributes:
         k: columns that a query reads in the layers that do not select; None for all.
@@ -55,23 +54,7 @@ class Tidal(SelectionMethod):
             raise ValueError(f"reselect is {self.reselect}; it must come behind select, {self.select or 0}")
 
     @override
-    def selects(self, info: ModelInfo) -> bool:
-        return self.k is not None and READS in self.roles(info)
-
-    @property
-    @override
-    def by_query_head(self) -> bool:
-        return self.share == "query_head"
-
-    @override
     def roles(self, info: ModelInfo) -> tuple[int, ...]:
-        """What each layer does, by the options or by the model's depth.
-
-        Raises:
-            ValueError: a layer that shall select is not in the model, has a sliding window, selects before the first
-                one, or for no layer behind it.
-            Unsupported: attention does not show its queries, or no layer sees all of the text.
-        """
         whole = whole_layers(self.name, info)
         check_layer("select", self.select, info)
         check_layer("reselect", self.reselect, info, "selects no second time")

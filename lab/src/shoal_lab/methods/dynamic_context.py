@@ -60,15 +60,13 @@ class DynamicContext(Method):
         """Every layer, and a part of the answer's KV.
 
         Raises:
-            ValueError: there is no component, or it cannot be read, is of another kind, or reads a layer that the model
-                lacks.
+            ValueError: there is no component, or it cannot be read, or it is not one for this method and model.
             Unsupported: it was trained for another model, or no layer sees the whole text.
         """
-        plan = DepthPlan.full(info.num_layers)
-        if self.threshold is None:
-            return Recipe(plan)
-        whole_layers(self.name, info, queries=False)
-        return Recipe(plan, keep=Gated(self, self._gate(info)))
+        if self.threshold is not None:
+            whole_layers(self.name, info, queries=False)
+        keep = None if self.threshold is None else Gated(self, self._gate(info))
+        return Recipe(DepthPlan.full(info.num_layers), keep=keep)
 
     def _gate(self, info: ModelInfo) -> TokenGate | None:
         """The gate, the same one for all requests; None if nothing is evicted."""

@@ -12,7 +12,8 @@ from typing_extensions import override
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Select, Worker
 from shoal.depth.plan import DepthPlan
-from shoal.methods.base import Method
+from shoal.errors import Unsupported
+from shoal.methods.base import SHOWN_QUERIES, Method, check_first
 from shoal.speculative.per_row import PerRow
 from shoal.types import ModelInfo
 
@@ -32,9 +33,9 @@ ALL, SELECTS, READS, LABELED = range(4)
 class SelectionMethod(Method, Select):
     """A method whose queries read the `k` columns that score best, their own among them. It is its own part `select`.
 
-    Prompts are read in full. A subclass has an option `k` and defines `selects`, and `score` for layers that choose
-    each for itself, in torch. Where layers share a choice, or kernels are to choose, it names the `roles` of layers
-    instead.
+    Prompts are read in full. A subclass has an option `k`, and may have `first` and `share`, as `TopKOracle` and
+    `Tidal` have. It defines `score` if each layer chooses for itself, in torch. It names the `roles` of layers instead
+    if layers share a choice, or if kernels are to choose.
     """
 
     dense_prompt: ClassVar[bool] = True
@@ -43,13 +44,19 @@ class SelectionMethod(Method, Select):
         super().__post_init__()
         if self.k is not None and self.k < 1:
             raise ValueError(f"k is {self.k}; it must be at least 1 column, or None for all")
+        if self.first < 0:
+            raise ValueError(f"first is {self.first}; it must be at least 0")
 
     @property
     @abstractmethod
     def k(self) -> int | None:
         """Columns that a query reads; None for all."""
 
-    @abstractmethod
+    @property
+    def first(self) -> int:
+        """The first layer whose queries choose; the number of layers changes nothing."""
+        return 0
+
     def selects(self, info: ModelInfo) -> bool:
         """Whether queries leave columns out on that model; checks the options against it.
 
@@ -57,10 +64,18 @@ class SelectionMethod(Method, Select):
             ValueError: an option is out of range for this model.
             Unsupported: the model lacks what the method needs.
         """
+        check_first(self.first, info)
+        if self.k is None:
+            return False
+        if (roles := self.roles(info)) is not None:
+            return READS in roles or LABELED in roles
+        if SHOWN_QUERIES in self.needs and not info.shows_queries:
+            raise Unsupported(self.name, "this model's attention does not show its queries", "Use another method")
+        return self.first < info.num_layers
 
     def chooses(self, layer: int) -> bool:
         """Whether queries choose in a layer; elsewhere they read all."""
-        return True
+        return layer >= self.first
 
     def score(self, queries: Tensor, keys: Tensor, seen: Tensor, ranking: Ranking) -> Tensor:
         """What each column is worth to each query: [kv_heads or heads, nodes, columns], -inf where `seen` is false.
@@ -72,8 +87,18 @@ class SelectionMethod(Method, Select):
         return ranking.scores(queries, keys, seen)
 
     def roles(self, info: ModelInfo) -> tuple[int, ...] | None:
-        """The role of each layer, by the number and windows of the layers; None if `score` and `chooses` decide."""
+        """The role of each layer, by the number and windows of the layers; None if `score` and `chooses` decide.
+
+        Raises:
+            ValueError: an option is out of range for this model.
+            Unsupported: the model lacks what the method needs.
+        """
         return None
+
+    @property
+    def label_width(self) -> int:
+        """Dimensions of a head's keys that label a column in layers of the role `LABELED`."""
+        return 0
 
     def labels(self) -> Labels | None:
         """Empty labels by which kernels score a row's columns; None if keys serve."""
@@ -93,10 +118,19 @@ class SelectionMethod(Method, Select):
     def most_read(self) -> int:
         return self.k or 0
 
+    @property
+    @override
+    def by_query_head(self) -> bool:
+        return bool(self.option("share") == "query_head")
+
     @override
     def label_bytes(self, stack: Stack, columns: int) -> int | None:
-        """0 where kernels score columns by their keys, None where they do not choose."""
-        return None if self.roles(layers_of(stack)) is None else 0
+        """What kernels keep beside a row of that many columns; None where they do not choose."""
+        roles = self.roles(layers_of(stack))
+        if roles is None:
+            return None
+        heads = sum(sizes[0] for sizes, role in zip(stack.kv_sizes, roles, strict=True) if role == LABELED)
+        return heads * self.label_width * (columns + 16) * stack.dtype.itemsize
 
     @override
     def begin(self, stack: Any, cache: Any) -> ScoreSelector:
