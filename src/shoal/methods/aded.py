@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -41,10 +42,10 @@ _C1, _C2 = 32.0, 8.0  # exploration constants of the paper's search
 
 @dataclass(frozen=True)
 class ADED(DraftingMethod):
-    """A table of tri-grams proposes a tree of likely continuations and learns from every token that is emitted.
+    """A table of tri-grams guesses a tree of likely continuations, and learns from every token that is emitted.
 
-    The paper builds its table from a large corpus; here one is optional, and prompt and answer alone may fill the
-    table. By default the tree holds the likeliest paths; "mcts" searches them as the paper does, at more cost.
+    The paper builds its table from a large corpus. Here a corpus is optional: prompt and answer fill the table, too. By
+    default the tree holds the likeliest paths. "mcts" searches for paths as the paper does, at more cost.
 
     Attributes:
         corpus: a UTF-8 text file whose tri-grams the table begins with; None begins with an empty one.
@@ -81,7 +82,7 @@ class ADED(DraftingMethod):
 
 @dataclass(frozen=True)
 class AdaptiveNGrams(Proposer):
-    """Proposes trees from tri-grams of a corpus, the prompt and the answer.
+    """Guesses trees from tri-grams of a corpus, the prompt and the answer.
 
     Attributes:
         knobs: how large the trees are, and how they are found.
@@ -166,17 +167,11 @@ def _trigrams(path: str, stamp: int, tokenizer: Any) -> Counts:
 
 def count(tokens: Sequence[int]) -> Counts:
     """The table of a corpus: for each pair its most frequent followers, with their shares."""
-    counts: dict[Pair, dict[int, float]] = {}
+    counts = defaultdict[Pair, Counter[int]](Counter)
     for first, second, third in zip(tokens, tokens[1:], tokens[2:], strict=False):
-        followers = counts.setdefault((first, second), {})
-        followers[third] = followers.get(third, 0.0) + 1
-    return {pair: _shares(followers) for pair, followers in counts.items()}
-
-
-def _shares(followers: Mapping[int, float]) -> dict[int, float]:
-    total = sum(followers.values())
-    best = sorted(followers.items(), key=lambda item: -item[1])[:FOLLOWERS]
-    return {token: number / total for token, number in best}
+        counts[first, second][third] += 1
+    return {pair: {token: number / followers.total() for token, number in followers.most_common(FOLLOWERS)}
+            for pair, followers in counts.items()}
 
 
 @dataclass(slots=True)
@@ -188,7 +183,7 @@ class Node:
         depth: guesses so far.
         share: probability of its last token given the ones before; of the whole path in `best_first`.
         visits, reward: of the Monte-Carlo search.
-        children: in the order of the distribution, or of choice.
+        children: of the Monte-Carlo search, in the order of the distribution.
     """
 
     pair: Pair
@@ -202,26 +197,12 @@ class Node:
 
 def best_first(probs: Law, pair: Pair, nodes: int, depth: int) -> TokenTree:
     """The `nodes` likeliest continuations of up to `depth` tokens; their beginnings are always among them."""
-    root = Node(pair)
-    waiting: list[tuple[float, int, Node, Node]] = []
-    made = 0
 
-    def push(node: Node) -> None:
-        nonlocal made
-        if node.depth < depth:
-            for token, share in probs(node.pair):
-                child = Node((node.pair[1], token), node.depth + 1, node.share * share)
-                heapq.heappush(waiting, (-child.share, made, node, child))
-                made += 1
+    def below(node: Node) -> Iterable[Node]:
+        followers = probs(node.pair) if node.depth < depth else ()
+        return (Node((node.pair[1], token), node.depth + 1, node.share * share) for token, share in followers)
 
-    push(root)
-    for _ in range(nodes):
-        if not waiting:
-            break
-        _, _, parent, child = heapq.heappop(waiting)
-        parent.children.append(child)
-        push(child)
-    return as_tree(root)
+    return _best(Node(pair), nodes, below, lambda node: node.share)
 
 
 def monte_carlo(probs: Law, pair: Pair, nodes: int, depth: int, iterations: int, key: str) -> TokenTree:
@@ -234,7 +215,32 @@ def monte_carlo(probs: Law, pair: Pair, nodes: int, depth: int, iterations: int,
         key: of the random numbers.
     """
     root = search(probs, pair, depth, iterations, random.Random(key))
-    return as_tree(_pruned(root, nodes))
+    return _best(root, nodes, lambda node: [child for child in node.children if child.visits], lambda node: node.visits)
+
+
+def _best(
+    root: Node, nodes: int, below: Callable[[Node], Iterable[Node]], value: Callable[[Node], float]
+) -> TokenTree:
+    """The tree of the `nodes` continuations of highest value, of which a child never has more than its parent."""
+    waiting: list[tuple[float, int, Node, Node]] = []
+    chosen, numbers = list[tuple[Node, Node]](), itertools.count()
+
+    def push(parent: Node) -> None:
+        for child in below(parent):
+            heapq.heappush(waiting, (-value(child), next(numbers), parent, child))
+
+    push(root)
+    while waiting and len(chosen) < nodes:
+        chosen.append(heapq.heappop(waiting)[2:])
+        push(chosen[-1][1])
+    children = defaultdict[int, list[Node]](list)
+    for parent, child in chosen:
+        children[id(parent)].append(child)
+    grown, queue = Growth(root.pair[1]), deque([(0, root)])
+    while queue:
+        index, node = queue.popleft()
+        queue.extend((grown.add(child.pair[1], index), child) for child in children[id(node)])
+    return grown.tree()
 
 
 def search(probs: Law, pair: Pair, depth: int, iterations: int, numbers: random.Random) -> Node:
@@ -267,6 +273,7 @@ def _chosen(node: Node) -> Node:
 
 
 def _rollout(probs: Law, leaf: Node, depth: int, numbers: random.Random) -> float:
+    """The probabilities along a path that is drawn from the distribution, summed."""
     pair, total = leaf.pair, 0.0
     for _ in range(leaf.depth, depth):
         followers = probs(pair)
@@ -275,35 +282,3 @@ def _rollout(probs: Law, leaf: Node, depth: int, numbers: random.Random) -> floa
         token, share = numbers.choices(followers, [share for _, share in followers])[0]
         pair, total = (pair[1], token), total + share
     return total
-
-
-def _pruned(root: Node, nodes: int) -> Node:
-    """The root with the most visited nodes only; a node has more visits than its children, so parents stay."""
-    waiting, made = [(-child.visits, number, child) for number, child in enumerate(root.children) if child.visits], 0
-    heapq.heapify(waiting)
-    made = len(root.children)
-    kept: set[int] = set()
-    while waiting and len(kept) < nodes:
-        _, _, node = heapq.heappop(waiting)
-        kept.add(id(node))
-        for child in node.children:
-            if child.visits:
-                heapq.heappush(waiting, (-child.visits, made, child))
-                made += 1
-    _drop(root, kept)
-    return root
-
-
-def _drop(node: Node, kept: set[int]) -> None:
-    node.children = sorted((c for c in node.children if id(c) in kept), key=lambda child: -child.visits)
-    for child in node.children:
-        _drop(child, kept)
-
-
-def as_tree(root: Node) -> TokenTree:
-    """Breadth-first, siblings in the order of `children`."""
-    grown, waiting = Growth(root.pair[1]), deque([(0, root)])
-    while waiting:
-        index, node = waiting.popleft()
-        waiting.extend((grown.add(child.pair[1], index), child) for child in node.children)
-    return grown.tree()
