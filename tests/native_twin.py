@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.model.packed import native
-from shoal.model.packed.native import NativeBatch, NativeLayer, NativeModel, NativeSpec
-from shoal.model.packed.native.model import Stacked, parts_of
+from shoal.model.packed.linear import Linear, Stacked, parts_of
+from shoal.model.packed.native import NativeBatch, NativeModel
+from shoal.model.packed.shape import Shape
+from shoal.model.packed.weights import Layer, Weights
 
 
 @dataclass
@@ -88,12 +91,18 @@ class Twin:
     cos: Tensor
     sin: Tensor
     native: NativeModel
-    spec: NativeSpec
+    shape: Shape
+    packed: Weights
     store: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = field(default_factory=dict)
     bias: dict[int, Tensor] = field(default_factory=dict)
     """Position -> what is added to its scores [kv_heads]."""
     stored: Callable[[Tensor, int], Tensor] = lambda numbers, side: numbers
     """What storing makes of keys or values [kv_heads, head_dim]."""
+
+    def again(self, embedding: Tensor | None = None, **changes: Any) -> NativeModel:
+        """Another model with the same sizes, and some other weights."""
+        tables = self.cos[None], self.sin[None]
+        return NativeModel(self.shape, replace(self.packed, **changes), tables, self.case.kv_dtype, embedding)
 
     def committed(self, layer: int, row: int) -> list[tuple[int, Tensor, Tensor]]:
         return self.store.setdefault((layer, row), [])
@@ -114,16 +123,16 @@ class Twin:
         return torch.stack([self.logits(state) for state in states]), fresh
 
     def logits(self, x: Tensor) -> Tensor:
-        logits = linear(rms_norm(x, self.norm, self.spec.eps), self.head, self.head_bias) * self.case.scales[2]
+        logits = linear(rms_norm(x, self.norm, self.shape.eps), self.head, self.head_bias) * self.case.scales[2]
         return soft_cap(logits, self.case.caps[1])
 
     def attention(self, layer: int, token: Token, x: Tensor, new: dict[int, tuple[int, Tensor, Tensor]]) -> Tensor:
         case, w = self.case, self.weights[layer]
-        qkv = linear(rms_norm(x, w["input_norm"], self.spec.eps), w["qkv"], w["qkv_bias"]).view(-1, case.head_dim)
+        qkv = linear(rms_norm(x, w["attention_norm"], self.shape.eps), w["qkv"], w["qkv_bias"]).view(-1, case.head_dim)
         queries, keys, values = qkv.split([case.heads, case.kv_heads, case.kv_heads])
         if case.wide_norms:
-            queries = rms_norm(queries.flatten(), w["q_norm"], self.spec.eps).view_as(queries)
-            keys = rms_norm(keys.flatten(), w["k_norm"], self.spec.eps).view_as(keys)
+            queries = rms_norm(queries.flatten(), w["q_norm"], self.shape.eps).view_as(queries)
+            keys = rms_norm(keys.flatten(), w["k_norm"], self.shape.eps).view_as(keys)
             w = {**w, "q_norm": None, "k_norm": None}
         queries = self.turn(layer, token.position, queries, w["q_norm"])
         keys = self.turn(layer, token.position, keys, w["k_norm"])
@@ -134,16 +143,16 @@ class Twin:
             seen = [entry for entry in seen if entry[0] > token.position - window]
         k = torch.stack([entry[1] for entry in seen]).repeat_interleave(case.heads // case.kv_heads, dim=1)
         v = torch.stack([entry[2] for entry in seen]).repeat_interleave(case.heads // case.kv_heads, dim=1)
-        scores = torch.einsum("hd,chd->hc", queries, k) * self.spec.attention_scale
+        scores = torch.einsum("hd,chd->hc", queries, k) * self.shape.attention_scale
         none = torch.zeros(case.kv_heads)
         bias = torch.stack([self.bias.get(entry[0], none) for entry in seen], 1)
         bias = bias.repeat_interleave(case.heads // case.kv_heads, 0)
         weights = torch.softmax(soft_cap(scores, case.caps[0]) + bias, -1)
-        out = linear(torch.einsum("hc,chd->hd", weights, v).flatten(), w["o"], w["o_bias"])
-        return rms_norm(out, w["attention_out_norm"], self.spec.eps)
+        out = linear(torch.einsum("hc,chd->hd", weights, v).flatten(), w["out"], w["out_bias"])
+        return rms_norm(out, w["attention_out_norm"], self.shape.eps)
 
     def turn(self, layer: int, position: int, heads: Tensor, norm: Tensor | None) -> Tensor:
-        heads = torch.stack([rms_norm(head, norm, self.spec.eps) for head in heads])
+        heads = torch.stack([rms_norm(head, norm, self.shape.eps) for head in heads])
         if layer in self.case.no_rotary:
             return heads
         half = self.case.rotary_dim // 2
@@ -153,9 +162,9 @@ class Twin:
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         w = self.weights[layer]
-        gate, up = linear(rms_norm(x, w["post_norm"], self.spec.eps), w["gate_up"], w["gate_up_bias"]).chunk(2)
+        gate, up = linear(rms_norm(x, w["mlp_norm"], self.shape.eps), w["gate_up"], w["gate_up_bias"]).chunk(2)
         out = linear(activation(self.case.activation, gate) * up, w["down"], w["down_bias"])
-        return rms_norm(out, w["mlp_out_norm"], self.spec.eps)
+        return rms_norm(out, w["mlp_out_norm"], self.shape.eps)
 
 
 def make_twin(case: Case, seed: int = 0) -> Twin:
@@ -172,17 +181,17 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
     for ffn in map(case.width, range(case.layers)):
         w: dict[str, Tensor | None] = {
             "qkv": draw(query + 2 * kv, case.hidden),
-            "o": draw(case.hidden, query),
+            "out": draw(case.hidden, query),
             "gate_up": draw(2 * ffn, case.hidden),
             "down": draw(case.hidden, ffn),
-            "input_norm": vector(case.hidden, case.norms[0]),
-            "post_norm": vector(case.hidden, case.norms[0]),
+            "attention_norm": vector(case.hidden, case.norms[0]),
+            "mlp_norm": vector(case.hidden, case.norms[0]),
             "q_norm": vector(query if case.wide_norms else case.head_dim, case.head_norms),
             "k_norm": vector(kv if case.wide_norms else case.head_dim, case.head_norms),
             "attention_out_norm": vector(case.hidden, case.norms[1]),
             "mlp_out_norm": vector(case.hidden, case.norms[1]),
         }
-        sizes = {"qkv": query + 2 * kv, "o": case.hidden, "gate_up": 2 * ffn, "down": case.hidden}
+        sizes = {"qkv": query + 2 * kv, "out": case.hidden, "gate_up": 2 * ffn, "down": case.hidden}
         w.update({f"{name}_bias": vector(size, case.biases) for name, size in sizes.items()})
         weights.append(w)
     angles = torch.arange(case.positions)[:, None] * 0.5 ** torch.arange(case.rotary_dim // 2)
@@ -190,33 +199,34 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
     head, norm = draw(case.vocab, case.hidden) * 4, vector(case.hidden, True)
     head_bias = vector(case.vocab, case.biases)
     embedding = draw(case.vocab, case.hidden) * 4 if case.embedding else None
-    spec = NativeSpec(
-        hidden=case.hidden, ffn=max(map(case.width, range(case.layers))), heads=case.heads,
-        kv_heads=case.kv_heads, head_dim=case.head_dim,
+    shape = Shape(
+        hidden=case.hidden, ffns=tuple(map(case.width, range(case.layers))), heads=case.heads,
+        kv_heads=case.kv_heads, head_dim=case.head_dim, num_layers=case.layers, tied=False, max_positions=None,
         rotary_dim=case.rotary_dim, vocab=case.vocab, eps=1e-5, attention_scale=case.head_dim**-0.5,
         residual_scale=case.scales[0], embedding_scale=case.scales[1], logit_scale=case.scales[2],
-        activation=case.activation, kv_dtype=case.kv_dtype, attention_cap=case.caps[0], logit_cap=case.caps[1],
+        activation=case.activation, attention_cap=case.caps[0] or None, logit_cap=case.caps[1] or None,
+        windows=case.windows, rotary=tuple(None if i in case.no_rotary else 0 for i in range(case.layers)),
     )  # fmt: skip
     layers = []
     for index, w in enumerate(weights):
         parts = dict(w)
-        for name in ("qkv", "o", "gate_up", "down"):
+        for name in ("qkv", "out", "gate_up", "down"):
             sizes = {"qkv": [query, kv, kv], "gate_up": [case.width(index)] * 2}.get(name) if case.apart else None
             parts[name] = packed(w[name], case.kind, name == "gate_up", sizes)
             w[name] = torch.cat([part.unpack() for part in parts_of(parts[name])])
-        rotary = {} if index in case.no_rotary else {"cos": cos, "sin": sin}
-        layers.append(NativeLayer(**parts, **rotary, window=case.windows[index]))
+        layers.append(Layer(**parts))
     packed_head = native.pack(head, case.kind)
-    model = NativeModel(spec, layers, norm, packed_head, embedding, head_bias)
-    return Twin(case, weights, norm, packed_head.unpack(), head_bias, embedding, cos, sin, model, spec)
+    held = Weights(layers, packed_head, packed_head, norm)
+    model = NativeModel(shape, held, (cos[None], sin[None]), case.kv_dtype, embedding, head_bias)
+    return Twin(case, weights, norm, packed_head.unpack(), head_bias, embedding, cos, sin, model, shape, held)
 
 
-def packed(matrix: Tensor, kind: native.Kind, paired: bool, sizes: list[int] | None) -> Stacked:
+def packed(matrix: Tensor, kind: native.Kind, paired: bool, sizes: list[int] | None) -> Linear:
     """One matrix, or several of these rows each, of two kinds in turn that take the same inputs."""
     if sizes is None:
         return native.pack(matrix, kind, paired)
     kinds = (kind, "fp16" if kind == "fp32" else kind)
-    return [native.pack(part, kinds[index % 2]) for index, part in enumerate(matrix.split(sizes))]
+    return Stacked([native.pack(part, kinds[index % 2]) for index, part in enumerate(matrix.split(sizes))])
 
 
 def storage(case: Case, rows: int, capacity: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -145,7 +145,7 @@ def test_the_library_refuses_groups_that_are_not_there() -> None:
     with pytest.raises(ValueError, match=r"masks must be \[6 running layers\]\[1 tokens\]"):
         stack._model.forward(
             native.NativeBatch.chain([1], 0), stack._binding(_room(stack)), experts=(made, [[1]] * 5))
-    pairs = [[(group.gate_up.packed, group.down.packed) for group in layer] for layer in mlps.layers]  # type: ignore
+    pairs = [[(group.gate_up, group.down) for group in layer] for layer in mlps.layers]  # type: ignore
     for wrong, hidden, ffn in ((pairs, 64, 48), (pairs, 32, 40), ([pairs[0], pairs[1][:2]], 32, 48)):
         with pytest.raises(ValueError, match="has groups of"):
             native.NativeExperts(wrong, hidden, ffn)

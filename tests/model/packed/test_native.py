@@ -47,7 +47,7 @@ def product(x: Tensor, packed: native.PackedWeight) -> Tensor:
     weight = packed.unpack().double()
     if packed.kind in GROUP:
         levels, scales = quantised(x, GROUP[packed.kind])
-        x = (levels.double() * scales.double()[..., None]).flatten(-2)[:, : packed.cols]
+        x = (levels.double() * scales.double()[..., None]).flatten(-2)[:, : packed.columns]
     elif packed.kind == "bf16":
         x = x.bfloat16()
     return x.double() @ weight.T

@@ -125,7 +125,7 @@ def test_the_bits_are_those_of_avx2(kind: native.Kind | GgmlType, twice: Twice) 
     assert weight.scales is None or torch.equal(ours.scales, weight.scales)
     assert torch.equal(*twice(lambda: weight.unpack(torch.bfloat16)))
     for tokens in TOKENS:
-        x = torch.randn(tokens, weight.cols, generator=torch.Generator().manual_seed(tokens))
+        x = torch.randn(tokens, weight.columns, generator=torch.Generator().manual_seed(tokens))
         x[-1, 64:128], x[0] = 0, x[0] * 1e4
         assert torch.equal(*twice(lambda x=x: native.matmul(x, weight))), tokens
 

@@ -160,9 +160,8 @@ def test_of_equal_logits_the_first_is_guessed() -> None:
 
 def make_flat(asked: Asked) -> native.NativeModel:
     """The model with a head of zeros."""
-    layers, _, embedding = asked.twin.native._parts[:3]
     head = native.pack(torch.zeros(asked.case.vocab, asked.case.hidden), "fp32")
-    return native.NativeModel(asked.twin.spec, layers, asked.twin.norm, head, embedding)
+    return asked.twin.again(asked.twin.embedding, head=head)
 
 
 WRONG = {

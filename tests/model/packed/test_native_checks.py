@@ -10,7 +10,8 @@ import torch
 
 from native_twin import Case, make_twin, storage
 from shoal.model.packed import native
-from shoal.model.packed.native import NativeBatch, NativeLayer, NativeModel, NativeSpec
+from shoal.model.packed.linear import Stacked
+from shoal.model.packed.native import NativeBatch, NativeModel
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
@@ -121,43 +122,41 @@ def test_wrong_storage(model: NativeModel) -> None:
     ],
 )
 def test_wrong_sizes(changes: dict[str, Any], message: str) -> None:
-    sizes: dict[str, Any] = dict(
-        hidden=48, ffn=80, heads=4, kv_heads=2, head_dim=16, rotary_dim=16, vocab=70, eps=1e-5, attention_scale=0.25
-    )
-    NativeSpec(**sizes)
+    twin = make_twin(Case(layers=1, windows=(None,)))
+    tables, dtype = (twin.cos[None], twin.sin[None]), changes.pop("kv_dtype", torch.float32)
     with pytest.raises(ValueError, match=message):
-        NativeSpec(**{**sizes, **changes})
+        NativeModel(replace(twin.shape, **changes), twin.packed, tables, dtype)
 
 
 def wrong_parts() -> list[tuple[dict[str, Any], str]]:
-    table = torch.zeros(20, 8)
     return [
         ({"qkv": native.pack(torch.zeros(48, 48), "fp32")}, r"qkv is of \[48\] rows"),
-        ({"qkv": [native.pack(torch.zeros(rows, 48), "fp32") for rows in (60, 68)]}, "multiple of 16"),
+        ({"qkv": Stacked([native.pack(torch.zeros(rows, 48), "fp32") for rows in (60, 68)])}, "multiple of 16"),
         ({"qkv": native.pack(torch.zeros(128, 47), "fp32")}, r"qkv is \[128, 47\]"),
-        ({"gate_up": [native.pack(torch.zeros(80, 48), kind) for kind in ("fp32", "bf16")]}, "same inputs"),
+        ({"gate_up": Stacked([native.pack(torch.zeros(80, 48), kind) for kind in ("fp32", "bf16")])}, "same inputs"),
         ({"gate_up": native.pack(torch.zeros(160, 48), "fp32")}, "gate_up.*paired"),
-        ({"input_norm": torch.ones(47)}, r"input_norm is .*\[47\]"),
-        ({"input_norm": torch.ones(48).double()}, "float64"),
-        ({"input_norm": None}, "must be given"),
+        ({"attention_norm": torch.ones(47)}, r"attention_norm is .*\[47\]"),
+        ({"attention_norm": torch.ones(48).double()}, "float64"),
+        ({"attention_norm": None}, "must be given"),
         ({"q_norm": torch.ones(48)}, r"\[16\]"),
         ({"q_norm": torch.ones(64), "k_norm": torch.ones(16)}, r"k_norm is .*\[32\]"),
         ({"attention_out_norm": torch.ones(47)}, r"attention_out_norm is .*\[47\]"),
-        ({"post_norm": None, "attention_out_norm": torch.ones(48)}, "must be given"),
-        ({"o_bias": torch.ones(96)[::2]}, "contiguous"),
-        ({"cos": table}, "together"),
-        ({"cos": table[:, :4].contiguous(), "sin": table}, r"\[20, 4\]"),
+        ({"mlp_norm": None, "attention_out_norm": torch.ones(48)}, "must be given"),
+        ({"out_bias": torch.ones(96)[::2]}, "contiguous"),
     ]
 
 
-@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("index", range(len(wrong_parts()) if native.available() else 0))
 def test_wrong_parts(index: int) -> None:
     twin = make_twin(Case(layers=1, windows=(None,), no_rotary=(0,)))
-    good: NativeLayer = twin.native._parts[0][0]  # type: ignore[index]
-    head = native.pack(twin.head, "fp32")
-    NativeModel(twin.spec, [good], twin.norm, head)
     changes, message = wrong_parts()[index]
     with pytest.raises(ValueError, match=message):
-        NativeModel(twin.spec, [replace(good, **changes)], twin.norm, head)
+        twin.again(layers=[replace(twin.packed.layers[0], **changes)])
     with pytest.raises(ValueError, match="embedding"):
-        NativeModel(twin.spec, [good], twin.norm, head, embedding=torch.zeros(70, 47))
+        twin.again(torch.zeros(70, 47))
+
+
+def test_a_wrong_rotary_table() -> None:
+    twin = make_twin(Case(layers=1, windows=(None,)))
+    with pytest.raises(ValueError, match=r"cos is .*\[64, 4\]"):
+        twin.native.turn(twin.cos[None, :, :4].contiguous(), twin.sin[None])

@@ -175,7 +175,7 @@ def test_of_many_columns_the_largest_are_read(spread: str, count: int, apart: bo
     def choose(entry: int, queries: Tensor) -> Chosen:
         if entry:
             return named
-        named[:] = newest_largest(queries, keys[0][0, :, : MANY + TOKENS], count, model.spec.attention_scale, apart)
+        named[:] = newest_largest(queries, keys[0][0, :, : MANY + TOKENS], count, model.shape.attention_scale, apart)
         return [None] * TOKENS
 
     expected = model.forward(batch, kv, threads=2, choose=choose)
@@ -224,5 +224,5 @@ def test_labels_find_the_largest(
         some = shown[-1].to(dtype).gather(2, of_queries)
         stored = keys[0][0, :, : base + TOKENS]
         labelled = stored.gather(2, dims[:, None].expand(-1, stored.shape[1], -1))
-        for mine, expected in zip(found, newest_largest(some, labelled, 300, model.spec.attention_scale), strict=True):
+        for mine, expected in zip(found, newest_largest(some, labelled, 300, model.shape.attention_scale), strict=True):
             assert torch.equal(mine, expected)

@@ -41,10 +41,10 @@ def forward_of(
 ) -> Callable[[bool], Tensor]:
     """Runs some tokens through a layer, which adds nothing to them, and the head; `runs` takes the model."""
     twin = make_twin(case)
-    (layer,) = twin.native._parts[0]
-    nothing = {name: native.pack(torch.zeros(part.rows, part.cols), "fp32") for name, part in
-               (("o", layer.o), ("down", layer.down))}
-    model = native.NativeModel(twin.spec, [replace(layer, **nothing)], twin.norm, packed)
+    (layer,) = twin.packed.layers
+    nothing = {name: native.pack(torch.zeros(part.rows, part.columns), "fp32") for name, part in
+               (("out", layer.out), ("down", layer.down))}
+    model = twin.again(layers=[replace(layer, **nothing)], head=packed)
     if runs is not None:
         runs.append(model)
     kv = model.bind(*storage(case, 1, 16))

@@ -12,7 +12,7 @@ from backends import NATIVE, packed, with_exact_norms
 from drive import decode, prompt
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.packed.native_stack import NativeMatrix
+from shoal.model.packed.native import PackedWeight
 from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits
 
@@ -49,7 +49,7 @@ def stack_for(shape: str, dtype: str, quant: Any, executor: str) -> PackedStack:
 
 def plain(matrix: Any) -> Tensor:
     """The dequantised matrix."""
-    return matrix.packed.unpack(torch.float32) if isinstance(matrix, NativeMatrix) else matrix.dequantised()
+    return matrix.unpack(torch.float32) if isinstance(matrix, PackedWeight) else matrix.dequantised()
 
 
 def dequantised(shape: str, stack: PackedStack) -> Any:

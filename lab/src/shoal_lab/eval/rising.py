@@ -20,7 +20,6 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.linear import Dense, Linear
-from shoal.model.packed.native_stack import NativeMatrix
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack, Start
@@ -126,7 +125,7 @@ class RisingStack(PackedStack):
 
     def _zeros(self, like: Linear) -> Linear:
         zeros = torch.zeros(like.rows, like.columns, dtype=self.dtype, device=self.device)
-        return NativeMatrix(native.pack(zeros, "int8")) if isinstance(like, NativeMatrix) else Dense(zeros)
+        return native.pack(zeros, "int8") if isinstance(like, native.PackedWeight) else Dense(zeros)
 
 
 def executor(stack: Stack, plan: DepthPlan | RisingPlan) -> Executor:

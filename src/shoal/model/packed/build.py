@@ -19,7 +19,7 @@ from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
-from shoal.model.packed.native_stack import NativeMatrix, NativeStack, fits_kernels
+from shoal.model.packed.native_stack import NativeStack, fits_kernels, pack_for
 from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import FewerLayers, HalvesPaired, ModelSource, Source
@@ -87,13 +87,13 @@ class NativeFilePacker(FilePacker):
         self._source.release()
         return parts[0] if len(parts) == 1 else Stacked(parts)
 
-    def _woven(self, names: Sequence[str], paired: bool) -> NativeMatrix:
+    def _woven(self, names: Sequence[str], paired: bool) -> Linear:
         def make(arena: native.Memory) -> native.PackedWeight:
             blocks = [_blocks(self._source, name) for name in names]
             whole = blocks[0] if len(blocks) == 1 else Blocks.cat(blocks)
             return native.pack_blocks(whole, paired, arena, self._source.release)
 
-        return NativeMatrix(self._kept.take("+".join(names), make))
+        return self._kept.take("+".join(names), make)
 
     def _fits(self, groups: Sequence[Sequence[str]], role: Role) -> bool:
         """Whether the kernels take the groups as a stack: whole row blocks, and for a pair one form of inputs."""
@@ -103,7 +103,7 @@ class NativeFilePacker(FilePacker):
             return len(groups) == 2 and rows[0] == rows[1] and native.share_inputs(*kinds)
         return not any(count % native.LANES for count in rows[:-1])
 
-    def _as_floats(self, names: Sequence[str], role: Role) -> NativeMatrix:
+    def _as_floats(self, names: Sequence[str], role: Role) -> Linear:
         """Matrices that cannot form a stack, packed as float32: exact, but larger."""
 
         def make(arena: native.Memory) -> native.PackedWeight:
@@ -111,7 +111,7 @@ class NativeFilePacker(FilePacker):
             self._source.release()
             return native.pack(whole, "fp32", role == "pair", arena)
 
-        return NativeMatrix(self._kept.take("+".join(names), make))
+        return self._kept.take("+".join(names), make)
 
 
 def _check(source: GgufSource, name: str) -> None:
@@ -165,7 +165,7 @@ def build(
     kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
     pack_one: Pack = partial(pack, quant=quant)
     if kernels:
-        pack_one = partial(NativeMatrix.pack, quant=quant, arena=native.Arena())
+        pack_one = partial(pack_for, quant=quant, arena=native.Arena())
     pack_file, kept = None, None
     file = source.source if isinstance(source, FewerLayers) else source
     if isinstance(file, GgufSource) and quant is None and device.type == "cpu":

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import rms_norm
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
@@ -57,26 +57,10 @@ def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool
     return even and device.type == "cpu" and dtype in _KINDS
 
 
-class NativeMatrix(Linear):
-    """A matrix in the layout of the kernels; called, it is unpacked, so calls are for many tokens."""
-
-    def __init__(self, packed: native.PackedWeight) -> None:
-        self.packed, self.nbytes = packed, packed.nbytes
-        self.rows, self.columns = packed.rows, packed.cols
-
-    @classmethod
-    def pack(cls, weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> NativeMatrix:
-        """Pack a matrix for its role, in its dtype or quantised, into memory of `arena`."""
-        kind = quant_for(role, quant) or _KINDS[weight.dtype]
-        return cls(native.pack(weight, kind, paired=role == "pair", arena=arena))
-
-    @override
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.packed.unpack(x.dtype))
-
-    @override
-    def lookup(self, ids: Tensor) -> Tensor:
-        return self.packed.lookup(ids)
+def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> native.PackedWeight:
+    """Pack a matrix for its role, in its dtype or quantised, into memory of `arena`."""
+    kind = quant_for(role, quant) or _KINDS[weight.dtype]
+    return native.pack(weight, kind, paired=role == "pair", arena=arena)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +238,7 @@ class NativeStack(PackedStack):
 
     def _packed_as(self, matrix: Linear, weight: Tensor, role: Role) -> Linear:
         kind = _matrix(parts_of(matrix)[0]).kind
-        return NativeMatrix(native.pack(weight, kind if kind in native.OWN else "int8", paired=role == "pair"))
+        return native.pack(weight, kind if kind in native.OWN else "int8", paired=role == "pair")
 
     def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:
         normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
@@ -353,59 +337,18 @@ class NativeStack(PackedStack):
 
     def _extend_tables(self, positions: int) -> None:
         self.rotary.reach(positions)
-        self._model, self._reach = self._native_model(), self.rotary.positions
-        self._bindings.clear()
+        self._model.turn(self.rotary.cos, self.rotary.sin)
+        self._reach = self.rotary.positions
 
     def _native_model(self) -> native.NativeModel:
-        shape, weights = self.shape, self.weights
-        spec = native.NativeSpec(
-            hidden=shape.hidden,
-            ffn=max(shape.ffns),
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            rotary_dim=shape.rotary_dim,
-            vocab=shape.vocab,
-            eps=shape.eps,
-            attention_scale=shape.attention_scale,
-            residual_scale=shape.residual_scale,
-            embedding_scale=shape.embedding_scale,
-            logit_scale=shape.logit_scale,
-            attention_cap=shape.attention_cap or 0.0,
-            logit_cap=shape.logit_cap or 0.0,
-            activation="silu" if shape.activation == "silu" else "gelu_tanh",
-            kv_dtype=self.dtype,
-        )
-        layers = [self._native_layer(index, layer) for index, layer in enumerate(weights.layers)]
-        return native.NativeModel(spec, layers, weights.final_norm, _matrix(weights.head), self._embedding)
+        tables = self.rotary.cos, self.rotary.sin
+        return native.NativeModel(self.shape, self.weights, tables, self.dtype, self._embedding)
 
     @cached_property
     def _embedding(self) -> Tensor | native.PackedWeight | None:
         """An embedding that is not also the head, in the form that the kernels look up."""
         weights = self.weights
         return None if weights.embedding is weights.head else _table(_matrix(weights.embedding), self.dtype)
-
-    def _native_layer(self, index: int, layer: Layer) -> native.NativeLayer:
-        table, rotary = self.shape.rotary[index], self.rotary
-        return native.NativeLayer(
-            qkv=[_matrix(part) for part in parts_of(layer.qkv)],
-            o=_matrix(layer.out),
-            gate_up=[_matrix(part) for part in parts_of(layer.gate_up)],
-            down=_matrix(layer.down),
-            input_norm=layer.attention_norm,
-            post_norm=layer.mlp_norm,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            qkv_bias=layer.qkv_bias,
-            o_bias=layer.out_bias,
-            gate_up_bias=layer.gate_up_bias,
-            down_bias=layer.down_bias,
-            cos=None if table is None else rotary.cos[table],
-            sin=None if table is None else rotary.sin[table],
-            window=self.shape.windows[index],
-            attention_out_norm=layer.attention_out_norm,
-            mlp_out_norm=layer.mlp_out_norm,
-        )
 
 
 def _vectors(hidden: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
@@ -420,8 +363,8 @@ def _table(embedding: native.PackedWeight, dtype: torch.dtype) -> Tensor | nativ
 
 
 def _matrix(matrix: object) -> native.PackedWeight:
-    assert isinstance(matrix, NativeMatrix)
-    return matrix.packed
+    assert isinstance(matrix, native.PackedWeight)
+    return matrix
 
 
 def _runs(chunk: SequenceChunk, layers: tuple[int, ...]) -> bool:

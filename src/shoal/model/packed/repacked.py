@@ -112,7 +112,7 @@ class _Room:
         start = self._bytes.data_ptr()
         scales = None if made.scales is None else [made.scales.data_ptr() - start, made.scales.numel()]
         return {
-            "kind": made.kind, "rows": made.rows, "cols": made.cols, "paired": made.paired,
+            "kind": made.kind, "rows": made.rows, "cols": made.columns, "paired": made.paired,
             "data": [made.data.data_ptr() - start, made.data.numel()], "scales": scales,
         }
 

@@ -55,7 +55,7 @@ class NativeChain:
     """
 
     def __init__(self, of_state: PackedWeight, shares: Tensor, norm: Tensor, eps: float) -> None:
-        self.hidden, self.vocab = of_state.cols, len(shares)
+        self.hidden, self.vocab = of_state.columns, len(shares)
         if of_state.rows != self.hidden or of_state.paired:
             raise ValueError(f"of_state is [{of_state.rows}, {self.hidden}], paired={of_state.paired}; it must be "
                              "square, and not paired")

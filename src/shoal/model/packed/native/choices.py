@@ -119,9 +119,9 @@ class NativeExperts:
     def __init__(self, layers: Sequence[Sequence[tuple[PackedWeight, PackedWeight]]], hidden: int, ffn: int) -> None:
         self._layers, self.count = layers, len(layers[0])
         for number, layer in enumerate(layers):
-            sizes = [down.cols for _, down in layer]
-            shapes = all((pair.rows, pair.cols, pair.paired) == (2 * down.cols, hidden, True) and down.rows == hidden
-                         and not down.paired for pair, down in layer)
+            sizes = [down.columns for _, down in layer]
+            shapes = all((pair.rows, pair.columns, pair.paired) == (2 * down.columns, hidden, True)
+                         and down.rows == hidden and not down.paired for pair, down in layer)
             fits = sum(sizes) <= ffn and not any(size % LANES for size in sizes) and len(layer) == self.count <= 32
             if not shapes or not fits or len({pair.kind for pair, _ in layer}) > 1:
                 raise ValueError(f"layer {number} has groups of {sizes} neurons; in every layer there must be as many, "

@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_int32, c_uint8, c_void_p
-from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path, check_plain
 from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice, NativeExperts
@@ -32,7 +31,12 @@ from shoal.model.packed.native.library import (
 )
 from shoal.model.packed.native.threads import MACHINE
 from shoal.model.packed.native.weights import PackedWeight, share_inputs
+from shoal.model.packed.shape import Shape
+from shoal.model.packed.weights import Layer, Weights
 
+_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "vocab", "eps", "attention_scale", "residual_scale",
+          "embedding_scale", "logit_scale")
+"""What a model's struct has of its `Shape` under the same names."""
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
 _MOST_READ = 0.1
@@ -44,109 +48,17 @@ _MOST_WHOLE = 32
 two, four and so on if they do so again at once."""
 
 
-@dataclass(frozen=True)
-class NativeSpec:
-    """Sizes and constants of a decoder.
-
-    Attributes:
-        ffn: inputs of the MLP's second matrix, in the widest layer.
-        head_dim: even, at most 256.
-        rotary_dim: number of leading dimensions of a head that are rotated; j is paired with j + rotary_dim / 2.
-        attention_scale: factor of scores, usually head_dim ** -0.5.
-        residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, the embedding and logits.
-        attention_cap, logit_cap: c of the soft cap c * tanh(x / c) of scores and logits; 0 for none.
-        kv_dtype: dtype of the cache, float32 or bfloat16; queries and weights of values are rounded to it too if the
-            processor multiplies it.
-    """
-
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    vocab: int
-    eps: float
-    attention_scale: float
-    residual_scale: float = 1.0
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    attention_cap: float = 0.0
-    logit_cap: float = 0.0
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    kv_dtype: torch.dtype = torch.bfloat16
-
-    def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
-        if self.kv_dtype not in _KV_DTYPES:
-            raise ValueError(f"kv_dtype is {self.kv_dtype}; it must be torch.float32 or torch.bfloat16")
-        if min(self.hidden, self.ffn, self.heads, self.kv_heads, self.vocab) < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"sizes must be positive and kv_heads ({self.kv_heads}) divide heads ({self.heads})")
-        if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; it must be even and in [2, {MAX_HEAD_DIM}]")
-        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ValueError(f"rotary_dim is {self.rotary_dim}; it must be even and in [0, {self.head_dim}]")
-        if min(self.attention_cap, self.logit_cap) < 0:
-            raise ValueError(f"caps are {self.attention_cap} and {self.logit_cap}; they must be >= 0, and 0 is none")
-
-
-Stacked = PackedWeight | Sequence[PackedWeight]
-"""One matrix, or several, one above the other."""
-
-
-def parts_of(stacked: Stacked) -> tuple[PackedWeight, ...]:
-    """The matrices of a stack."""
-    return (stacked,) if isinstance(stacked, PackedWeight) else tuple(stacked)
-
-
-@dataclass(frozen=True, eq=False)
-class NativeLayer:
-    """One decoder layer: matrices, then float32 vectors; None for parts that the layer lacks.
-
-    Attributes:
-        qkv: [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values; up to three matrices, one above the
-            other, all but the last with a multiple of 16 rows.
-        gate_up: [2 * ffn, hidden], packed with `paired=True`; or gate and up separately, of kinds that take activations
-            in the same form.
-        input_norm, post_norm: [hidden], RMSNorms before attention and before the MLP.
-        q_norm, k_norm: [head_dim], RMSNorms over each head, or [heads * head_dim] and [kv_heads * head_dim] over all
-            heads together.
-        cos, sin: [positions, rotary_dim / 2]; None in a layer without rotary embedding.
-        window: positions that a query sees, including its own, or None.
-        attention_out_norm, mlp_out_norm: [hidden], RMSNorms of what the sublayers add to the residual stream.
-    """
-
-    qkv: Stacked
-    o: PackedWeight
-    gate_up: Stacked
-    down: PackedWeight
-    input_norm: Tensor | None
-    post_norm: Tensor | None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    window: int | None = None
-    attention_out_norm: Tensor | None = None
-    mlp_out_norm: Tensor | None = None
-
-
 Choose = Callable[[int, Tensor], Sequence["Tensor | None"]]
 
 
 class _Asked:
     """Calls `choose` during a forward, and keeps its result alive until it is read."""
 
-    def __init__(self, choose: Choose, batch: NativeBatch, struct: BatchStruct, spec: NativeSpec) -> None:
+    def __init__(self, choose: Choose, batch: NativeBatch, struct: BatchStruct, shape: Shape) -> None:
         self.error: BaseException | None = None
-        self._choose, self._batch, self._heads = choose, batch, (spec.kv_heads, spec.heads)
+        self._choose, self._batch, self._heads = choose, batch, (shape.kv_heads, shape.heads)
         self._kept: list[Tensor | None] = []
-        self._queries = torch.empty(struct.tokens, spec.heads, spec.head_dim)
+        self._queries = torch.empty(struct.tokens, shape.heads, shape.head_dim)
         self._columns, self._counts = (c_void_p * struct.tokens)(), (c_int32 * struct.tokens)()
         self._apart = (c_uint8 * struct.tokens)()
         self._function = SELECT(self._select)
@@ -200,8 +112,13 @@ class NativeModel:
     """A decoder that the library runs.
 
     Args:
-        head: [vocab, hidden]; it is also the input embedding if `embedding` is None.
-        embedding: [vocab, hidden], packed, or a plain matrix in float32 or bfloat16.
+        shape: its sizes. Dimensions of a head are even and at most 256.
+        weights: matrices are `PackedWeight`s, or a few of them stacked: up to three for q, k and v, all but the last
+            with a multiple of 16 rows; gate and up as a pair, or separately if they take activations in the same form.
+        tables: cos and sin [tables, positions, rotary_dim / 2] in float32; see `turn`.
+        kv_dtype: dtype of the cache, float32 or bfloat16; queries and weights of values are rounded to it too if the
+            processor multiplies it.
+        embedding: [vocab, hidden], packed, or a plain matrix in float32 or bfloat16; None if it is the head.
 
     Attributes:
         head_read: bytes of the head that forwards have read so far, including bounds.
@@ -212,25 +129,34 @@ class NativeModel:
     """
 
     def __init__(
-        self,
-        spec: NativeSpec,
-        layers: Sequence[NativeLayer],
-        norm: Tensor,
-        head: PackedWeight,
-        embedding: Tensor | PackedWeight | None = None,
-        head_bias: Tensor | None = None,
+        self, shape: Shape, weights: Weights, tables: tuple[Tensor, Tensor], kv_dtype: torch.dtype,
+        embedding: Tensor | PackedWeight | None = None, head_bias: Tensor | None = None,
     ) -> None:
-        self.spec, self.num_layers, self._head = spec, len(layers), head
-        self._library = require()
-        self._parts: list[object] = [list(layers), head, embedding]
-        self._structs = (LayerStruct * len(layers))(*(self._layer(layer) for layer in layers))
-        self._model = self._model_struct(norm, head, embedding, head_bias)
+        _check_sizes(shape, kv_dtype)
+        self.shape, self.num_layers, self._kv_dtype = shape, len(weights.layers), kv_dtype
+        self._library, self._lock = require(), threading.Lock()
+        self._parts: list[object] = [embedding]
+        layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
+        self._structs = (LayerStruct * len(layers))(*layers)
+        self._head = _packed(weights.head)
+        self._model = self._model_struct(weights.final_norm, embedding, head_bias)
+        self.turn(*tables)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._lock = threading.Lock()
         self._whole: dict[int, int] = {}  # forwards that are to read the whole head, by wanted tokens
         self._failed: dict[int, int] = {}  # how many were, when bounds let too much through last, and never less since
         self.head_read = 0
         self._asking: int | None = None  # the thread whose forward calls `choose`
+
+    def turn(self, cos: Tensor, sin: Tensor) -> None:
+        """Take other rotary tables, for more positions."""
+        half = self.shape.rotary_dim // 2
+        with self._lock:
+            for struct, table in zip(self._structs, self.shape.rotary, strict=True):
+                if table is not None and half:
+                    struct.positions = cos.shape[1]
+                    struct.cos = _address("cos", cos[table], (struct.positions, half))
+                    struct.sin = _address("sin", sin[table], (struct.positions, half))
+            self._tables = cos, sin
 
     def bind(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],
@@ -239,12 +165,12 @@ class NativeModel:
         """Check the KV tensors once, for all forwards until one of them is replaced.
 
         Args:
-            keys, values: per layer [rows, kv_heads, capacity, head_dim], contiguous, in the spec's kv_dtype; None for a
+            keys, values: per layer [rows, kv_heads, capacity, head_dim], contiguous, in `kv_dtype`; None for a
                 layer that stores nothing.
             own: per layer and row what it stores outside its slot; None if there is nothing.
         """
-        shape = (self.spec.kv_heads, self.spec.head_dim)
-        return KVBinding(keys, values, self.num_layers, shape, self.spec.kv_dtype, own)
+        shape = (self.shape.kv_heads, self.shape.head_dim)
+        return KVBinding(keys, values, self.num_layers, shape, self._kv_dtype, own)
 
     def forward(
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
@@ -288,21 +214,21 @@ class NativeModel:
         struct.likeliest = ctypes.addressof(read) if bounded else None
         if taps is not None:
             struct.tap_count = min(max(len(taps), 1), struct.active_count + 1)
-            check_plain("taps", taps, (struct.tap_count, struct.tokens, self.spec.hidden))
+            check_plain("taps", taps, (struct.tap_count, struct.tokens, self.shape.hidden))
             struct.taps = taps.data_ptr()
         if vectors is not None:
-            check_plain("vectors", vectors, (struct.tokens, self.spec.hidden))
+            check_plain("vectors", vectors, (struct.tokens, self.shape.hidden))
             struct.vectors = vectors.data_ptr()
         if experts is not None:
             experts[0].put_into(struct, experts[1])
-        asked = None if choose is None else _Asked(choose, batch, struct, self.spec)
-        at_work = None if choices is None else ChoicesAtWork(choices, struct, self.spec.heads, self.spec.kv_heads)
+        asked = None if choose is None else _Asked(choose, batch, struct, self.shape)
+        at_work = None if choices is None else ChoicesAtWork(choices, struct, self.shape.heads, self.shape.kv_heads)
         self._check(struct)
         logits = self._run(struct, threads, asked)
         del at_work
-        let_through = min(self.spec.vocab, read.value * LANES)
+        let_through = min(self.shape.vocab, read.value * LANES)
         if bounded:
-            self._note_read(len(batch.wanted), let_through > self._most_read * self.spec.vocab)
+            self._note_read(len(batch.wanted), let_through > self._most_read * self.shape.vocab)
         if batch.wanted:
             self.head_read += self._head_bytes(let_through)
         if asked is not None and asked.error is not None:
@@ -335,9 +261,9 @@ class NativeModel:
         Raises:
             ValueError: the arguments do not fit together; nothing was changed.
         """
-        if (chain.hidden, chain.vocab) != (self.spec.hidden, self.spec.vocab):
-            raise ValueError(f"the chain is of [{chain.vocab}, {chain.hidden}]; the model is of [{self.spec.vocab}, "
-                             f"{self.spec.hidden}]")
+        if (chain.hidden, chain.vocab) != (self.shape.hidden, self.shape.vocab):
+            raise ValueError(f"the chain is of [{chain.vocab}, {chain.hidden}]; the model is of [{self.shape.vocab}, "
+                             f"{self.shape.hidden}]")
         sizes = sum(map(len, states)), sum(map(len, known)), len(wishes)
         if sizes != (len(batch.ids), len(batch.ids), len(batch.wanted)) or not wishes:
             raise ValueError(f"{sizes[0]} states, {sizes[1]} shares and {sizes[2]} wishes; there are {len(batch.ids)} "
@@ -360,7 +286,7 @@ class NativeModel:
         if not let_through:  # without touching `upper`, which would make it
             return self._head.nbytes
         assert self._head.upper is not None
-        return self._head.upper.nbytes + self._head.nbytes * let_through // self.spec.vocab
+        return self._head.upper.nbytes + self._head.nbytes * let_through // self.shape.vocab
 
     def _note_read(self, tokens: int, much: bool) -> None:
         """Note whether bounds let too much through for that many tokens."""
@@ -382,7 +308,7 @@ class NativeModel:
     @cached_property
     def _knows_upper(self) -> bool:
         """Whether the library can bound the logits; a soft cap could make different logits equal."""
-        if self._model.head_bias or self.spec.logit_cap or self.spec.logit_scale <= 0 or self._head.upper is None:
+        if self._model.head_bias or self.shape.logit_cap or self.shape.logit_scale <= 0 or self._head.upper is None:
             return False
         self._model.upper = self._head.upper.struct()
         return True
@@ -404,7 +330,7 @@ class NativeModel:
         batch = ctypes.byref(self._model), ctypes.byref(struct)
         one = batch if chain is None else (*batch, ctypes.byref(chain))
         call = self._library.shoal_forward if chain is None else self._library.shoal_guess
-        logits = torch.empty(struct.wanted_count, self.spec.vocab)
+        logits = torch.empty(struct.wanted_count, self.shape.vocab)
         with self._lock:
             needed = self._library.shoal_scratch_bytes(*batch, count)
             if needed > self._scratch.numel():
@@ -419,91 +345,109 @@ class NativeModel:
                 MACHINE.note(had, time.perf_counter() - start)
         return logits
 
-    def _layer(self, layer: NativeLayer) -> LayerStruct:
-        spec, struct = self.spec, LayerStruct(window=layer.window or 0)
-        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        struct.qkv = self._stack(parts_of(layer.qkv), query + 2 * kv)
-        struct.o = self._matrix("o", layer.o, spec.hidden, query)
-        ffn = min(layer.down.cols, spec.ffn)
+    def _layer(self, index: int, layer: Layer) -> LayerStruct:
+        shape, struct = self.shape, LayerStruct(window=self.shape.windows[index] or 0)
+        hidden, ffn = shape.hidden, shape.ffns[index]
+        query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        struct.qkv = self._qkv(parts_of(layer.qkv), query + 2 * kv)
+        struct.o = self._matrix("out", layer.out, hidden, query)
         struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
-        struct.down = self._matrix("down", layer.down, spec.hidden, ffn)
-        lengths = {"qkv_bias": query + 2 * kv, "gate_up_bias": 2 * ffn}
-        struct.wide_norms = wide = layer.q_norm is not None and spec.heads > 1 and len(layer.q_norm) == query
-        lengths |= {"q_norm": query if wide else spec.head_dim, "k_norm": kv if wide else spec.head_dim}
-        for name in (field.name for field in fields(layer)[4:12]):
-            setattr(struct, name, self._vector(name, getattr(layer, name), lengths.get(name, spec.hidden)))
-        for name in ("attention_out_norm", "mlp_out_norm"):
-            setattr(struct, name, self._vector(name, getattr(layer, name), spec.hidden))
+        struct.down = self._matrix("down", layer.down, hidden, ffn)
+        struct.wide_norms = wide = layer.q_norm is not None and shape.heads > 1 and len(layer.q_norm) == query
+        struct.input_norm = self._vector("attention_norm", layer.attention_norm, hidden)
+        struct.post_norm = self._vector("mlp_norm", layer.mlp_norm, hidden)
+        struct.attention_out_norm = self._vector("attention_out_norm", layer.attention_out_norm, hidden)
+        struct.mlp_out_norm = self._vector("mlp_out_norm", layer.mlp_out_norm, hidden)
+        struct.q_norm = self._vector("q_norm", layer.q_norm, query if wide else shape.head_dim)
+        struct.k_norm = self._vector("k_norm", layer.k_norm, kv if wide else shape.head_dim)
+        struct.qkv_bias = self._vector("qkv_bias", layer.qkv_bias, query + 2 * kv)
+        struct.o_bias = self._vector("out_bias", layer.out_bias, hidden)
+        struct.gate_up_bias = self._vector("gate_up_bias", layer.gate_up_bias, 2 * ffn)
+        struct.down_bias = self._vector("down_bias", layer.down_bias, hidden)
         if None in (struct.input_norm or struct.attention_out_norm, struct.post_norm or struct.mlp_out_norm):
-            raise ValueError("input_norm and post_norm, or the norms of the sublayers' outputs, must be given")
-        self._rotary(struct, layer)
+            raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
         return struct
 
-    def _rotary(self, struct: LayerStruct, layer: NativeLayer) -> None:
-        if (layer.cos is None) != (layer.sin is None):
-            raise ValueError("cos and sin must be given together")
-        if layer.cos is None or layer.sin is None or not self.spec.rotary_dim:
-            return
-        shape = (layer.cos.shape[0], self.spec.rotary_dim // 2)
-        struct.cos, struct.sin = self._tensor("cos", layer.cos, shape), self._tensor("sin", layer.sin, shape)
-        struct.positions = shape[0]
-
     def _model_struct(
-        self, norm: Tensor, head: PackedWeight,
-        embedding: Tensor | PackedWeight | None,
-        head_bias: Tensor | None,
+        self, norm: Tensor, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None
     ) -> Model:
-        spec, struct = self.spec, Model(num_layers=self.num_layers)
-        for field in fields(spec)[:-2]:
-            setattr(struct, field.name, getattr(spec, field.name))
-        struct.activation, struct.kv_dtype = ACTIVATIONS.index(spec.activation), _KV_DTYPES[spec.kv_dtype]
-        struct.layers = self._structs
-        struct.norm = self._vector("norm", norm, spec.hidden)
-        struct.head = self._matrix("head", head, spec.vocab, spec.hidden)
-        struct.head_bias = self._vector("head_bias", head_bias, spec.vocab)
-        table = embedding if isinstance(embedding, PackedWeight) else head
-        struct.table = self._matrix("embedding", table, spec.vocab, spec.hidden)
+        shape, struct = self.shape, Model(num_layers=self.num_layers, ffn=max(self.shape.ffns), layers=self._structs)
+        for name in _SIZES:
+            setattr(struct, name, getattr(shape, name))
+        struct.attention_cap, struct.logit_cap = shape.attention_cap or 0.0, shape.logit_cap or 0.0
+        struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
+        struct.norm = self._vector("norm", norm, shape.hidden)
+        struct.head = self._matrix("head", self._head, shape.vocab, shape.hidden)
+        struct.head_bias = self._vector("head_bias", head_bias, shape.vocab)
+        table = embedding if isinstance(embedding, PackedWeight) else self._head
+        struct.table = self._matrix("embedding", table, shape.vocab, shape.hidden)
         if isinstance(embedding, Tensor):
             if embedding.dtype not in _KV_DTYPES:
                 raise ValueError(f"embedding is {embedding.dtype}; it must be torch.float32 or torch.bfloat16")
             struct.embedding_dtype = _KV_DTYPES[embedding.dtype]
-            struct.embedding = self._tensor("embedding", embedding, (spec.vocab, spec.hidden), embedding.dtype)
+            struct.embedding = _address("embedding", embedding, (shape.vocab, shape.hidden), embedding.dtype)
         return struct
 
-    def _stack(self, parts: Sequence[PackedWeight], rows: int) -> Array[Weight]:
+    def _qkv(self, parts: Sequence[Linear], rows: int) -> Array[Weight]:
         """The structs of up to three matrices that make up q, k and v."""
-        hidden, sizes = self.spec.hidden, [part.rows for part in parts]
+        sizes = [part.rows for part in parts]
         if not 1 <= len(parts) <= 3 or sum(sizes) != rows or any(size % LANES for size in sizes[:-1]):
             raise ValueError(
                 f"qkv is of {sizes} rows; up to three matrices with {rows} rows are needed, all but the last one with "
                 f"a multiple of {LANES}"
             )
-        structs = [self._matrix("qkv", part, part.rows, hidden) for part in parts]
-        return (Weight * 3)(*structs)
+        return (Weight * 3)(*(self._matrix("qkv", part, part.rows, self.shape.hidden) for part in parts))
 
-    def _gate_up(self, parts: Sequence[PackedWeight], ffn: int) -> Array[Weight]:
+    def _gate_up(self, parts: Sequence[Linear], ffn: int) -> Array[Weight]:
         """The structs of one paired matrix, or of two."""
-        hidden = self.spec.hidden
+        hidden = self.shape.hidden
         if len(parts) == 1:
             return (Weight * 2)(self._matrix("gate_up", parts[0], 2 * ffn, hidden, paired=True))
-        if len(parts) != 2 or not share_inputs(parts[0].kind, parts[1].kind):
-            kinds = ", ".join(part.kind for part in parts)
-            raise ValueError(f"gate_up is of {kinds}; one paired matrix, or two that take the same inputs, are needed")
+        kinds = [_packed(part).kind for part in parts]
+        if len(kinds) != 2 or not share_inputs(*kinds):
+            raise ValueError(f"gate_up is of {', '.join(kinds)}; one paired matrix, or two that take the same inputs, "
+                             "are needed")
         return (Weight * 2)(*(self._matrix("gate_up", part, ffn, hidden) for part in parts))
 
-    def _matrix(self, name: str, weight: PackedWeight, rows: int, cols: int, paired: bool = False) -> Weight:
-        if (weight.rows, weight.cols, weight.paired) != (rows, cols, paired):
-            found = f"[{weight.rows}, {weight.cols}], paired={weight.paired}"
-            raise ValueError(f"{name} is {found}; it must be [{rows}, {cols}], paired={paired}")
+    def _matrix(self, name: str, matrix: Linear, rows: int, columns: int, paired: bool = False) -> Weight:
+        """The struct of a matrix, which is kept alive with the model."""
+        weight = _packed(matrix)
+        if (weight.rows, weight.columns, weight.paired) != (rows, columns, paired):
+            found = f"[{weight.rows}, {weight.columns}], paired={weight.paired}"
+            raise ValueError(f"{name} is {found}; it must be [{rows}, {columns}], paired={paired}")
+        self._parts.append(weight)
         return weight.struct()
 
     def _vector(self, name: str, vector: Tensor | None, length: int) -> int | None:
-        return None if vector is None else self._tensor(name, vector, (length,))
+        """The address of a vector, which is kept alive with the model."""
+        self._parts.append(vector)
+        return None if vector is None else _address(name, vector, (length,))
 
-    def _tensor(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        """The address of a tensor, which is kept alive with the model."""
-        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
-            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{name} is {found}; a contiguous {dtype} {list(shape)} on the CPU is needed")
-        self._parts.append(tensor)
-        return tensor.data_ptr()
+
+def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
+    if shape.activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {shape.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    if kv_dtype not in _KV_DTYPES:
+        raise ValueError(f"kv_dtype is {kv_dtype}; it must be torch.float32 or torch.bfloat16")
+    if min(shape.hidden, *shape.ffns, shape.heads, shape.kv_heads, shape.vocab) < 1 or shape.heads % shape.kv_heads:
+        raise ValueError(f"sizes must be positive and kv_heads ({shape.kv_heads}) divide heads ({shape.heads})")
+    if not 2 <= shape.head_dim <= MAX_HEAD_DIM or shape.head_dim % 2:
+        raise ValueError(f"head_dim is {shape.head_dim}; it must be even and in [2, {MAX_HEAD_DIM}]")
+    if not 0 <= shape.rotary_dim <= shape.head_dim or shape.rotary_dim % 2:
+        raise ValueError(f"rotary_dim is {shape.rotary_dim}; it must be even and in [0, {shape.head_dim}]")
+    caps = shape.attention_cap or 0.0, shape.logit_cap or 0.0
+    if min(caps) < 0:
+        raise ValueError(f"caps are {caps[0]} and {caps[1]}; they must be >= 0, and 0 is none")
+
+
+def _packed(matrix: Linear) -> PackedWeight:
+    assert isinstance(matrix, PackedWeight)
+    return matrix
+
+
+def _address(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    """The address of a tensor; ValueError if the library would misread it."""
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise ValueError(f"{name} is {found}; a contiguous {dtype} {list(shape)} on the CPU is needed")
+    return tensor.data_ptr()

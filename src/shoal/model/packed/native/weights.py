@@ -14,10 +14,12 @@ from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from typing_extensions import override
 
 from shoal.model.gguf.blocks import Blocks, plain
 from shoal.model.gguf.header import GgmlType
+from shoal.model.packed.linear import Linear
 from shoal.model.packed.native.library import KINDS, MAX_TOKENS, PANEL_ROWS, Weight, require
 from shoal.model.packed.native.threads import MACHINE
 
@@ -80,30 +82,29 @@ def _huge(nbytes: int) -> Tensor:
     return memory
 
 
-@dataclass(frozen=True, eq=False)
-class PackedWeight:
-    """A matrix [rows, cols] that the kernels multiply with.
+@dataclass(eq=False)
+class PackedWeight(Linear):
+    """A matrix [rows, columns] that the kernels multiply with; called, it is unpacked, so calls are for many tokens.
 
     Attributes:
         kind: `fp32`, `bf16`, `fp16`, `int8` (symmetric, one scale per 64 inputs of a row), `int4` (symmetric, one per
             32), or the GGML type whose numbers it holds.
-        rows, cols: its shape; rows count both halves of a pair.
+        rows, columns: its shape; rows count both halves of a pair.
         data: uint8 [bytes].
         scales: uint8 [bytes] of scales and minima, or None.
         paired: whether it has two halves (gate, up) whose row blocks alternate.
+        nbytes: bytes that a product reads: data and scales, padding included.
     """
 
     kind: Kind
     rows: int
-    cols: int
+    columns: int
     data: Tensor
     scales: Tensor | None = None
     paired: bool = False
 
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes that a product reads: data and scales, padding included."""
-        return self.data.numel() + (0 if self.scales is None else self.scales.numel())
+    def __post_init__(self) -> None:
+        self.nbytes = self.data.numel() + (0 if self.scales is None else self.scales.numel())
 
     @cached_property
     def upper(self) -> PackedWeight | None:
@@ -122,20 +123,21 @@ class PackedWeight:
     @property
     def upper_bytes(self) -> int:
         """Bytes that making `upper` takes; 0 if it exists or never will."""
-        if self.paired or "upper" in self.__dict__ or self.cols > _MOST_COLUMNS:
+        if self.paired or "upper" in self.__dict__ or self.columns > _MOST_COLUMNS:
             return 0
         if self.kind == "q8_0":
             return self.data.numel() // _GROUP_BYTES * _UPPER_BYTES
-        return packed_bytes("rough", self.rows, self.cols) if self.kind in _FLOATS else 0
+        return packed_bytes("rough", self.rows, self.columns) if self.kind in _FLOATS else 0
 
     def _halved(self, scales: Tensor) -> PackedWeight:
-        upper = PackedWeight("upper", self.rows, self.cols, Arena(0).take(self.upper_bytes), scales)
+        upper = PackedWeight("upper", self.rows, self.columns, Arena(0).take(self.upper_bytes), scales)
         groups, threads = self.data.numel() // _GROUP_BYTES, torch.get_num_threads()
         require().shoal_take_upper(self.data.data_ptr(), groups, upper.data.data_ptr(), threads)
         return upper
 
     def _roughened(self) -> PackedWeight:
-        upper, library, threads = _room("rough", self.rows, self.cols, False, None), require(), torch.get_num_threads()
+        library, threads = require(), torch.get_num_threads()
+        upper = _room("rough", self.rows, self.columns, False, None)
         structs = [ctypes.byref(one.struct()) for one in (upper, self)]
         scratch = torch.empty(threads * sum(map(library.shoal_pack_scratch, structs)), dtype=torch.uint8)
         library.shoal_roughen(*structs, scratch.data_ptr(), threads)
@@ -143,40 +145,46 @@ class PackedWeight:
 
     def struct(self) -> Weight:
         """The matrix in the library's form; valid as long as this object lives."""
-        struct, _, _ = _laid_out(self.kind, self.rows, self.cols, self.paired)
+        struct, _, _ = _laid_out(self.kind, self.rows, self.columns, self.paired)
         struct.data = self.data.data_ptr()
         struct.scales = None if self.scales is None else self.scales.data_ptr()
         return struct
 
     def part(self, rows: slice) -> PackedWeight:
         """Some rows of an unpaired matrix, in the same memory; they begin and end at panels."""
-        ends = [_laid_out(self.kind, end, self.cols, False)[1:] for end in (rows.start, rows.stop)]
+        ends = [_laid_out(self.kind, end, self.columns, False)[1:] for end in (rows.start, rows.stop)]
         data, scales = (slice(first, last) for first, last in zip(*ends, strict=True))
         some = None if self.scales is None else self.scales[scales]
-        return PackedWeight(self.kind, rows.stop - rows.start, self.cols, self.data[data], some)
+        return PackedWeight(self.kind, rows.stop - rows.start, self.columns, self.data[data], some)
 
     def unpack(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
-        """The dequantised matrix [rows, cols] in `dtype` (float32 or bfloat16), written to `out` if that is given."""
+        """The dequantised matrix in `dtype` (float32 or bfloat16), written to `out`, if given, [rows, columns]."""
         if out is None:
-            out = torch.empty(self.rows, self.cols, dtype=dtype)
-        elif out.shape != (self.rows, self.cols) or not out.is_contiguous() or out.device.type != "cpu":
-            raise ValueError(f"out is {list(out.shape)}; a contiguous [{self.rows}, {self.cols}] on the CPU is needed")
+            out = torch.empty(self.rows, self.columns, dtype=dtype)
+        elif out.shape != (self.rows, self.columns) or not out.is_contiguous() or out.device.type != "cpu":
+            size = f"[{self.rows}, {self.columns}]"
+            raise ValueError(f"out is {list(out.shape)}; a contiguous {size} on the CPU is needed")
         _convert("shoal_unpack", self.struct(), out)
         return out
 
-    def lookup(self, rows: Tensor) -> Tensor:
-        """Dequantised rows: int64 [n] to float32 [n, cols]; ValueError for a row that the matrix does not have."""
-        rows = rows.contiguous()
+    @override
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.unpack(x.dtype))
+
+    @override
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Dequantised rows: int64 [n] to float32 [n, columns]; ValueError for a row that the matrix does not have."""
+        rows = ids.contiguous()
         if rows.dtype != torch.int64 or (rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows):
             raise ValueError(f"rows must be int64 numbers in 0..{self.rows - 1}")
-        out = torch.empty(len(rows), self.cols)
+        out = torch.empty(len(rows), self.columns)
         struct = ctypes.byref(self.struct())
         require().shoal_lookup(struct, rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads())
         return out
 
 
 def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Memory | None = None) -> PackedWeight:
-    """Pack a matrix [rows, cols]; integer kinds round to nearest, int4 after a search for the scale.
+    """Pack a matrix [rows, columns]; integer kinds round to nearest, int4 after a search for the scale.
 
     Args:
         weight: float matrix on the CPU; dtypes that the kernels do not know pass through float32.
@@ -272,8 +280,8 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     Returns:
         float32 [tokens, rows].
     """
-    if x.ndim != 2 or x.shape[1] != weight.cols or not 1 <= x.shape[0] <= MAX_TOKENS:
-        raise ValueError(f"x is {list(x.shape)}; it must be [1..{MAX_TOKENS}, {weight.cols}]")
+    if x.ndim != 2 or x.shape[1] != weight.columns or not 1 <= x.shape[0] <= MAX_TOKENS:
+        raise ValueError(f"x is {list(x.shape)}; it must be [1..{MAX_TOKENS}, {weight.columns}]")
     if weight.paired:
         raise ValueError("a paired matrix is multiplied only inside the gated MLP; pack its halves one by one")
     library, threads, struct = require(), MACHINE.choose(), weight.struct()
