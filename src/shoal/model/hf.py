@@ -17,11 +17,10 @@ from typing_extensions import override
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported, stays_here
 from shoal.model.config import context_of, layers_of, windows_of
-from shoal.model.experts import ExpertMLPs, MLPGroup, Opened, check_groups, mixed, opened_at
+from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import mask, reads_apart
-from shoal.model.packed.linear import Dense
 from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows, shallow_copy
 from shoal.model.probe import find_layers, take_apart, through
 from shoal.model.stack import (
@@ -41,8 +40,6 @@ from shoal.model.stack import (
 T = TypeVar("T")
 
 _ATTENTION = ("self_attn", "attn", "attention")
-_SAME = 64
-"""Tolerance for sums in another order, in units of the dtype's eps."""
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
 
 
@@ -164,21 +161,6 @@ class HFStack(Stack):
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
         return torch.no_grad()(self.parts.head.cut(ids))
 
-    @override
-    @torch.no_grad()
-    def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
-        mlps = [_gated_mlp(layer) for layer in self.parts.layers]
-        check_groups(neurons, [mlp.down_proj.in_features for mlp in mlps])
-        layers = [_split(mlp, groups.to(self.device)) for mlp, groups in zip(mlps, neurons, strict=True)]
-        made = ExpertMLPs(layers, _activation(mlps[0]), [mlp.down_proj.bias for mlp in mlps])
-        _check_sum(made, mlps)
-        return made
-
-    @override
-    @property
-    def group_bytes(self) -> int:
-        return sum(one.nbytes for layer in self.parts.layers for one in _gated_mlp(layer).parameters())
-
     def mixing(self, module: nn.Module, layer: int, opened: Sequence[Opened | None]) -> nn.Module:
         """A copy of a layer, or of its half, in which some tokens, in the order of the input, run groups of the MLP."""
         name = next(name for name in _MLP if name in module._modules)
@@ -296,8 +278,9 @@ class _PaddedCall:
         window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in rows)
         seen = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
         key = (piece.first, piece.last)
-        if piece.part != "attention" and any(chunk.experts for chunk in self.chunks):
-            module = self.stack.mixing(module, layer, self._opened(layer, piece, rows, hidden.shape[1]))
+        opened = None if piece.part == "attention" else self._opened(layer, piece, rows, hidden.shape[1])
+        if opened is not None:
+            module = self.stack.mixing(module, layer, opened)
         output = module(hidden, **self.stack.arguments(layer, hidden, places, slot, seen, self._memo, key))
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
@@ -336,11 +319,14 @@ class _PaddedCall:
         table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in rows]
         return torch.tensor(table, device=self.stack.device)
 
-    def _opened(self, layer: int, piece: LayerWork, rows: Sequence[int], width: int) -> list[Opened | None]:
-        """The MLP groups of the piece's nodes, [rows * width], each row padded with its last."""
-        ends = ((self.chunks[i], piece.first[i], piece.last[i]) for i in rows)
-        return [opened_at(chunk, layer, min(first + node, last - 1)) for chunk, first, last in ends
-                for node in range(width)]
+    def _opened(self, layer: int, piece: LayerWork, rows: Sequence[int], width: int) -> list[Opened | None] | None:
+        """The MLP groups of the piece's nodes, [rows * width], each row padded with its last; None for whole MLPs."""
+        if all(chunk.experts is None for chunk in self.chunks):
+            return None
+        ends = ((self.chunks[i].experts, piece.first[i], piece.last[i]) for i in rows)
+        found = [None if choice is None else choice.opened(layer, min(first + node, last - 1))
+                 for choice, first, last in ends for node in range(width)]
+        return found if any(found) else None
 
     def _mask(self, piece: LayerWork, rows: list[int], starts: tuple[int, ...], window: int | None) -> Tensor | None:
         views = [
@@ -387,46 +373,9 @@ class _Mixed(nn.Module):
         self.whole, self._layer, self._opened = whole, layer, opened
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        out = mixed(hidden_states.flatten(0, -2), self._layer, self._opened, self.whole)
+        mlps = next(filter(None, self._opened))[0]
+        out = mlps.mixed(hidden_states.flatten(0, -2), self._layer, self._opened, self.whole)
         return out.view_as(hidden_states).to(hidden_states.dtype)
-
-
-def _gated_mlp(layer: nn.Module) -> Any:
-    """The layer's MLP, if its matrices have the names of Llama or Phi-3."""
-    mlp: Any = getattr(layer, "mlp", None)
-    names = set() if mlp is None else set(mlp._modules)
-    if "down_proj" not in names or not ({"gate_proj", "up_proj"} <= names or "gate_up_proj" in names):
-        raise Unsupported(f"groups of neurons in {type(layer).__name__}", "it has no gated MLP of its own, with "
-                          "matrices gate, up and down", "Leave out layers instead, as d3 does")
-    return mlp
-
-
-def _check_sum(made: ExpertMLPs, mlps: Sequence[Any]) -> None:
-    """Refuse MLPs that do more than gating: all groups together must give what the MLP gives."""
-    weight = mlps[0].down_proj.weight
-    x = torch.linspace(-1, 1, 2 * weight.shape[0], dtype=torch.float64).view(2, -1).to(weight)
-    for layer, mlp in enumerate(mlps):
-        wanted = mlp(x).double()
-        apart = made(layer, x, [(1 << len(made.layers[layer])) - 1] * 2).double() - wanted
-        if apart.norm() > _SAME * torch.finfo(weight.dtype).eps * wanted.norm():
-            raise Unsupported(f"groups of neurons in {type(mlp).__name__}", "together they do not give what the MLP "
-                              "gives, which does more than to gate", "Leave out layers instead, as d3 does")
-
-
-def _activation(mlp: Any) -> Callable[[Tensor], Tensor]:
-    found: Callable[[Tensor], Tensor] = getattr(mlp, "activation_fn", None) or mlp.act_fn
-    return found
-
-
-def _split(mlp: Any, groups: Tensor) -> list[MLPGroup]:
-    """The groups of one MLP, as copies."""
-    parts = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
-    halves = torch.cat([part.weight for part in parts]).chunk(2)
-    biases = None if parts[0].bias is None else torch.cat([part.bias for part in parts]).chunk(2)
-    return [MLPGroup(
-        Dense(torch.cat([half[group] for half in halves])), Dense(mlp.down_proj.weight[:, group].contiguous()),
-        None if biases is None else torch.cat([bias[group] for bias in biases]),
-    ) for group in groups]
 
 
 def _check_attention(model: Any) -> None:

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from shoal.model.experts import opened_in
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import Asker, row_mask
-from shoal.model.stack import LayerWork, RowView, SequenceChunk, lay_vectors
+from shoal.model.stack import LayerWork, RowView, SequenceChunk, lay_vectors, opened_in
 
 if TYPE_CHECKING:
     from shoal.model.hf import HFStack

@@ -19,7 +19,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
 
 if TYPE_CHECKING:
-    from shoal.model.experts import ExpertChoice, ExpertMLPs
+    from shoal.model.experts import ExpertChoice, Opened
 
 Part = Literal["layer", "attention", "mlp"]
 HiddenStateHook = Callable[[int, Tensor], None]
@@ -264,20 +264,6 @@ class Stack(Protocol):
             Unsupported: the head is not a plain matrix.
         """
 
-    def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
-        """Copy the MLPs into groups of neurons, which chunks can name as their `experts`.
-
-        Args:
-            neurons: int64 [groups, n] for each layer: all of its neurons, each in one group.
-
-        Raises:
-            Unsupported: the MLPs are not gated, or do not have these neurons.
-        """
-
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of the copies that `split_mlps` makes."""
-
 
 @dataclass(frozen=True, slots=True)
 class FromLayer:
@@ -294,6 +280,16 @@ class FromLayer:
 def first_seen(hook: HiddenStateHook) -> int:
     """The first layer whose states a hook needs."""
     return hook.first if isinstance(hook, FromLayer) else 0
+
+
+def opened_in(chunks: Sequence[SequenceChunk], layer: int, piece: LayerWork) -> list[Opened | None] | None:
+    """The MLP groups that each token of a piece of work runs; None if all tokens run the whole MLP."""
+    if all(chunk.experts is None for chunk in chunks):
+        return None
+    ends = zip(chunks, piece.first, piece.last, strict=True)
+    found = [None if chunk.experts is None else chunk.experts.opened(layer, node)
+             for chunk, first, last in ends for node in range(first, last)]
+    return found if any(found) else None
 
 
 def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 if TYPE_CHECKING:
-    from shoal.model.experts import ExpertMLPs
     from shoal.model.stack import Stack
     from shoal.speculative.part_file import TrainedPart
+    from shoal_lab.components.experts import SplitMLPs
 
 TABLE, MIX, OUT, BIAS, NEURONS = "table", "mix", "out", "{}.bias", "neurons"
 """Names of a component's tensors: embeddings of tokens [vocab, width]; the matrix over a window [hidden,
@@ -71,22 +71,26 @@ class ExpertRouter:
             part.take(OUT, scores, hidden), part.take(BIAS.format(OUT), scores))]
         self.neurons = part.take(NEURONS, self.layers, self.groups, part.size("neurons")).long()
         part.check_taken()
-        self._made: WeakKeyDictionary[Stack, ExpertMLPs] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[Stack, SplitMLPs] = WeakKeyDictionary()
         self._known: dict[tuple[tuple[int, ...], int, int | None], tuple[int, ...]] = {}
 
-    def mlps(self, stack: Stack) -> ExpertMLPs:
+    def mlps(self, stack: Stack) -> SplitMLPs:
         """The model's MLPs in these groups; made once.
 
         Raises:
             Unsupported: the model has no gated MLPs.
         """
+        from shoal_lab.components.experts import split_mlps
+
         if stack not in self._made:
-            self._made[stack] = stack.split_mlps(list(self.neurons))
+            self._made[stack] = split_mlps(stack, list(self.neurons))
         return self._made[stack]
 
     def bytes_to_come(self, stack: Stack) -> int:
         """Memory that the groups will take; 0 once they are made."""
-        return 0 if stack in self._made else stack.group_bytes
+        from shoal_lab.components.experts import group_bytes
+
+        return 0 if stack in self._made else group_bytes(stack)
 
     def masks(self, tokens: Sequence[int], experts: int, seed: int | None = None) -> tuple[int, ...]:
         """Groups that the last of some tokens runs, per layer.

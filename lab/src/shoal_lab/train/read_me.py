@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.model.experts import MOST_GROUPS, UNIT
 from shoal.model.packed.stack import PackedStack
+from shoal_lab.components.experts import MOST_GROUPS, UNIT
 from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT, TABLE, router_scores
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.divergence import AnswerDivergence

@@ -123,7 +123,7 @@ def _runs_native(chunk: SequenceChunk, cache: KVCache) -> bool:
     if chunk.mutual or (chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES):
         return False
     cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
-    known = chunk.experts is None or chunk.experts.mlps.native is not None
+    known = chunk.experts is None or chunk.experts.mlps.native
     return not cut and known and _readable(chunk.row, cache)
 
 

@@ -27,7 +27,7 @@ from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
-from shoal.model.packed.linear import Linear, Quant, parts_of, quant_for
+from shoal.model.packed.linear import Quant, quant_for
 from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of, fit_one_call
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
@@ -219,27 +219,6 @@ class NativeStack(PackedStack):
         part = native.pack(self.head_rows(ids), kind)
         return lambda hidden: self._through_head(hidden, part)
 
-    @override
-    @torch.no_grad()
-    def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
-        """Copy the MLPs into groups, as `Stack` says; matrices in types of a file become int8."""
-        made = super().split_mlps(neurons)
-        if made.plain:
-            pairs = [[(_matrix(one.gate_up), _matrix(one.down)) for one in layer] for layer in made.layers]
-            made.native = native.NativeExperts(pairs, self.shape.hidden, max(self.shape.ffns))
-        return made
-
-    def _bytes_in_groups(self, matrix: Linear) -> int:
-        kind = _matrix(parts_of(matrix)[0]).kind
-        return matrix.nbytes if kind in native.OWN else native.packed_bytes("int8", matrix.rows, matrix.columns)
-
-    def _plain(self, matrix: Linear) -> Tensor:
-        return torch.cat([_matrix(part).unpack(self.dtype) for part in parts_of(matrix)])
-
-    def _packed_as(self, matrix: Linear, weight: Tensor, role: Role) -> Linear:
-        kind = _matrix(parts_of(matrix)[0]).kind
-        return native.pack(weight, kind if kind in native.OWN else "int8", paired=role == "pair")
-
     def _through_head(self, hidden: Tensor, head: native.PackedWeight) -> Tensor:
         normed = rms_norm(hidden.float(), (self.shape.hidden,), self.weights.final_norm, self.shape.eps)
         logits = torch.cat([native.matmul(part, head) for part in normed.split(LIMIT)])
@@ -384,12 +363,11 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
 
 def _experts(
     chunks: Sequence[SequenceChunk], layers: Sequence[int]
-) -> tuple[native.NativeExperts, list[list[int]]] | None:
+) -> tuple[ExpertMLPs, list[list[int]]] | None:
     """The MLP groups and, per running layer, which of them each token runs; None without groups."""
-    known = next((chunk.experts.mlps.native for chunk in chunks if chunk.experts is not None), None)
+    known = next((chunk.experts.mlps for chunk in chunks if chunk.experts is not None), None)
     if known is None:
         return None
-    assert isinstance(known, native.NativeExperts)
     tokens = [opened for chunk in chunks for opened in (
         [None] * len(chunk.tokens) if chunk.experts is None else chunk.experts.masks)]
     return known, [[0 if masks is None else masks[layer] for masks in tokens] for layer in layers]

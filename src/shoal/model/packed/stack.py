@@ -13,14 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from shoal.errors import stays_here
-from shoal.model.experts import ExpertMLPs, MLPGroup, check_groups, mixed, opened_in
 from shoal.model.kv.cache import KVCache
 from shoal.model.masks import Asker, mask, row_mask
 from shoal.model.packed import block, cuda
 from shoal.model.packed.cuda.form import MOST_TOKENS
-from shoal.model.packed.linear import Dense, Linear, Quantised
+from shoal.model.packed.linear import Dense
 from shoal.model.packed.shape import RotaryTable, Shape
-from shoal.model.packed.weights import Layer, Role, Weights
+from shoal.model.packed.weights import Layer, Weights
 from shoal.model.stack import (
     HiddenStateHook,
     LayerWork,
@@ -31,6 +30,7 @@ from shoal.model.stack import (
     lay_vectors,
     layer_work,
     mark_shallow,
+    opened_in,
 )
 
 if TYPE_CHECKING:
@@ -138,42 +138,6 @@ class PackedStack(Stack):
         part = Dense(self.head_rows(ids))
         return torch.no_grad()(lambda hidden: block.scaled_logits(part(self.normed(hidden)), self.shape))
 
-    @override
-    @torch.no_grad()
-    def split_mlps(self, neurons: Sequence[Tensor]) -> ExpertMLPs:
-        """Copy the MLPs into groups, as `Stack` says; quantised matrices are quantised again, with other columns."""
-        check_groups(neurons, self.shape.ffns)
-        layers = [self._split(layer, groups) for layer, groups in zip(self.weights.layers, neurons, strict=True)]
-        biases = [layer.down_bias for layer in self.weights.layers]
-        return ExpertMLPs(layers, block.ACTIVATIONS[self.shape.activation], biases)
-
-    @override
-    @property
-    def group_bytes(self) -> int:
-        return sum(self._bytes_in_groups(one) for layer in self.weights.layers for one in (layer.gate_up, layer.down))
-
-    def _bytes_in_groups(self, matrix: Linear) -> int:
-        return matrix.nbytes
-
-    def _split(self, layer: Layer, groups: Tensor) -> list[MLPGroup]:
-        """The groups of one MLP."""
-        gate, up = self._plain(layer.gate_up).chunk(2)
-        down, bias = self._plain(layer.down), layer.gate_up_bias
-        return [MLPGroup(
-            self._packed_as(layer.gate_up, torch.cat([gate[group], up[group]]), "pair"),
-            self._packed_as(layer.down, down[:, group].contiguous(), "matrix"),
-            None if bias is None else torch.cat([half[group] for half in bias.chunk(2)]),
-        ) for group in groups.to(self.device)]
-
-    def _plain(self, matrix: Linear) -> Tensor:
-        """A dequantised copy [rows, columns]."""
-        columns = torch.eye(matrix.columns, dtype=self.dtype, device=self.device).split(_PIECE)
-        return torch.cat([matrix(some) for some in columns]).t().contiguous()
-
-    def _packed_as(self, matrix: Linear, weight: Tensor, role: Role) -> Linear:
-        """Pack a part of a matrix as the whole is packed."""
-        return Quantised(weight, matrix.quant) if isinstance(matrix, Quantised) else Dense(weight)
-
     def _logits(self, hidden: Tensor) -> Tensor:
         return block.scaled_logits(self.weights.head(self.normed(hidden)), self.shape)
 
@@ -221,8 +185,10 @@ class _Pass:
         if opened is None:
             return block.mlp(x, weights, stack.shape, stack.dtype)
 
+        mlps = next(filter(None, opened))[0]
+
         def inside(normed: Tensor) -> Tensor:
-            return mixed(normed, layer, opened, lambda some: block.gated(some, weights, stack.shape))
+            return mlps.mixed(normed, layer, opened, lambda some: block.gated(some, weights, stack.shape))
 
         return block.mlp(x, weights, stack.shape, stack.dtype, inside)
 

@@ -8,7 +8,7 @@ many tokens a forward has, so verifying a draft gives what decoding one by one g
 from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnColumns, chain_ancestors
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
-from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels, NativeExperts
+from shoal.model.packed.native.choices import ColumnChoice, ColumnLabels
 from shoal.model.packed.native.library import LANES, MAX_NODES, MAX_TOKENS, available, vector_set, why_not
 from shoal.model.packed.native.model import NativeModel
 from shoal.model.packed.native.weights import (
@@ -27,7 +27,7 @@ from shoal.model.packed.native.weights import (
 
 __all__ = [
     "ATTENTION", "Arena", "ChainWish", "ColumnChoice", "ColumnLabels", "KVBinding", "Kind", "LANES", "MAX_NODES",
-    "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeExperts", "NativeModel",
+    "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeModel",
     "OWN", "OwnColumns", "PackedWeight", "Path", "available", "chain_ancestors", "kind_of_type",
     "layout_version", "matmul", "pack", "pack_blocks", "packed_bytes", "share_inputs", "vector_set", "why_not",
 ]

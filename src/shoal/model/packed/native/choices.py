@@ -1,17 +1,15 @@
-"""What tokens of a forward choose: columns of the KV (choose.h), groups of MLP neurons (run_groups() in layer.h)."""
+"""How tokens of a forward choose the columns of the KV that they read; see choose.h."""
 
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.model.packed.native.library import LANES, ROOM_BESIDE, BatchStruct, ChoiceStruct, Weight
-from shoal.model.packed.native.weights import PackedWeight
+from shoal.model.packed.native.library import ROOM_BESIDE, BatchStruct, ChoiceStruct
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,47 +96,3 @@ def _label(labels: ColumnLabels, to: ChoiceStruct, layers: int) -> tuple[object,
     to.width, to.label_room, to.dims = dims.shape[2], max(rooms, default=0), dims.data_ptr()
     to.labels, to.known = ctypes.addressof(buffers), ctypes.addressof(known)
     return dims, buffers, known, labels
-
-
-class NativeExperts:
-    """The MLP groups of all layers, in the library's form.
-
-    Args:
-        layers: for each layer equally many groups: gate and up [2 * neurons, hidden], packed with `paired=True` and all
-            of one kind, and down [hidden, neurons]. Neurons are multiples of 16.
-        hidden: width of the model.
-        ffn: neurons of its widest layer.
-
-    Attributes:
-        count: number of groups per layer, at most 32.
-
-    Raises:
-        ValueError: a matrix has another shape.
-    """
-
-    def __init__(self, layers: Sequence[Sequence[tuple[PackedWeight, PackedWeight]]], hidden: int, ffn: int) -> None:
-        self._layers, self.count = layers, len(layers[0])
-        for number, layer in enumerate(layers):
-            sizes = [down.columns for _, down in layer]
-            shapes = all((pair.rows, pair.columns, pair.paired) == (2 * down.columns, hidden, True)
-                         and down.rows == hidden and not down.paired for pair, down in layer)
-            fits = sum(sizes) <= ffn and not any(size % LANES for size in sizes) and len(layer) == self.count <= 32
-            if not shapes or not fits or len({pair.kind for pair, _ in layer}) > 1:
-                raise ValueError(f"layer {number} has groups of {sizes} neurons; in every layer there must be as many, "
-                                 f"at most 32, of multiples of {LANES} and {ffn} together, of models of {hidden}, and "
-                                 "of one type of numbers")
-        every = [one.struct() for layer in layers for group in layer for one in group]
-        self._structs = (Weight * len(every))(*every)
-
-    def put_into(self, struct: BatchStruct, masks: Sequence[Sequence[int]]) -> None:
-        """Set the groups that the tokens of a batch run.
-
-        Args:
-            struct: the batch; it keeps the arguments alive.
-            masks: for each running layer and token, the groups that it runs, bit g for group g; 0 for the whole MLP.
-        """
-        if len(masks) != struct.active_count or any(len(line) != struct.tokens for line in masks):
-            raise ValueError(f"masks must be [{struct.active_count} running layers][{struct.tokens} tokens]")
-        words = array("I", [mask for line in masks for mask in line])
-        struct.experts, struct.groups = ctypes.addressof(self._structs), words.buffer_info()[0]
-        struct.expert_count, struct.memory = self.count, (struct.memory, words, self)

@@ -12,10 +12,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from shoal.model.experts import ExpertMLPs
 from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path, check_plain
-from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice, NativeExperts
+from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice
 from shoal.model.packed.native.library import (
     ACTIVATIONS,
     LANES,
@@ -151,7 +152,7 @@ class NativeModel:
         """Take other rotary tables, for more positions."""
         half = self.shape.rotary_dim // 2
         with self._lock:
-            for struct, table in zip(self._structs, self.shape.rotary, strict=True):
+            for struct, table in zip(self._structs, self.shape.rotary, strict=False):
                 if table is not None and half:
                     struct.positions = cos.shape[1]
                     struct.cos = _address("cos", cos[table], (struct.positions, half))
@@ -176,7 +177,7 @@ class NativeModel:
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
         choose: Choose | None = None, choices: Sequence[ColumnChoice | None] | None = None,
         vectors: Tensor | None = None, likeliest: bool = False,
-        experts: tuple[NativeExperts, Sequence[Sequence[int]]] | None = None,
+        experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None,
     ) -> Tensor:
         """Run a batch, and write the keys and values of its tokens to their columns of the cache.
 
@@ -194,7 +195,7 @@ class NativeModel:
             vectors: float32 [tokens, hidden], inputs of the first layer; None for the embeddings of the batch's ids.
             likeliest: whether only the largest logit of each token, with its equals, is needed. Others may be -inf, so
                 that part of the head is not read.
-            experts: MLPs in groups, and the groups that each token runs, as `NativeExperts.put_into` takes them; None
+            experts: MLPs in groups, and the groups that each token runs, as `ExpertMLPs.put_into` takes them; None
                 if all tokens run the whole MLPs.
 
         Returns:
