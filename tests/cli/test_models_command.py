@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub import scan_cache_dir
 
@@ -14,7 +15,6 @@ from gguf_models import write_model
 from shoal import catalog
 from shoal.cli import main
 from shoal.engine.cards import card as cards
-from shoal.engine.cards import inventory
 from shoal.engine.memory import amounts as memory
 
 
@@ -24,7 +24,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "models").mkdir()
     (tmp_path / "hub").mkdir()
     monkeypatch.setenv("SHOAL_MODELS", str(tmp_path / "models"))
-    monkeypatch.setattr(inventory, "scan_cache_dir", partial(scan_cache_dir, tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", partial(scan_cache_dir, tmp_path / "hub"))
     monkeypatch.setattr(memory, "free", lambda _: 10**9)
     known = catalog.Known("Tiny 1", "tiny.gguf", 5, "", "")
     monkeypatch.setattr(catalog, "KNOWN", {"tiny": known, "other": catalog.Known("Other", "other.gguf", 5, "", "")})
@@ -56,7 +56,7 @@ def test_a_machine_without_models(machine: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_no_cache_of_the_hub_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(inventory, "scan_cache_dir", partial(scan_cache_dir, "/nowhere"))
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", partial(scan_cache_dir, "/nowhere"))
     assert listed(capsys)["models"] == []
 
 

@@ -299,11 +299,12 @@ def test_models_that_cannot_have_one_say_why(monkeypatch: pytest.MonkeyPatch) ->
 def test_constraints_asked_for_last_are_kept_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.engine.constraints import constraint
 
-    compiler = Compiler(tokenizer("byte_level"), 300, frozenset({2}))
     monkeypatch.setattr(constraint, "_KEPT", 2)
-    for pattern in "abacb":
+    compiler, compiled, new = Compiler(tokenizer("byte_level"), 300, frozenset({2})), list[str](), Compiler._new
+    monkeypatch.setattr(Compiler, "_new", lambda self, one: compiled.append(one.text) or new(self, one))
+    for pattern in "abacbc":
         compiler(Regex(pattern))
-    assert [one.text for one in compiler._known] == ["c", "b"]
+    assert compiled == ["a", "b", "c", "b"]
 
 
 def test_every_toy_tokenizer_is_read_or_refused() -> None:

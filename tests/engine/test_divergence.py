@@ -46,7 +46,6 @@ def slow(stack: Any, text: Any, plan: DepthPlan) -> tuple[float, int]:
 def test_sharing_the_layers_below_changes_nothing(backend: str, family: str) -> None:
     stack = engine(backend, family).stack
     judged = Judged(stack, TEXTS[0])
-    assert judged.tokens == 7
     for layer in range(stack.num_layers):
         drops = [NEVER] * stack.num_layers
         drops[layer] = 1
@@ -60,7 +59,7 @@ def test_all_layers_cost_nothing_and_a_part_of_the_tokens_can_be_judged() -> Non
     stack = engine().stack
     same = Judged(stack, TEXTS[0]).under(DepthPlan.full(stack.num_layers))
     assert same.mean == pytest.approx(0, abs=1e-6) and same.agreement == 1
-    assert Judged(stack, TEXTS[0], every=3).tokens == 3
+    assert Judged(stack, TEXTS[0], every=3).without(0).tokens == 3
     sums = DivergenceSums(1.0, 1, 2)
     sums.add(DivergenceSums(3.0, 1, 2))
     assert sums.mean == 1.0

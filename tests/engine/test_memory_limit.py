@@ -186,7 +186,7 @@ def test_a_scheduler_s_rows_need_what_choosing_takes(engine: Engine) -> None:
 def test_weights_are_known_from_their_files(tmp_path: Path) -> None:
     header = json.dumps({"__metadata__": {"a": "b"}, "x": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]},
                          "y": {"dtype": "F32", "shape": [], "data_offsets": [60, 64]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
     sizes = [weights_on_disk(str(tmp_path), torch.bfloat16, quant) for quant in (None, "int8", "int4")]
     assert sizes == [32, 16, 8]
     (tmp_path / "broken.safetensors").write_bytes(b"abc")

@@ -386,13 +386,13 @@ def test_a_turn_that_does_not_end_is_told_and_closing_ends_all_the_same() -> Non
     scheduler = Scheduler(engine("hybrid"))
     assert scheduler.busy == 0
     handle = scheduler.submit(prompt(5), max_new_tokens=9, logits_processor=[stuck])
-    assert begun.wait(60) and scheduler.alive
+    assert begun.wait(60) and scheduler.worker.well
     before = scheduler.busy
-    assert not scheduler.close(timeout=0.1, last=0.1) and not scheduler.ended
+    assert not scheduler.close(timeout=0.1, last=0.1) and not scheduler.worker.ended
     assert scheduler.busy > before + 0.15
     on.set()
     scheduler.close()
-    assert scheduler.ended and scheduler.busy == 0 and handle.done
+    assert scheduler.worker.ended and scheduler.busy == 0 and handle.done
 
 
 @dataclass(frozen=True)
@@ -452,7 +452,7 @@ def test_threads_submit_and_leave_while_one_works() -> None:
         for thread in threads:
             thread.join(120)
             assert not thread.is_alive()
-    assert not scheduler.alive
+    assert not scheduler.worker.well
     for place, tokens in results.items():
         if place % 4 != 3:
             assert tokens == alone("hybrid", place % len(JOBS))

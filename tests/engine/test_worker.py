@@ -27,7 +27,7 @@ def engine() -> Engine:
 
 
 def patient(scheduler: Scheduler) -> Scheduler:
-    scheduler._worker._pause = 60.0
+    scheduler.worker._pause = 60.0
     return scheduler
 
 
@@ -78,24 +78,24 @@ def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypa
         monkeypatch.setattr(scheduler._batches.plain, "step", deadly)
         handles = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
         submitted.set()
-        until(lambda: not scheduler.alive)
-        scheduler._worker._hurry.set()
-        until(lambda: scheduler.alive)
+        until(lambda: not scheduler.worker.well)
+        scheduler.worker._hurry.set()
+        until(lambda: scheduler.worker.well)
         assert [outcome(handle) for handle in handles] == [None, None, expected, expected, expected]
         assert {entry.row.finish_reason for handle in handles[:2] for entry in handle.entries} == {"cancelled"}
         until(lambda: not scheduler._open)
         assert (scheduler.running, scheduler.waiting, scheduler.kv_use) == (0, 0, 0)
         assert scheduler._batches.plain.cache.rows == 0
-    assert not scheduler.alive
+    assert not scheduler.worker.well
 
 
 def test_whatever_moment_it_dies_at_nobody_waits_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(prompt(5, 1), max_new_tokens=10).tokens
     scheduler = Scheduler(engine, max_rows=2, start=False)
-    scheduler._worker._pause = 0.0
+    scheduler.worker._pause = 0.0
     endanger(scheduler, monkeypatch, times=8)  # each takes six answers with it at most
     handles = [scheduler.submit(prompt(5, 1), max_new_tokens=10) for _ in range(6)]
-    scheduler._worker.start()
+    scheduler.worker.start()
     outcomes: list[Any] = []
 
     def ask(handle: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_fault_that_stays_fails_those_that_wait_too(engine: Engine, monkeypatc
         raise RuntimeError("broken for good")
 
     scheduler = Scheduler(engine, max_rows=1)
-    scheduler._worker._pause = 0.05
+    scheduler.worker._pause = 0.05
     monkeypatch.setattr(scheduler, "_admit", broken)
     handles = [scheduler.submit(prompt(5, 1), max_new_tokens=4) for _ in range(3)]
     assert [outcome(handle) for handle in handles] == [None] * 3

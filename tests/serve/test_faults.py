@@ -72,7 +72,7 @@ def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tiny_engine(), scheduling={"max_rows": 1}) as server:
         health = f"{server.url}/health"
         assert httpx.get(health, timeout=60).status_code == 200
-        server.scheduler._worker._pause = 60.0
+        server.scheduler.worker._pause = 60.0
         turn, calls = server.scheduler._batches.plain.step, iter(range(10_000))
 
         def deadly(budget: int, rows: Any = None) -> Any:
@@ -90,7 +90,7 @@ def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "interrupted"
         assert httpx.get(health, timeout=60).status_code == 503
-        server.scheduler._worker._hurry.set()
+        server.scheduler.worker._hurry.set()
         wait(lambda: httpx.get(health, timeout=60).status_code == 200)
         other.join(60)
         assert waited == [server.engine.generate("Some words", max_new_tokens=120).text]

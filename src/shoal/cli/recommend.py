@@ -1,12 +1,14 @@
 """Recommend a method for a model and a kind of task, from measurements, and say what is not known.
 
-Recommended methods give the full model's output, unless --max-drop allows a loss. A loss counts by the upper end of its
-95 % interval.
+Evidence lies in a model's card. Recommended methods give the full model's output, unless --max-drop allows a loss. A
+loss counts by the upper end of its 95 % interval, not by the drop that was seen.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.cli.options import common
@@ -16,6 +18,8 @@ EXAMPLES = """examples:
   shoal recommend --model SmolLM2-135M-Instruct.Q4_1.gguf
   shoal recommend --model path/to/model --task code --max-drop 0.015
 """
+NO_SLOWER = 0.97
+"""Lowest lower end of a speed-up's interval at which a method is recommended."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.max_drop < 1:
         raise ValueError(f"--max-drop is {args.max_drop}; it must be in [0, 1): 0.015 is 1.5 points")
     from shoal.engine.cards import card as cards
-    from shoal.engine.cards.recommend import Evidence, report
     from shoal.engine.loading.checkpoint import shown_name
 
     engine = common.load_engine(args)
@@ -40,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.task is not None and found.tasks and args.task not in found.tasks:
         raise ValueError(f"--task is {args.task!r}; of this model {', '.join(found.tasks)} were measured")
     tasks = found.tasks if args.task is None or not found.tasks else (args.task,)
-    told = {"model": shown_name(engine.model_name), **report(found, tasks, args.max_drop)}
+    told = {"model": shown_name(engine.model_name), **_report(found, tasks, args.max_drop)}
     if not tasks:
         told["not_known"] = ["what drafts bring: `shoal bench-drafts --model M`", "what fewer layers lose: `shoal eval "
                              "--suite S --data DIR --model M --controls 1.05,1.1`, or `shoal calibrate` for a card"]
@@ -63,3 +66,146 @@ def _text(told: dict[str, Any], bears: float | None, layers: int) -> str:
     if told["machine"]:
         lines.append(f"Times were taken on {told['machine']}.")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """The speed-up of a method that gives the full model's own output.
+
+    Attributes:
+        task: kind of text.
+        label: the method, as on the command line.
+        speedup: times faster than plain decoding, in time.
+        low: lower end of its 95 % interval over the texts.
+        texts: how many were decoded.
+    """
+
+    task: str
+    label: str
+    speedup: float
+    low: float
+    texts: int
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """The cost of a method that answers with fewer layers.
+
+    Attributes:
+        task: kind of problem.
+        suite: what was asked.
+        label: the method, as on the command line.
+        ideal: speed-up by layers and head alone.
+        time: speed-up that the model's measured step times promise.
+        full: share of items that the full model gets right.
+        drop: by how much fewer the method gets right.
+        most: upper end of the drop's 95 % interval.
+        n: items.
+    """
+
+    task: str
+    suite: str
+    label: str
+    ideal: float
+    time: float
+    full: float
+    drop: float
+    most: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that was measured of a model.
+
+    Attributes:
+        lossless: by kind of text and method.
+        lossy: by suite and method.
+        machine: where times were taken.
+    """
+
+    lossless: tuple[Lossless, ...] = ()
+    lossy: tuple[Lossy, ...] = ()
+    machine: str = ""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Evidence:
+        """From the `evidence` of a card.
+
+        Raises:
+            ValueError: it has another form.
+        """
+        try:
+            return cls(tuple(Lossless(**row) for row in data.get("lossless", ())),
+                       tuple(Lossy(**row) for row in data.get("lossy", ())), str(data.get("machine", "")))
+        except (TypeError, AttributeError) as error:
+            why = f"the card's evidence cannot be read ({error}); remove the card, or write it anew"
+            raise ValueError(why) from error
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Kinds of text and problem of which something is known."""
+        return tuple(sorted({row.task for row in self.lossless} | {row.task for row in self.lossy}))
+
+
+def advise(evidence: Evidence, task: str, max_drop: float) -> dict[str, Any]:
+    """The fastest method that is shown to lose no more than `max_drop` on a task, as JSON.
+
+    Args:
+        evidence: of the model.
+        task: one of `evidence.tasks`.
+        max_drop: share of the items that may be lost, 0.01 is one point; 0 for none.
+
+    Returns:
+        The method as on the command line ("full" where nothing measured is faster), why in a sentence, whether it is
+        exact, and the speed-up in time.
+    """
+    tried = [row for row in evidence.lossless if row.task == task]
+    safe = max((row for row in tried if row.low >= NO_SLOWER), key=lambda row: row.low, default=None)
+    method, exact, speedup, why = "full", True, 1.0, "nothing faster was measured on this kind of text"
+    if safe is not None and safe.speedup > 1:
+        method, speedup = safe.label, safe.speedup
+        why = (f"{speedup:.2f}x faster (at least {safe.low:.2f}x, {safe.texts} texts), with the full model's own "
+               "output")
+    elif tried:
+        nearest = max(tried, key=lambda row: row.low)
+        why = f"no draft gains here; the best, {nearest.label}, is {nearest.speedup:.2f}x (at least {nearest.low:.2f}x)"
+    for row in evidence.lossy if max_drop > 0 else ():
+        if row.task == task and row.most <= max_drop and row.time > speedup:
+            method, exact, speedup = row.label, False, row.time
+            why = (f"{row.time:.2f}x faster by measured step times; loses {_points(row.drop)} of {row.suite}, "
+                   f"at most {_points(row.most)} (95 %, n = {row.n})")
+    return {"task": task, "method": method, "why": why, "exact": exact, "speedup": speedup}
+
+
+def unknown(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> list[str]:
+    """What the evidence does not say about some tasks, in sentences."""
+    missing = ["other processors, batches and prompts than those measured: check with `shoal bench-drafts --model M`"]
+    drafted, judged = ({row.task for row in rows} for rows in (evidence.lossless, evidence.lossy))
+    if undrafted := [task for task in tasks if task not in drafted]:
+        missing.append(f"what drafts bring on {', '.join(undrafted)}: measure with `shoal bench-drafts --model M`")
+    if unjudged := [task for task in tasks if task not in judged]:
+        missing.append(f"what fewer layers lose on {', '.join(unjudged)}: measure with `shoal eval --suite S --data "
+                       "DIR --model M --controls 1.05,1.1`")
+    for task in tasks if max_drop > 0 else ():
+        lossy = [row for row in evidence.lossy if row.task == task]
+        if lossy and not any(row.most <= max_drop for row in lossy):
+            nearest = min(lossy, key=lambda row: row.most)
+            missing.append(f"a depth schedule that loses at most {_points(max_drop)} on {task}: the gentlest measured, "
+                           f"{nearest.label} at {nearest.ideal:.2f}x, may lose {_points(nearest.most)} "
+                           f"(n = {nearest.n})")
+    return missing
+
+
+def _report(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> dict[str, Any]:
+    """The advice for some tasks as JSON."""
+    return {
+        "max_drop": max_drop,
+        "machine": evidence.machine,
+        "advice": [advise(evidence, task, max_drop) for task in tasks],
+        "not_known": unknown(evidence, tasks, max_drop),
+    }
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.1f} points"

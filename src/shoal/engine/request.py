@@ -132,8 +132,6 @@ class Request:
         given["stop_token_ids"] = frozenset(map(int, given["stop_token_ids"]))
         whole = ("max_new_tokens", "min_new_tokens", "seed")
         given.update({name: _whole(name, given[name]) for name in whole if name in given})
-        if "allowed_token_ids" in given:
-            given["allowed_token_ids"] = tuple(_items("allowed_token_ids", given["allowed_token_ids"]))
         if "constraint" in given:
             wanted = given["constraint"]
             several = isinstance(wanted, list | tuple)
@@ -230,10 +228,18 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | N
 
 def _ids(prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
-        return _tokenize(prompt, tokenizer)
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; load the model with one, or give token ids")
+        if not prompt:
+            raise ValueError("the prompt is empty; give some text, or token ids such as the beginning-of-sequence id")
+        check_text(prompt, "the prompt")
+        return list(tokenizer(prompt)["input_ids"])
     if isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt):
         return chat_ids(prompt, tokenizer)
-    return _whole_ids(prompt)
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise _no_prompt(prompt) from None
 
 
 def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool = False, **options: Any) -> list[int]:
@@ -254,20 +260,3 @@ def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool 
     text = chat_text(messages, partial(rendered, tokenizer), **options)
     check_text(text, "the conversation")
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-
-
-def _whole_ids(prompt: Any) -> list[int]:
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        raise _no_prompt(prompt) from None
-
-
-def _tokenize(prompt: str, tokenizer: Any) -> list[int]:
-    if tokenizer is None:
-        raise ValueError("a text prompt needs a tokenizer; load the model with one, or give token ids")
-    if not prompt:
-        raise ValueError("the prompt is empty; give some text, or token ids such as the beginning-of-sequence id")
-    check_text(prompt, "the prompt")
-    ids: list[int] = tokenizer(prompt)["input_ids"]
-    return ids

@@ -6,8 +6,10 @@ the first position that skipped anything, so a turn always starts from what a fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from shoal.engine.request import Options, Request, chat_ids, prompt_ids
 from shoal.engine.scheduling.stream import Stream
@@ -18,6 +20,7 @@ from shoal.types import Result, Step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from shoal.decode.row import Row
     from shoal.engine.loaded import LoadedModel
 
 
@@ -59,15 +62,12 @@ class Session:
         if self._last is not None:
             self._last.close()
         messages = [*self.messages, {"role": "user", "content": message}]
-        self._last = Turn(self, messages, self._prepare(messages, request))
-        return self._last
-
-    def _prepare(self, messages: Sequence[Mapping[str, str]], request: Request) -> Stream:
         tokenizer, stack = self._engine.tokenizer, self._engine.stack
         ids = prompt_ids(chat_ids(messages, tokenizer), tokenizer, stack.vocab_size, stack.max_positions)
         rows = self._engine.rows([ids], request)
         self._rewind(ids)
-        return Stream(self._engine, rows, self._cache, release=False)
+        self._last = Turn(self, messages, self._engine, rows, self._cache)
+        return self._last
 
     def _rewind(self, ids: Sequence[int]) -> None:
         """Keep of the cache what `ids` begins with, less what is shallow. The last token is always run."""
@@ -83,16 +83,18 @@ class Session:
         self._cached = list(tokens[: self._cache.positions[0]])
 
 
-class Turn(Iterator[Step]):
+class Turn(Stream):
     """One answer of a session, step by step."""
 
-    def __init__(self, session: Session, messages: list[dict[str, str]], stream: Stream) -> None:
-        self._session, self._messages, self._stream = session, messages, stream
-        self._over = False
+    def __init__(
+        self, session: Session, messages: list[dict[str, str]], engine: LoadedModel, rows: list[Row], cache: KVCache
+    ) -> None:
+        super().__init__(engine, rows, cache, release=False)
+        self._session, self._messages, self._over = session, messages, False
 
     def __next__(self) -> Step:
         try:
-            return next(self._stream)
+            return super().__next__()
         except StopIteration:
             self._keep()
             raise
@@ -100,23 +102,13 @@ class Turn(Iterator[Step]):
             self._over = True
             raise
 
+    @override
     def close(self) -> None:
-        """End the answer here and keep what was said."""
-        self._stream.close()
+        super().close()
         self._keep()
 
-    def __enter__(self) -> Turn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def result(self) -> Result:
-        """The answer so far."""
-        return self._stream.result
-
     def _keep(self) -> None:
+        """Let the session take over what was said, once."""
         if not self._over and self.result.tokens:
-            self._session.keep(self._messages, self.result.text, self._stream.tokens)
+            self._session.keep(self._messages, self.result.text, self.tokens)
         self._over = True

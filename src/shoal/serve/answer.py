@@ -13,6 +13,7 @@ from typing import Any
 from shoal.decode.branches.verifier import NoVerdict, NoVerdictInTime
 from shoal.engine.constraints.constraint import Constraint
 from shoal.engine.engine import Engine
+from shoal.engine.request import Request
 from shoal.engine.scheduling.request_handle import Item, Placed, RequestHandle, ScheduledRow
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull, Unsupported
@@ -66,7 +67,8 @@ class Answer:
             raise
 
     def _submit(self, prompts: Sequence[Any], options: dict[str, Any]) -> None:
-        branches = self._scheduler.branches(**options)
+        request = Request.from_options(options)
+        branches = self._scheduler.branches(request)
         if len(prompts) * self._n * branches > self._most:
             searched = f", each the best of up to {branches}" if branches > 1 else ""
             raise refused("n", f"{len(prompts)} prompts with n={self._n} answers each{searched}; this server allows "
@@ -74,7 +76,7 @@ class Answer:
         for place, prompt in enumerate(prompts):
             deliver = partial(self._take, place)
             self.handles.append(self._scheduler.submit(
-                prompt, n=self._n, deliver=deliver, canvas=self._canvas, **options))
+                prompt, request, n=self._n, deliver=deliver, canvas=self._canvas))
 
     def _take(self, place: int, item: Item) -> None:
         """Take an item; called by the scheduler's thread."""

@@ -46,8 +46,8 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
         yield
         left = getattr(app.state, "left", lambda: settings.grace)()
         await asyncio.to_thread(scheduler.close, timeout=left, last=LAST_TURN)
-        if not scheduler.ended:
-            LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.stack)
+        if not scheduler.worker.ended:
+            LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.worker.stack())
 
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(HeadAsGet)
@@ -132,7 +132,7 @@ def _add_tokens(app: FastAPI, routes: TokenRoutes) -> None:
 
 def ailment(scheduler: Scheduler, settings: Settings) -> str | None:
     """What is wrong with a server, in words; None if requests are worked on."""
-    if not scheduler.alive:
+    if not scheduler.worker.well:
         return "decoding has stopped"
     busy = scheduler.busy
     return f"a step of decoding has taken {busy:.0f} s so far" if busy > settings.stall else None

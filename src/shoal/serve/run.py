@@ -110,5 +110,5 @@ def run(scheduler: Scheduler, settings: Settings, listener: socket.socket) -> No
     finally:
         scheduler.close(drain=False, last=LAST_TURN)
         faulthandler.cancel_dump_traceback_later()
-        if not scheduler.ended:  # its thread would keep the interpreter alive
+        if not scheduler.worker.ended:  # its thread would keep the interpreter alive
             os._exit(1)

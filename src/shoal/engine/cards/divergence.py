@@ -7,7 +7,7 @@ shallow distribution is compared with the full model's own, so a text needs no r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ class DivergenceSums:
         return self.agreed / max(self.tokens, 1)
 
 
-@dataclass
 class Judged:
     """A text read at full depth, ready to be read again with less.
 
@@ -59,27 +58,19 @@ class Judged:
         every: one token of the answer in this many is judged, which saves most of the LM head.
     """
 
-    stack: Stack
-    text: Text
-    every: int = 1
-    _states: list[Tensor] = field(default_factory=list, repr=False)
-
-    def __post_init__(self) -> None:
-        prompt, answer = self.text
-        self._answer, self._full = list(answer[:-1]), DepthPlan.full(self.stack.num_layers)
+    def __init__(self, stack: Stack, text: Text, every: int = 1) -> None:
+        prompt, answer = text
+        self._stack, self._every = stack, every
+        self._answer, self._full = list(answer[:-1]), DepthPlan.full(stack.num_layers)
         self._steps = list(range(1, len(answer)))
-        self._cache = KVCache(self.stack.windows, rows=1)
-        for first in range(0, len(prompt), self.stack.prefill_chunk):
-            part = list(prompt[first : first + self.stack.prefill_chunk])
-            self.stack.forward([SequenceChunk(0, part, [0] * len(part), self._full)], self._cache)
+        self._cache = KVCache(stack.windows, rows=1)
+        for first in range(0, len(prompt), stack.prefill_chunk):
+            part = list(prompt[first : first + stack.prefill_chunk])
+            stack.forward([SequenceChunk(0, part, [0] * len(part), self._full)], self._cache)
             self._cache.commit(0, range(len(part)))
+        self._states: list[Tensor] = []
         self._forward(self._full, None, lambda _, hidden: self._states.append(hidden.clone()))
         self._truth = self._probs(self._states[-1])
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that are judged."""
-        return len(self._truth)
 
     def without(self, layer: int) -> DivergenceSums:
         """All tokens without one layer. The layers below it are not run again."""
@@ -96,12 +87,12 @@ class Judged:
                             for a, b in pairs])
 
     def _forward(self, plan: DepthPlan, start: Start | None, hook: Callable[[int, Tensor], None]) -> None:
-        self.stack.forward([SequenceChunk(0, self._answer, self._steps, plan)], self._cache, hook, start=start)
+        self._stack.forward([SequenceChunk(0, self._answer, self._steps, plan)], self._cache, hook, start=start)
         self._cache.rollback(0)
 
     def _judge(self, plan: DepthPlan, start: Start | None) -> DivergenceSums:
         last: list[Tensor] = []
-        layers = self.stack.num_layers
+        layers = self._stack.num_layers
         if start is not None and start.layer == layers:
             last.append(start.hidden)
         else:
@@ -113,4 +104,4 @@ class Judged:
 
     def _probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities [tokens, V] float32 of the judged tokens."""
-        return self.stack.exit_logits(hidden[0, :: self.every]).float().log_softmax(-1)
+        return self._stack.exit_logits(hidden[0, :: self._every]).float().log_softmax(-1)

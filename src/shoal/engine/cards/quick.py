@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from shoal.compat import installed_version
@@ -125,21 +126,23 @@ def measure_card(
         texts = [text for text in texts if len(text[1]) > 1]
         if not texts:
             raise ValueError("no text holds a prompt and an answer of two tokens; give longer ones, or more time")
-        found = _LayerSums(layers)
-        _layers(engine, texts, effort, found, left(1 - _BEARING), bar)
-        order = ascending(found.scores(), range(layers), layers)  # of all layers: the core is for a method to choose
-        curve = _curve(engine, texts[: found.texts], effort, order, left(1.0), bar)
+        without, influence, count = _layers(engine, texts, effort, left(1 - _BEARING), bar)
+        scores = [part.mean for part in without]
+        order = ascending(scores, range(layers), layers)  # of all layers: the core is for a method to choose
+        curve = _curve(engine, texts[:count], effort, order, left(1.0), bar)
         bar.update(max(0.0, 1.0 - bar.n))
     return {
         "format": FORMAT,
         "model": cards.identity(engine),
         "order": list(order),
-        "layer_scores": {"leave_one_out": _rounded(found.scores()), "influence": _rounded(found.influence())},
-        "agreement": _rounded(part.agreement for part in found.without),
+        "layer_scores": {"leave_one_out": _rounded(scores), "influence": _rounded(influence)},
+        "agreement": _rounded(part.agreement for part in without),
         "bears": {"kl": BEARABLE, "mean_layers": bearable(layers, curve) if curve else None, "curve": curve},
         "bytes": {"head_layers": round(engine.stack.head_layers, 3)},  # of the model's shape, not of a machine
-        "measured": {"score": "KL in nats per token without the layer, teacher-forced", "texts": found.texts,
-                     "tokens": found.without[0].tokens, "source": source, **_circumstances(engine)},
+        "measured": {"score": "KL in nats per token without the layer, teacher-forced", "texts": count,
+                     "tokens": without[0].tokens, "source": source,
+                     "dtype": str(engine.stack.dtype).removeprefix("torch."), "machine": platform.machine(),
+                     "torch": torch.__version__, "shoal": installed_version("shoal")},
     }
 
 
@@ -153,43 +156,34 @@ def bearable(num_layers: int, curve: Sequence[Sequence[float]], most: float = BE
     return depth
 
 
-class _LayerSums:
-    """Sums of what was measured so far."""
-
-    def __init__(self, layers: int) -> None:
-        self.without = [DivergenceSums() for _ in range(layers)]
-        self.turns, self.turned, self.texts = torch.zeros(layers, dtype=torch.float64), 0, 0
-
-    def scores(self) -> tuple[float, ...]:
-        return tuple(part.mean for part in self.without)
-
-    def influence(self) -> tuple[float, ...]:
-        return tuple((self.turns / max(self.turned, 1)).tolist())
-
-
 def _layers(
-    engine: Engine, texts: Sequence[Text], effort: Effort, found: _LayerSums, wanted: Callable[[], bool], bar: Any
-) -> None:
-    """Leave each layer out, text after text, until tokens suffice or time is up. Only whole texts count."""
+    engine: Engine, texts: Sequence[Text], effort: Effort, wanted: Callable[[], bool], bar: Any
+) -> tuple[list[DivergenceSums], Tensor, int]:
+    """Leave each layer out, text after text, until tokens suffice or time is up. Only whole texts count.
+
+    Returns:
+        The sums without each layer, its influence on a token, and the number of texts.
+    """
     layers = engine.stack.num_layers
-    goal = min(effort.tokens, sum(len(answer) - 1 for _, answer in texts))
+    without, turns = [DivergenceSums() for _ in range(layers)], torch.zeros(layers, dtype=torch.float64)
+    goal, turned, count = min(effort.tokens, sum(len(answer) - 1 for _, answer in texts)), 0, 0
     for text in texts:
         judged = Judged(engine.stack, text, effort.every)
         parts = []
         for layer in range(layers):
-            if found.texts and not wanted():
-                return
-            if not found.texts and not wanted() and 4 * layer < 3 * layers:
+            late = not wanted()
+            if late and count:
+                return without, turns / turned, count
+            if late and 4 * layer < 3 * layers:
                 raise OutOfTime("the time does not suffice to leave out each layer on a single text; give more of it")
             parts.append(judged.without(layer))
             bar.update(0.75 * (len(text[1]) - 1) / (goal * layers))
-        for sums, part in zip(found.without, parts, strict=True):
+        for sums, part in zip(without, parts, strict=True):
             sums.add(part)
-        found.turns += judged.turn()
-        found.turned += len(text[1]) - 1
-        found.texts += 1
-        if found.turned >= effort.tokens:
-            return
+        turns, turned, count = turns + judged.turn(), turned + len(text[1]) - 1, count + 1
+        if turned >= effort.tokens:
+            break
+    return without, turns / turned, count
 
 
 def _curve(
@@ -220,12 +214,6 @@ def _curve(
 
 def _rounded(values: Any) -> list[float]:
     return [round(float(value), 5) for value in values]
-
-
-def _circumstances(engine: Engine) -> dict[str, Any]:
-    dtype = str(engine.stack.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "machine": platform.machine(), "torch": torch.__version__,
-            "shoal": installed_version("shoal")}
 
 
 def quick_card(

@@ -10,12 +10,10 @@ import json
 import logging
 import re
 import reprlib
-import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -272,8 +270,8 @@ class Compiler:
         if tokenizer is None or not eos:
             missing = "the model has no tokenizer" if tokenizer is None else "the model has no end-of-sequence token"
             raise Unsupported("a constraint", missing, "Load the model with a tokenizer that names one")
-        self._eos, self._size, self._trial, self._lock = eos, vocab_size, grammar_trial, threading.Lock()
-        self._known: OrderedDict[Constraint, tuple[Any, Patience] | Unsupported] = OrderedDict()
+        self._eos, self._size, self._trial = eos, vocab_size, grammar_trial
+        self._known = lru_cache(_KEPT)(self._made)
         self._marks: dict[str, MarkedTokens] = {}
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         try:
@@ -312,20 +310,17 @@ class Compiler:
 
     def _compiled(self, wanted: Constraint) -> tuple[Any, Patience]:
         """The matcher of a constraint, at its beginning, and the time that its answers may take to wind up."""
-        with self._lock:
-            found = self._known.pop(wanted, None)
-        if found is None:
-            try:
-                found = self._new(wanted), Patience()
-            except Unsupported as error:
-                found = error
-        with self._lock:
-            self._known[wanted] = found
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+        found = self._known(wanted)
         if isinstance(found, Unsupported):
             raise Unsupported(found.what, found.why, found.remedy)
         return found
+
+    def _made(self, wanted: Constraint) -> tuple[Any, Patience] | Unsupported:
+        """The same, or why there is none."""
+        try:
+            return self._new(wanted), Patience()
+        except Unsupported as error:
+            return error
 
     @cached_property
     def _stand_in(self) -> list[Any]:

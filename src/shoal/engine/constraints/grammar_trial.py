@@ -7,6 +7,7 @@ on a small stack and in limited time, compiles safely in any other process. Impo
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -54,25 +55,12 @@ def answer(question: tuple[str, list[Any] | None]) -> str | None:
     Raises:
         NoAnswer: it cannot be translated or compiled, or no text meets it; says why.
     """
-    told: list[str | BaseException | None] = []
-    before = threading.stack_size(_STACK)
-    thread = threading.Thread(target=_tried, args=(question, told))
-    thread.start()
-    threading.stack_size(before)
-    thread.join()
-    if isinstance(told[0], BaseException):
-        raise told[0]
-    return told[0]
-
-
-def _tried(question: tuple[str, list[Any] | None], told: list[str | BaseException | None]) -> None:
     grammar, vocabulary = question
-    try:
-        if vocabulary is not None:
-            _compile(grammar, vocabulary)
-        told.append(_translated(grammar) if vocabulary is None else None)
-    except BaseException as error:
-        told.append(error)
+    threading.stack_size(_STACK)  # of the threads that begin from now on
+    with ThreadPoolExecutor(1) as pool:
+        if vocabulary is None:
+            return pool.submit(_translated, grammar).result()
+        return pool.submit(_compile, grammar, vocabulary).result()
 
 
 def _translated(grammar: str) -> str:

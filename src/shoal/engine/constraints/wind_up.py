@@ -12,16 +12,16 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Asked = TypeVar("Asked")
 _MANY = 256
 """More allowed tokens than this mean free text."""
 _SAMPLES = 8
@@ -121,43 +121,46 @@ class WindUp:
         self._read: list[int] = []
         self._rests: dict[int, list[int]] = {}
         self._ways = [_Way("", 0, False)]
-        self._ways = self._asked(lambda: [self._found(self._matcher) or self._ways[0]], self._ways)
+        with self._in_time():
+            self._check()
+            self._ways = [self._found(self._matcher) or self._ways[0]]
 
     def near(self, tokens: Sequence[int]) -> bool:
         """Whether what may follow `tokens`, which meet the constraint and have no end, depends on the limit."""
-        return self._asked(lambda: self._near(tokens), False)
+        near = False
+        with self._in_time():
+            self._check()
+            self._move(tokens)
+            way = self._ways[-1]
+            near = way.open and 0 <= self._left - way.cost <= self._reserve
+        return near
 
     def narrowed(self, mask: Tensor) -> Tensor:
         """The part of a mask, bool [V], that leaves room for an end, behind the tokens of the last `near`."""
-        return self._asked(lambda: self._narrowed(mask), mask)
+        with self._in_time():
+            self._check()
+            kept, others = self._sorted(mask)
+            kept[[token for token in others.tolist() if self._fits(token)]] = True
+            mask = torch.from_numpy(kept)
+        return mask
 
     def lets(self, mask: Tensor, token: int) -> bool:
         """The same for one token."""
-        return self._asked(lambda: self._lets(mask, token), bool(mask[token]))
+        fits = bool(mask[token])
+        with self._in_time():
+            self._check()
+            kept, others = self._sorted(mask)
+            fits = bool(kept[token]) or (token in others and self._fits(token))
+        return fits
 
-    def _near(self, tokens: Sequence[int]) -> bool:
-        self._move(tokens)
-        way = self._ways[-1]
-        return way.open and 0 <= self._left - way.cost <= self._reserve
-
-    def _narrowed(self, mask: Tensor) -> Tensor:
-        kept, others = self._sorted(mask)
-        kept[[token for token in others.tolist() if self._fits(token)]] = True
-        return torch.from_numpy(kept)
-
-    def _lets(self, mask: Tensor, token: int) -> bool:
-        kept, others = self._sorted(mask)
-        return bool(kept[token]) or (token in others and self._fits(token))
-
-    def _asked(self, answer: Callable[[], Asked], otherwise: Asked) -> Asked:
-        """The answer to a question; `otherwise` where this or an earlier question took too long."""
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Bound the time of a question. It is left where it, or an earlier one, takes too long."""
         self._until = time.thread_time() + self._patience.seconds
         try:
-            self._check()
-            return answer()
+            yield
         except _TooLong:
             self._patience.over = True
-            return otherwise
 
     def _check(self) -> None:
         """Raise `_TooLong` once the time is up; called within long searches."""

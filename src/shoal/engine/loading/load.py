@@ -104,9 +104,7 @@ def load(
         if limit is not None and transform is None:
             place = model if os.path.isfile(model) else files.place
             limit.check_weights(model, weights_on_disk(place, kind, quant))
-        engine = _from_files(files, tokenizer, kind, where, quant, backend)
-        engine.changed, engine.changes = files.changed, files.changes
-        return _limited(engine, limit)
+        return _limited(_from_files(files, tokenizer, kind, where, quant, backend), limit)
     if transform is not None:
         remedy = "Give its folder, Hub id or GGUF file"
         raise Unsupported("a transform of a loaded model", "it is never changed, and would be held twice", remedy)
@@ -115,8 +113,7 @@ def load(
             "dtype and device belong to models that Shoal loads itself; a model that you hand over is never changed. "
             "Convert it before, with model.to(...)"
         )
-    engine = engine_for(model, tokenizer, quant=quant, backend=backend)
-    return _limited(engine, limit)
+    return _limited(engine_for(model, tokenizer, quant=quant, backend=backend), limit)
 
 
 def _limited(engine: Engine, limit: MemoryLimit | None) -> Engine:
@@ -151,19 +148,27 @@ def engine_for(
     if backend != "hf":
         embedding = model.get_input_embeddings().weight
         source = ModelSource(model)
-        stack = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, twin_of=model)
+        stack = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, reference=model)
     stack = stack or _modules(model)
-    generation = getattr(model, "generation_config", None)
-    eos = eos_ids(generation, model.config, tokenizer, **({} if files is None else files.ends()))
     origin = getattr(model.config, "_name_or_path", "")
     if card is None and os.path.isdir(origin):
         card = read_card(origin, stack.num_layers)
+    generation = getattr(model, "generation_config", None)
     name = name or origin or type(model).__name__
-    made = Engine(
-        stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside,
-        told=told_by(generation),
-    )
-    made.sampling, made.masked = recommended(generation), masked_of(model.config)
+    return _engine(stack, tokenizer, model.config, generation, name, card, files, model)
+
+
+def _engine(
+    stack: Stack, tokenizer: Any, config: Any, generation: Any, name: str, card: Card | None, files: Checkpoint | None,
+    model: Any = None,
+) -> Engine:
+    """The engine of a stack, with what its config, its generation config and its files say of answers."""
+    eos = eos_ids(generation, config, tokenizer, **({} if files is None else files.ends()))
+    made = Engine(stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside,
+                  told=told_by(generation))
+    made.sampling, made.masked = recommended(generation), masked_of(config)
+    if files is not None:
+        made.sampling, made.changed, made.changes = files.sampling(generation), files.changed, files.changes
     return made
 
 
@@ -212,7 +217,7 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
         model = files.model(dtype, **ranks.loading(others)).eval()
     card = read_card(files.place, config.get_text_config().num_hidden_layers, files.revision)
     engine = engine_for(model, words, name=files.name, card=card, files=files)
-    engine.ranks, engine.changes = others, files.changes
+    engine.ranks = others
     return engine
 
 
@@ -234,38 +239,24 @@ def _from_files(
     card = read_card(files.place, layers, files.revision) if files.changed is None else Card()
     source = files.weights() if backend != "hf" else None
     stack = None if source is None else _pack(config, source, dtype, device, quant, backend)
-    if stack is None:
-        return _from_model(files, words, card, dtype, device, quant, backend="hf" if source else backend)
-    generation = files.generation_config()
-    made = Engine(
-        stack, words, model_name=files.name, eos_token_ids=eos_ids(generation, config, words, **files.ends()),
-        card=card, open_model=open_beside, told=told_by(generation),
-    )
-    made.sampling, made.masked = files.sampling(generation), masked_of(config)
-    return made
-
-
-def _from_model(
-    files: Checkpoint, words: Any, card: Card, dtype: torch.dtype, device: torch.device, quant: Quant | None,
-    backend: Backend,
-) -> Engine:
-    """An engine made from the transformers model, which is dropped once it is packed."""
+    if stack is not None:
+        return _engine(stack, words, config, files.generation_config(), files.name, card, files)
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
-        with in_transformers(files.config()):
+        with in_transformers(config):
             model = files.model(dtype)
         model = model.to(device).eval()
+    backend = "hf" if source else backend
     engine = engine_for(model, words, name=files.name, card=card, quant=quant, backend=backend, files=files)
-    engine.sampling = files.sampling(getattr(model, "generation_config", None))
     if not isinstance(engine.stack, HFStack):
-        engine.model = None
+        engine.model = None  # its packed weights are a copy
     return engine
 
 
 def _pack(
     config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend,
-    twin_of: Any = None,
+    reference: Any = None,
 ) -> Stack | None:
-    """The packed stack, checked against the model that it must equal if there is one.
+    """The packed stack, checked against the reference, a model that it must equal, if there is one.
 
     A masked-diffusion model's tokens see later ones, which torch computes, so its matrices are packed for torch. Under
     "auto" it is None, which is logged, where the model does not fit and needs no quantisation.
@@ -275,8 +266,8 @@ def _pack(
             packed.worth_packing(dtype, device)
         with naming(lambda: (f"packing the model's weights as {quant or dtype}", _SMALLER)):
             stack = packed.build(config, source, dtype, device, quant, kernels=masked_of(config) is None)
-        if twin_of is not None and quant is None:
-            check_parity(stack, twin_of, OTHER_ARITHMETIC)
+        if reference is not None and quant is None:
+            check_parity(stack, reference, OTHER_ARITHMETIC)
         return stack
     except OutOfMemory:
         raise

@@ -13,9 +13,7 @@ of merged columns, and forms that columns take late, which are counted in both f
 from __future__ import annotations
 
 import gc
-import json
 import mmap
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import lru_cache
@@ -23,13 +21,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from shoal.decode.row import Row
 from shoal.decode.worker import Select
 from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.shorter import guesses
 from shoal.heap import give_back, resident
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.form import GROWTH, KVForm, column_bytes
+from shoal.model.kv.form import GROWTH, column_bytes
 from shoal.model.kv.layer import WINDOW_SLACK, KVLayer
 from shoal.model.kv.memory import SMALL, is_paged
 from shoal.model.packed.native.library import ROOM_BESIDE
@@ -143,11 +143,9 @@ def second_bytes(rows: Sequence[Row], extra: int) -> int:
     """Keys and values that a second model stores of the rows."""
     total = 0
     for row in rows:
-        recipe = row.recipe
-        other = recipe.second_stack
-        if other is not None:
-            length = recipe.second_reads or row.prompt_length + row.stop.room - 1 + extra
-            total += KVPeak(length * sum(other.position_bytes), 0).counted
+        if (other := row.recipe.second_stack) is not None:
+            length = row.recipe.second_reads or row.prompt_length + row.stop.room - 1 + extra
+            total += length * sum(other.position_bytes)
     return total
 
 
@@ -288,13 +286,11 @@ def weights_on_disk(place: str, dtype: torch.dtype, quant: Quant | None) -> int:
 
 
 def _numbers(path: Path) -> int:
-    """Numbers in a safetensors file, by its header: 8 bytes with the length of a JSON object, and that object."""
+    """Numbers in a safetensors file, by its header."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        return sum(prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
-    except (OSError, ValueError, struct.error, MemoryError, OverflowError):  # loading the file says what is wrong
+        with safe_open(path, "pt") as file:
+            return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):  # loading the file says what is wrong
         return 0
 
 
@@ -334,45 +330,29 @@ def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int
     """What is stored when every row has fed `step` tokens of its answer and released nothing since."""
     counted = resident = moving = 0
     for number, layer in enumerate(cache.layers):
-        own = [_own_size(stack, row, number) for row in rows]
+        heads, *dims = stack.kv_sizes[number]
         ends = [_columns(row, number, layer, stack.prefill_chunk, step, extra) for row in rows]
         first = max(layer.reserve, min(stack.prefill_chunk, *(_kept(row, row.prompt_length) for row in rows)))
-        beside = [size * _grown(first, end) for size, end in zip(own, ends, strict=True) if size and end]
-        slots = tuple(0 if size else end for size, end in zip(own, ends, strict=True))
-        capacity = _grown(first, max(slots))
-        position = stack.position_bytes[number]
-        held = (sum(slots) if is_paged(stack.device) else len(rows) * capacity if any(slots) else 0) * position
-        if any(slots):
-            resident += _resident(stack, number, slots, capacity) if is_paged(stack.device) else held
-        beside += [_bias(row, stack.kv_sizes[number][0], end) for row, end in zip(rows, ends, strict=True)]
-        beside += [_settled(stack, row, number, layer.reserve, end) for row, end in zip(rows, ends, strict=True)]
-        counted, resident = counted + held + sum(beside), resident + sum(beside)
+        slots, beside = [], 0
+        for row, end in zip(rows, ends, strict=True):
+            form = None if row.recipe.store is None else row.recipe.store.form(number)
+            size = 0 if form is None else column_bytes(form, stack.kv_sizes[number], stack.dtype)
+            slots.append(end if form is None or form.late else 0)
+            if form is not None and form.late:  # columns leave the slot later, so they are counted in both
+                beside += size * _more(max(layer.reserve, end))
+            elif end:
+                beside += size * _grown(first, end)
+            if row.recipe.keep is not None and row.recipe.keep.weighs:  # a bias on the scores of each column
+                beside += 4 * heads * _more(end)
+        capacity, held, pages = _grown(first, max(slots)), 0, 0
+        if any(slots) and is_paged(stack.device):
+            held = sum(slots) * stack.position_bytes[number]
+            pages = sum(_pages(tuple(slots), heads, capacity, dim * stack.dtype.itemsize) for dim in dims)
+        elif any(slots):
+            held = pages = len(rows) * capacity * stack.position_bytes[number]
+        counted, resident = counted + held + beside, resident + pages + beside
         moving = max(moving, held if capacity > first and layer.window is None else 0)
     return KVPeak(counted, resident, moving)
-
-
-def _own_size(stack: Stack, row: Row, layer: int) -> int:
-    """Bytes of a column that is stored outside the slot; 0 where it is in the slot."""
-    form = _form(row, layer)
-    return 0 if form is None or form.late else column_bytes(form, stack.kv_sizes[layer], stack.dtype)
-
-
-def _settled(stack: Stack, row: Row, layer: int, reserve: int, columns: int) -> int:
-    """Most bytes of columns that leave the slot later; they are counted in the slot as well."""
-    form = _form(row, layer)
-    if form is None or not form.late:
-        return 0
-    return column_bytes(form, stack.kv_sizes[layer], stack.dtype) * _more(max(reserve, columns))
-
-
-def _form(row: Row, layer: int) -> KVForm | None:
-    return None if row.recipe.store is None else row.recipe.store.form(layer)
-
-
-def _bias(row: Row, heads: int, columns: int) -> int:
-    """Most bytes of the bias that a row adds to the scores of its columns."""
-    keep = row.recipe.keep
-    return 4 * heads * _more(columns) if keep is not None and keep.weighs else 0
 
 
 def _columns(row: Row, number: int, layer: KVLayer, chunk: int, step: int, extra: int) -> int:
@@ -402,12 +382,6 @@ def _grown(capacity: int, columns: int) -> int:
     while capacity < columns:
         capacity = _more(capacity)
     return capacity
-
-
-def _resident(stack: Stack, layer: int, slots: tuple[int, ...], capacity: int) -> int:
-    """Bytes of memory that keys and values take."""
-    heads, *dims = stack.kv_sizes[layer]
-    return sum(_pages(slots, heads, capacity, dim * stack.dtype.itemsize) for dim in dims)
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ rule. Lossy forms of the KV are used only where they are allowed by name. More m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -138,12 +139,11 @@ class MemoryLimit:
 
     def _longest_answer(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, process: int) -> int:
         """The largest max_new_tokens that fits; 0 where none does."""
-        low, high = 0, request.max_new_tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            sizes = self._largest(engine, ids, replace(request, max_new_tokens=middle), 1, process)
-            low, high = (middle, high) if sizes.total <= self.usable else (low, middle - 1)
-        return low
+        def too_large(tokens: int) -> bool:
+            asked = replace(request, max_new_tokens=tokens)
+            return self._largest(engine, ids, asked, 1, process).total > self.usable
+
+        return bisect_left(range(1, request.max_new_tokens + 1), True, key=too_large)
 
     def for_rows(self, engine: LoadedModel, prefill_chunk: int) -> int:
         """Bytes left for a scheduler's rows and for what it keeps of earlier prompts.

@@ -59,6 +59,9 @@ class Scheduler:
             that decode, and at most 256 where none does.
         policy: when waiting rows may join; None for at once.
         start: whether a thread does the work; else call `turn`.
+
+    Attributes:
+        worker: the thread.
     """
 
     def __init__(
@@ -102,17 +105,19 @@ class Scheduler:
         self._open: set[ScheduledRow] = set()
         self._moved = False
         self._turn_began: float | None = None
-        self._worker = WorkerThread("shoal-scheduler", self._work, self._died)
+        self.worker = WorkerThread("shoal-scheduler", self._work, self._died)
         if start:
-            self._worker.start()
+            self.worker.start()
 
     def submit(
-        self, prompt: Any, *, n: int = 1, deliver: Deliver | None = None, canvas: bool = False, **options: Any
+        self, prompt: Any, request: Request | None = None, *, n: int = 1, deliver: Deliver | None = None,
+        canvas: bool = False, **options: Any,
     ) -> RequestHandle:
         """Queue a request.
 
         Args:
             prompt: text or token ids.
+            request: the options, if they are checked already.
             n: how many answers, each a row of its own; row i draws its own random numbers.
             deliver: see `RequestHandle`.
             canvas: whether `deliver` is also given each `Placed` word of a loop that writes in no order.
@@ -124,7 +129,7 @@ class Scheduler:
             QueueFull: too many rows wait.
             Closed: the scheduler takes no more requests.
         """
-        request = Request.from_options(options)
+        request = request or Request.from_options(options)
         _check_positive(n=n)
         if canvas and deliver is None:
             raise ValueError("canvas is True without deliver; who iterates over a handle gets words in order alone")
@@ -142,13 +147,8 @@ class Scheduler:
         self._enqueue(handle.entries)
         return handle
 
-    def branches(self, **options: Any) -> int:
-        """The most rows that decode side by side for one answer with these options of a request.
-
-        Raises:
-            ValueError: see `submit`.
-        """
-        request = Request.from_options(options)
+    def branches(self, request: Request) -> int:
+        """The most rows that decode side by side for one answer to a request; ValueError as by `submit`."""
         return self._recipes.of(request.method, request.max_new_tokens).branches(request.sampling.greedy)
 
     @property
@@ -167,25 +167,10 @@ class Scheduler:
         return self._room.bytes(_needs(list(self._running))) / self.kv_bytes
 
     @property
-    def alive(self) -> bool:
-        """Whether requests are being worked on; False for a moment after the worker has died."""
-        return self._worker.well
-
-    @property
     def busy(self) -> float:
         """Seconds that the turn under way has taken so far; 0 between turns."""
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
-
-    @property
-    def stack(self) -> str:
-        """Where decoding is just now, as a traceback has it."""
-        return self._worker.stack()
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing will be decoded any more."""
-        return self._worker.ended
 
     def close(self, *, drain: bool = True, timeout: float | None = None, last: float | None = None) -> bool:
         """Take no more requests and end.
@@ -193,7 +178,7 @@ class Scheduler:
         Args:
             drain: whether what has been accepted is finished; otherwise it is cancelled.
             timeout: most seconds to wait for that; what is left is then cancelled.
-            last: most seconds to wait then for the turn under way; None for as long as it takes. See `ended`.
+            last: most seconds to wait then for the turn under way; None for as long as it takes.
 
         Returns:
             Whether everything was finished in time.
@@ -202,12 +187,12 @@ class Scheduler:
             self._closing = True
             self._wake.notify_all()
         if drain:
-            self._worker.join(timeout)
-        finished = self._worker.ended
+            self.worker.join(timeout)
+        finished = self.worker.ended
         with self._wake:
             self._unwanted.update(entry.handle for entry in [*self._waiting, *self._running])
             self._wake.notify_all()
-        self._worker.join(last)
+        self.worker.join(last)
         return finished
 
     def __enter__(self) -> Scheduler:
