@@ -34,7 +34,9 @@ import script
 from shoal import methods
 from shoal.methods.common.limits import limits_of
 from shoal.serve import policy
-from shoal.serve.protocol import fields, responses
+from shoal.serve.protocol.bodies import ChatBody, CompletionBody
+from shoal.serve.protocol.fields import OF_PEERS, RESPONSES
+from shoal.serve.protocol.responses import ResponseBody
 from shoal.serve.settings import Settings
 from shoal_lab.bench.process import resident, served
 
@@ -85,10 +87,11 @@ class Requests:
         return found
 
     def _of_fields(self) -> list[tuple[str, Any]]:
-        known = {CHAT: {**fields.CHAT, **fields.extras()}, "/v1/completions": {**fields.COMPLETION, **fields.extras()},
-                 "/v1/responses": responses.RESPONSES}
+        known = {CHAT: [*ChatBody.model_fields, *ChatBody.unread],
+                 "/v1/completions": [*CompletionBody.model_fields, *CompletionBody.unread],
+                 "/v1/responses": [*ResponseBody.model_fields, *RESPONSES]}
         found = [self._body({field: value}, route) for route, names in known.items() for field in names
-                 for value in self._dice.sample([*HUGE, *ODD], 3)]
+                 if field not in OF_PEERS for value in self._dice.sample([*HUGE, *ODD], 3)]
         for route in ("/tokenize", "/detokenize", "/playground/plan"):
             found += [(route, {field: value})
                       for field in ("prompt", "messages", "tokens", "content", "method", "max_tokens")
@@ -106,7 +109,7 @@ class Requests:
     def _drawn(self) -> tuple[str, Any]:
         """Several extremes at once: fields, options, a method in a method, and lists of methods."""
         dice, names = self._dice, policy.allowed(Settings())
-        more = {field: dice.choice([*HUGE, *ODD]) for field in dice.sample([*fields.CHAT, *fields.extras()], 2)}
+        more = {field: dice.choice([*HUGE, *ODD]) for field in dice.sample([*ChatBody.model_fields], 2)}
         more = {"temperature": dice.choice((0, 1e-30, 1, 2)), "n": dice.choice((1, 1, 1, 2, 16)),
                 **(more if dice.random() < 0.3 else {})}
         several = dice.sample(names, dice.choice((1, 1, 2)))

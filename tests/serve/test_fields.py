@@ -17,16 +17,14 @@ from openai.types.chat import completion_create_params as chat
 from peer_names import BINDING, NAMES
 from serving import MODEL, Running, serving
 from shoal.serve.handler import IGNORED
-from shoal.serve.protocol import fields, peers, responses
-from shoal.serve.protocol.bodies import ChatBody, CompletionBody
-from shoal.serve.protocol.fields import Field, Honoured, Ignored, Refused
+from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras
+from shoal.serve.protocol.fields import RESPONSES, Ignored, Refused, Unread
+from shoal.serve.protocol.responses import ResponseBody
 from tool_tokenizer import ASK, speaking
 
-ROUTES: dict[str, tuple[Mapping[str, Field], dict[str, Any]]] = {
-    "chat/completions": (peers.CHAT, {"messages": ASK}), "completions": (peers.COMPLETION, {"prompt": "Some words"}),
+ROUTES: dict[str, tuple[type[Body], dict[str, Any]]] = {
+    "chat/completions": (ChatBody, {"messages": ASK}), "completions": (CompletionBody, {"prompt": "Some words"}),
 }
-OF_PEERS = {"chat/completions": {**peers.BOTH, **peers.ONLY_CHAT},
-            "completions": {**peers.BOTH, **peers.ONLY_COMPLETION}}
 HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: what is sent, and what says the same in fields of OpenAI's and Shoal's, or options of the engine
     "structured_outputs": ({"structured_outputs": {"regex": "[ab]{3}"}}, {"guided_regex": "[ab]{3}"}),
@@ -106,17 +104,21 @@ def texts(answer: httpx.Response) -> list[Any]:
 
 def test_no_field_of_the_others_is_unknown() -> None:
     for server, names in NAMES.items():
-        for known in (peers.CHAT, peers.COMPLETION):
-            assert not set(names.split()) - {*known, *OF_PEERS["chat/completions"], *OF_PEERS["completions"]}, server
+        for kind, _ in ROUTES.values():
+            assert not set(names.split()) - {*read_by(kind), *kind.unread}, server
 
 
 def test_what_binds_an_answer_is_never_ignored() -> None:
-    for known in (peers.CHAT, peers.COMPLETION):
-        assert not [name for name in BINDING.split() if isinstance(known[name], Ignored)]
+    for kind, _ in ROUTES.values():
+        assert not [name for name in BINDING.split() if isinstance(kind.unread.get(name), Ignored)]
 
 
-def of_kind(route: str, kind: type[Field]) -> dict[str, Any]:
-    return {name: field for name, field in ROUTES[route][0].items() if isinstance(field, kind)}
+def read_by(kind: type[Body]) -> set[str]:
+    return {*kind.model_fields, "options"}  # the entries of that one are fields themselves
+
+
+def of_kind(route: str, kind: type[Unread]) -> dict[str, Any]:
+    return {name: field for name, field in ROUTES[route][0].unread.items() if isinstance(field, kind)}
 
 
 @pytest.mark.parametrize("route", list(ROUTES))
@@ -147,8 +149,8 @@ def test_what_changes_nothing_is_named_in_a_header(server: Running, strict: Runn
         assert IGNORED not in post(strict, route, max_tokens=1, **asked).headers
 
 
-@pytest.mark.parametrize(("route", "name"), [(route, name) for route, known in OF_PEERS.items()
-                                             for name in known if isinstance(known[name], Honoured)], ids=str)
+@pytest.mark.parametrize(("route", "name"), [(route, name) for route, (kind, _) in ROUTES.items() for name in HONOURED
+                                             if name in read_by(kind)], ids=str)
 def test_what_is_honoured_does_what_it_says(server: Running, strict: Running, route: str, name: str) -> None:
     sent, same = HONOURED[name]
     for drawn in ({}, {"temperature": 1.0, "seed": 5}):
@@ -242,15 +244,15 @@ def test_a_seed_of_minus_one_is_drawn(server: Running, route: str) -> None:
 
 
 def test_the_table_has_every_field_of_the_client() -> None:
-    for known, params in ((fields.CHAT, chat.CompletionCreateParamsBase),
-                          (fields.COMPLETION, completion.CompletionCreateParamsBase)):
-        assert set(typing.get_type_hints(params)) | {"stream"} == set(known)
+    for kind, params in ((ChatBody, chat.CompletionCreateParamsBase),
+                         (CompletionBody, completion.CompletionCreateParamsBase)):
+        assert set(typing.get_type_hints(params)) | {"stream"} <= {*read_by(kind), *kind.unread}
 
 
-def test_the_honoured_fields_are_those_that_are_read() -> None:
-    for kind, known in ((ChatBody, peers.CHAT), (CompletionBody, peers.COMPLETION)):
-        honoured = {name for name, field in known.items() if isinstance(field, Honoured)}
-        assert honoured - {"options"} == set(kind.model_fields)  # the entries of that one are fields themselves
+def test_a_field_is_read_or_not() -> None:
+    for kind, _ in ROUTES.values():
+        assert not read_by(kind) & set(kind.unread)
+    assert not {*ResponseBody.model_fields, *Extras.model_fields} & set(RESPONSES)
 
 
 @pytest.mark.parametrize("name", ["unheard_of", "ä\n"])
@@ -268,7 +270,33 @@ def test_a_field_without_effect_is_logged_once(server: Running, caplog: pytest.L
     assert sum('"event": "ignored", "field": "nobody_knows"' in line for line in caplog.messages) == 1
 
 
-def test_the_document_holds_the_tables() -> None:
+def test_the_document_holds_the_fields() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "reference_server.md").read_text(encoding="utf-8")
-    for module in (fields, peers, responses):
-        assert module.table() in page, f"run {module.__name__}"
+    both, of_responses = page.split("## Responses")
+    told = {(name, route): (answer, why) for name, where, answer, why in rows(both)
+            for route in ("chat", "completions") if where.partition(",")[0] in (route, "both")}
+    expected = {(name, route): said for route, kind in (("chat", ChatBody), ("completions", CompletionBody))
+                for name, said in in_words(read_by(kind), kind.unread).items()}
+    assert told.keys() == expected.keys()
+    wrong = {place: said for place, said in expected.items() if said not in (told[place], (told[place][0], None))}
+    assert not wrong, f"docs/reference_server.md says otherwise: {wrong}"
+    alone = {name: field for name, field in RESPONSES.items() if ChatBody.unread.get(name) != field}
+    listed = {name: (answer, why) for name, answer, why in rows(of_responses)}
+    for name, said in in_words(set(ResponseBody.model_fields), RESPONSES).items():
+        assert name in listed or name not in {*ResponseBody.model_fields, *alone}
+        assert said in (listed.get(name, said), (listed.get(name, said)[0], None)), name
+
+
+def rows(page: str) -> list[list[str]]:
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    return [[name.strip("`"), *rest] for name, *rest in lines]
+
+
+def in_words(read: set[str], unread: Mapping[str, Unread]) -> dict[str, tuple[str, str | None]]:
+    """What the page says of each field: the answer, and why, which is free for those that are read."""
+    said: dict[str, tuple[str, str | None]] = dict.fromkeys(read, ("honoured", None))
+    for name, field in unread.items():
+        neutral = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
+        refusal = f"400, unless {neutral}" if neutral else "400"
+        said[name] = ("no effect" if isinstance(field, Ignored) else refusal, field.note)
+    return said

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from serving import MODEL, Running, serving, tiny_engine
 from shoal.serve.errors import ApiError
-from shoal.serve.protocol.bodies import TEMPLATE_OPTIONS
+from shoal.serve.protocol.bodies import TEMPLATE_OPTIONS, ChatBody
 from shoal.serve.protocol.logprobs import TokenNames
 from shoal.serve.protocol.tools import CallReader, tools_of
 from shoal.serve.protocol.wire import ChatWire
@@ -354,8 +354,10 @@ def hits(server: Running) -> float:
 
 
 def test_text_that_is_held_back_makes_no_chunk() -> None:
-    wire = ChatWire("m", TokenNames(None), tools_of([WEATHER], None, None, TAGGED))
+    body = ChatBody(model="m", messages=[{"role": "user"}])
+    wire = ChatWire(body, TokenNames(None), tools_of([WEATHER], None, None, TAGGED))
     held, shown = (Step(row=0, index=index, token=5, text=text, depth=4) for index, text in enumerate(["<tool", "x"]))
     assert wire.chunk(0, held) is None
-    chunk = wire.chunk(0, shown, detailed=True)
+    body.steps = True
+    chunk = wire.chunk(0, shown)
     assert chunk is not None and chunk["delta"] == {"content": "<toolx"} and chunk["steps"][0]["token"] == 5

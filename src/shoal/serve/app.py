@@ -62,30 +62,16 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app.add_exception_handler(Exception, _unexpected)
     if metrics is None:
         metrics = Metrics(settings.model_name, scheduler, scheduler.engine.stack.num_layers)
-    _add_generation(app, RequestHandler(scheduler, settings, metrics))
+    handler = RequestHandler(scheduler, settings, metrics)
+    app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))(handler.chat)
+    app.post("/v1/completions", openapi_extra=_body(CompletionBody))(handler.complete)
+    app.post("/v1/responses", openapi_extra=_body(ResponseBody))(handler.respond)
     _add_models(app, scheduler, settings)
     _add_state(app, scheduler, metrics, settings)
     _add_tokens(app, TokenRoutes(scheduler, settings))
     if settings.playground:
         _add_playground(app, Playground(scheduler.engine, settings))
     return app
-
-
-def _add_generation(app: FastAPI, handler: RequestHandler) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
-    async def chat(request: Request) -> Response:
-        """Answer a conversation."""
-        return await handler.chat(request)
-
-    @app.post("/v1/completions", openapi_extra=_body(CompletionBody))
-    async def completions(request: Request) -> Response:
-        """Continue prompts."""
-        return await handler.complete(request)
-
-    @app.post("/v1/responses", openapi_extra=_body(ResponseBody))
-    async def responses(request: Request) -> Response:
-        """Answer a conversation, in the newer form."""
-        return await handler.respond(request)
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:

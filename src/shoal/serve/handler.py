@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
@@ -16,28 +16,25 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from shoal.decode.text.pieces import TokenBytes
 from shoal.engine.request import prompt_ids
-from shoal.engine.scheduling.request_handle import Placed
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve import policy
 from shoal.serve.answer import Answer, Compiling
 from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.metrics import Metrics, beside, report
 from shoal.serve.middleware import GONE, note
-from shoal.serve.protocol import fields, peers
-from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, parse, read, validated
+from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras, parse, read, validated
+from shoal.serve.protocol.fields import RESPONSES, sorted_out
 from shoal.serve.protocol.formats import in_folder
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
-from shoal.serve.protocol.responses import RESPONSES, ResponseWire, as_chat, event
+from shoal.serve.protocol.responses import ResponseBody, ResponseWire, as_chat
 from shoal.serve.protocol.tokens import apart, chat_ids, conversation, prompts_of
 from shoal.serve.protocol.tools import Tools
 from shoal.serve.protocol.wire import ChatWire, CompletionWire, Wire, with_steps
 from shoal.serve.settings import Settings
-from shoal.types import Step
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
 _MOST_TOLD, _MOST_NAMED = 1000, 64
-_DONE = "data: [DONE]\n\n"
 IGNORED = "x-shoal-ignored"
 """The response header with the names of the request's fields that had no effect."""
 
@@ -53,42 +50,38 @@ class RequestHandler:
         self._told: set[str] = set()
 
     async def chat(self, request: Request) -> Response:
-        """`/v1/chat/completions`."""
-        body, ignored = parse(await request.body(), ChatBody, peers.CHAT, self._settings.strict)
-        asked = await self._asked(body)
-        answer = await self._start(request, body, [asked.ids], asked.limit, asked.bound)
+        """Answer a conversation."""
+        body, ignored = parse(await request.body(), ChatBody, self._settings.strict)
         names = TokenNames(self._vocabulary, body.return_tokens_as_token_ids)
-        wire = ChatWire(body.model, names, asked.tools)
-        return self._noted(await self._answer(request, body, answer, wire), ignored + asked.ignored)
+        return await self._converse(request, body, ignored, lambda _, tools: ChatWire(body, names, tools))
 
     async def respond(self, request: Request) -> Response:
-        """`/v1/responses`."""
-        known = {**peers.BOTH, **fields.extras(), **RESPONSES}
-        given, ignored = fields.check_names(read(await request.body()), known, self._settings.strict)
+        """Answer a conversation, in the newer form."""
+        known = {*Extras.model_fields, *ResponseBody.model_fields}
+        given, ignored = sorted_out(read(await request.body()), known, RESPONSES, self._settings.strict)
         unshown = ("metrics", "steps", "canvas", "return_tokens_as_token_ids")
         ignored += [name for name in unshown if given.pop(name, None)]
         chat = as_chat(given)
         body = validated(chat, ChatBody)
         body.check()
-        asked = await self._asked(body)
-        ignored += asked.ignored
-        answer = await self._start(request, body, [asked.ids], asked.limit, asked.bound)
-        how = answer.entries[0].row.sampling
-        wire = ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, asked.tools)
-        if body.stream:
-            return self._noted(_streaming(self._response_events(request, answer, wire)), ignored)
-        if not await self._drained(request, answer):
-            return Response(status_code=GONE)
-        return self._noted(JSONResponse(wire.whole(answer.results[0], answer.usage)), ignored)
 
-    async def _asked(self, body: ChatBody) -> _Conversation:
-        """Parse a chat."""
+        def wire(answer: Answer, tools: Tools | None) -> Wire:
+            how = answer.entries[0].row.sampling
+            return ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, tools)
+
+        return await self._converse(request, body, ignored, wire)
+
+    async def _converse(
+        self, request: Request, body: ChatBody, ignored: Sequence[str], wire: Callable[[Answer, Tools | None], Wire]
+    ) -> Response:
         limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
-        told, ignored = conversation(body.messages, self._tokenizer, self._settings.strict)
+        told, more = conversation(body.messages, self._tokenizer, self._settings.strict)
         ids = await apart(chat_ids, told, self._tokenizer, {**body.variables(tools), **body.opening(told)})
+        self._check(body, 1)
         bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
-        return _Conversation(ids, limit, tools, bound, ignored)
+        answer = await self._start(request, body, [ids], limit, bound)
+        return self._noted(await self._answer(request, body, answer, wire(answer, tools)), [*ignored, *more])
 
     def _noted(self, answer: Response, ignored: Sequence[str]) -> Response:
         """The response, with the names of fields without effect in a header; each name is logged once."""
@@ -100,13 +93,13 @@ class RequestHandler:
         return answer
 
     async def complete(self, request: Request) -> Response:
-        """`/v1/completions`."""
-        body, ignored = parse(await request.body(), CompletionBody, peers.COMPLETION, self._settings.strict)
+        """Continue prompts."""
+        body, ignored = parse(await request.body(), CompletionBody, self._settings.strict)
         prompts = prompts_of(body.prompt)
         limit = body.limit(_COMPLETION_TOKENS, self._settings.max_tokens)
         self._check(body, len(prompts))
         echoes = await asyncio.to_thread(self._echoes, prompts, body)
-        wire = CompletionWire(body.model, TokenNames(self._vocabulary, body.return_tokens_as_token_ids), echoes)
+        wire = CompletionWire(body, TokenNames(self._vocabulary, body.return_tokens_as_token_ids), echoes)
         if limit == 0:
             return self._noted(await self._unanswered(request, body, prompts, wire), ignored)
         answer = await self._start(request, body, prompts, limit)
@@ -137,19 +130,15 @@ class RequestHandler:
         usage = {"prompt_tokens": read, "completion_tokens": 0, "total_tokens": read}
         note(request.scope, choices=len(prompts) * body.n, user=body.user, **usage)
         choices = [wire.unanswered(index) for index in range(len(prompts) * body.n)]
-        if not body.stream:
-            return JSONResponse({**wire.head, "choices": choices, "usage": usage})
-        shared = {**wire.chunk_head(), "usage": None} if body.include_usage else wire.chunk_head()
-        events = [{**shared, "choices": [choice]} for choice in choices]
-        last = [{**wire.chunk_head(), "choices": [], "usage": usage}] if body.include_usage else []
-        return _streaming(_all([*map(_event, [*events, *last]), _DONE]))
+        if body.stream:
+            return _streaming([wire.chunks(choices), wire.closing([], usage, {})])
+        return JSONResponse(wire.answer(choices, usage))
 
     async def _start(
         self, request: Request, body: Body, prompts: Sequence[Any], limit: int,
         bound: Mapping[str, Any] = MappingProxyType({}),
     ) -> Answer:
         """Queue a request."""
-        self._check(body, len(prompts))
         method = policy.choose(body.method, body.method_args, self._settings)
         note(request.scope, decoding=method.name, user=body.user, choices=len(prompts) * body.answers)
         if self._settings.log_prompts:
@@ -177,7 +166,6 @@ class RequestHandler:
             return _streaming(self._events(request, body, answer, wire))
         if not await self._drained(request, answer):
             return Response(status_code=GONE)
-        extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
         best = answer.best(body.n)
         shown = [answer.results[place] for place in best]
         if body.alternatives is None:
@@ -186,7 +174,7 @@ class RequestHandler:
         if body.steps:
             pairs = zip(whole["choices"], [answer.entries[place] for place in best], strict=True)
             whole["choices"] = [with_steps(choice, entry.row.steps) for choice, entry in pairs]
-        return JSONResponse({**whole, **extra})
+        return JSONResponse({**whole, **_metrics(body, answer)})
 
     async def _drained(self, request: Request, answer: Answer) -> bool:
         """Wait for the end of the answer; False if the client disconnects first."""
@@ -201,40 +189,16 @@ class RequestHandler:
                 task.cancel()
             self._account(request, answer)
 
-    async def _response_events(self, request: Request, answer: Answer, wire: ResponseWire) -> AsyncIterator[str]:
-        try:
-            yield "".join(map(event, wire.opening()))
-            async for came in answer.items():
-                steps = [item for _, item in came if isinstance(item, Step)]
-                if told := "".join(event(one) for step in steps for one in wire.step(step)):
-                    yield told
-            yield event(wire.closing(answer.results[0], answer.usage))
-        except Exception as error:
-            yield event(wire.error(_api_error(error)))
-        finally:
-            answer.cancel()
-            self._account(request, answer)
-
     async def _events(self, request: Request, body: Body, answer: Answer, wire: Wire) -> AsyncIterator[str]:
-        head = wire.chunk_head()
-        shared = {**head, "usage": None} if body.include_usage else head
         try:
-            for index in range(len(answer.entries)):
-                if (choice := wire.opening(index)) is not None:
-                    yield _event({**shared, "choices": [choice]})
+            if told := wire.opening(len(answer.entries)):
+                yield told
             async for came in answer.items():
-                steps = ((index, item) for index, item in came if isinstance(item, Step))
-                chunks = [*_canvases(wire, came), *(wire.chunk(index, step, body.steps) for index, step in steps)]
-                if body.usage_of_each:
-                    shared["usage"] = answer.usage
-                if events := [_event({**shared, "choices": [choice]}) for choice in chunks if choice is not None]:
-                    yield "".join(events)  # one piece, since each has to pass all middleware
-            if body.include_usage:
-                extra = {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
-                yield _event({**head, "choices": [], "usage": answer.usage, **extra})
-            yield _DONE
+                if told := wire.events(came, answer.usage if body.usage_of_each else None):
+                    yield told  # one piece, since each has to pass all middleware
+            yield wire.closing(answer.results, answer.usage, _metrics(body, answer))
         except Exception as error:
-            yield _event(_api_error(error).to_dict())
+            yield wire.error(_api_error(error))
         finally:
             answer.cancel()
             self._account(request, answer)
@@ -258,31 +222,15 @@ class RequestHandler:
             note(request.scope, texts=[result.text for result in results])
 
 
-@dataclass(frozen=True)
-class _Conversation:
-    """A parsed chat: prompt, limit of the answer, tools, options of constraints, names of fields without effect."""
-
-    ids: list[int]
-    limit: int
-    tools: Tools | None
-    bound: dict[str, Any]
-    ignored: list[str]
-
-
 def named(ignored: Sequence[str]) -> dict[str, str]:
     """The header with the names of fields without effect; no header if there are none."""
     names = (quote(name[:64], safe="") or '""' for name in ignored[:_MOST_NAMED])  # a header may not end in a space
     return {IGNORED: ", ".join(names)} if ignored else {}
 
 
-def _streaming(events: AsyncIterator[str]) -> StreamingResponse:
+def _streaming(events: AsyncIterator[str] | Sequence[str]) -> StreamingResponse:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-
-async def _all(events: Sequence[str]) -> AsyncIterator[str]:
-    for one in events:
-        yield one
 
 
 def _api_error(error: Exception) -> ApiError:
@@ -293,13 +241,8 @@ def _api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why", code="internal_error")
 
 
-def _canvases(wire: Wire, came: Sequence[tuple[int, Step | Placed]]) -> list[dict[str, Any]]:
-    """Chunks of tokens that were decided out of order, one chunk for each choice."""
-    placed: dict[int, list[Placed]] = {}
-    for index, item in came:
-        if isinstance(item, Placed):
-            placed.setdefault(index, []).append(item)
-    return [wire.canvas(index, found) for index, found in placed.items()]
+def _metrics(body: Body, answer: Answer) -> dict[str, Any]:
+    return {"metrics": report(answer.entries, answer.results)} if body.metrics else {}
 
 
 async def _drain(answer: Answer) -> None:
@@ -310,7 +253,3 @@ async def _drain(answer: Answer) -> None:
 async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"

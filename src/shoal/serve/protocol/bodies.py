@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import override
@@ -17,8 +17,7 @@ from shoal.engine.messages import opening
 from shoal.engine.request import drawn_seed
 from shoal.errors import json_object
 from shoal.serve.errors import ApiError, refused
-from shoal.serve.protocol.fields import Field as Answer
-from shoal.serve.protocol.fields import check_names
+from shoal.serve.protocol.fields import CHAT, COMPLETION, Unread, sorted_out
 from shoal.serve.protocol.formats import constraint_of
 from shoal.serve.protocol.tools import Tools, tools_of
 
@@ -42,12 +41,11 @@ _STREAMED, _EFFORT = ("include_usage", "continuous_usage_stats"), ("effort", "su
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
-class Body(BaseModel):
-    """What chats and completions have in common, fields of other servers (`peers`) included. Null means absent."""
+class Extras(BaseModel):
+    """Fields beyond OpenAI's, Shoal's own and those of other servers, in all three APIs. Null means absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    n: int = Field(default=1, ge=1, le=128)
     structured_outputs: dict[str, Any] | None = None
     json_schema: dict[str, Any] | str | bool | None = None
     grammar: str | None = None
@@ -67,18 +65,6 @@ class Body(BaseModel):
     max_new_tokens: int | None = Field(default=None, ge=-2)
     n_cmpl: int | None = Field(default=None, ge=1, le=128)
     return_tokens_as_token_ids: bool = False
-    model: str
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[str, Any] | list[Any] = Field(default_factory=dict, max_length=1024)
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    stop: str | list[str] = Field(default_factory=list)
-    stream: bool = False
-    stream_options: dict[str, bool | None] = Field(default_factory=dict)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float = Field(default=1.0, ge=0, le=1)
-    user: str | None = None
-    max_tokens: int | None = Field(default=None, ge=-2)
     method: str | list[Any] | None = None
     method_args: dict[str, Any] = Field(default_factory=dict)
     top_k: int = Field(default=0, ge=-1)
@@ -97,6 +83,26 @@ class Body(BaseModel):
     guided_grammar: str | None = None
     guided_choice: list[str] | None = Field(default=None, max_length=1024)
     guided_members: str | None = None
+
+
+class Body(Extras):
+    """What chats and completions have in common."""
+
+    unread: ClassVar[Mapping[str, Unread]]
+
+    model: str
+    n: int = Field(default=1, ge=1, le=128)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[str, Any] | list[Any] = Field(default_factory=dict, max_length=1024)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: str | list[str] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: dict[str, bool | None] = Field(default_factory=dict)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    user: str | None = None
+    max_tokens: int | None = Field(default=None, ge=-2)
 
     def limit(self, default: int, most: int) -> int:
         """Most tokens of the answer; a request for more than the server's limit gets that limit.
@@ -154,7 +160,7 @@ class Body(BaseModel):
             "logit_bias": _bias(self.logit_bias),
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
-            "constraint": constraint_of(self),
+            "constraint": constraint_of(dict(self)),
         }
 
     @property
@@ -188,6 +194,8 @@ class Body(BaseModel):
 class ChatBody(Body):
     """`/v1/chat/completions`."""
 
+    unread = CHAT
+
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=-2)
     logprobs: bool = False
@@ -206,7 +214,7 @@ class ChatBody(Body):
 
     def tools_for(self, template: Any) -> Tools | None:
         """The tools that a model with that chat template may call; ApiError 400 if the request for them is wrong."""
-        asked = constraint_of(self) if self.tools else None
+        asked = constraint_of(dict(self)) if self.tools else None
         final = asked if isinstance(asked, Constraint) else None
         return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template, final, self.messages)
 
@@ -243,6 +251,8 @@ class ChatBody(Body):
 
 class CompletionBody(Body):
     """`/v1/completions`."""
+
+    unread = COMPLETION
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_completion_tokens: int | None = Field(default=None, ge=-2)
@@ -281,9 +291,9 @@ class PlanBody(BaseModel):
     max_tokens: int = Field(default=64, ge=1, le=1 << 20)
 
 
-def parse(raw: bytes, kind: type[Asked], known: Mapping[str, Answer], strict: bool) -> tuple[Asked, list[str]]:
+def parse(raw: bytes, kind: type[Asked], strict: bool) -> tuple[Asked, list[str]]:
     """A request for text from its bytes, and the names of its fields without effect; ApiError 400 if it is wrong."""
-    kept, ignored = check_names(read(raw), known, strict)
+    kept, ignored = sorted_out(read(raw), kind.model_fields, kind.unread, strict)
     body = validated(kept, kind)
     body.check()
     return body, ignored

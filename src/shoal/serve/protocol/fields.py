@@ -1,23 +1,16 @@
-"""Every field that OpenAI's client can send, and what the server does with it. Unknown fields are ignored.
+"""Fields of a request that the server does not read, and what becomes of each: it is refused, or has no effect.
 
-`python -m shoal.serve.protocol.fields` prints the first table of docs/reference_server.md.
+What it reads are the fields of `bodies`. A field that would change an answer is read, or refused with a remedy, but
+never ignored; neutral values pass. docs/reference_server.md has all fields.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.serve.errors import ApiError, refused
-
-
-@dataclass(frozen=True)
-class Honoured:
-    """A field that has its effect."""
-
-    note: str
 
 
 @dataclass(frozen=True)
@@ -36,103 +29,204 @@ class Ignored:
     neutral: tuple[Any, ...] = ()
 
 
-Field = Honoured | Refused | Ignored
+Unread = Refused | Ignored
 
-_COMMON: dict[str, Field] = {
-    "model": Honoured("must be the served name; another one is answered 404"),
-    "frequency_penalty": Honoured("-2 to 2, over generated tokens"),
-    "presence_penalty": Honoured("-2 to 2, over generated tokens"),
-    "logit_bias": Honoured("token ids to -100..100, or pairs of them; false bans a token"),
-    "n": Honoured("answers per prompt; each is one row of the batch"),
-    "seed": Honoured("makes sampling repeatable, whatever else is running; -1 is none; `metrics` shows the one drawn"),
-    "stop": Honoured("a string, or up to 256; empty ones are none"),
-    "stream": Honoured("server-sent events"),
-    "stream_options": Honoured("`include_usage`, `continuous_usage_stats`; `include_obfuscation` may only be false"),
-    "temperature": Honoured("0 to 2; 0 takes the most likely token; see [sampling](#sampling) for the default"),
-    "top_p": Honoured("0 to 1; 0 keeps the most likely token"),
-    "user": Honoured("written to the server's log"),
+_SAMPLERS = "there is no such step of sampling; leave it out, or use `min_p`, `top_p`, `top_k`, `typical_p`"
+_ADAPTERS = "adapters belong to the model; start a server with the one that is wanted"
+_MEDIA = "the model reads text only"
+_SPREAD = "one process reads prompts and answers them"
+_ROUTED = "there is one engine, and requests are taken in the order in which they come"
+_HIDDEN = "the model's internals are not reported"
+_THOUGHTS = "thoughts stay in the text where the model puts them"
+_TAGS = "an answer is bound from its first token to its last; give a schema, a pattern or a grammar"
+
+OF_PEERS: dict[str, Unread] = {
+    # constraints
+    "guided_decoding_backend": Ignored("there is one", ("auto", "guidance", "llguidance")),
+    "guided_whitespace_pattern": Refused("white space is that of docs/constraints.md; use `guided_grammar`"),
+    "structural_tag": Refused(_TAGS),
+    "grammar_lazy": Refused(_TAGS, (False,)),
+    "grammar_triggers": Refused(_TAGS, ([],)),
+    "grammar_type": Refused(_TAGS, ("",)),
+    "preserved_tokens": Ignored("special tokens are never split", ([],)),
+    # sampling
+    "top_n_sigma": Refused(_SAMPLERS, (0, -1)),
+    "tfs_z": Refused(_SAMPLERS, (1,)),
+    "adaptive_target": Refused(_SAMPLERS, (-1,)),
+    **dict.fromkeys(
+        ("top_a", "xtc_probability", "dynatemp_range", "mirostat", "dry_multiplier"), Refused(_SAMPLERS, (0,))),
+    **dict.fromkeys(
+        ("xtc_threshold", "dynatemp_exponent", "mirostat_tau", "mirostat_eta", "adaptive_decay", "dry_base",
+         "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        Ignored("belongs to a step of sampling that is refused")),
+    "min_keep": Refused("every step keeps one token at least; leave it out", (0, 1)),
+    "samplers": Refused("temperature, top-k, top-p, min-p and typical-p come in this order; leave it out", ([], "")),
+    "penalize_newline": Refused("line breaks count as all tokens do; leave it out", (True,)),
+    "penalty_prompt": Refused("`repetition_penalty` counts the prompt; leave it out", ("",)),
+    "length_penalty": Ignored("there are no beams", (1,)),
+    "use_beam_search": Refused("there are no beams; use `best_of`", (False,)),
+    "do_sample": Refused("use `temperature`; 0 takes the most likely token"),
+    "watermarking": Refused("answers have no watermark", (False,)),
+    "repetition_detection": Refused("use `repetition_penalty`, or `stop`"),
+    "stop_regex": Refused("use `stop`, or bind the answer by `guided_regex`", ([], "")),
+    **dict.fromkeys(
+        ("thinking_token_budget", "reasoning_budget_tokens"),
+        Refused("thoughts are not counted apart; use `max_tokens`", (-1,))),
+    **dict.fromkeys(("custom_logit_processor", "logits_processors"), Refused("a request brings no code", ([], ""))),
+    "custom_params": Ignored("read by a request's own code, which is refused", ({},)),
+    "vllm_xargs": Refused("there are no extensions; see `method_args`", ({},)),
+    "backend_sampling": Ignored("tokens are drawn in one place", (False,)),
+    # lengths
+    "n_indent": Refused("there is no such rule; use `guided_regex`", (0,)),
+    "t_max_predict_ms": Refused("answers end by tokens, not by time; use `max_tokens`", (0, -1)),
+    **dict.fromkeys(("n_keep", "num_keep", "n_discard"), Ignored("a text that fills the context ends", (0,))),
+    "truncate_prompt_tokens": Refused("a prompt is read as it is; shorten it", (-1,)),
+    "truncation_side": Ignored("prompts are not shortened"),
+    "truncate": Refused("a prompt is read as it is; shorten it"),
+    # prompts
+    "input_ids": Refused("give token ids as the `prompt` of a completion"),
+    "prompt_embeds": Refused("prompts are text or token ids"),
+    "chat_template": Refused("the model's own template is used; give a completion for another form"),
+    "documents": Refused("put them into a message, or into `chat_template_kwargs` of a template that has them", ([],)),
+    **dict.fromkeys(
+        ("think", "thinking"), Refused("use `chat_template_kwargs`, as {\"enable_thinking\": false}")),
+    "thinking_forced_open": Refused("use `chat_template_kwargs`", (False,)),
+    "generation_prompt": Refused("the template says how an answer begins"),
+    "task": Refused("put what is asked into a message"),
+    "system": Refused("give a message of role system"),
+    "template": Refused("the model's own template is used"),
+    "context": Refused("send the whole conversation", ([],)),
+    "raw": Refused("a completion goes through no template, a chat through the model's", (False,)),
+    "images": Refused(_MEDIA, ([],)),
+    **dict.fromkeys(
+        ("mm_processor_kwargs", "media_io_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
+        Ignored(_MEDIA)),
+    "use_audio_in_video": Ignored(_MEDIA, (False,)),
+    "lora": Refused(_ADAPTERS, ([],)),
+    "lora_path": Refused(_ADAPTERS, ("",)),
+    "session_params": Refused("nothing is stored: send the whole conversation", ({},)),
+    # what an answer shows
+    "skip_special_tokens": Refused("special tokens have no text; `steps` names them", (True,)),
+    "spaces_between_special_tokens": Ignored("special tokens have no text", (True,)),
+    "n_probs": Refused("use `logprobs` and, in a chat, `top_logprobs`", (0,)),
+    "post_sampling_probs": Refused("log-probabilities are those before temperature and truncation", (False,)),
+    "prompt_logprobs": Refused("use a completion with `echo`, `logprobs` and `max_tokens` 0"),
+    "logprob_token_ids": Refused("use `logprobs`, which names the most likely ones"),
+    **dict.fromkeys(
+        ("return_token_ids", "return_tokens"),
+        Refused("`steps` names the id of every token, `logprobs` with `return_tokens_as_token_ids` too", (False,))),
+    "return_prompt_token_ids": Refused("ask `/tokenize`", (False,)),
+    "return_prompt_text": Refused("ask `/tokenize`, and `/detokenize` for its text", (False,)),
+    "return_token_offsets": Ignored("`logprobs` of a completion have them", (False,)),
+    "return_meta_info": Refused("use `metrics`", (False,)),
+    "return_full_text": Refused("use `echo` in a completion", (False,)),
+    **dict.fromkeys(("return_hidden_states", "return_routed_experts"), Refused(_HIDDEN, (False,))),
+    **dict.fromkeys(("routed_experts_prompt_start", "routed_experts_start_len"), Ignored(_HIDDEN, (0,))),
+    "return_cached_tokens_details": Ignored("`usage` has the number of cached tokens of the prompt", (False,)),
+    "return_mm_kwargs": Ignored(_MEDIA, (True,)),
+    "response_fields": Refused("an answer comes whole", ([],)),
+    "timings_per_token": Ignored("`metrics` has times", (False,)),
+    "return_progress": Ignored("the first token shows that the prompt is read", (False,)),
+    "sse_ping_interval": Ignored("a stream is silent between tokens"),
+    "stream_interval": Ignored("tokens come as they are made", (1,)),
+    "verbose": Ignored("`metrics` and `steps` have more", (False,)),
+    "include_reasoning": Refused(_THOUGHTS, (True,)),
+    "separate_reasoning": Ignored(_THOUGHTS, (False,)),
+    **dict.fromkeys(("stream_reasoning", "reasoning_in_content"), Ignored(_THOUGHTS, (True,))),
+    "reasoning_format": Refused(_THOUGHTS, ("none", "auto")),
+    "reasoning_control": Refused("use `max_tokens`", (False,)),
+    "parse_tool_calls": Refused("calls are read where `tools` are given", (True,)),
+    "_debug_render_only": Refused("ask `/tokenize`", (False,)),
+    # how a request is carried
+    "cache_prompt": Ignored("prompts are cached by their beginnings, and answers are the same", (True,)),
+    "n_cache_reuse": Ignored("the cache matches prompts by their beginnings only", (0,)),
+    "cache_salt": Refused("all clients share the cache of prompts; `--prefix-gib 0` turns it off"),
+    "keep_alive": Ignored("the model stays in memory"),
+    "priority": Ignored(_ROUTED, (0,)),
+    "id_slot": Ignored(_ROUTED, (-1,)),
+    **dict.fromkeys(("request_id", "rid"), Ignored("the header `x-request-id` is taken and returned")),
+    **dict.fromkeys(("session_id", "extra_key"), Ignored("nothing is stored")),
+    "custom_labels": Ignored("metrics have no labels of requests"),
+    "ngram_corpus_id": Ignored("drafts change no answer"),
+    **dict.fromkeys(("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"), Ignored(_ROUTED)),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), Refused(_SPREAD, ({},))),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), Refused(_SPREAD)),
+    **dict.fromkeys(
+        ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa", "low_vram",
+         "f16_kv", "vocab_only", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
+        Ignored("the operator says how the model is loaded and run")),
 }
-_OURS: dict[str, Field] = {
-    "method": Honoured("name of a decoding method, or a list to be combined, where the server's policy allows it"),
-    "method_args": Honoured("the method's options"),
-    "top_k": Honoured("0 and -1 keep every token"),
-    "min_p": Honoured("0 to 1"),
-    "repetition_penalty": Honoured("above 0; 1 is neutral"),
-    "stop_token_ids": Honoured("token ids that end the answer"),
-    "ignore_eos": Honoured("continue after the model's end of sequence"),
-    "chat_template_kwargs": Honoured("variables of the chat template, such as `enable_thinking`; chats only"),
-    "add_generation_prompt": Honoured("false ends the prompt with the last message, with no answer begun; chats only"),
-    "continue_final_message": Honoured("true continues the last message, by default if it is an assistant's without "
-                                       "calls; false begins a new answer; chats only"),
-    "guided_json": Honoured("a JSON schema that the answer is valid under"),
-    "guided_regex": Honoured("a pattern that matches the whole answer"),
-    "guided_grammar": Honoured("a grammar of the answer, in Lark's notation or GBNF"),
-    "guided_choice": Honoured("the texts of which the answer is one"),
-    "guided_members": Honoured("`python`: after a dot in Python code only members may come, where they are known"),
-    "metrics": Honoured("adds the cost of the answer: layers, drafts, times, branches, switches of models"),
-    "steps": Honoured("adds `steps` to every choice: each token's index, id, text, layers, and whether it was drafted"),
-    "canvas": Honoured("in a stream, adds `canvas` to a choice when a masked-diffusion model decides tokens: position "
-                       "in the answer, text and step of each, in the order in which they are decided"),
-}
-PROMPT_CACHE: dict[str, Field] = dict.fromkeys(
-    ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    Ignored("the cache matches prompts by their beginnings only"))
-_OLD_TOOLS = "give `tools`"
-CHAT: dict[str, Field] = {
-    **_COMMON,
-    "messages": Honoured("through the model's chat template; content is text, a text part, or a list of them"),
-    "max_tokens": Honoured("most generated tokens; the server's limit and the context apply too; -1 sets no other"),
-    "max_completion_tokens": Honoured("the same; of several limits the lowest counts"),
-    "logprobs": Honoured("of the chosen tokens"),
-    "top_logprobs": Honoured("0 to 20 alternatives; needs `logprobs`"),
-    "audio": Refused("the model makes text only"),
-    "modalities": Refused("the model makes text only", (["text"],)),
-    "function_call": Refused(_OLD_TOOLS, ("none",)),
-    "functions": Refused(_OLD_TOOLS, ([],)),
-    "tools": Honoured("functions, through the model's chat template, which must have a place for them"),
-    "tool_choice": Honoured("`none`, `auto`, `required`, or one function; the last two bind the answer"),
-    "parallel_tool_calls": Honoured("false allows one call where `tool_choice` binds the answer"),
-    "web_search_options": Refused("the server searches nothing"),
-    "response_format": Honoured("`text`, `json_object`, or `json_schema`, which binds every token"),
-    "prediction": Ignored("methods that draft need no prediction from the client"),
-    "reasoning_effort": Honoured("given to the chat template; most templates do not use it"),
-    "verbosity": Ignored("the server has no such option"),
+"""Fields that clients of vLLM, SGLang, llama.cpp's server and Ollama send."""
+_OLD_TOOLS, _ASK_CHATS = "give `tools`", "ask `/v1/chat/completions`"
+_STATELESS: dict[str, Unread] = {
     "metadata": Ignored("nothing is stored", ({},)),
     "store": Ignored("nothing is stored", (False,)),
     "moderation": Refused("the server moderates nothing"),
     "safety_identifier": Ignored("the server keeps no account of users; `user` goes to its log"),
     "service_tier": Ignored("there is one tier", ("auto", "default")),
-    **PROMPT_CACHE,
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        Ignored("the cache matches prompts by their beginnings only")),
 }
-COMPLETION: dict[str, Field] = {
-    **_COMMON,
-    "prompt": Honoured("text, token ids, or a list of either"),
-    "max_tokens": Honoured("as in a chat, default 16; 0 makes none, and scores a prompt with `echo` and `logprobs`"),
-    "logprobs": Honoured("0 to 20 alternatives for each token"),
-    "echo": Honoured("puts the prompt before the answer; with `logprobs` the prompt is read once more"),
-    "best_of": Honoured("answers to generate; the `n` most likely by mean log-probability come; not in a stream"),
+CHAT: dict[str, Unread] = {
+    **OF_PEERS,
+    **_STATELESS,
+    "best_of": Refused("ask `/v1/completions`, or name the method `best_of`", (1,)),
+    "echo": Refused("an answer holds what the model says; use a completion", (False,)),
+    "add_special_tokens": Refused("the chat template says which there are", (False,)),
+    "audio": Refused("the model makes text only"),
+    "modalities": Refused("the model makes text only", (["text"],)),
+    "function_call": Refused(_OLD_TOOLS, ("none",)),
+    "functions": Refused(_OLD_TOOLS, ([],)),
+    "web_search_options": Refused("the server searches nothing"),
+    "prediction": Ignored("methods that draft need no prediction from the client"),
+    "verbosity": Ignored("the server has no such option"),
+}
+"""Of `/v1/chat/completions`."""
+COMPLETION: dict[str, Unread] = {
+    **OF_PEERS,
+    "add_special_tokens": Refused("text is read as the tokenizer reads it; give token ids for another way", (True,)),
+    "tools": Refused(_ASK_CHATS, ([],)),
+    "tool_choice": Refused(_ASK_CHATS, ("none", "auto")),
+    "top_logprobs": Refused("use `logprobs`, a number in completions", (0,)),
+    **dict.fromkeys(
+        ("reasoning_effort", "reasoning", "enable_thinking"), Ignored("completions go through no chat template")),
     "suffix": Refused("the model continues texts, it fills no gaps", ("",)),
 }
-
-
-def extras() -> Mapping[str, Field]:
-    """Fields beyond OpenAI's, sent through `extra_body`."""
-    return _OURS
-
-
+"""Of `/v1/completions`."""
+RESPONSES: dict[str, Unread] = {
+    **OF_PEERS,
+    **_STATELESS,
+    "include": Ignored("there is nothing more to include", ([],)),
+    "truncation": Ignored("a prompt that is too long is answered 400", ("disabled",)),
+    "stream_options": Ignored("events are as they are"),
+    "max_tool_calls": Ignored("the server calls no tools itself"),
+    "access_programs": Ignored("the server knows none"),
+    "top_logprobs": Refused(_ASK_CHATS, (0,)),
+    "background": Refused("nothing is stored", (False,)),
+    "background_options": Refused("nothing is stored"),
+    **dict.fromkeys(
+        ("conversation", "previous_response_id"), Refused("nothing is stored: send the whole conversation")),
+    "prompt": Refused("nothing is stored: send the text"),
+    "context_management": Refused("send what the model is to see"),
+    "image": Refused("the model makes text only"),
+}
+"""Of `/v1/responses`."""
 _UNKNOWN = Ignored("unknown; see docs/serving.md for those that there are")
 
 
-def check_names(given: Mapping[str, Any], known: Mapping[str, Field], strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """The honoured fields of a request, and the names of fields without effect.
+def sorted_out(
+    given: Mapping[str, Any], read: Collection[str], unread: Mapping[str, Unread], strict: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a request that are read, and the names of those without effect.
 
     Raises:
         ApiError: 400 for a refused field that is not neutral, and in a strict server for one without effect.
     """
     kept, ignored = dict[str, Any](), list[str]()
     for name, value in flattened(given).items():
-        field = known.get(name, _UNKNOWN)
-        if isinstance(field, Honoured):
+        field = unread.get(name, _UNKNOWN)
+        if name in read:
             kept[name] = value
         elif field is not _UNKNOWN and (value is None or _is_one_of(value, field.neutral)):
             continue
@@ -163,37 +257,3 @@ def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-
-
-def table() -> str:
-    """The fields as Markdown."""
-    rows = list[tuple[str, str, Field]]()
-    for name in sorted({*CHAT, *COMPLETION, *_OURS}):
-        both = (("chat", CHAT), ("completions", COMPLETION))
-        kinds = [(name, where, fields[name]) for where, fields in both if name in fields]
-        if name in _OURS:
-            kinds = [(name, "both, `extra_body`", _OURS[name])]
-        elif len(kinds) == 2 and kinds[0][2] == kinds[1][2]:
-            kinds = [(name, "both", kinds[0][2])]
-        rows += kinds
-    return markdown(rows)
-
-
-def markdown(rows: Iterable[tuple[str, str, Field]]) -> str:
-    """A table of fields; each row is a name, where the field belongs, and the field."""
-    lines = [f"| `{name}` | {where} | {answer_of(field)} | {field.note} |" for name, where, field in rows]
-    return "\n".join(["| field | in | answer | why |", "|---|---|---|---|", *lines])
-
-
-def answer_of(field: Field) -> str:
-    """What the server does with a field, in the words of the table."""
-    if isinstance(field, Honoured):
-        return "honoured"
-    if isinstance(field, Ignored):
-        return "no effect"
-    allowed = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
-    return f"400, unless {allowed}" if allowed else "400"
-
-
-if __name__ == "__main__":
-    print(table())

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.engine.constraints.constraint import GUIDED, Constraint, JsonSchema, guided
-from shoal.engine.constraints.monitor import Monitor
+from shoal.engine.constraints.monitor import Monitor, PythonMembers
 from shoal.serve.errors import refused
-
-if TYPE_CHECKING:
-    from shoal.serve.protocol.bodies import Body
-
 
 _SAME = {"json_schema": "guided_json", "grammar": "guided_grammar", "regex": "guided_regex", "ebnf": "guided_grammar"}
 _STRUCTURED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar",
                "json_object": "guided_json"}
 
 
-def constraint_of(body: Body) -> Constraint | Monitor | None:
-    """The constraint that a request names, if any.
+def constraint_of(asked: Mapping[str, Any]) -> Constraint | Monitor | None:
+    """The constraint that the fields of a request name, if any.
 
     Raises:
         ApiError: 400 for a malformed constraint, and for two.
     """
-    given: dict[str, Constraint | Monitor] = {
-        field: _guided(field, value) for field in GUIDED if (value := getattr(body, field)) is not None
-    }
-    given |= {field: _guided(kind, value, field) for field, kind in _SAME.items() if (value := getattr(body, field))
-              is not None and not (field == "grammar" and value == "")}
-    more = {"response_format": _formatted(getattr(body, "response_format", None)), "format": _format(body.format),
-            "structured_outputs": _structured(body.structured_outputs or {})}
+    given = {field: _guided(field, asked[field]) for field in GUIDED if asked.get(field) is not None}
+    given |= {field: _guided(kind, value, field) for field, kind in _SAME.items()
+              if (value := asked.get(field)) is not None and not (field == "grammar" and value == "")}
+    more = {"response_format": _formatted(asked.get("response_format")), "format": _format(asked.get("format")),
+            "structured_outputs": _structured(asked.get("structured_outputs") or {})}
     given = {**{field: one for field, one in more.items() if one is not None}, **given}
     if len(given) > 1:
         raise refused(list(given)[1], f"{' and '.join(given)} both say what the answer must look like; give one")
@@ -40,8 +34,6 @@ def constraint_of(body: Body) -> Constraint | Monitor | None:
 
 def in_folder(constraint: Any, folder: str) -> Any:
     """The constraint; one on members gets the operator's folder of modules, if there is one."""
-    from shoal.engine.constraints.monitor import PythonMembers
-
     return replace(constraint, folder=folder) if folder and isinstance(constraint, PythonMembers) else constraint
 
 

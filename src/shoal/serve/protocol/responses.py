@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import override
 
+from shoal.engine.scheduling.request_handle import Placed
 from shoal.serve.errors import ApiError, refused
-from shoal.serve.protocol.fields import PROMPT_CACHE, Field, Honoured, Ignored, Refused, answer_of
 from shoal.serve.protocol.tools import CallReader, Tools
+from shoal.serve.protocol.wire import Json, Wire, event
 from shoal.types import Result, Step
-
-Json = dict[str, Any]
-RESPONSES: dict[str, Field] = {
-    "model": Honoured("must be the served name; another one is answered 404"),
-    "input": Honoured("text, or messages, calls and their results; content is text"),
-    "instructions": Honoured("a system message before all others"),
-    "max_output_tokens": Honoured("most generated tokens"),
-    "temperature": Honoured("0 to 2; 0 takes the most likely token"),
-    "top_p": Honoured("above 0, up to 1"),
-    "text": Honoured("`format`: text, json_object or json_schema; `verbosity` has no effect"),
-    "tools": Honoured("of type function"),
-    "tool_choice": Honoured("`none`, `auto`, `required`, or one function"),
-    "parallel_tool_calls": Honoured("false allows one call where `tool_choice` binds the answer"),
-    "reasoning": Honoured("`effort` is given to the chat template"),
-    "stream": Honoured("server-sent events"),
-    "user": Honoured("written to the server's log"),
-    "store": Ignored("nothing is stored", (False,)),
-    "metadata": Ignored("nothing is stored", ({},)),
-    "include": Ignored("there is nothing more to include", ([],)),
-    "truncation": Ignored("a prompt that is too long is answered 400", ("disabled",)),
-    "stream_options": Ignored("events are as they are"),
-    "max_tool_calls": Ignored("the server calls no tools itself"),
-    "service_tier": Ignored("there is one tier", ("auto", "default")),
-    "safety_identifier": Ignored("the server keeps no account of users; `user` goes to its log"),
-    **PROMPT_CACHE,
-    "access_programs": Ignored("the server knows none"),
-    "top_logprobs": Refused("ask `/v1/chat/completions`", (0,)),
-    "background": Refused("nothing is stored", (False,)),
-    "background_options": Refused("nothing is stored"),
-    **dict.fromkeys(
-        ("conversation", "previous_response_id"), Refused("nothing is stored: send the whole conversation")),
-    "prompt": Refused("nothing is stored: send the text"),
-    "context_management": Refused("send what the model is to see"),
-    "image": Refused("the model makes text only"),
-    "moderation": Refused("the server moderates nothing"),
-}
 
 
 class ResponseBody(BaseModel):
-    """The typed fields of a request; the table above has all of them."""
+    """The fields of OpenAI's that are read; those of `Extras` are, too."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -62,7 +27,15 @@ class ResponseBody(BaseModel):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
     stream: bool | None = None
+    user: str | None = None
 
 
 _OF_ITEMS = ("type", "id", "status", "phase")
@@ -79,7 +52,7 @@ def as_chat(given: Mapping[str, Any]) -> Json:
     Raises:
         ApiError: 400 for an input with anything but text, calls and results.
     """
-    chat = {name: value for name, value in given.items() if name in _SAME or name not in RESPONSES}
+    chat = {name: value for name, value in given.items() if name in _SAME or name not in ResponseBody.model_fields}
     chat["messages"] = _messages(given.get("input"), given.get("instructions"))
     chat["max_completion_tokens"] = given.get("max_output_tokens")
     tools = given.get("tools") or []
@@ -147,7 +120,7 @@ def _text(content: Any) -> Any:
             ("input_text", "output_text", "text") else part for part in content]
 
 
-class ResponseWire:
+class ResponseWire(Wire):
     """Writes an answer, whole or as events.
 
     Args:
@@ -162,29 +135,31 @@ class ResponseWire:
         self._items: list[Json] = []
         self._events = 0
 
-    def whole(self, result: Result, usage: Json) -> Json:
-        """The answer in one piece."""
-        for _ in self._read(result.text, result.finish_reason):
+    @override
+    def whole(self, results: Sequence[Result], usage: Json) -> Json:
+        for _ in self._read(results[0].text, results[0].finish_reason):
             pass
-        return self._response(result.finish_reason, usage)
+        return self._response(results[0].finish_reason, usage)
 
-    def opening(self) -> Iterator[Json]:
-        """Events before any text."""
-        for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response(None, None))
+    @override
+    def opening(self, count: int) -> str:
+        begun = self._response(None, None)
+        return _text_of(self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
 
-    def step(self, step: Step) -> Iterator[Json]:
-        """Events of one token."""
-        yield from self._read(step.text, step.finish_reason)
+    @override
+    def events(self, came: Sequence[tuple[int, Step | Placed]], usage: Json | None) -> str:
+        steps = (item for _, item in came if isinstance(item, Step))
+        return _text_of(one for step in steps for one in self._read(step.text, step.finish_reason))
 
-    def closing(self, result: Result, usage: Json) -> Json:
-        """The last event."""
-        kind = "incomplete" if result.finish_reason == "length" else "completed"
-        return self._event(f"response.{kind}", response=self._response(result.finish_reason, usage))
+    @override
+    def closing(self, results: Sequence[Result], usage: Json, more: Json) -> str:
+        reason = results[0].finish_reason
+        kind = "incomplete" if reason == "length" else "completed"
+        return _text_of([self._event(f"response.{kind}", response=self._response(reason, usage))])
 
-    def error(self, error: ApiError) -> Json:
-        """The event for an error."""
-        return self._event("error", message=error.message, code=error.code, param=error.param)
+    @override
+    def error(self, error: ApiError) -> str:
+        return _text_of([self._event("error", message=error.message, code=error.code, param=error.param)])
 
     def _read(self, text: str, reason: str | None) -> Iterator[Json]:
         """Events of a piece of text; with a finish reason, it is the last one."""
@@ -266,16 +241,5 @@ def _usage(usage: Mapping[str, Any]) -> Json:
             "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]}, **more}
 
 
-def event(value: Json) -> str:
-    """A server-sent event."""
-    return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def table() -> str:
-    """The fields as Markdown."""
-    rows = [f"| `{name}` | {answer_of(field)} | {field.note} |" for name, field in sorted(RESPONSES.items())]
-    return "\n".join(["| field | answer | why |", "|---|---|---|", *rows])
-
-
-if __name__ == "__main__":
-    print(table())
+def _text_of(events: Iterable[Json]) -> str:
+    return "".join(event(one, one["type"]) for one in events)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any
 
 from typing_extensions import override
 
 from shoal.engine.scheduling.request_handle import Placed
+from shoal.serve.errors import ApiError
+from shoal.serve.protocol.bodies import Body
 from shoal.serve.protocol.logprobs import Echo, Offsets, TokenNames
 from shoal.serve.protocol.tools import CallReader, Tools
 from shoal.types import Result, Step, TokenLogprob, finite_logprob
@@ -21,10 +25,35 @@ _Listed = tuple[TokenLogprob, int, bool]
 
 
 class Wire(ABC):
-    """One of the two forms of answers.
+    """One form of answers: whole, or as server-sent events."""
+
+    @abstractmethod
+    def whole(self, results: Sequence[Result], usage: Json) -> Json:
+        """The answer in one piece."""
+
+    @abstractmethod
+    def opening(self, count: int) -> str:
+        """The events before any text of `count` choices."""
+
+    @abstractmethod
+    def events(self, came: Sequence[tuple[int, Step | Placed]], usage: Json | None) -> str:
+        """The events of what has come, by choices; with the usage so far, if every event is to have it."""
+
+    @abstractmethod
+    def closing(self, results: Sequence[Result], usage: Json, more: Json) -> str:
+        """The events that end an answer; `more` stands beside the usage."""
+
+    @abstractmethod
+    def error(self, error: ApiError) -> str:
+        """The event for an error."""
+
+
+class ChoicesWire(Wire):
+    """An answer as a list of choices, whole or in chunks.
 
     Args:
-        head: the fields that all objects of one answer share.
+        body: the request.
+        prefix, kind, chunk: the beginning of the answer's id, and the names of its type and of its chunks' type.
         names: of tokens.
     """
 
@@ -33,62 +62,77 @@ class Wire(ABC):
     empty: Any
     """Its value for no text."""
 
-    def __init__(self, head: Json, names: TokenNames) -> None:
-        self.head, self._names = head, names
+    def __init__(self, body: Body, prefix: str, kind: str, chunk: str, names: TokenNames) -> None:
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()),
+                      "model": body.model}
+        self._chunk_head, self._body, self._names = {**self._head, "object": chunk}, body, names
 
-    def chunk_head(self) -> Json:
-        """The fields that all chunks share."""
-        return self.head
+    def answer(self, choices: Sequence[Json], usage: Json) -> Json:
+        """The answer with these choices."""
+        return {**self._head, "choices": choices, "usage": usage}
+
+    def chunks(self, choices: Iterable[Json | None], usage: Json | None = None) -> str:
+        """The events of choices, one chunk for each that is not None."""
+        shared = {**self._chunk_head, **({"usage": usage} if self._body.include_usage else {})}
+        return "".join(event({**shared, "choices": [choice]}) for choice in choices if choice is not None)
 
     @abstractmethod
-    def opening(self, index: int) -> Json | None:
+    def _begun(self, index: int) -> Json | None:
         """The choice of the chunk before any text; None if there is none."""
-
-    def chunk(self, index: int, step: Step, detailed: bool = False) -> Json | None:
-        """The choice of the chunk of one step, with the step itself if `detailed`; None if it would be empty."""
-        if not (step.text or step.logprob or step.finish_reason or detailed):
-            return None
-        choice = self._of_step(index, step)
-        if detailed:
-            return with_steps(choice, [step])
-        return choice if choice[self.name] or step.logprob or choice["finish_reason"] else None
 
     @abstractmethod
     def _of_step(self, index: int, step: Step) -> Json:
         """The choice of the chunk of one step."""
 
-    def canvas(self, index: int, placed: Sequence[Placed]) -> Json:
+    @override
+    def opening(self, count: int) -> str:
+        return self.chunks(map(self._begun, range(count)))
+
+    @override
+    def events(self, came: Sequence[tuple[int, Step | Placed]], usage: Json | None) -> str:
+        placed: dict[int, list[Placed]] = {}
+        for index, item in came:
+            if isinstance(item, Placed):
+                placed.setdefault(index, []).append(item)
+        steps = (self.chunk(index, item) for index, item in came if isinstance(item, Step))
+        return self.chunks([*starmap(self._canvas, placed.items()), *steps], usage)
+
+    @override
+    def closing(self, results: Sequence[Result], usage: Json, more: Json) -> str:
+        last = {**self._chunk_head, "choices": [], "usage": usage, **more}
+        return f"{event(last) if self._body.include_usage else ''}data: [DONE]\n\n"
+
+    @override
+    def error(self, error: ApiError) -> str:
+        return event(error.to_dict())
+
+    def chunk(self, index: int, step: Step) -> Json | None:
+        """The choice of the chunk of one step, with the step itself if that is asked for; None if it would be empty."""
+        if not (step.text or step.logprob or step.finish_reason or self._body.steps):
+            return None
+        choice = self._of_step(index, step)
+        if self._body.steps:
+            return with_steps(choice, [step])
+        return choice if choice[self.name] or step.logprob or choice["finish_reason"] else None
+
+    def _canvas(self, index: int, placed: Sequence[Placed]) -> Json:
         """The choice of a chunk for tokens decided out of order: position, text, and deciding step of each."""
         tokens = [[one.place, self._names.text(one.token), one.step] for one in placed]
         return {**_choice(index, self.name, self.empty, None, None), "canvas": tokens}
 
-    @abstractmethod
-    def whole(self, results: Sequence[Result], usage: Json) -> Json:
-        """The answer in one piece."""
 
-
-class ChatWire(Wire):
-    """`/v1/chat/completions`.
-
-    Args:
-        model: the served name.
-        names: of tokens.
-        tools: that the answer may call; None for text alone.
-    """
+class ChatWire(ChoicesWire):
+    """`/v1/chat/completions`; `tools` are those that the answer may call, None for text alone."""
 
     name, empty = "delta", {}
 
-    def __init__(self, model: str, names: TokenNames, tools: Tools | None = None) -> None:
-        super().__init__(_head("chatcmpl", "chat.completion", model), names)
+    def __init__(self, body: Body, names: TokenNames, tools: Tools | None = None) -> None:
+        super().__init__(body, "chatcmpl", "chat.completion", "chat.completion.chunk", names)
         self._tools = tools
         self._readers: dict[int, CallReader] = {}
 
     @override
-    def chunk_head(self) -> Json:
-        return {**self.head, "object": "chat.completion.chunk"}
-
-    @override
-    def opening(self, index: int) -> Json | None:
+    def _begun(self, index: int) -> Json | None:
         return _choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
 
     @override
@@ -111,7 +155,7 @@ class ChatWire(Wire):
             delta, reason = self._said(index, result.text, result.finish_reason)
             choice = _choice(index, "message", _message(delta), self._logprobs(result.logprobs or ()), reason)
             choices.append({**choice, **_others(result)})
-        return {**self.head, "choices": choices, "usage": usage}
+        return self.answer(choices, usage)
 
     def _logprobs(self, found: Sequence[TokenLogprob | None]) -> Json | None:
         entries = [entry for entry in found if entry is not None]
@@ -128,24 +172,18 @@ class ChatWire(Wire):
         return {"token": self._names.text(token), "logprob": finite_logprob(logprob), "bytes": self._names.raw(token)}
 
 
-class CompletionWire(Wire):
-    """`/v1/completions`.
-
-    Args:
-        model: the served name.
-        names: of tokens.
-        echoes: the echo before the text of each choice.
-    """
+class CompletionWire(ChoicesWire):
+    """`/v1/completions`; the text of each choice follows its echo."""
 
     name, empty = "text", ""
 
-    def __init__(self, model: str, names: TokenNames, echoes: Sequence[Echo]) -> None:
-        super().__init__(_head("cmpl", "text_completion", model), names)
+    def __init__(self, body: Body, names: TokenNames, echoes: Sequence[Echo]) -> None:
+        super().__init__(body, "cmpl", "text_completion", "text_completion", names)
         self._echoes = echoes
         self._offsets = [Offsets(names.vocabulary, len(echo.text)) for echo in echoes]
 
     @override
-    def opening(self, index: int) -> Json | None:
+    def _begun(self, index: int) -> Json | None:
         echo = self._echoes[index]
         return _choice(index, "text", echo.text, self._logprobs(self._echoed(index)), None) if echo.text else None
 
@@ -163,7 +201,7 @@ class CompletionWire(Wire):
             within = [(entry, min(offset, len(text)), known) for entry, offset, known in listed]  # a stop string is cut
             choice = _choice(index, "text", text, self._logprobs(within), result.finish_reason)
             choices.append(choice | _others(result))
-        return {**self.head, "choices": choices, "usage": usage}
+        return self.answer(choices, usage)
 
     def unanswered(self, index: int) -> Json:
         """The choice for `max_tokens` 0: the echo alone."""
@@ -198,10 +236,6 @@ def with_steps(choice: Json, steps: Sequence[Step]) -> Json:
     return {**choice, "steps": costs}
 
 
-def _head(prefix: str, kind: str, model: str) -> Json:
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-
-
 def _choice(index: int, name: str, value: Any, logprobs: Json | None, reason: str | None) -> Json:
     return {"index": index, name: value, "logprobs": logprobs, "finish_reason": reason}
 
@@ -215,3 +249,9 @@ def _message(delta: Json) -> Json:
     calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
     content = delta.get("content", None if calls else "")
     return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
+
+
+def event(value: Json, kind: str = "") -> str:
+    """A server-sent event."""
+    head = f"event: {kind}\n" if kind else ""
+    return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
