@@ -16,9 +16,8 @@ from openai.types.chat import completion_create_params as chat
 
 from peer_names import BINDING, NAMES
 from serving import MODEL, Running, serving
-from shoal.serve.handler import IGNORED
 from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras
-from shoal.serve.protocol.fields import RESPONSES, Ignored, Refused, Unread
+from shoal.serve.protocol.fields import IGNORED, RESPONSES, Ignored, Refused, Unread
 from shoal.serve.protocol.responses import ResponseBody
 from tool_tokenizer import ASK, speaking
 

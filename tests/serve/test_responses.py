@@ -14,8 +14,7 @@ from openai.types.responses import response_create_params as params
 from pydantic import BaseModel
 
 from serving import MODEL, Running, serving
-from shoal.serve.handler import IGNORED
-from shoal.serve.protocol.fields import OF_PEERS, RESPONSES, Refused
+from shoal.serve.protocol.fields import IGNORED, OF_PEERS, RESPONSES, Refused
 from shoal.serve.protocol.responses import ResponseBody
 from tool_tokenizer import NOW, WEATHER, speaking
 

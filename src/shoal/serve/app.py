@@ -18,13 +18,14 @@ from starlette.middleware.cors import CORSMiddleware
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve.errors import ApiError, no_model
-from shoal.serve.handler import IGNORED, RequestHandler, named
+from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
-from shoal.serve.middleware import LOCAL, Gate, HeadAsGet
+from shoal.serve.middleware import LOCAL, Gate
 from shoal.serve.playground import Playground
 from shoal.serve.protocol.bodies import ChatBody, CompletionBody, PlanBody, read, validated
+from shoal.serve.protocol.fields import IGNORED
 from shoal.serve.protocol.responses import ResponseBody
-from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes, apart
+from shoal.serve.protocol.tokens import DetokenizeBody, TokenizeBody, TokenRoutes
 from shoal.serve.settings import Settings
 
 LAST_TURN = 1.0
@@ -50,7 +51,6 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
             LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.worker.stack())
 
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(  # outside the gate, as a browser's preflight request carries no key
         CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=LOCAL, allow_methods=["GET", "POST"],
@@ -68,7 +68,10 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app.post("/v1/responses", openapi_extra=_body(ResponseBody))(handler.respond)
     _add_models(app, scheduler, settings)
     _add_state(app, scheduler, metrics, settings)
-    _add_tokens(app, TokenRoutes(scheduler, settings))
+    routes = TokenRoutes(scheduler, settings)
+    app.post("/tokenize", openapi_extra=_body(TokenizeBody))(routes.tokenize)
+    app.post("/detokenize", openapi_extra=_body(DetokenizeBody))(routes.detokenize)
+    app.get("/props")(routes.props)
     if settings.playground:
         _add_playground(app, Playground(scheduler.engine, settings))
     return app
@@ -94,26 +97,6 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
         if name != settings.model_name:
             raise no_model(name, settings.model_name)
         return card
-
-
-def _add_tokens(app: FastAPI, routes: TokenRoutes) -> None:
-    @app.post("/tokenize", openapi_extra=_body(TokenizeBody))
-    async def tokenize(request: Request) -> Response:
-        """Token ids of a text or a chat."""
-        body, ignored = routes.read(read(await request.body()), TokenizeBody)
-        found, more = await apart(routes.tokenize, body)
-        return JSONResponse(found, headers=named(ignored + more))
-
-    @app.post("/detokenize", openapi_extra=_body(DetokenizeBody))
-    async def detokenize(request: Request) -> Response:
-        """The text of token ids."""
-        body, ignored = routes.read(read(await request.body()), DetokenizeBody)
-        return JSONResponse(await asyncio.to_thread(routes.detokenize, body), headers=named(ignored))
-
-    @app.get("/props")
-    def props() -> dict[str, Any]:
-        """The model and the server's defaults."""
-        return routes.props()
 
 
 def ailment(scheduler: Scheduler, settings: Settings) -> str | None:

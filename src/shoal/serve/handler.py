@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -23,7 +22,7 @@ from shoal.serve.errors import ApiError, no_model, refused
 from shoal.serve.metrics import Metrics, beside, report
 from shoal.serve.middleware import GONE, note
 from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras, parse, read, validated
-from shoal.serve.protocol.fields import RESPONSES, sorted_out
+from shoal.serve.protocol.fields import RESPONSES, named, sorted_out
 from shoal.serve.protocol.formats import in_folder
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
 from shoal.serve.protocol.responses import ResponseBody, ResponseWire, as_chat
@@ -34,9 +33,7 @@ from shoal.serve.settings import Settings
 
 LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
-_MOST_TOLD, _MOST_NAMED = 1000, 64
-IGNORED = "x-shoal-ignored"
-"""The response header with the names of the request's fields that had no effect."""
+_MOST_TOLD = 1000
 
 
 class RequestHandler:
@@ -220,12 +217,6 @@ class RequestHandler:
         )
         if self._settings.log_prompts:
             note(request.scope, texts=[result.text for result in results])
-
-
-def named(ignored: Sequence[str]) -> dict[str, str]:
-    """The header with the names of fields without effect; no header if there are none."""
-    names = (quote(name[:64], safe="") or '""' for name in ignored[:_MOST_NAMED])  # a header may not end in a space
-    return {IGNORED: ", ".join(names)} if ignored else {}
 
 
 def _streaming(events: AsyncIterator[str] | Sequence[str]) -> StreamingResponse:

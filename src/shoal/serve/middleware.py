@@ -79,7 +79,8 @@ class Gate:
         try:
             self._check(scope["method"], scope["path"], headers)
             with self._patience(line):
-                await self._app(scope, self._bounded(receive), answer)
+                as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn sends no body
+                await self._app(as_get, self._bounded(receive), answer)
         except ApiError as error:
             await JSONResponse(error.to_dict(), error.status, _beside(error))(scope, receive, answer)
         except ClientDisconnect:  # before its request was complete
@@ -174,24 +175,6 @@ async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> N
 def note(scope: Any, **facts: Any) -> None:
     """Add facts to the request's line in the log."""
     scope["shoal.log"].update({name: fact for name, fact in facts.items() if fact is not None})
-
-
-class HeadAsGet:
-    """Answers `HEAD` like `GET`, without the body; FastAPI's own routes answer it 405."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; a `HEAD` as a `GET`, without the body of the answer."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-
-        async def bare(message: Message) -> None:
-            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
-
-        await self._app({**scope, "method": "GET"}, receive, bare)
 
 
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"

@@ -6,9 +6,10 @@ never ignored; neutral values pass. docs/reference_server.md has all fields.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from shoal.serve.errors import ApiError, refused
 
@@ -212,6 +213,9 @@ RESPONSES: dict[str, Unread] = {
     "image": Refused("the model makes text only"),
 }
 """Of `/v1/responses`."""
+IGNORED = "x-shoal-ignored"
+"""The response header with the names of the request's fields that had no effect."""
+_MOST_NAMED = 64
 _UNKNOWN = Ignored("unknown; see docs/serving.md for those that there are")
 
 
@@ -235,6 +239,12 @@ def sorted_out(
         else:
             raise ApiError(400, f"{name} is not supported: {field.note}", param=name, code="unsupported_parameter")
     return kept, ignored
+
+
+def named(ignored: Sequence[str]) -> dict[str, str]:
+    """The header with the names of fields without effect; no header if there are none."""
+    names = (quote(name[:64], safe="") or '""' for name in ignored[:_MOST_NAMED])  # a header may not end in a space
+    return {IGNORED: ", ".join(names)} if ignored else {}
 
 
 def flattened(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal import __version__
@@ -18,7 +20,8 @@ from shoal.engine.messages import BadMessage, plain
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve.errors import ApiError, no_model, refused
-from shoal.serve.protocol.bodies import ChatBody, Checked, validated
+from shoal.serve.protocol.bodies import ChatBody, Checked, read, validated
+from shoal.serve.protocol.fields import named
 from shoal.serve.settings import Settings
 
 
@@ -68,12 +71,24 @@ class TokenRoutes:
     def _bytes(self) -> TokenBytes:
         return TokenBytes(self._tokenizer)
 
-    def read(self, given: Mapping[str, Any], kind: type[Checked]) -> tuple[Checked, list[str]]:
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a chat."""
+        body, ignored = self._read(await request.body(), TokenizeBody)
+        found, more = await apart(self._tokenized, body)
+        return JSONResponse(found, headers=named([*ignored, *more]))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        body, ignored = self._read(await request.body(), DetokenizeBody)
+        return JSONResponse(await asyncio.to_thread(self._detokenized, body), headers=named(ignored))
+
+    def _read(self, raw: bytes, kind: type[Checked]) -> tuple[Checked, list[str]]:
         """A request's values, and the names of fields without effect.
 
         Raises:
             ApiError: 400 for a wrong value, and in a strict server for a field without effect; 404 for another model.
         """
+        given = read(raw)
         ignored = [name for name, value in given.items() if value is not None and name not in kind.model_fields]
         if ignored and self._settings.strict:
             raise ApiError(400, f"{ignored[0]} is not supported", param=ignored[0], code="unsupported_parameter")
@@ -82,7 +97,7 @@ class TokenRoutes:
             raise no_model(asked, self._settings.model_name)
         return body, ignored
 
-    def tokenize(self, body: TokenizeBody) -> tuple[dict[str, Any], list[str]]:
+    def _tokenized(self, body: TokenizeBody) -> tuple[dict[str, Any], list[str]]:
         """Token ids of a prompt, as in the other routes, and the names of message fields without effect."""
         texts = [text for text in (body.prompt, body.content) if text is not None]
         if len(texts) + (body.messages is not None) != 1:
@@ -126,8 +141,7 @@ class TokenRoutes:
         except ValueError as error:
             raise refused("prompt", str(error)) from None
 
-    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
-        """The text of token ids."""
+    def _detokenized(self, body: DetokenizeBody) -> dict[str, Any]:
         wrong = next((token for token in body.tokens if not 0 <= token < self._engine.stack.vocab_size), None)
         if wrong is not None or self._tokenizer is None:
             raise refused("tokens", "the model has no tokenizer" if wrong is None else f"token {wrong} has no text")
@@ -135,7 +149,7 @@ class TokenRoutes:
         return {"prompt": text, "content": text}
 
     def props(self) -> dict[str, Any]:
-        """The model, the defaults of requests, and what is known about its layers."""
+        """The model, the server's defaults, and what is known about the model's layers."""
         engine, card = self._engine, self._engine.card
         return {
             "model_alias": self._settings.model_name,
