@@ -24,7 +24,6 @@ import torch
 
 import script
 import shoal
-from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
@@ -37,6 +36,7 @@ from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
 from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.rounds import in_order
 from shoal_lab.bench.system import Setting
+from shoal_lab.cli.method_list import methods_from
 
 READ = 512
 

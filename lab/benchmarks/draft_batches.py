@@ -22,7 +22,6 @@ import torch
 
 import script
 import shoal
-from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.engine.loading.checkpoint import shown_name
 from shoal.methods.base import Method
@@ -30,6 +29,7 @@ from shoal.methods.full import Full
 from shoal.types import Result
 from shoal_lab.bench import workloads
 from shoal_lab.bench.rounds import in_order, ratio
+from shoal_lab.cli.method_list import methods_from
 from shoal_lab.train.prompts import encoded
 
 PLAIN = "full"

@@ -24,9 +24,9 @@ from typing import Any
 
 import script
 import shoal
-from shoal.cli.options.method_list import methods_from
 from shoal.model.packed import native
 from shoal_lab.bench import report
+from shoal_lab.cli.method_list import methods_from
 
 DRAFTS = ("prompt_lookup", "prompt_lookup:length=40:min_ngram=1", "aded", "aded:search=mcts:iterations=40",
           "aded:nodes=200:depth=12", "swift", "swift:trees=False", "swift:nodes=60:length=12", "d3_spec", "del",

@@ -25,7 +25,6 @@ import torch
 
 import script
 import shoal
-from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
@@ -36,6 +35,7 @@ from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.rounds import figure, in_order, ratio
 from shoal_lab.bench.system import Setting
 from shoal_lab.cli.eval_long import labelled
+from shoal_lab.cli.method_list import methods_from
 from shoal_lab.eval.long.budgets import at_budget, budgets_of, lengths_of
 from shoal_lab.eval.long.shared import SharedPrompts
 

@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import script
-from shoal.cli.options.method_list import methods_from
 from shoal.engine.memory.amounts import parse
 from shoal_lab.bench.process import MemorySampler, reset_peak_memory
+from shoal_lab.cli.method_list import methods_from
 
 METHODS = ("full,prompt_lookup,kv_int8,streaming_llm:window=256,snapkv:budget=256,centroid_kv,d3,"
            "prompt_lookup+kv_int8")

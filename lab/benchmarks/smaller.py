@@ -21,13 +21,13 @@ import torch
 
 import script
 import shoal
-from shoal.cli.options.method_list import methods_from
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal_lab.bench import idle
 from shoal_lab.bench.rounds import figure, in_order, ratio
 from shoal_lab.cli.eval_distance import quantised
+from shoal_lab.cli.method_list import methods_from
 from shoal_lab.components.cost import Traffic
 from shoal_lab.methods.read_me import ReadME, Routed
 

@@ -22,12 +22,12 @@ from torch import Tensor
 
 import script
 import shoal
-from shoal.cli.options.method_list import methods_from
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.stack import SequenceChunk
 from shoal_lab.bench import idle
+from shoal_lab.cli.method_list import methods_from
 
 TIMED = (8, 16, 24, 48)
 """Nodes of the trees that are timed."""

@@ -21,7 +21,7 @@ from drive import SHORT
 from families import tiny
 from method_matrix import SEARCHES
 from serving import MODEL, serving, tiny_engine
-from shoal.cli.options.method_list import methods_from
+from shoal.cli.options import common
 from shoal.decode.branches import examples
 from shoal.decode.branches.examples import Example, Execution, program
 from shoal.decode.branches.verifier import Attempt, Endpoint, ask
@@ -314,6 +314,5 @@ def test_processes_that_share_a_model_wait_for_no_verdict(kind: Callable[..., Me
 
 
 def test_words_of_the_command_line_may_hold_a_url() -> None:
-    (found,) = methods_from("best_of:n=2:verifier=http://127.0.0.1:8000/score:patience=2").values()
+    found = common.method_from("best_of:n=2:verifier=http://127.0.0.1:8000/score:patience=2")
     assert found == BestOf(2, verifier="http://127.0.0.1:8000/score", patience=2)
-    assert list(methods_from("best_of:verifier=execution,d3:mean=0.8"))[0] == "best_of:verifier=execution"

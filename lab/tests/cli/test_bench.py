@@ -8,9 +8,10 @@ import pytest
 import bench_file
 from bench_systems import SETTING, Local
 from shoal.cli import main
-from shoal.cli.options.method_list import label_of, methods_from
+from shoal.cli.options.common import label_of
 from shoal.methods import make
 from shoal_lab.cli import bench
+from shoal_lab.cli.method_list import methods_from
 
 
 @pytest.fixture
@@ -146,6 +147,7 @@ def test_labels_and_methods_are_each_others_inverse():
     scheduled = make({"method": "schedule", "method_args": {"order": [4, 3], "steps": [1, 9]}})
     assert methods_from(f"d3,{listed},full") == {"d3": make("d3"), listed: scheduled, "full": make("full")}
     assert methods_from("aded+full,d3") == {"aded+full": make(["aded", "full"]), "d3": make("d3")}
+    assert list(methods_from("best_of:verifier=execution,d3:mean=0.8"))[0] == "best_of:verifier=execution"
     assert methods_from("d3:mean=0.6")["d3:mean=0.6"] == make({"method": "d3", "method_args": {"mean": 0.6}})
 
 

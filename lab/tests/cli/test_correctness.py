@@ -159,7 +159,7 @@ def test_only_the_peer_may_be_apart_by_what_8_bits_round(capsys, monkeypatch, pl
 
 @needs_kernels
 def test_a_file_whose_weights_are_not_the_peers_fails(capsys, monkeypatch):
-    real = command.common.load_peer
+    real = command.load_peer
 
     def other(args, engine):
         model = real(args, engine)
@@ -168,5 +168,5 @@ def test_a_file_whose_weights_are_not_the_peers_fails(capsys, monkeypatch):
         return model
 
     assert judged(capsys, "abc", "--raw", "--model", FOUR_BITS)[0] == 0
-    monkeypatch.setattr(command.common, "load_peer", other)
+    monkeypatch.setattr(command, "load_peer", other)
     assert judged(capsys, "abc", "--raw", "--model", FOUR_BITS)[0] == 1

@@ -27,7 +27,6 @@ from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 from shoal.cli.options import common
-from shoal.cli.options.method_list import label_of
 from shoal.cli.options.parser import Parser
 from shoal.cli.terminal import add_color, held_back, printer_of, summary
 from shoal.user_cache import cache_folder, expanded
@@ -135,7 +134,7 @@ class Talk:
             method = common.method_from(word)
             self._engine.recipe(method, self._args.max_new_tokens)  # refused here, not in the middle of an answer
             self._method = method
-        print(f"method: {label_of(self._method)}")
+        print(f"method: {common.label_of(self._method)}")
 
     def system(self, text: str) -> None:
         """Replace the system message."""

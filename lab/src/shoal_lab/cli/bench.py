@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from shoal.cli import env
 from shoal.cli.options import common
-from shoal.cli.options.method_list import label_of, methods_from
+from shoal.cli.options.common import label_of
 from shoal.cli.options.parser import Parser
 from shoal_lab.cli import measuring
 from shoal_lab.cli.measuring import numbers
+from shoal_lab.cli.method_list import methods_from
 
 if TYPE_CHECKING:
     from shoal_lab.bench.model import MeasuredModel
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     model = _model(args)
     grid, plan = _grid(args, model), _plan(args)
     process.library()
-    common.check_plot(args.plot)
+    measuring.check_plot(args.plot)
     with dequantised.provided(model, grid.quants) as whole:
         outcome = run.run(whole, grid, plan)
     found = report.framed(

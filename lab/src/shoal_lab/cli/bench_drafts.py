@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli import env
-from shoal.cli.options.method_list import methods_from
 from shoal.cli.options.parser import Parser
 from shoal_lab.cli import measuring
+from shoal_lab.cli.method_list import methods_from
 
 if TYPE_CHECKING:
     from shoal_lab.bench.drafts.measure import DraftsConfig

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli import env
 from shoal.cli.options import common
-from shoal.cli.options.method_list import label_of, methods_from
+from shoal.cli.options.common import label_of
 from shoal.cli.options.parser import Parser
 from shoal_lab.cli import measuring
 from shoal_lab.cli.measuring import numbers
+from shoal_lab.cli.method_list import methods_from
 
 if TYPE_CHECKING:
     from shoal_lab.bench.load.run import LoadConfig
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args, wish, config)
     process.library()
     http.library()
-    common.check_plot(args.plot)
+    measuring.check_plot(args.plot)
     with _terminable(), Servers(config, wish.prompts.texts) as servers:
         facts = _fill(servers, args, wish)
         found = _soak(args, wish, servers) if args.soak else _measure(wish, servers)

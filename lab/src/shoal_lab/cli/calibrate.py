@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli import env
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
+from shoal_lab.cli import measuring
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"suite {suite.name} has no answers to judge; take --metric perplexity, or another suite")
     _check_out(args.out)
     items = suite.items(args.data, "calibration", max(args.loss_n, args.answer_n), args.seed)
-    common.check_plot(args.plot)
+    measuring.check_plot(args.plot)
     engine = _engine(args)
     _tell("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
     evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)

@@ -58,7 +58,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, report, judge."""
     engine = common.load_engine(args)
-    judge = _Judge(args, engine, HuggingFace(common.load_peer(args, engine)))
+    judge = _Judge(args, engine, HuggingFace(load_peer(args, engine)))
     if args.all:
         report = _all(args, engine, judge)
         text = _all_text(report)
@@ -242,3 +242,14 @@ def _line(row: dict[str, Any], which: str) -> str:
 def _shorten(text: str, width: int = 80) -> str:
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
+    """The transformers model of the engine's checkpoint, for a comparison; the engine's own if it holds one."""
+    if engine.model is not None:
+        return engine.model
+    from shoal.engine.loading.checkpoint import Checkpoint, hush_libraries
+
+    hush_libraries()
+    files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)
+    return files.model(engine.stack.dtype).to(engine.stack.device).eval()

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options import common
-from shoal.cli.options.method_list import label_of, methods_from
+from shoal.cli.options.common import label_of
 from shoal.cli.options.parser import Parser
-from shoal_lab.cli import eval_long
+from shoal_lab.cli import eval_long, measuring
+from shoal_lab.cli.method_list import methods_from
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure != "distance" and any(suite.kind == "prompts" for suite in chosen):
         raise ValueError("suites of prompts have nothing to judge answers by; measure them with --measure distance")
     items = [suite.items(args.data, limit=args.n, seed=args.seed) for suite in chosen]
-    common.check_plot(args.plot)
+    measuring.check_plot(args.plot)
     engine = _engine(args)
     if args.measure == "distance":
         from shoal_lab.cli.eval_distance import measure

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
+from shoal.errors import needs
 
 if TYPE_CHECKING:
     from shoal_lab.bench.model import MeasuredModel
@@ -119,3 +120,10 @@ def publish(found: dict[str, Any], args: argparse.Namespace, table: Callable[[Ma
     if args.json != "":
         print(table(found))
     common.print_json(found)
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise `Unsupported` if a plot is wanted and matplotlib is missing, before minutes of work."""
+    if path is not None:
+        with needs("plot", "--plot"):
+            import matplotlib.figure  # noqa: F401

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options import common
-from shoal.cli.options.method_list import methods_from
 from shoal.cli.options.parser import Parser
+from shoal_lab.cli.method_list import methods_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable

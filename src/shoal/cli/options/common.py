@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options.parser import Parser, parse
-from shoal.errors import Unsupported, needs
+from shoal.errors import Unsupported
+from shoal.methods.common.combined import Combined
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,6 +73,15 @@ def method_from(word: str) -> Method:
     options = ["--" + knob.replace("_", "-", knob.partition("=")[0].count("_")) for knob in knobs]
     method: Method = parse(parser, ["--method", name, *options]).method
     return method
+
+
+def label_of(method: Method) -> str:
+    """The spelling of a method: its name and the options that differ from the defaults; + between several."""
+    if isinstance(method, Combined):
+        return "+".join(map(label_of, method.members))
+    given = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)
+             if getattr(method, field.name) != field.default}
+    return ":".join([method.name, *(f"{name}={value}" for name, value in given.items())])
 
 
 def _other(word: str) -> Method:
@@ -253,25 +264,6 @@ def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
         kept = "" if cards.find(engine).empty else "; kept for the next time"
         print(f"done: {name} bears {card.bears:g} of {engine.stack.num_layers} layers on average{kept}",
               file=sys.stderr)
-
-
-def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
-    """The transformers model of the engine's checkpoint, for a comparison; the engine's own if it holds one."""
-    if engine.model is not None:
-        return engine.model
-    from shoal import catalog
-    from shoal.engine.loading.checkpoint import Checkpoint, hush_libraries
-
-    hush_libraries()
-    files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)
-    return files.model(engine.stack.dtype).to(engine.stack.device).eval()
-
-
-def check_plot(path: Path | None) -> None:
-    """Raise `Unsupported` if a plot is wanted and matplotlib is missing, before minutes of work."""
-    if path is not None:
-        with needs("plot", "--plot"):
-            import matplotlib.figure  # noqa: F401
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -5,13 +5,11 @@ Commas within brackets belong to a list: `schedule:order=[4,3]:steps=[1,9],full`
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING
 
 from shoal import methods
 from shoal.cli.options import common
-from shoal.methods.common.combined import Combined
 
 if TYPE_CHECKING:
     from shoal.methods.base import Method
@@ -25,15 +23,3 @@ def methods_from(text: str | None) -> dict[str, Method]:
 def _method(word: str) -> Method:
     known = "|".join(map(re.escape, methods.names()))  # a + may also be part of a value
     return methods.make([common.method_from(one) for one in re.split(rf"\+(?=(?:{known})(?:[:+]|$))", word)])
-
-
-def label_of(method: Method) -> str:
-    """The spelling of a method: its name and the options that differ from the defaults; + between several."""
-    if isinstance(method, Combined):
-        return "+".join(map(label_of, method.members))
-    changed = [
-        f"{field.name}={value}"
-        for field in dataclasses.fields(method)
-        if (value := getattr(method, field.name)) != field.default
-    ]
-    return ":".join([method.name, *changed])
