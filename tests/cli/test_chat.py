@@ -138,7 +138,7 @@ def test_an_interrupt_ends_the_answer_alone(
     say: Any, answers: Any, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     shown: list[Any] = []
-    real = terminal.Plain.show
+    real = terminal.Printer.show
 
     def show(self: Any, step: Any) -> None:
         shown.append(step)
@@ -146,7 +146,7 @@ def test_an_interrupt_ends_the_answer_alone(
         for _ in range(times if len(shown) == 4 else 0):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(terminal.Plain, "show", show)
+    monkeypatch.setattr(terminal.Printer, "show", show)
     out, err = say("one", "/stats", "/reset", "one")
     whole = answers("one")[0]
     begun = out[: out.index("\n1 answer, 4 tokens")]

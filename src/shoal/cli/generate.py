@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.options import common
 from shoal.cli.options.parser import Parser
-from shoal.cli.terminal import Silent, add_color, held_back, printer_of, summary
+from shoal.cli.terminal import add_color, held_back, printer_of, summary
 from shoal.types import finite_logprob
 
 if TYPE_CHECKING:
@@ -73,14 +73,16 @@ def _run(args: argparse.Namespace, prompt: str) -> int:
     with held_back():
         options = {**common.sampling(args, engine), "logprobs": args.logprobs, "constraint": common.constraint(args)}
         stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **options)
-        printer = Silent() if args.json or silent else printer_of(args, engine, args.method)
+        printer = None if args.json or silent else printer_of(args, engine, args.method)
         try:
             for step in stream:
-                printer.show(step)
+                if printer is not None:
+                    printer.show(step)
         except KeyboardInterrupt:
             interrupted = True
             stream.close()
-        printer.close()
+        if printer is not None:
+            printer.close()
     if silent:
         return 130 if interrupted else 0
     if args.json:

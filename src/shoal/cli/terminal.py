@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from typing import TYPE_CHECKING, TextIO
 
-from typing_extensions import override
-
 from shoal.cli.options.parser import Parser
 
 if TYPE_CHECKING:
@@ -27,30 +25,19 @@ _RESET = "\x1b[0m"
 _ENGINE = logging.getLogger("shoal.engine")
 
 
-class Silent:
-    """Shows nothing; for `--json`."""
-
-    def show(self, step: Step) -> None:
-        """Ignore a step."""
-
-    def close(self) -> None:
-        """Nothing to finish."""
-
-
 @dataclass
-class Plain(Silent):
+class Printer:
     """Writes each piece of text as soon as it is certain, in the colour of its depth if there is a `tint`."""
 
     tint: Tint | None = None
 
-    @override
     def show(self, step: Step) -> None:
-        text = step.text if self.tint is None else self.tint.paint(step.text, step.depth, step.from_draft)
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        """Write the text of a step."""
+        print(step.text if self.tint is None else self.tint.paint(step.text, step.depth, step.from_draft),
+              end="", flush=True)
 
-    @override
     def close(self) -> None:
+        """End the line."""
         print(flush=True)
 
 
@@ -59,12 +46,12 @@ def add_color(parser: Parser) -> None:
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="tint tokens by depth")
 
 
-def printer_of(args: argparse.Namespace, engine: Engine, method: Method) -> Plain:
+def printer_of(args: argparse.Namespace, engine: Engine, method: Method) -> Printer:
     """A printer that writes in colours, if the terminal has them and --color does not forbid them."""
     if args.color == "never" or (args.color == "auto" and not wants_color(sys.stdout)):
-        return Plain()
+        return Printer()
     depths = [len(layers) for layers in engine.plan(method, max_new_tokens=args.max_new_tokens)]
-    return Plain(Tint(min(depths), max(depths), has_truecolor()))
+    return Printer(Tint(min(depths), max(depths), has_truecolor()))
 
 
 def summary(result: Result) -> str:
