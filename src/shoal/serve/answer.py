@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,10 +16,9 @@ from shoal.engine.request import Request
 from shoal.engine.scheduling.request_handle import Item, Placed, RequestHandle, ScheduledRow
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull, Unsupported
-from shoal.serve.errors import ApiError, refused
+from shoal.serve.errors import LOG, ApiError, refused
 from shoal.types import Result, Step
 
-LOG = logging.getLogger("shoal.serve")
 _AT_ONCE, _WAITING = 2, 64
 """Constraints that are compiled at once, and that may wait to be."""
 

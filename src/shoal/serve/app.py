@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from shoal import __version__
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.serve.errors import ApiError, no_model
+from shoal.serve.errors import LOG, ApiError, failed, no_model
 from shoal.serve.handler import RequestHandler
 from shoal.serve.metrics import Metrics
 from shoal.serve.middleware import LOCAL, Gate
@@ -30,7 +29,6 @@ from shoal.serve.settings import Settings
 
 LAST_TURN = 1.0
 """Seconds that the current decoding step has to end when the grace is over."""
-LOG = logging.getLogger("shoal.serve")
 
 
 def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> FastAPI:
@@ -153,19 +151,17 @@ def _body(kind: type[BaseModel]) -> dict[str, Any]:
 
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.to_dict(), error.status, headers)
+    return error.response()
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(ApiError(error.status_code, str(error.detail)).to_dict(), error.status_code, error.headers)
+    return ApiError(error.status_code, str(error.detail), headers=error.headers or {}).response()
 
 
 async def _too_deep(_: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(400, "the request is nested too deeply").to_dict(), 400)
+    return ApiError(400, "the request is nested too deeply").response()
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:
-    LOG.error("a request failed", exc_info=error)
-    return JSONResponse(ApiError(500, "the server failed; its log says why", code="internal_error").to_dict(), 500)
+    return failed("a request", error).response()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve import policy
 from shoal.serve.answer import Answer, Compiling
-from shoal.serve.errors import ApiError, no_model, refused
+from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
 from shoal.serve.metrics import Metrics, beside, report
 from shoal.serve.middleware import GONE, note
 from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras, parse, read, validated
@@ -31,7 +30,6 @@ from shoal.serve.protocol.tools import Tools
 from shoal.serve.protocol.wire import ChatWire, CompletionWire, Wire, with_steps
 from shoal.serve.settings import Settings
 
-LOG = logging.getLogger("shoal.serve")
 _COMPLETION_TOKENS = 16
 _MOST_TOLD = 1000
 
@@ -195,7 +193,7 @@ class RequestHandler:
                     yield told  # one piece, since each has to pass all middleware
             yield wire.closing(answer.results, answer.usage, _metrics(body, answer))
         except Exception as error:
-            yield wire.error(_api_error(error))
+            yield wire.error(error if isinstance(error, ApiError) else failed("a stream", error))
         finally:
             answer.cancel()
             self._account(request, answer)
@@ -222,14 +220,6 @@ class RequestHandler:
 def _streaming(events: AsyncIterator[str] | Sequence[str]) -> StreamingResponse:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-
-def _api_error(error: Exception) -> ApiError:
-    """The error for a client whose stream has begun."""
-    if isinstance(error, ApiError):
-        return error
-    LOG.error("a stream failed", exc_info=error)
-    return ApiError(500, "the server failed; its log says why", code="internal_error")
 
 
 def _metrics(body: Body, answer: Answer) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import re
 import time
 import uuid
@@ -21,16 +20,14 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
 
-from shoal.serve.errors import ApiError
+from shoal.serve.errors import LOG, ApiError
 from shoal.serve.settings import Settings
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOG = logging.getLogger("shoal.serve")
 LAST_WORDS = 10.0
 """Seconds that a client has to receive the timeout error."""
 GONE = 499
@@ -39,18 +36,9 @@ _BEARER = re.compile(r"\s*bearer\s+(\S.*?)\s*", re.IGNORECASE)
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-class TooLarge(ApiError):
-    """The body exceeds the limit."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(413, f"the request is larger than {limit} bytes, which is this server's limit")
-
-
-class TwoLengths(ApiError):
-    """Two headers give the body's length; a proxy in front may have used the other one (request smuggling)."""
-
-    def __init__(self) -> None:
-        super().__init__(400, "the request has Content-Length and Transfer-Encoding; send one of them")
+def too_large(limit: int) -> ApiError:
+    """A 413 for a body that exceeds the limit."""
+    return ApiError(413, f"the request is larger than {limit} bytes, which is this server's limit")
 
 
 class Gate:
@@ -82,7 +70,7 @@ class Gate:
                 as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn sends no body
                 await self._app(as_get, self._bounded(receive), answer)
         except ApiError as error:
-            await JSONResponse(error.to_dict(), error.status, _beside(error))(scope, receive, answer)
+            await error.response()(scope, receive, answer)
         except ClientDisconnect:  # before its request was complete
             line["status"] = GONE
         except asyncio.CancelledError:
@@ -114,7 +102,9 @@ class Gate:
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:
-            raise TwoLengths
+            # a proxy in front may have used the other one (request smuggling)
+            raise ApiError(400, "the request has Content-Length and Transfer-Encoding; send one of them",
+                           headers={"connection": "close"})
         check_host(headers, self._settings.hosts)
         if self._settings.api_keys and path.startswith(_KEYED):
             check_key(headers, self._settings.api_keys)  # a page with a key was given it, so its origin may be any
@@ -122,7 +112,7 @@ class Gate:
             check_origin(method, headers, self._settings.cors_origins)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body:
-            raise TooLarge(self._settings.max_body)
+            raise too_large(self._settings.max_body)
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, with an error if the body exceeds the limit without having said so in a header."""
@@ -133,7 +123,7 @@ class Gate:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._settings.max_body:
-                raise TooLarge(self._settings.max_body)
+                raise too_large(self._settings.max_body)
             return message
 
         return bounded
@@ -155,21 +145,14 @@ def check_key(headers: Headers, keys: Sequence[str]) -> None:
         raise ApiError(401, f"the API key is missing or wrong{form}", code="invalid_api_key")
 
 
-def _beside(error: ApiError) -> dict[str, str] | None:
-    """The headers of an error."""
-    if error.status == 401:
-        return {"www-authenticate": "Bearer"}
-    return {"connection": "close"} if isinstance(error, TwoLengths) else None
-
-
 async def _cut_off(begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
     """Tell a client that the server stopped; if its answer has begun, as the last event of the stream."""
-    error = ApiError(503, "the server stopped before the answer was complete", code="shutting_down")
+    error = ApiError(503, "the server stopped before the answer was complete", code="shutting_down", headers={})
     if begun:
         body = f"data: {json.dumps(error.to_dict())}\n\n".encode()
         await send({"type": "http.response.body", "body": body, "more_body": False})
     else:
-        await JSONResponse(error.to_dict(), error.status)(scope, receive, send)
+        await error.response()(scope, receive, send)
 
 
 def note(scope: Any, **facts: Any) -> None:
