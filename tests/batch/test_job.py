@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -167,7 +168,7 @@ def test_a_damaged_file_is_left_alone(tmp_path: Path, line: bytes, why: str) -> 
 def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     source, target = made(tmp_path)
-    with Journal(target, SETTINGS, 9), pytest.raises(ValueError, match="another process"):
+    with closing(Journal(target, SETTINGS, 9)), pytest.raises(ValueError, match="another process"):
         run(source, target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 import shoal
 from shared_models import FIXTURES, REFERENCE
 from shoal.cli import main, terminal
+from shoal.engine.scheduling.stream import Stream
 from two_processes import torchrun
 
 QUESTION = "Mia buys 9 coins for $5 each and sells them for $8 each. How much profit does Mia make?"
@@ -197,22 +199,21 @@ def test_tint_changes_the_colour_and_not_the_text(capsys):
     assert colours[0] not in colours[1:] and len(set(colours[1:])) == 1
 
 
-def interrupt_at(monkeypatch, method, number):
-    shown = []
+def interrupt_at(monkeypatch, owner, name, number):
+    """A KeyboardInterrupt at the `number`-th call of a method."""
+    calls, real = itertools.count(1), getattr(owner, name)
 
-    def show(self, step):
-        shown.append(step)
-        if len(shown) == number:
+    def called(*args):
+        if next(calls) == number:
             raise KeyboardInterrupt
-        real(self, step)
+        return real(*args)
 
-    real = method.show
-    monkeypatch.setattr(method, "show", show)
+    monkeypatch.setattr(owner, name, called)
 
 
 def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
     words = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32", "--temperature", "0"]
-    interrupt_at(monkeypatch, terminal.Plain, 4)
+    interrupt_at(monkeypatch, terminal.Printer, "show", 4)
     assert main([*words, "--max-new-tokens", "99"]) == 130
     out, err = capsys.readouterr()
     assert "interrupted" in err and "[4 tokens" in err
@@ -221,7 +222,7 @@ def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
 
 
 def test_an_interrupted_report_is_still_a_report(capsys, monkeypatch, tiny_folder):
-    interrupt_at(monkeypatch, terminal.Silent, 3)
+    interrupt_at(monkeypatch, Stream, "__next__", 4)
     assert main(["generate", "abc", "--model", tiny_folder, "--json"]) == 130
     found = json.loads(capsys.readouterr().out)
     assert found["finish_reason"] == "cancelled" and len(found["tokens"]) == 3

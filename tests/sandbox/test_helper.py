@@ -102,8 +102,8 @@ def test_where_a_question_has_a_time_of_its_own_waiting_counts(
         helpers.ask(["say", 1], within=0.1)
     for _ in range(2):
         helpers._room.release()
-    given, timed = list[float](), helper._timed
-    monkeypatch.setattr(helper, "_timed", lambda *args: given.append(args[2]) or timed(*args))
+    given, timed = list[float](), helper.timed
+    monkeypatch.setattr(helper, "timed", lambda *args: given.append(args[2]) or timed(*args))
     monkeypatch.setattr(helper, "time", SimpleNamespace(monotonic=iter([10.0, 110.0, 10.0, 10.0]).__next__))
     monkeypatch.setattr(helper, "_PATIENCE", 450)
     assert helpers.ask(["say", 1], within=500.0)[0] == helpers.ask(["say", 1], within=500.0)[0] == 1

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -212,11 +213,10 @@ def test_many_files_may_be_open(sandbox):
 
 
 def test_a_verdict_that_nobody_read_is_not_the_next_program_s(sandbox, monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
+    started = sandbox._started()
+    read = mock.Mock(wraps=started.stdout, readline=mock.Mock(side_effect=KeyboardInterrupt))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(process.select, "poll", interrupted)
+        patch.setattr(started, "stdout", read)
         sandbox.run(GOOD, SECONDS)
     assert tried(sandbox, "def f():\n    return 2\n") == "failed"
 

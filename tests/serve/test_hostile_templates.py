@@ -34,7 +34,7 @@ HOSTILE = {
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    helpers = Helpers("shoal.sandbox.template_process", seconds=1, memory=template.MEMORY)
+    helpers = Helpers("shoal.sandbox.template", seconds=1, memory=template.MEMORY)
     monkeypatch.setattr(template, "_helpers", helpers)
     yield
     helpers.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,7 @@ def run(source: Path, target: Path, settings: Mapping[str, Mapping[str, Any]], a
     if target.exists() and target.samefile(source):
         raise ValueError(f"{target} is the input; the answers need another file")
     job = {"input": {"hash": held.sha256}, **settings}
-    with Journal(target, job, held.lines) as journal:
+    with closing(Journal(target, job, held.lines)) as journal:
         report = Report(held.tasks, before=len(journal.done))
         if report.before < held.tasks:
             _answer(source, journal, answer(), report)

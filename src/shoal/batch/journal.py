@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from shoal import __version__
@@ -20,7 +19,7 @@ _REMEDY = "Give another output file, or remove this one and its .job file to sta
 
 
 class Journal:
-    """An output file, open for appending; a context manager.
+    """An output file, open for appending.
 
     Args:
         path: the file; created if it is absent.
@@ -60,12 +59,6 @@ class Journal:
     def close(self) -> None:
         """Close the file, which also releases its lock."""
         os.close(self._file)
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def _claim(self, job: dict[str, dict[str, Any]]) -> None:
         """Check that the file belongs to this job; mark it if it is new."""

@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.engine.constraints.constraint import GUIDED, guided
 from shoal.engine.messages import opening, plain
-from shoal.engine.request import chat_ids
+from shoal.engine.request import Options, chat_ids
 from shoal.errors import unknown
 from shoal.types import Result, TokenLogprob, finite_logprob
 
 Record = dict[str, Any]
 """A line of the output: `line` is the number of the input's line, with its `text`, or an `error` in its place."""
 _OWN = ("id", "prompt", "messages", "method_args")
-_GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
-_CODE = ("logits_processor", "stopping_criteria")
+_OPTIONS = tuple(name for name in Options.__annotations__ if name not in ("logits_processor", "stopping_criteria"))
+"""Options of `Engine.generate` that JSON can hold."""
 
 
 @dataclass(frozen=True)
@@ -110,32 +111,23 @@ def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], 
     given = {name: value for name, value in fields.items() if value is not None}
     if "body" in given:
         raise ValueError('the line is in the format of OpenAI\'s batches; write {"id": ..., "messages": [...]} instead')
-    known = _options()
+    known = (*_OWN, *GUIDED, *_OPTIONS)
     for name in given:
-        if name not in (*_OWN, *_GUIDED, *known):
-            raise unknown("field", name, (*_OWN, *_GUIDED, *known))
-    options = {**defaults, **{name: given[name] for name in known if name in given}}
+        if name not in known:
+            raise unknown("field", name, known)
+    options = {**defaults, **{name: given[name] for name in _OPTIONS if name in given}}
     if options.get("seed") is not None and "seed" not in given:
         options["seed"] += line.number
     if "method" in given or "method_args" in given:
         options["method"] = _method(given)
     if "logit_bias" in given:
         options["logit_bias"] = _bias(given["logit_bias"])
-    if bound := [name for name in ("constraint", *_GUIDED) if name in given]:
+    if bound := [name for name in ("constraint", *GUIDED) if name in given]:
         options["constraint"] = _constraint(bound, given)
     return Task(*_prompt(given, tokenizer), options)
 
 
-def _options() -> tuple[str, ...]:
-    """Options of `Engine.generate` that JSON can hold."""
-    from shoal.engine.request import Options  # imports torch, which the journal does without
-
-    return tuple(name for name in Options.__annotations__ if name not in _CODE)
-
-
 def _constraint(named: Sequence[str], given: Mapping[str, Any]) -> Any:
-    from shoal.engine.constraints.constraint import guided
-
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)} both say what the answer must look like; give one")
     return guided("guided_json" if named[0] == "constraint" else named[0], given[named[0]])

@@ -53,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     if args.logprobs is not None and not args.json:
-        raise ValueError("--logprobs is shown by --json only; add it")
+        raise ValueError("--logprobs is shown in the JSON report only; add --json")
     if not args.tensor_parallel:
         return _run(args, read_prompt(args))
     from shoal.engine.loading import ranks

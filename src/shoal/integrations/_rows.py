@@ -69,49 +69,29 @@ class RowProcessors:
 
 def for_row(processor: Any, row: int, rows: int) -> Any:
     """`processor` for row `row` of `rows`: itself, or a copy if it holds state of each row."""
-    narrow = next((how for kind, how in _NARROW.items() if isinstance(processor, kind)), None)
-    if narrow is None:
-        return processor
+
+    def own(values: Any) -> Any:
+        """The row's entry, as a batch of one. There is one per row, or per prompt with several rows each."""
+        at = row // (rows // len(values))
+        return values[at : at + 1]
+
+    match processor:
+        case hf.RepetitionPenaltyLogitsProcessor(prompt_ignore_length=Tensor() as lengths):
+            changed = {"prompt_ignore_length": own(lengths)}
+        case hf.EncoderRepetitionPenaltyLogitsProcessor(encoder_input_ids=ids):
+            changed = {"encoder_input_ids": own(ids)}
+        case hf.EncoderNoRepeatNGramLogitsProcessor(generated_ngrams=ngrams):
+            changed = {"generated_ngrams": own(ngrams), "batch_size": 1}
+        case hf.PrefixConstrainedLogitsProcessor(_prefix_allowed_tokens_fn=allowed, _num_beams=beams):
+            number = row // beams  # the rows of a prompt share its number
+            changed = {"_prefix_allowed_tokens_fn": lambda _, ids: allowed(number, ids), "_num_beams": 1}
+        case hf.SynthIDTextWatermarkLogitsProcessor():
+            changed = {"state": None}
+        case _:
+            return processor
     twin = copy.copy(processor)
-    narrow(twin, row, rows)
+    vars(twin).update(changed)
     return twin
-
-
-def _of_row(values: Any, row: int, rows: int) -> Any:
-    """The entry of a row, as a batch of one. `values` has one entry per row, or per prompt with several rows each."""
-    at = row // (rows // len(values))
-    return values[at : at + 1]
-
-
-def _narrow_penalty(twin: Any, row: int, rows: int) -> None:
-    if isinstance(twin.prompt_ignore_length, Tensor):
-        twin.prompt_ignore_length = _of_row(twin.prompt_ignore_length, row, rows)
-
-
-def _narrow_encoder_penalty(twin: Any, row: int, rows: int) -> None:
-    twin.encoder_input_ids = _of_row(twin.encoder_input_ids, row, rows)
-
-
-def _narrow_encoder_ngrams(twin: Any, row: int, rows: int) -> None:
-    twin.generated_ngrams, twin.batch_size = _of_row(twin.generated_ngrams, row, rows), 1
-
-
-def _narrow_prefix(twin: Any, row: int, rows: int) -> None:
-    allowed, number = twin._prefix_allowed_tokens_fn, row // twin._num_beams  # the rows of a prompt share its number
-    twin._prefix_allowed_tokens_fn, twin._num_beams = lambda _, ids: allowed(number, ids), 1
-
-
-def _narrow_synthid(twin: Any, row: int, rows: int) -> None:
-    twin.state = None
-
-
-_NARROW: dict[type, Callable[[Any, int, int], None]] = {
-    hf.RepetitionPenaltyLogitsProcessor: _narrow_penalty,
-    hf.EncoderRepetitionPenaltyLogitsProcessor: _narrow_encoder_penalty,
-    hf.EncoderNoRepeatNGramLogitsProcessor: _narrow_encoder_ngrams,
-    hf.PrefixConstrainedLogitsProcessor: _narrow_prefix,
-    hf.SynthIDTextWatermarkLogitsProcessor: _narrow_synthid,
-}
 
 
 @dataclass(frozen=True)

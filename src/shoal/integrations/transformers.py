@@ -73,12 +73,11 @@ def run_custom_generate(
         raise ValueError("there is no generation_config; call model.generate(..., custom_generate=method)")
     criteria = [*(stopping_criteria or ()), *_stop_strings(generation_config, stop_strings, tokenizer)]
     call = _GenerateCall(method, model, input_ids, list(logits_processor or ()), criteria, generation_config)
-    if streamer is None:
-        return call.run(None, model_kwargs)
     try:
         return call.run(streamer, model_kwargs)
     finally:
-        streamer.end()
+        if streamer is not None:
+            streamer.end()
 
 
 @dataclass(frozen=True)

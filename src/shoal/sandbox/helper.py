@@ -84,15 +84,15 @@ class Helpers:
             process = self._taken()
             if process in self._starting:
                 self._starting.discard(process)
-                said, _ = _timed(process, "", _START_SECONDS)
+                said, _ = timed(process, "", _START_SECONDS)
                 if said != READY:
-                    raise NoAnswer(f"the process that should work on it did not start: it ended with {_end(process)}")
-            said, late = _timed(process, line, left)
+                    raise NoAnswer(f"the process that should work on it did not start: it ended with {end(process)}")
+            said, late = timed(process, line, left)
             if not said.endswith("\n"):
-                raise OverLimit(self._why(_end(process), late, within))
+                raise OverLimit(self._why(end(process), late, within))
             answer, why, limit, spent = json.loads(said)
             if spent:
-                _end(process)
+                end(process)
             else:
                 self._idle.append(process)
         finally:
@@ -112,7 +112,7 @@ class Helpers:
             process = self._idle.pop()
             if self._owner == os.getpid():
                 process.kill()
-                _end(process)
+                end(process)
 
     def _taken(self) -> subprocess.Popen[str]:
         """A waiting process, or a new one."""
@@ -123,7 +123,7 @@ class Helpers:
                 process = self._idle.pop()
                 if process.poll() is None:
                     return process
-                _end(process)
+                end(process)
         try:
             process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                        stderr=subprocess.DEVNULL, encoding="ascii")
@@ -149,7 +149,7 @@ def _named(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
-def _timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str, bool]:
+def timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str, bool]:
     """Send a line. Returns the line that comes back, or the part of it sent before the process died, and if late."""
     assert process.stdin is not None and process.stdout is not None
     late = threading.Event()
@@ -162,7 +162,7 @@ def _timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[s
     except OSError:
         return "", late.is_set()
     except BaseException:
-        _end(process)  # its answer would be taken for that of the next question
+        end(process)  # its answer would be taken for that of the next question
         raise
     finally:
         timer.cancel()
@@ -173,7 +173,7 @@ def _stop(process: subprocess.Popen[str], late: threading.Event) -> None:
     process.kill()
 
 
-def _end(process: subprocess.Popen[str]) -> int:
+def end(process: subprocess.Popen[str]) -> int:
     """Kill a process and return its exit code. One that is dying gets a second, so that the code says of what."""
     assert process.stdin is not None and process.stdout is not None
     with suppress(OSError):
@@ -182,6 +182,8 @@ def _end(process: subprocess.Popen[str]) -> int:
         process.wait(1.0)
     process.kill()
     process.stdout.close()
+    if process.stderr is not None:
+        process.stderr.close()
     return process.wait()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import Unsupported
+from shoal.sandbox.helper import end, timed
 
 Kind = Literal["bubblewrap", "namespaces", "none"]
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
@@ -56,7 +56,7 @@ class Sandbox:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._home = tempfile.mkdtemp(prefix="shoal-") if kind == "none" else _HOME
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
 
     def run(self, program: Program, seconds: float) -> str:
         """Run a program; returns passed, failed, error, timeout or syntax.
@@ -65,20 +65,8 @@ class Sandbox:
         next one gets a new sandbox.
         """
         process = self._started()
-        ask = json.dumps({**asdict(program), "seconds": seconds}).encode() + b"\n"
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(ask)
-            process.stdin.flush()
-            poll = select.poll()  # `select.select` takes no file number above 1023
-            poll.register(process.stdout, select.POLLIN)
-            line = process.stdout.readline() if poll.poll((seconds + _GRACE) * 1000) else b""
-        except OSError:
-            line = b""
-        except BaseException:
-            self._stop()  # its verdict would be taken for that of the next program
-            raise
-        if not line.endswith(b"\n"):
+        line, _ = timed(process, json.dumps({**asdict(program), "seconds": seconds}) + "\n", seconds + _GRACE)
+        if not line.endswith("\n"):
             self._stop()
             return "error"
         answer = json.loads(line)
@@ -92,20 +80,20 @@ class Sandbox:
         if self.kind == "none":
             shutil.rmtree(self._home, ignore_errors=True)
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self._process = subprocess.Popen(
                 _command(self.kind, self._home), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True, env={"PATH": "/usr/bin:/bin", "HOME": self._home, "LC_ALL": "C.UTF-8"},
+                start_new_session=True, encoding="utf-8", errors="replace",
+                env={"PATH": "/usr/bin:/bin", "HOME": self._home, "LC_ALL": "C.UTF-8"},
             )
         return self._process
 
     def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            end(process)
 
     def why_not(self) -> str | None:
         """Try the sandbox with a harmless program; says what goes wrong, or None."""
@@ -115,7 +103,7 @@ class Sandbox:
         process = self._started()
         process.kill()
         _, said = process.communicate()
-        return (said.decode(errors="replace").strip().splitlines() or [f"a harmless program ended as {verdict}"])[-1]
+        return (said.strip().splitlines() or [f"a harmless program ended as {verdict}"])[-1]
 
 
 @functools.cache

@@ -5,10 +5,13 @@ Transformers keeps templates from files and from Python's internals, but bounds 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.sandbox.helper import Helpers, OverLimit
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from shoal.sandbox.helper import Helpers, NoAnswer, OverLimit
 
 SECONDS, MEMORY = 3, 256 << 20
 """CPU time, and bytes beyond those of Python and transformers."""
@@ -17,7 +20,7 @@ LONGEST, TIMES = 1 << 20, 8
 _REFUSED = "the model's chat template refuses these messages: "
 _SAID = 300
 """Most characters shown of a template's own error."""
-_helpers = Helpers("shoal.sandbox.template_process", SECONDS, MEMORY)
+_helpers = Helpers("shoal.sandbox.template", SECONDS, MEMORY)
 
 
 class TakesTooMuch(ValueError):
@@ -54,11 +57,27 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options
     except OverLimit as error:
         raise TakesTooMuch(_REFUSED + str(error)) from None
     except Exception as error:  # templates raise anything, mostly about the order of roles
-        raise ValueError(_REFUSED + reason(error)) from None
+        raise ValueError(_REFUSED + _reason(error)) from None
     return text
 
 
-def reason(error: BaseException) -> str:
+def answer(question: tuple[str, list[dict[str, Any]], dict[str, Any]]) -> str:
+    """In the process: the text for a template, messages, and the template's variables."""
+    template, messages, given = question
+    most = LONGEST + TIMES * len(json.dumps([messages, given]))
+    try:
+        made = render_jinja_template(**{**given, "conversations": [messages], "chat_template": template})
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        raise NoAnswer(_reason(error)) from None
+    text = str(made[0][0])
+    if len(text) > most:
+        raise OverLimit(f"it writes {len(text)} characters, and may write {most} here")
+    return text
+
+
+def _reason(error: BaseException) -> str:
     """A template's error in one printable line; the error's type if it has no message."""
     said = "".join(letter if letter.isprintable() else " " for letter in str(error)[: 1 << 10])
     said = " ".join(said.split())
