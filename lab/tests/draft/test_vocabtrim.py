@@ -18,8 +18,8 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.methods.draft_model import DraftModel
 from shoal.speculative.growth import Branching
-from shoal.speculative.model import ModelProposer
 from shoal.types import Sampling
+from shoal_lab.drafts.cut_head import CutHeadProposer
 from shoal_lab.methods.rsd import Beam
 from shoal_lab.methods.vocabtrim import VocabTrim
 from toy_tokenizers import byte_level
@@ -45,7 +45,7 @@ def test_all_tokens_are_the_whole_head(options: dict[str, Any]) -> None:
 def test_only_kept_tokens_are_drafted_with_a_law_that_knows_it(backend: Backend, shape: Any) -> None:
     stack, ids = backend.stack("llama"), tuple(range(1, 97, 2))
     for sampling in (Sampling(), Sampling(temperature=1.0)):
-        proposer = Watched(ModelProposer(stack, shape, head=stack.cut_head(ids), ids=ids))
+        proposer = Watched(CutHeadProposer(stack, shape, "", stack.cut_head(ids), ids))
         recipe = Recipe(DepthPlan.full(6), proposer)
         plain = decode(None, PROMPTS, DepthPlan.full(6), NEW, stack=stack, sampling=sampling, watch=False)
         run = decode(None, PROMPTS, recipe, NEW, stack=stack, sampling=sampling, watch=False)
@@ -67,7 +67,7 @@ def test_the_tokens_of_a_text(tmp_path: Path) -> None:
     counts = Counter(tokenizer("abba cab dada\n" * 5, add_special_tokens=False)["input_ids"])
     for keep in (None, 3):
         recipe = VocabTrim(draft, text=str(file), keep=keep).recipe(engine.info())
-        assert isinstance(recipe.proposer, ModelProposer)
+        assert isinstance(recipe.proposer, CutHeadProposer)
         frequent = [token for token, _ in counts.most_common(keep)]
         assert set(recipe.proposer.ids) == {*frequent, *tokenizer.all_special_ids}
     found = engine.generate("abba", method=VocabTrim(draft, text=str(file)), max_new_tokens=8)
@@ -77,7 +77,7 @@ def test_the_tokens_of_a_text(tmp_path: Path) -> None:
 def test_the_head_is_cut_once() -> None:
     engine, draft = engine_for(reference("llama")), draft_of("llama")
     recipes = [VocabTrim(draft, tokens=(1, 2, 3)).recipe(engine.info()) for _ in range(2)]
-    heads = [recipe.proposer.head for recipe in recipes if isinstance(recipe.proposer, ModelProposer)]
+    heads = [recipe.proposer.head for recipe in recipes if isinstance(recipe.proposer, CutHeadProposer)]
     assert heads[0] is heads[1] is not None
     assert torch.equal(heads[0](torch.zeros(2, 32, dtype=torch.float64)), torch.zeros(2, 3, dtype=torch.float64))
 

@@ -7,7 +7,8 @@ be slow, and a draft needs no more than a good guess. A constraint's mask is, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from shoal.decode import sampling
 from shoal.decode.row import Row
+from shoal.depth.plan import DepthPlan
+from shoal.model.stack import SequenceChunk
+from shoal.speculative.growth import Growth, Leaf, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +131,69 @@ def _drawn(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]
         Guesses(tuple(row[i] for row in tokens[:size]), probs[i], tuple(logs[i][:size]))
         for i, size in enumerate(possible)
     ]
+
+
+class RowTree(Growth):
+    """A row's tree, which grows by a level at a time.
+
+    Attributes:
+        row, slot: the row, and its place in the drafter's cache.
+        levels: most levels; `level`: the levels that it has.
+        first: the first node of the last level.
+        leaves: nodes of the last level from which more may grow.
+        logs: per node the log-likelihood of the path to it.
+    """
+
+    def __init__(self, row: Row, slot: int, levels: int) -> None:
+        super().__init__(row.tokens[-1])
+        self.row, self.slot, self.levels = row, slot, levels
+        self.level = self.first = 0
+        self.leaves, self.logs = [Leaf(0)], [0.0]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another level is wanted and there is a leaf to grow from."""
+        return self.level < self.levels and bool(self.leaves)
+
+    def chunk(self, plan: DepthPlan) -> SequenceChunk:
+        """The last level's nodes; with the earlier ones they are a forest below the committed tokens."""
+        tokens = self.tokens[self.first :]
+        parents = [parent - 1 for parent in self.parents[1:]]
+        depths = [len(words) - 1 for words in self.words[1:]]
+        return SequenceChunk(self.slot, tokens, [0] * len(tokens), plan, parents, depths, wanted=len(tokens),
+                             fed=self.first - 1)
+
+    def settle(self, shape: TreeShape, guesses: Sequence[Guesses], least: float) -> None:
+        """Add the children that the shape keeps; those of a path at least so likely are the next leaves."""
+
+        def noise(leaf: int, rank: int) -> float | None:
+            if self.row.sampling.greedy:
+                return None
+            return self.row.uniform(self.level, f"draft value {leaf}.{rank}")
+
+        kept = shape.keep(self.leaves, [guess.logs for guess in guesses], noise)
+        self.first, leaves = len(self.tokens), []
+        for leaf, guess, children in zip(self.leaves, guesses, kept, strict=True):
+            for token, (log, value) in zip(guess.tokens, children, strict=False):
+                leaves.append(Leaf(self.add(token, leaf.node, guess.probs), log, value))
+                self.logs.append(log)
+        self.leaves, self.level = [leaf for leaf in leaves if leaf.log >= least], self.level + 1
+
+
+def extend(
+    trees: Sequence[RowTree], logits: Tensor, shape: TreeShape, least: float = -math.inf,
+    pick: Callable[[Sequence[Place], Tensor, int], list[Guesses]] = choose,
+) -> None:
+    """Give trees of one level the next one.
+
+    Args:
+        trees: at least one.
+        logits: after the leaves of all trees.
+        shape: says how many children a leaf gets, and which of them stay.
+        least: log-likelihood below which a path is not continued.
+        pick: draws guesses as `choose` does.
+    """
+    places = [Place(tree.row, tree.words[leaf.node], at) for tree in trees for at, leaf in enumerate(tree.leaves)]
+    guesses = iter(pick(places, logits, shape.width(trees[0].level)))
+    for tree in trees:
+        tree.settle(shape, [next(guesses) for _ in tree.leaves], least)

@@ -24,8 +24,8 @@ from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
-from shoal.speculative.choose import Guesses, Place, choose
-from shoal.speculative.growth import Growth, Leaf, TreeShape, grow
+from shoal.speculative.choose import Guesses, Place, RowTree, choose, extend
+from shoal.speculative.growth import Growth, TreeShape, grow
 from shoal.speculative.layer_head import PLAN, EagleHead
 from shoal.speculative.part_file import TrainedPart
 from shoal.speculative.taps import Taps
@@ -61,23 +61,16 @@ _Waiting = dict[int, tuple[Row, Tensor]]
 """Per slot, a row and those of its known states [n, D] that were not fed yet."""
 
 
-class _Branching(Growth):
+class _Tree(RowTree):
     """A row's growing tree.
 
     Attributes:
-        row, slot: the row, and its place in the head's cache.
-        levels: most levels; `level`: the levels that it has.
-        leaves: nodes of the last level from which more may grow.
         states: per node that was fed, the layer's own state [D], which stands in for the model's behind it.
-        logs: per node the log-likelihood of the path to it.
     """
 
     def __init__(self, row: Row, slot: int, levels: int) -> None:
-        super().__init__(row.tokens[-1])
-        self.row, self.slot, self.levels = row, slot, levels
-        self.level, self.leaves = 0, [Leaf(0)]
+        super().__init__(row, slot, levels)
         self.states: list[Tensor] = []
-        self.logs = [0.0]
 
     def likeliest(self, most: int | None) -> TokenTree:
         """The tree of the root and the `most` likeliest guesses, each with the path to it."""
@@ -89,11 +82,6 @@ class _Branching(Growth):
         for node in sorted(order[: most + 1])[1:]:
             place[node] = small.add(self.tokens[node], place[self.parents[node]], self.draft_probs[node])
         return small.tree()
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether another level is wanted and there is a leaf to grow from."""
-        return self.level < self.levels and bool(self.leaves)
 
 
 class EagleDrafter(Drafter):
@@ -138,7 +126,7 @@ class EagleDrafter(Drafter):
     def _level_by_level(self, wanted: Sequence[tuple[int, Row, int]]) -> dict[Row, TokenTree]:
         """Trees by rows: slots, rows and most levels are given."""
         try:
-            grown = self._read([_Branching(row, slot, levels) for slot, row, levels in wanted])
+            grown = self._read([_Tree(row, slot, levels) for slot, row, levels in wanted])
             grow(grown, self._after, self._extend)
         finally:
             self._roll_back()
@@ -218,7 +206,7 @@ class EagleDrafter(Drafter):
             waiting[slot] = row, found[1]
         return waiting
 
-    def _read(self, grown: Sequence[_Branching]) -> list[_Branching]:
+    def _read(self, grown: Sequence[_Tree]) -> list[_Tree]:
         """Feed the confirmed pairs; return the rows whose last state is known, with what follows it."""
         waiting = self._waiting((one.slot, one.row) for one in grown)
         busy = [one for one in grown if one.slot in waiting]
@@ -253,15 +241,14 @@ class EagleDrafter(Drafter):
                 self._first[chunk.row] = values, outputs[end - 1]
         return left
 
-    def _after(self, grown: list[_Branching]) -> Tensor:
+    def _after(self, grown: list[_Tree]) -> Tensor:
         """Logits [leaves of all trees, n] after the last level."""
         if not grown[0].level:
             return torch.stack([self._first[one.slot][0] for one in grown])
         chunks, states, tokens, picked, base = [], [], [], [], 0
         for one in grown:
-            chunk = self._feed(one)
-            chunks.append(chunk)
-            nodes = range(len(one.states), len(one.states) + len(chunk.tokens))
+            chunks.append(one.chunk(PLAN))
+            nodes = range(one.first, len(one.tokens))
             states += [one.states[one.parents[node]] for node in nodes]
             tokens += [one.tokens[node] for node in nodes]
             picked += [base + leaf.node - nodes.start for leaf in one.leaves]
@@ -275,20 +262,8 @@ class EagleDrafter(Drafter):
             first += len(chunk.tokens)
         return logits if len(picked) == len(logits) else logits[picked]
 
-    def _feed(self, one: _Branching) -> SequenceChunk:
-        """A chunk of the level's nodes; with the earlier ones they are a forest below the committed pairs."""
-        first = len(one.states)
-        count = len(one.tokens) - first
-        parents = [parent - 1 for parent in one.parents[1:]]
-        depths = [len(words) - 1 for words in one.words[1:]]
-        return SequenceChunk(one.slot, range(count), [0] * count, PLAN, parents, depths, wanted=count, fed=first - 1)
-
-    def _extend(self, grown: list[_Branching], logits: Tensor) -> None:
-        """Draw the children of every leaf."""
-        places = [Place(one.row, one.words[leaf.node], at) for one in grown for at, leaf in enumerate(one.leaves)]
-        guesses = iter(self._chosen(places, logits, self._shape.width(grown[0].level)))
-        for one in grown:
-            self._settle(one, [next(guesses) for _ in one.leaves])
+    def _extend(self, grown: list[_Tree], logits: Tensor) -> None:
+        extend(grown, logits, self._shape, self._least, self._chosen)
 
     def _chosen(self, places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
         """Guesses by the rows' sampling options; only over the head's tokens if nothing depends on the others."""
@@ -297,16 +272,6 @@ class EagleDrafter(Drafter):
             return [Guesses(tuple(ids[token] for token in guess.tokens), None, guess.logs) for guess in found]
         whole = logits.new_full((len(logits), self._head.vocabulary), -torch.inf)
         return choose(places, whole.index_copy_(1, self._head.ids, logits), count)
-
-    def _settle(self, one: _Branching, guesses: Sequence[Guesses]) -> None:
-        """Add the children that the shape keeps; the likely enough ones are the next leaves."""
-        kept = self._shape.keep(one.leaves, [guess.logs for guess in guesses], lambda leaf, rank: None)
-        leaves = []
-        for leaf, guess, children in zip(one.leaves, guesses, kept, strict=True):
-            for token, (log, value) in zip(guess.tokens, children, strict=False):
-                leaves.append(Leaf(one.add(token, leaf.node, guess.probs), log, value))
-                one.logs.append(log)
-        one.leaves, one.level = [leaf for leaf in leaves if leaf.log >= self._least], one.level + 1
 
 
 def _batches(waiting: _Waiting) -> Iterator[_Waiting]:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from shoal.decode.worker import Proposer, StepReport
 from shoal.model.packed.native import MAX_NODES
-from shoal.speculative.choose import Place, choose
+from shoal.speculative.choose import Place, RowTree, choose
 from shoal.speculative.growth import grow
 from shoal.speculative.model import ModelDrafter, ModelProposer
 from shoal_lab.drafts.branches import Branches, Chain, Outcome, Wish
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.decode.tree import TokenTree
     from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
-    from shoal.speculative.model import TreeUnderWay
 
 Pool = Mapping[Outcome, Chain]
 """The branches of a row."""
@@ -146,8 +145,7 @@ class MirrorDrafter(ModelDrafter):
     """
 
     def __init__(self, proposer: MirrorProposer, target: Stack) -> None:
-        stack = target if proposer.model.stack is None else proposer.model.stack
-        super().__init__(proposer.model, stack, target.vocab_size)
+        super().__init__(proposer.model, target.vocab_size)
         self._target, self._exit_layer, self._k = target, proposer.exit_layer, proposer.k
         self._windows: list[_Window] = []
         self._states: Tensor | None = None
@@ -191,11 +189,13 @@ class MirrorDrafter(ModelDrafter):
                 row.ledger.draft_rounds.append(replace(rounds[row], redraft=seconds))
         return trees
 
-    def _begun(self, row: Row, slot: int, levels: int) -> TreeUnderWay:
-        """The branch that is ready, if there is one."""
+    def _begun(self, row: Row, slot: int, levels: int) -> RowTree:
+        """The branch that is ready, if there is one; then no other guess is wanted."""
         one = super()._begun(row, slot, levels)
         if row in self._ready:
-            one.take(self._ready[row])
+            for token, probs in self._ready[row][:levels]:
+                one.add(token, len(one.tokens) - 1, probs)
+            one.leaves = []
         return one
 
     def _commit(self, slot: int, row: Row, tree: TokenTree) -> None:

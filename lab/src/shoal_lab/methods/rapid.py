@@ -82,12 +82,12 @@ class Rapid(SecondModelMethod):
     def _proposer(self, info: ModelInfo) -> Proposer:
         if info.draft_engine is None:
             return Absent()
-        from shoal.speculative.model import ModelProposer
+        from shoal_lab.drafts.short_view import ShortViewProposer
 
         engine = None if self.draft is None else self.draft_engine(info)
         name = "the model itself" if engine is None else engine.model_name or "the draft model"
         shape = Branching((1,) * self.length)
-        return ModelProposer(None if engine is None else engine.stack, shape, name, view=self._view())
+        return ShortViewProposer(None if engine is None else engine.stack, shape, name, self._view())
 
     def _view(self) -> Retrieved:
         return Retrieved(self.context, self.chunk, self.begin, self.end, self.likeness)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
-from shoal.methods.common.drafting import SecondModelMethod
+from shoal.methods.common.drafting import Absent, SecondModelMethod
 from shoal.methods.common.limits import Guesses, Most, Positions, TreeWidths
 from shoal.speculative.corpus import stamp_of, tokens_of
 from shoal.speculative.growth import Branching
 from shoal.types import ModelInfo
+
+if TYPE_CHECKING:
+    from shoal.decode.worker import Proposer
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,7 +25,6 @@ class VocabTrim(SecondModelMethod):
     The tokens come from a list or from a text, ideally one that the target itself has written. End-of-sequence and
     special tokens are always kept. The output is the target's: guesses are judged by the distribution of the cut head,
     with zeros elsewhere.
-
 
     Attributes:
         text: a UTF-8 text file; its tokens are kept, the most frequent first.
@@ -54,8 +56,16 @@ class VocabTrim(SecondModelMethod):
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """The draft model's guesses among the kept tokens, verified by the target."""
-        ids = None if info.draft_engine is None else self._ids(info)
-        return self.verified(self.proposing(info, self._shape(), ids), info)
+        return self.verified(self._proposer(info), info)
+
+    def _proposer(self, info: ModelInfo) -> Proposer:
+        if info.draft_engine is None:
+            return Absent()
+        from shoal_lab.drafts.cut_head import CutHeadProposer
+
+        ids, engine = self._ids(info), self.draft_engine(info)
+        name = engine.model_name or "the draft model"
+        return CutHeadProposer(engine.stack, self._shape(), name, engine.cut_head(ids), ids)
 
     def _ids(self, info: ModelInfo) -> tuple[int, ...]:
         if self.text is None and self.tokens is None:

@@ -148,13 +148,8 @@ class PairedMethod(Method):
 class SecondModelMethod(PairedMethod, DraftingMethod):
     """A method whose guesses come from the smaller model."""
 
-    def proposing(self, info: ModelInfo, shape: TreeShape, ids: tuple[int, ...] | None = None) -> Proposer:
-        """The draft model as a proposer of trees of that shape.
-
-        Args:
-            info: of the target.
-            shape: how trees grow.
-            ids: the only tokens to draft; None for all.
+    def proposing(self, info: ModelInfo, shape: TreeShape) -> Proposer:
+        """The draft model as a proposer of trees of that shape, for the target of `info`.
 
         Raises:
             ValueError: no draft model was named, or it cannot be loaded.
@@ -165,10 +160,7 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
         from shoal.speculative.model import ModelProposer
 
         engine = self.draft_engine(info)
-        name = engine.model_name or "the draft model"
-        if ids is None:
-            return ModelProposer(engine.stack, shape, name)
-        return ModelProposer(engine.stack, shape, name, engine.cut_head(ids), ids)
+        return ModelProposer(engine.stack, shape, engine.model_name or "the draft model")
 
 
 def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
