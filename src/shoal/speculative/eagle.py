@@ -100,7 +100,7 @@ class EagleDrafter(Drafter):
         self._straight = all(proposer.shape.width(level) == 1 for level in range(proposer.shape.length))
         self._least = math.log(proposer.stop) if proposer.stop > 0 else -math.inf
         self._stack, self._taps = stack, Taps(stack, cache)
-        self._cache = head.layer.cache()
+        self._cache = head.cache()
         self._rows: list[Row] = []
         self._origins: dict[Row, int] = {}
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
@@ -160,17 +160,16 @@ class EagleDrafter(Drafter):
 
     def _guess(self, some: _Waiting, wishes: Sequence[ChainWish]) -> list[list[int]]:
         """Feed the pairs of some rows and let the layer continue each; return each row's guesses."""
-        assert self._head.chain is not None
         chunks, states, known = [], [], list[Tensor]()
         for slot, (row, own) in some.items():
             nothing = [0] * len(own)
             chunks.append(SequenceChunk(slot, nothing, nothing, PLAN, wanted=1))
             states.append(own)
             known += map(self._head.share, self._followers(slot, row, len(own)))
-        found = self._head.layer.guess(chunks, self._cache, self._head.chain, states, known, wishes, self._least)
+        found = self._head.guess(chunks, self._cache, states, known, wishes, self._least)
         for chunk in chunks:
             self._cache.commit(chunk.row, range(len(chunk.tokens)))
-        return [[self._head.names[token] for token in path] for path, _ in found]
+        return found
 
     def _roll_back(self) -> None:
         for slot in range(len(self._rows)):
@@ -219,7 +218,7 @@ class EagleDrafter(Drafter):
 
     def _read_some(self, waiting: _Waiting) -> _Waiting:
         """Run one forward over the first pairs of each row; return the pairs that are left."""
-        left, chunks, vectors, room = {}, [], [], self._head.layer.most
+        left, chunks, vectors, room = {}, [], [], self._head.most
         for place, (slot, (row, states)) in enumerate(waiting.items()):
             count = min(len(states), max(1, room // (len(waiting) - place)), room)
             if not count:
@@ -232,7 +231,7 @@ class EagleDrafter(Drafter):
             if count < len(states):
                 left[slot] = row, states[count:]
         fed = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
-        logits, outputs = self._head.layer.run(chunks, self._cache, fed)
+        logits, outputs = self._head.run(chunks, self._cache, fed)
         ends = accumulate(len(chunk.tokens) for chunk in chunks)
         for chunk, end, values in zip(chunks, ends, logits, strict=True):
             self._cache.commit(chunk.row, range(len(chunk.tokens)))
@@ -254,8 +253,8 @@ class EagleDrafter(Drafter):
             picked += [base + leaf.node - nodes.start for leaf in one.leaves]
             base += len(nodes)
             one.row.ledger.draft_forwards += 1
-        fed = self._head.fused(self._head.layer.normed(torch.stack(states)), tokens)
-        logits, outputs = self._head.layer.run(chunks, self._cache, fed)
+        fed = self._head.fused(self._head.normed(torch.stack(states)), tokens)
+        logits, outputs = self._head.run(chunks, self._cache, fed)
         first = 0
         for one, chunk in zip(grown, chunks, strict=True):
             one.states += outputs[first : first + len(chunk.tokens)].unbind()

@@ -1,4 +1,4 @@
-"""A trained decoder layer and its head beside the target: the matrices, the layer that runs them, and EAGLE's head.
+"""A trained decoder layer and its head beside the target, as EAGLE has them.
 
 The packed executor runs the layer, fed with vectors in place of tokens. On the native kernels the vectors are laid
 where the kernels look embeddings up, so that a forward stays one call.
@@ -67,7 +67,7 @@ _FLOATS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16
 
 
 PLAN = DepthPlan.full(1)
-"""Every chunk of a `LayerHead` runs its one layer."""
+"""Every chunk of an `EagleHead` runs its one layer."""
 
 
 @dataclass(frozen=True)
@@ -109,104 +109,6 @@ class LayerShape:
         )
 
 
-class LayerHead:
-    """One decoder layer and its head, fed with vectors.
-
-    Args:
-        target: the model beside which it runs; on its device, in its dtype where the packed block has that, in 8 bits
-            where the target's matrices are multiplied in 8 bits, and on the native kernels if the target is.
-        shape: of the layer.
-        tensors: those that `LayerShape.sizes` names.
-        rows: [n, D], the head's matrix.
-
-    Attributes:
-        most: vectors that a forward may take.
-        dtype: of the vectors.
-    """
-
-    def __init__(self, target: Stack, shape: LayerShape, tensors: Mapping[str, Tensor], rows: Tensor) -> None:
-        self.dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
-        kernels = isinstance(target, NativeStack)
-        named = {f"model.{name}": tensor for name, tensor in tensors.items()} | {"model.embed_tokens.weight": rows}
-        self._stack: PackedStack = build(
-            shape.config(len(rows)), _Named(named), self.dtype, target.device,
-            "int8" if target.activation_dtype == torch.int8 else None, kernels=kernels,
-        )
-        if isinstance(self._stack, NativeStack):
-            self._stack = _FedStack.of(self._stack)
-        self.most = min(LIMIT, len(rows))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one token reads."""
-        return self._stack.weights.nbytes
-
-    def cache(self) -> KVCache:
-        """An empty cache for it."""
-        return KVCache(self._stack.windows, 0)
-
-    def run(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Feed vectors.
-
-        Args:
-            chunks: of the plan `PLAN`, ascending rows, `most` nodes in all; of their tokens only the number counts.
-            cache: of `cache`; the nodes stay there as scratch.
-            vectors: [nodes of all chunks, D], in `dtype`.
-
-        Returns:
-            Logits [sum of wanted, n], and every node's state [nodes, D], of which `normed` makes what the head's matrix
-            reads.
-        """
-        sizes = [len(chunk.tokens) for chunk in chunks]
-        seen: list[Tensor] = []
-
-        def hook(layer: int, hidden: Tensor) -> None:
-            if layer == 1:
-                seen.extend(own[:size] for own, size in zip(hidden, sizes, strict=True))
-
-        if isinstance(self._stack, _FedStack):
-            logits = self._stack.fed(chunks, cache, vectors, hook)
-        else:
-            start = Start(0, pad_sequence(list(vectors.split(sizes)), batch_first=True))
-            logits = self._stack.forward([_numbered(chunk, 0) for chunk in chunks], cache, hook, start=start)
-        return logits, seen[0] if len(seen) == 1 else torch.cat(seen)
-
-    def normed(self, states: Tensor) -> Tensor:
-        """What the head's matrix reads [n, D] of states [n, D] that `run` gave."""
-        return self._stack.normed(states)
-
-    def chain(self, target: Stack, of_state: Product, shares: Tensor) -> native.NativeChain | None:
-        """What `guess` takes, where the kernels run the layer; None elsewhere.
-
-        Args:
-            target: the model whose states begin.
-            of_state: what a state [n, D], normalised, adds to the vector behind it.
-            shares: [n, D], what each token adds.
-        """
-        if not isinstance(target, NativeStack) or not isinstance(of_state, NativeProduct):
-            return None
-        return native.NativeChain(of_state.held, shares, target.weights.final_norm, target.shape.eps)
-
-    def guess(
-        self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
-        known: Sequence[Tensor], wishes: Sequence[native.ChainWish], least: float,
-    ) -> list[native.Path]:
-        """Feed vectors, and let the layer go on behind each chunk by itself, in one call.
-
-        Args:
-            chunks, cache: as for `run`; what is fed stays as scratch, guesses do not.
-            chain: of `chain`.
-            states: the target's last states before each token, in pieces [n, D].
-            known: what the tokens add, likewise.
-            wishes, least: see `NativeModel.guess`.
-
-        Returns:
-            For each chunk the places of the tokens guessed in the head's matrix, and log-likelihoods.
-        """
-        assert isinstance(self._stack, _FedStack)
-        return self._stack.guess(chunks, cache, chain, states, known, wishes, least)
-
-
 class _FedStack(NativeStack):
     """A native stack whose table of embeddings is a place to lay vectors in."""
 
@@ -224,7 +126,7 @@ class _FedStack(NativeStack):
         return self._embedding[ids].to(self.weights.final_norm.dtype)
 
     def fed(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor, hook: Any) -> Tensor:
-        """Run vectors [nodes, D]; see `LayerHead.run`."""
+        """Run vectors [nodes, D]; see `EagleHead.run`."""
         self._embedding[: len(vectors)] = vectors
         first, numbered = 0, []
         for chunk in chunks:
@@ -236,7 +138,7 @@ class _FedStack(NativeStack):
         self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
         known: Sequence[Tensor], wishes: Sequence[native.ChainWish], least: float,
     ) -> list[native.Path]:
-        """Run `LayerHead.guess` on this stack's kernels."""
+        """Paths by this stack's kernels; see `EagleHead.guess`."""
         work = self._work(chunks)
         room = [[len(chunk.tokens) + wish.length for chunk, wish in zip(chunks, wishes, strict=True)]]
         self._make_room(chunks, replace(work, counts=room * len(work.layers)), cache)
@@ -282,14 +184,17 @@ _KEPT = 4096
 
 
 class EagleHead:
-    """The trained layer beside its target.
+    """The trained layer and its head, fed with vectors: on the target's device, and on the native kernels if it is.
+
+    The layer has the target's dtype where the packed block has that. Its matrices are multiplied in 8 bits where the
+    target's are.
 
     Args:
         target: the model.
         part: a part of kind `eagle`.
 
     Attributes:
-        layer: what runs it.
+        most: vectors that a forward may take.
         chain: how it goes on by itself within one call; None where it cannot.
         ids, names: the tokens that are guessed, int64 [n] and as a list.
 
@@ -302,8 +207,16 @@ class EagleHead:
         shape, self.names = layer_shape(part), guessed_tokens(part, target)
         self._target, self._eps = target, shape.eps
         self.ids = torch.tensor(self.names, device=target.device)
-        tensors = {name: part.take(name, *size) for name, size in shape.sizes().items()}
-        self.layer = LayerHead(target, shape, tensors, target.head_rows(self.names))
+        self._dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
+        tensors = {f"model.{name}": part.take(name, *size) for name, size in shape.sizes().items()}
+        tensors["model.embed_tokens.weight"] = target.head_rows(self.names)
+        self._layer: PackedStack = build(
+            shape.config(len(self.names)), _Named(tensors), self._dtype, target.device,
+            "int8" if target.activation_dtype == torch.int8 else None, kernels=isinstance(target, NativeStack),
+        )
+        if isinstance(self._layer, NativeStack):
+            self._layer = _FedStack.of(self._layer)
+        self.most = min(LIMIT, len(self.names))
         factors = torch.cat([part.take(name, shape.hidden) for name in NORMS])
         self.hidden, self.vocabulary = shape.hidden, target.vocab_size
         fuse = (part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors).split(shape.hidden, 1)
@@ -311,15 +224,71 @@ class EagleHead:
         self._of_states, self._of_words = (packed(target, half) for half in fuse)
         self._places = {token: place for place, token in enumerate(self.names)}
         self._words = self._shares(self.names)
-        self.chain = self.layer.chain(target, self._of_states, self._words)
+        self.chain: native.NativeChain | None = None
+        if isinstance(target, NativeStack) and isinstance(self._of_states, NativeProduct):
+            norm, eps = target.weights.final_norm, target.shape.eps
+            self.chain = native.NativeChain(self._of_states.held, self._words, norm, eps)
         self._lines: dict[int, Tensor] = {}
+
+    def cache(self) -> KVCache:
+        """An empty cache for the layer."""
+        return KVCache(self._layer.windows, 0)
+
+    def run(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Feed vectors.
+
+        Args:
+            chunks: of the plan `PLAN`, ascending rows, `most` nodes in all; of their tokens only the number counts.
+            cache: of `cache`; the nodes stay there as scratch.
+            vectors: [nodes of all chunks, D], of `fused`.
+
+        Returns:
+            Logits [sum of wanted, n], and every node's state [nodes, D], of which `normed` makes what the head's matrix
+            reads.
+        """
+        sizes = [len(chunk.tokens) for chunk in chunks]
+        seen: list[Tensor] = []
+
+        def hook(layer: int, hidden: Tensor) -> None:
+            if layer == 1:
+                seen.extend(own[:size] for own, size in zip(hidden, sizes, strict=True))
+
+        if isinstance(self._layer, _FedStack):
+            logits = self._layer.fed(chunks, cache, vectors, hook)
+        else:
+            start = Start(0, pad_sequence(list(vectors.split(sizes)), batch_first=True))
+            logits = self._layer.forward([_numbered(chunk, 0) for chunk in chunks], cache, hook, start=start)
+        return logits, seen[0] if len(seen) == 1 else torch.cat(seen)
+
+    def normed(self, states: Tensor) -> Tensor:
+        """What the head's matrix reads [n, D] of states [n, D] that `run` gave."""
+        return self._layer.normed(states)
+
+    def guess(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, states: Sequence[Tensor], known: Sequence[Tensor],
+        wishes: Sequence[native.ChainWish], least: float,
+    ) -> list[list[int]]:
+        """Feed vectors, and let the layer go on behind each chunk by itself, in one call; only where there is `chain`.
+
+        Args:
+            chunks, cache: as for `run`; what is fed stays as scratch, guesses do not.
+            states: the target's last states before each token, in pieces [n, D].
+            known: what the tokens add, likewise.
+            wishes, least: see `NativeModel.guess`.
+
+        Returns:
+            For each chunk the tokens guessed.
+        """
+        assert self.chain is not None and isinstance(self._layer, _FedStack)
+        paths = self._layer.guess(chunks, cache, self.chain, states, known, wishes, least)
+        return [[self.names[place] for place in path] for path, _ in paths]
 
     @torch.no_grad()
     def fused(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
         """What enters the layer [n, D]: states [n, D] as the head's matrix reads them, and the tokens after them."""
         places = [self._places.get(token) for token in tokens]
         words = self._shares(tokens) if None in places else self._words[places]
-        return (self._of_states(self._normed(states)) + words).to(self.layer.dtype)
+        return (self._of_states(self._normed(states)) + words).to(self._dtype)
 
     def share(self, token: int) -> Tensor:
         """What a token adds to the state before it [1, D]; that of the last few thousand is kept."""
@@ -337,7 +306,7 @@ class EagleHead:
         return self._of_words(self._normed(self._target.embed(ids, torch.zeros_like(ids))))
 
     def _normed(self, x: Tensor) -> Tensor:
-        return rms_norm(x.to(self.layer.dtype), (self.hidden,), eps=self._eps)
+        return rms_norm(x.to(self._dtype), (self.hidden,), eps=self._eps)
 
 
 def layer_shape(part: TrainedPart) -> LayerShape:

@@ -35,7 +35,7 @@ class ModelProposer(Proposer):
 
     stack: Stack
     shape: TreeShape
-    name: str = "the draft model"
+    name: str
 
     @property
     @override
