@@ -97,7 +97,7 @@ def play(
     rates: list[float], steps: int, fixed: float, slope: float, draft: float, change: Any = None
 ) -> tuple[float, float]:
     """(seconds per token with the draft-length policy, without guessing) of rows whose guesses are kept at `rates`."""
-    policy, dice = Goodput(most=8).begin(None, None), random.Random(3)
+    policy, dice = Goodput(most=8), random.Random(3)
     rows: list[Any] = [SimpleNamespace(number=i) for i in range(len(rates))]
     seconds = tokens = 0.0
     for number in range(steps):
@@ -150,15 +150,9 @@ def test_rows_are_told_apart() -> None:
     assert lengths[0] >= 3 and lengths[1] == 0
 
 
-@pytest.mark.parametrize("knobs", [{"most": 0}, {"fade": 0.0}, {"fade": 1.5}])
-def test_bad_knobs(knobs: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(knobs))):
-        Goodput(**knobs)
-
-
 def test_a_step_that_gets_guesses_ready_is_tried_again() -> None:
     """Asides without a guess tell nothing: neither the first trial nor a probe has taken place."""
-    policy, row = Goodput(most=4).begin(None, None), SimpleNamespace()
+    policy, row = Goodput(most=4), SimpleNamespace()
     ready = TokenTree((7,), (-1,), None, (0,), [0.0])
     plain, outcome = TokenTree.chain([7]), Outcome((0,), 1)
 

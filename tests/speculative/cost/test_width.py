@@ -66,7 +66,7 @@ def test_where_time_grows_with_every_token_nothing_is_guessed() -> None:
 
 def play(rate: float, seconds: Callable[[int], float], steps: int = 400) -> dict[int, int]:
     """How often each width was used by a row whose guesses are kept at `rate`."""
-    policy, dice, used = Width().begin(None, None), random.Random(0), Counter[int]()
+    policy, dice, used = Width(), random.Random(0), Counter[int]()
     rows: list[Any] = [SimpleNamespace()]
     for _ in range(steps):
         (most,) = policy.limits(rows)
@@ -88,7 +88,7 @@ def test_most_steps_are_of_the_width_that_pays_most(rate: float, slope: float, b
 
 @pytest.mark.parametrize("apart", [1, 2, 7])
 def test_steps_beside_a_prompt_tell_nothing_and_are_tried_again(apart: int) -> None:
-    policy, used = Width().begin(None, None), Counter[int]()
+    policy, used = Width(), Counter[int]()
     rows: list[Any] = [SimpleNamespace()]
     for step in range(200 * apart):
         (most,) = policy.limits(rows)
@@ -100,13 +100,8 @@ def test_steps_beside_a_prompt_tell_nothing_and_are_tried_again(apart: int) -> N
 
 
 def test_nothing_but_prompts_beside_it() -> None:
-    policy = Width().begin(None, None)
+    policy = Width()
     rows: list[Any] = [SimpleNamespace()]
     for _ in range(100):
         assert policy.limits(rows) == [0]
         policy.observe(StepReport(rows, [TokenTree.chain([0])], [Outcome((0,), 0)], 0.0, None))
-
-
-def test_widths_that_fit_no_law() -> None:
-    with pytest.raises(ValueError, match="at least 3"):
-        Width((2, 4))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.types import ModelInfo
 
 RuleName = Literal["match", "rejection", "typical", "lenient"]
-_POLICIES: dict[str, Part[DraftLengthPolicy] | None] = {"none": None, "goodput": Goodput(), "width": Width()}
+_POLICIES: dict[str, Part[DraftLengthPolicy] | None] = {"none": None, "goodput": Goodput, "width": Width}
 ControlName = Literal["none", "goodput", "width"]
 
 

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -72,35 +71,17 @@ class Backoff:
         self.left = self._next = 0
 
 
-@dataclass(frozen=True)
-class Goodput:
+class Goodput(DraftLengthPolicy):
     """SmartSpec (arXiv 2406.14066): predicted tokens per second for every draft length, and the best of them.
 
-    Step time is fitted online, acceptance is estimated per row. A row that stopped guessing tries a single guess now
-    and then, ever more rarely while that fails: without attempts the estimate would never recover. The number of
-    guesses follows measured times, so it differs between runs.
+    It measures the forwards of a batch, fits their time online, and estimates the acceptance of each row. Then each
+    row's guesses are limited to what pays. A row that stopped guessing tries a single guess now and then, ever more
+    rarely while that fails: without attempts the estimate would never recover. The number of guesses follows measured
+    times, so it differs between runs.
 
-    Attributes:
+    Args:
         most: the most guesses one after another.
-        fade: how fast acceptance forgets, see `Acceptance`.
     """
-
-    most: int = 10
-    fade: float = 0.95
-
-    def __post_init__(self) -> None:
-        if self.most < 1:
-            raise ValueError(f"most is {self.most}; it must be at least 1")
-        if not 0 < self.fade <= 1:
-            raise ValueError(f"fade is {self.fade}; it must be in (0, 1]")
-
-    def begin(self, stack: Any, cache: Any) -> GoodputPolicy:
-        """The state for one batch of rows."""
-        return GoodputPolicy(self.most, self.fade)
-
-
-class GoodputPolicy(DraftLengthPolicy):
-    """Measures the forwards of a batch, then limits each row's guesses to what pays."""
 
     _MEASURED = 3
     """The first steps, of which the last one guesses."""
@@ -108,17 +89,22 @@ class GoodputPolicy(DraftLengthPolicy):
     """Steps between two choices: a choice takes a good part of a small model's forward."""
     _FIRST_PROBE, _RAREST_PROBE = 16, 128
 
-    def __init__(self, most: int, fade: float) -> None:
-        self._most, self._fade = most, fade
+    def __init__(self, most: int = 10) -> None:
+        self._most = most
         self._target, self._draft = LinearLatency(), LinearLatency()
         self._states: dict[int, tuple[Acceptance, Backoff]] = {}
         self._steps = self._planned = 0
         self._lengths: list[int] = []
 
+    @classmethod
+    def begin(cls, stack: Any, cache: Any) -> Goodput:
+        """The policy of one batch of rows."""
+        return cls()
+
     def limits(self, rows: Sequence[Row]) -> list[int]:
         """The first steps measure: one plain, one with all guesses."""
         before = list(self._states)
-        self._states = {id(row): self._states.get(id(row)) or (Acceptance(self._fade), Backoff(self._RAREST_PROBE))
+        self._states = {id(row): self._states.get(id(row)) or (Acceptance(), Backoff(self._RAREST_PROBE))
                         for row in rows}
         self._steps += 1
         if self._steps <= self._MEASURED:
@@ -191,40 +177,29 @@ def kept_of(tree: TokenTree, outcome: Outcome) -> tuple[int, int]:
     return kept, kept + bool(tree.children(outcome.path[-1]))
 
 
-@dataclass(frozen=True)
-class Width:
+class Width(DraftLengthPolicy):
     """One block width for the whole batch, found by trial and kept for a while.
 
     Scylla (arXiv 2505.07858) chooses the width at which arithmetic becomes the limit. Here the measured time stands in
-    for the roofline. Every width is tried a few times; the law of acceptance over width, A(k) = a log10(k) + c, smooths
-    what each brought, the median says what each took. It is coarser than `Goodput`, which treats rows separately and
-    adapts with every step, but steadier, and a fixed width suits captured graphs.
-
-    Attributes:
-        widths: nodes of a block, root included, at least three of them from 2 on; a plain step is always considered.
+    for the roofline. Every width is tried a few times. The law of acceptance over width, A(k) = a log10(k) + c, smooths
+    what each brought, and the median says what each took. It is coarser than `Goodput`, which treats rows separately
+    and adapts with every step. But it is steadier, and a fixed width suits captured graphs.
     """
 
-    widths: tuple[int, ...] = (2, 4, 8)
-
-    def __post_init__(self) -> None:
-        if len(set(self.widths)) < 3 or min(self.widths) < 2:
-            raise ValueError(f"widths is {self.widths}; at least 3 different ones from 2 on are needed to fit the law")
-
-    def begin(self, stack: Any, cache: Any) -> WidthPolicy:
-        """The state for one batch of rows."""
-        return WidthPolicy(self.widths)
-
-
-class WidthPolicy(DraftLengthPolicy):
-    """Tries each width, then keeps the best for a while."""
-
+    _WIDTHS = (2, 4, 8)
+    """Nodes of a block, root included; a plain step is always considered. Fewer than three would not fit the law."""
     _TRIALS, _LASTS = 4, 64
 
-    def __init__(self, widths: Sequence[int]) -> None:
-        self._plan = [0, *(width - 1 for width in sorted(set(widths)))] * self._TRIALS
+    def __init__(self) -> None:
+        self._plan = [0, *(width - 1 for width in self._WIDTHS)] * self._TRIALS
         self._waiting = self._plan.copy()
         self._found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._length, self._left = 0, 0
+
+    @classmethod
+    def begin(cls, stack: Any, cache: Any) -> Width:
+        """The policy of one batch of rows."""
+        return cls()
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
         """The same limit for all rows."""
