@@ -17,7 +17,6 @@ from shoal.depth.budget import (
     StepDown,
     as_layers,
     counts,
-    head_layers,
     ideal_speedup,
     lowest_mean,
     solve_alpha,
@@ -205,7 +204,7 @@ def test_a_mean_out_of_reach_names_the_range(mean: float) -> None:
 
 def llama_head_layers(hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int = 32000) -> float:
     attention = 2 * hidden * hidden + 2 * hidden * hidden * kv_heads // heads
-    return head_layers(vocab * hidden, attention + 3 * hidden * ffn)
+    return vocab * hidden / (attention + 3 * hidden * ffn)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +233,3 @@ def test_full_depth_gains_nothing_and_the_head_damps_the_gain() -> None:
 def test_the_mean_must_lie_in_the_stack(mean: float) -> None:
     with pytest.raises(ValueError, match=r"\(0, 32\]"):
         ideal_speedup(32, mean)
-
-
-def test_a_layer_has_parameters() -> None:
-    with pytest.raises(ValueError, match="layer"):
-        head_layers(10, 0)

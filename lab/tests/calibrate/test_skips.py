@@ -13,13 +13,13 @@ from drive import prompt
 from families import tiny
 from oracle import decoder_layers, sublayers
 from shoal.depth.plan import DepthPlan
-from shoal.depth.skips import Skips
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal_lab.calibrate.skips import SkipCard, SublayerCosts, _SkipJudge, measure_sublayers, search_skips
+from shoal_lab.drafts.skips import Skips
 
 COSTS = SublayerCosts(1.0, 2.0, 1.0)
 IDLE = Skips((2, 4), (1, 4))

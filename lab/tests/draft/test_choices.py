@@ -10,12 +10,12 @@ import torch
 from drive import prompt, stack_of
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.depth.skips import Skips, sublayers
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.speculative.self_speculation import Threshold
 from shoal_lab.drafts.agreement import agreements
 from shoal_lab.drafts.skip_search import SkipSearch, expected_improvement
+from shoal_lab.drafts.skips import Skips, sublayers
 
 FULL = DepthPlan.full(6)
 

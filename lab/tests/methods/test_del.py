@@ -16,7 +16,6 @@ from shoal.decode.worker import Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
-from shoal.speculative.draft import first_layers
 from shoal_lab.methods.del_ import DEL, DynamicDrafter, DynamicExit, Exit, best_block, tokens_per_layer
 
 
@@ -84,5 +83,6 @@ def test_shadow_tokens_are_what_the_exits_would_say() -> None:
 
 def shadow(stack: object, tokens: list[int], exit_layer: int) -> list[int]:
     """Argmax after each position by the first layers, on the full model's KV there."""
-    chunk = SequenceChunk(0, tokens, [1] * len(tokens), first_layers(exit_layer, 6), wanted=len(tokens))
+    above = range(exit_layer, 6)
+    chunk = SequenceChunk(0, tokens, [1] * len(tokens), DepthPlan.skipping(6, above, above), wanted=len(tokens))
     return stack.forward([chunk], KVCache(stack.windows, 1)).argmax(-1).tolist()  # type: ignore[attr-defined]

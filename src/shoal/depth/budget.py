@@ -230,14 +230,6 @@ def lay_out(budget: Budget, removal: Sequence[int], num_layers: int, horizon: in
     return DepthPlan.from_counts(table, removal, num_layers)
 
 
-def head_layers(head_parameters: float, layer_parameters: float) -> float:
-    """e, the cost of the LM head in decoder layers: its parameters (or bytes) over those of one layer."""
-    if layer_parameters <= 0 or head_parameters < 0:
-        raise ValueError(f"a head of {head_parameters} and a layer of {layer_parameters} parameters; the layer must "
-                         "have some, and the head cannot have less than none")
-    return head_parameters / layer_parameters
-
-
 def ideal_speedup(num_layers: int, mean_layers: float, head_layers: float = 0.0) -> float:
     """The ideal speed-up (L + e) / (mean + e): only decoder layers and LM head are counted.
 
@@ -246,7 +238,7 @@ def ideal_speedup(num_layers: int, mean_layers: float, head_layers: float = 0.0)
 
     Args:
         mean_layers: decoder layers per generated token, as measured, token 0 at L.
-        head_layers: e, as `head_layers()` gives it.
+        head_layers: e, the bytes of the LM head over those of a layer.
     """
     if not 0 < mean_layers <= num_layers:
         raise ValueError(f"mean_layers is {mean_layers}; it must be in (0, {num_layers}]")

@@ -52,6 +52,18 @@ class DepthPlan:
         return cls(tuple(drop_steps), tuple(drop_steps))
 
     @classmethod
+    def skipping(cls, num_layers: int, attention: Sequence[int], mlp: Sequence[int]) -> DepthPlan:
+        """The plan that skips the attention and the MLP of the named layers from step 1 on.
+
+        Raises:
+            ValueError: the model lacks one of the layers.
+        """
+        wrong = [layer for layer in (*attention, *mlp) if not 0 <= layer < num_layers]
+        if wrong:
+            raise ValueError(f"sublayers of layers {wrong} are to be skipped; the model has layers 0..{num_layers - 1}")
+        return cls(*(tuple(1 if i in gone else NEVER for i in range(num_layers)) for gone in (attention, mlp)))
+
+    @classmethod
     def from_counts(cls, counts: Sequence[int], removal: Sequence[int], num_layers: int) -> DepthPlan:
         """The plan of a budget and a removal order.
 

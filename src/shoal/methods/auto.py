@@ -17,7 +17,6 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
-from shoal.depth.skips import Skips
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.common.drafting import check_drafts
@@ -113,11 +112,10 @@ class Auto(Method):
         if (layer := self._trained(info)) is not None:
             return layer, HelperRecord(*_TRAINED, layer.shape.length)
         if info.skips is not None and any(info.skips) and (info.can_split or info.skips[0] == info.skips[1]):
-            skips = Skips(*info.skips)
-            left = info.num_layers - skips.size / 2 + info.head_layers
+            left = info.num_layers - sum(len(set(layers)) for layers in info.skips) / 2 + info.head_layers
             length = min(_HELPED, self.length)
             record = HelperRecord(_CALIBRATED, left / (info.num_layers + info.head_layers), length)
-            return Adaptive(skips.plan(info.num_layers), length), record
+            return Adaptive(DepthPlan.skipping(info.num_layers, *info.skips), length), record
         return None, HelperRecord()
 
     def _trained(self, info: ModelInfo) -> EagleProposer | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shoal.depth.plan import NEVER, DepthPlan
+from shoal.depth.plan import DepthPlan
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -52,11 +52,6 @@ def check_least(name: str, value: int, least: int) -> None:
     """Refuse a value below `least`."""
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def first_layers(count: int, num_layers: int) -> DepthPlan:
-    """The plan that runs the first `count` layers from step 1 on."""
-    return DepthPlan.whole_layers([NEVER if layer < count else 1 for layer in range(num_layers)])
 
 
 def within(plan: DepthPlan, target: DepthPlan, step: int) -> DepthPlan:

@@ -25,7 +25,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.packed.native import MAX_NODES, ChainWish
 from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
 from shoal.speculative.choose import Guesses, Place, RowTree, choose, extend
-from shoal.speculative.growth import Growth, TreeShape, grow
+from shoal.speculative.growth import Growth, TreeShape
 from shoal.speculative.layer_head import PLAN, EagleHead
 from shoal.speculative.part_file import TrainedPart
 from shoal.speculative.taps import Taps
@@ -127,7 +127,8 @@ class EagleDrafter(Drafter):
         """Trees by rows: slots, rows and most levels are given."""
         try:
             grown = self._read([_Tree(row, slot, levels) for slot, row, levels in wanted])
-            grow(grown, self._after, self._extend)
+            while alive := [one for one in grown if one.goes_on]:
+                extend(alive, self._after(alive), self._shape, self._least, self._chosen)
         finally:
             self._roll_back()
         return {one.row: one.likeliest(self._nodes) for one in grown}
@@ -260,9 +261,6 @@ class EagleDrafter(Drafter):
             one.states += outputs[first : first + len(chunk.tokens)].unbind()
             first += len(chunk.tokens)
         return logits if len(picked) == len(logits) else logits[picked]
-
-    def _extend(self, grown: list[_Tree], logits: Tensor) -> None:
-        extend(grown, logits, self._shape, self._least, self._chosen)
 
     def _chosen(self, places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
         """Guesses by the rows' sampling options; only over the head's tokens if nothing depends on the others."""

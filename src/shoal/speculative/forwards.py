@@ -17,7 +17,7 @@ from shoal.decode import sampling
 from shoal.decode.tree import TokenTree
 from shoal.model.stack import SequenceChunk
 from shoal.speculative.draft import Draft, within
-from shoal.speculative.growth import Growth, grow
+from shoal.speculative.growth import Growth
 
 if TYPE_CHECKING:
     from shoal.model.kv.cache import KVCache
@@ -90,7 +90,8 @@ class _Chain(Growth):
 def run(drafts: Sequence[Draft], stack: Stack, cache: KVCache) -> list[TokenTree]:
     """Draft for all rows (ascending slots) at once, until every chain is complete."""
     chains = [_Chain(draft) for draft in drafts]
-    grow(chains, lambda some: stack.forward([chain.chunk() for chain in some], cache), _extend)
+    while alive := [chain for chain in chains if chain.goes_on]:
+        _extend(alive, stack.forward([chain.chunk() for chain in alive], cache))
     return [chain.tree() for chain in chains]
 
 

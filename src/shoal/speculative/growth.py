@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from shoal.decode.tree import TokenTree
 
@@ -44,29 +44,6 @@ class Growth:
         return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.draft_probs) if drawn else None)
 
 
-class _Growing(Protocol):
-    @property
-    def goes_on(self) -> bool:
-        """Whether another level is wanted."""
-        ...
-
-
-G = TypeVar("G", bound=_Growing)
-Said = TypeVar("Said")
-
-
-def grow(trees: Sequence[G], forward: Callable[[list[G]], Said], extend: Callable[[list[G], Said], None]) -> None:
-    """Give every tree one more level until none goes on.
-
-    Args:
-        trees: each says with `goes_on` whether another level is wanted.
-        forward: one forward for some of the trees: what the model says after their last level.
-        extend: adds a level to these trees, by what was said.
-    """
-    while alive := [tree for tree in trees if tree.goes_on]:
-        extend(alive, forward(alive))
-
-
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """A node whose children are to be drawn.
@@ -84,6 +61,8 @@ class Leaf:
 
 Child = tuple[float, float]
 """`log` and `value` of a child that is kept."""
+Noise = Callable[[int, int], "float | None"]
+"""Uniform numbers in (0, 1) by leaf (its place in the level) and rank of the child; None where nothing is drawn."""
 
 
 class TreeShape(Protocol):
@@ -104,16 +83,8 @@ class TreeShape(Protocol):
         Args:
             leaves: the nodes of one level.
             logs: per leaf the log-probabilities of its children given the leaf.
-            noise: uniform numbers for the perturbation, or None for a row without draws.
+            noise: for the perturbation.
         """
-        ...
-
-
-class Noise(Protocol):
-    """Uniform numbers in (0, 1) by leaf (its place in the level) and rank of the child; None where nothing is drawn."""
-
-    def __call__(self, leaf: int, rank: int) -> float | None:
-        """The number."""
         ...
 
 

@@ -17,7 +17,7 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
 from shoal.speculative.choose import RowTree, extend
-from shoal.speculative.growth import TreeShape, grow
+from shoal.speculative.growth import TreeShape
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
@@ -139,7 +139,8 @@ class ModelDrafter(Drafter):
     def _grow(self, grown: list[RowTree]) -> None:
         """Grow the trees: the first level follows the unread tokens, each further one the level before."""
         try:
-            grow(grown, self._after, lambda some, logits: extend(some, logits, self._shape))
+            while alive := [one for one in grown if one.goes_on]:
+                extend(alive, self._after(alive), self._shape)
         except BaseException:
             for one in grown:
                 self._cache.rollback(one.slot)

@@ -15,7 +15,6 @@ from typing import Any
 from tqdm import tqdm
 
 from shoal.depth.plan import DepthPlan
-from shoal.depth.skips import Skips, sublayers
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
 from shoal.errors import Unsupported
@@ -24,6 +23,7 @@ from shoal.model.stack import SequenceChunk
 from shoal_lab.components.rewind import earliest, rewound
 from shoal_lab.drafts.agreement import agreements
 from shoal_lab.drafts.skip_search import SkipSearch
+from shoal_lab.drafts.skips import Skips, sublayers
 from shoal_lab.methods.draft_and_verify import DraftAndVerify
 
 _START = 0.35

@@ -16,7 +16,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk, Stack
 from shoal.speculative.choose import Place, choose
-from shoal.speculative.growth import Growth, grow
+from shoal.speculative.growth import Growth
 from shoal.speculative.model import check_context
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class MaskedDrafter(Drafter):
         check_context(self._stack, how.name, longest if how.window is None else min(longest, how.window + how.length))
         blocks = [_Block(row, limit, how.length, how.window) for row, limit in zip(rows, limits, strict=True)]
         self._read([block for block in blocks if block.goes_on])
-        grow(blocks, lambda some: torch.stack([block.logits() for block in some]), _extend)
+        while alive := [block for block in blocks if block.goes_on]:
+            _extend(alive, torch.stack([block.logits() for block in alive]))
         return [block.tree() for block in blocks]
 
     def _read(self, blocks: list[_Block]) -> None:

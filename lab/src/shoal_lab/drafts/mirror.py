@@ -25,7 +25,6 @@ from typing_extensions import override
 from shoal.decode.worker import Proposer, StepReport
 from shoal.model.packed.native import MAX_NODES
 from shoal.speculative.choose import Place, RowTree, choose
-from shoal.speculative.growth import grow
 from shoal.speculative.model import ModelDrafter, ModelProposer
 from shoal_lab.drafts.branches import Branches, Chain, Outcome, Wish
 
@@ -265,7 +264,8 @@ class MirrorDrafter(ModelDrafter):
             while any(waiting):
                 turn = [place for place, parts in enumerate(waiting) if parts]
                 trees = [self._tree(*verified[place], foreseen[place], waiting[place].pop(0)) for place in turn]
-                grow(trees, self._after_branches, _extend)
+                while alive := [tree for tree in trees if tree.goes_on]:
+                    _extend(alive, self._after_branches(alive))
                 for place, tree in zip(turn, trees, strict=True):
                     pools[place] |= tree.pool()
                     if waiting[place]:

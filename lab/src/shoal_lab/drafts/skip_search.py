@@ -8,7 +8,7 @@ import random
 import torch
 from torch import Tensor
 
-from shoal.depth.skips import Skips, sublayers
+from shoal_lab.drafts.skips import Skips, sublayers
 
 _CANDIDATES = 64
 _NOISE = 1e-2

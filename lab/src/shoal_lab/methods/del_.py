@@ -11,9 +11,10 @@ from typing_extensions import override
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Proposer
+from shoal.depth.plan import DepthPlan
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, LayerList, Number, Share
-from shoal.speculative.draft import Draft, check_least, check_length, check_share, first_layers
+from shoal.speculative.draft import Draft, check_least, check_length, check_share
 from shoal.speculative.per_row import PerRow
 from shoal.speculative.self_speculation import OwnLayersDrafter
 from shoal.types import ModelInfo
@@ -236,7 +237,8 @@ class DynamicDrafter(OwnLayersDrafter):
             rates = {exit_layer: known.rate for exit_layer, known in state.exits.items()}
             exit_layer, state.length = best_block(rates, self._knobs.longest, self.stack.num_layers, self._head)
         state.idle = 0 if state.length else state.idle + 1
-        plan = first_layers(exit_layer, self.stack.num_layers)
+        above = range(exit_layer, self.stack.num_layers)
+        plan = DepthPlan.skipping(self.stack.num_layers, above, above)
         return Draft(row, plan, min(state.length, limit), state.exits[exit_layer].threshold)
 
     def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:

@@ -8,13 +8,13 @@ from typing import ClassVar
 from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
-from shoal.depth.skips import Skips, sublayers
 from shoal.errors import Unsupported
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, LayerList, Share
 from shoal.speculative.draft import check_share
 from shoal.speculative.self_speculation import Adaptive
 from shoal.types import ModelInfo
+from shoal_lab.drafts.skips import Skips, sublayers
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import ClassVar
 from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Layers, Share
-from shoal.speculative.draft import check_length, check_share, first_layers
+from shoal.speculative.draft import check_length, check_share
 from shoal.speculative.self_speculation import Shallow
 from shoal.types import ModelInfo
 
@@ -59,4 +60,5 @@ class LayerSkip(DraftingMethod):
         exit_layer = max(1, num_layers // 4) if self.exit_layer is None else self.exit_layer
         if exit_layer > num_layers:
             raise ValueError(f"exit_layer is {exit_layer}, but the model has {num_layers} layers; use 1..{num_layers}")
-        return self.verified(Shallow(first_layers(exit_layer, num_layers), self.length, self.stop), info)
+        above = range(exit_layer, num_layers)
+        return self.verified(Shallow(DepthPlan.skipping(num_layers, above, above), self.length, self.stop), info)

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Proposer
-from shoal.depth.skips import Skips, sublayers
 from shoal.errors import Unsupported
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Share, Tries
@@ -17,6 +16,7 @@ from shoal.speculative.draft import Draft, check_least, check_length, check_shar
 from shoal.speculative.per_row import PerRow
 from shoal.speculative.self_speculation import OwnLayersDrafter
 from shoal.types import ModelInfo
+from shoal_lab.drafts.skips import Skips, sublayers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.depth.plan import NEVER, DepthPlan
+from shoal.depth.plan import DepthPlan
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,7 @@ class Skips:
 
     def plan(self, num_layers: int) -> DepthPlan:
         """The plan that skips them from step 1 on; ValueError if the model lacks one of the layers."""
-        wrong = [layer for layer in (*self.attention, *self.mlp) if not 0 <= layer < num_layers]
-        if wrong:
-            raise ValueError(f"sublayers of layers {wrong} are to be skipped; the model has layers 0..{num_layers - 1}")
-        drops = [tuple(1 if i in gone else NEVER for i in range(num_layers)) for gone in (self.attention, self.mlp)]
-        return DepthPlan(*drops)
+        return DepthPlan.skipping(num_layers, self.attention, self.mlp)
 
 
 def sublayers(num_layers: int) -> list[tuple[str, int]]:
