@@ -22,7 +22,7 @@ from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.common.stored import Int8, StoredFrom
-from shoal.methods.prompt_lookup import NGrams, PromptLookup
+from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.types import Sampling
@@ -225,7 +225,7 @@ def test_advance_stops_to_the_token_and_a_winner_goes_on_to_its_end() -> None:
         return root
 
     ids, stack = [4, 8, 15, 8] * 6, HF.stack("llama")
-    for proposer in (None, NGrams(PromptLookup(min_ngram=1))):
+    for proposer in (None, PromptLookup(min_ngram=1)):
         recipe = Recipe(FULL, proposer=proposer, search=Script(1, steps))
         run = decode(None, [ids], recipe, 20, stack=stack)
         assert run.tokens[0] == decode(None, [ids], FULL, 20, stack=stack).tokens[0]
@@ -404,7 +404,7 @@ def test_what_a_search_may_not_do() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             decode(None, [SHORT[0]], searched(2)(steps), stack=stack)
-    drafting = Recipe(FULL, proposer=NGrams(PromptLookup()), search=Script(1, lambda root: _forces(root)))
+    drafting = Recipe(FULL, proposer=PromptLookup(), search=Script(1, lambda root: _forces(root)))
     with pytest.raises(Unsupported, match="Leave the drafts out"):
         decode(None, [SHORT[0]], drafting, stack=stack)
     assert Recipe(FULL, search=Script(1, nothing)).exact_to == "none"

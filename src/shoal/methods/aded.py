@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, Proposer
+from shoal.decode.worker import Proposer
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Number, Tries
 from shoal.speculative.corpus import stamp_of, tokens_of
 from shoal.speculative.draft import check_least
 from shoal.speculative.growth import Growth
-from shoal.speculative.per_row import PerRow
+from shoal.speculative.per_row import TextDrafter
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -92,24 +92,13 @@ class AdaptiveNGrams(Proposer):
     knobs: ADED
     base: Counts = field(default_factory=dict, repr=False)
 
-    def begin(self, stack: Any, cache: Any) -> TableDrafter:
+    def begin(self, stack: Any, cache: Any) -> TextDrafter[Trigrams]:
         """A drafter whose rows have read nothing yet."""
-        return TableDrafter(self)
+        return TextDrafter(lambda _: Trigrams(self.base, self.knobs.step), self._tree)
 
-
-class TableDrafter(Drafter):
-    """Drafts trees and keeps a table for each row."""
-
-    def __init__(self, proposer: AdaptiveNGrams) -> None:
-        self._knobs = knobs = proposer.knobs
-        self._tables = PerRow(lambda _: Trigrams(proposer.base, knobs.step))
-
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per row; the root alone where the last two tokens are new."""
-        return [self._tree(row, min(limit, self._knobs.depth)) for row, limit in zip(rows, limits, strict=True)]
-
-    def _tree(self, row: Row, depth: int) -> TokenTree:
-        table, knobs = self._tables[row], self._knobs
+    def _tree(self, row: Row, table: Trigrams, limit: int) -> TokenTree:
+        """The root alone where the last two tokens are new."""
+        knobs, depth = self.knobs, min(limit, self.knobs.depth)
         table.read(row.tokens)
         if depth < 1 or len(row.tokens) < 2:
             return TokenTree.chain(row.tokens[-1:])

@@ -6,7 +6,6 @@ steps have no guess and cost what a plain step costs, plus a few look-ups per to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,12 +16,13 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
-from shoal.errors import Unsupported
 from shoal.methods.base import Method
-from shoal.methods.common.drafting import check_drafts
+from shoal.methods.common.drafting import check_drafts, check_named
 from shoal.methods.common.limits import Guesses
 from shoal.speculative.cost.policy import CostModel, HelperRecord, kept_of
+from shoal.speculative.draft import check_length
 from shoal.speculative.follow import Chances, Follower, continuation
+from shoal.speculative.growth import Branching
 from shoal.speculative.per_row import PerRow
 from shoal.speculative.self_speculation import Adaptive
 from shoal.types import ModelInfo
@@ -50,11 +50,11 @@ _SURE = 0.4
 class Auto(Method):
     """Guesses tokens ahead where measured times say that it pays, and decodes plainly everywhere else.
 
-    Lossless. While the answer repeats a passage of the prompt or of itself, the passage is guessed to go on; how likely
-    that is for a match of so many tokens is learned from all tokens, whether they were guessed or not. Where the text
-    gives no guess, a helper drafts as long as that gains time: a draft model or a trained part that was named, the part
+    Lossless. While the answer repeats a passage of the prompt or of itself, the passage is guessed to go on. How likely
+    that is for a match of so many tokens is learned from all tokens, guessed or not. Where the text gives no guess, a
+    helper drafts as long as that gains time. The helper is a draft model or a trained part that was named, the part
     that is known for the model, or the model itself without the sublayers that its calibration card says a draft can
-    spare. What forwards take is learned while decoding, for every number of rows, and kept by the engine.
+    spare. The time of forwards is learned while decoding, for every number of rows, and kept by the engine.
 
     Attributes:
         length: most tokens to guess at a time.
@@ -72,19 +72,13 @@ class Auto(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.length < 1:
-            raise ValueError(f"length is {self.length}; it must be at least 1 token. Plain decoding is method 'full'")
+        check_length(self.length)
         if self.draft is not None and self.part is not None:
             raise ValueError(f"draft is {self.draft!r} and part {self.part!r}; only one helper drafts: name one")
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        if self.draft is not None and not isinstance(self.draft, str | os.PathLike):
-            raise Unsupported(
-                f"auto with a loaded {type(self.draft).__name__} as JSON",
-                "a loaded model cannot be written down",
-                "Name the draft model by its folder or Hub id",
-            )
+        check_named(self.name, self.draft)
         return super().to_dict()
 
     def recipe(self, info: ModelInfo) -> Recipe:
@@ -101,7 +95,6 @@ class Auto(Method):
     def _helper(self, info: ModelInfo) -> tuple[Proposer | None, HelperRecord]:
         """The helper that drafts where the text gives no guess, and its prior record."""
         if self.draft is not None and info.draft_engine is not None:
-            from shoal.speculative.growth import Branching
             from shoal.speculative.model import ModelProposer
 
             engine = info.draft_engine(self.draft)
@@ -126,7 +119,6 @@ class Auto(Method):
         if folder is None or info.tensors is None:
             return None
         from shoal.speculative.eagle import EagleProposer
-        from shoal.speculative.growth import Branching
 
         part, shape = part_file.read(folder, "eagle", info), Branching((1,) * min(_HELPED, self.length))
         return EagleProposer(part, shape, _SURE)
@@ -190,17 +182,14 @@ class CautiousDrafter(Drafter):
         for row, follower in zip(rows, followers, strict=True):
             follower.read(row.tokens)
         self._helped = 0
-        if self._helper is None and all(follower.place is None for follower in followers):
-            return [TokenTree.chain(row.tokens[-1:]) for row in rows]
         lengths = self._lengths(followers, limits)
         trees = [_chain(*each) for each in zip(rows, followers, lengths, strict=True)]
         return trees if self._helper is None else self._with_help(self._helper, rows, limits, trees)
 
     def _lengths(self, followers: Sequence[Follower], limits: Sequence[int]) -> list[int]:
         """Guesses from the text, per row."""
-        lengths = [0] * len(followers)
         if all(follower.place is None for follower in followers):
-            return lengths
+            return [0] * len(followers)
         most = self._proposer.length
         chances = [one.chances(min(most, limit)) for one, limit in zip(followers, limits, strict=True)]
         rows = len(followers) + self._beside

@@ -8,6 +8,7 @@ from typing import ClassVar
 from shoal.decode.recipe import Recipe
 from shoal.methods.common.drafting import SecondModelMethod
 from shoal.methods.common.limits import Guesses, TreeWidths
+from shoal.speculative.draft import check_length
 from shoal.speculative.growth import Branching
 from shoal.types import ModelInfo
 
@@ -33,8 +34,7 @@ class DraftModel(SecondModelMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.length < 1:
-            raise ValueError(f"length is {self.length}; it must be at least 1 token")
+        check_length(self.length)
         self._shape()
 
     def recipe(self, info: ModelInfo) -> Recipe:

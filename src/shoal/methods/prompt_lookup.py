@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import Drafter, Proposer
+from shoal.decode.worker import Proposer
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Suffix
+from shoal.speculative.draft import check_length
 from shoal.speculative.follow import continuation
-from shoal.speculative.per_row import PerRow
+from shoal.speculative.per_row import TextDrafter
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PromptLookup(DraftingMethod):
+class PromptLookup(DraftingMethod, Proposer):
     """What followed the last few tokens before, in the prompt or the answer, is guessed to follow again.
 
-    Costs next to nothing and needs no second model; pays where the answer quotes or repeats. Taken is the latest
-    occurrence of the longest suffix that occurred before.
+    The guess is what came after the latest earlier occurrence of the longest suffix that has one. A guess that runs
+    into the end of the text goes on with what it has just guessed, so a short period is continued to any length. It
+    costs next to nothing and needs no second model, and pays where the answer quotes or repeats. The method is its own
+    proposer.
 
     Attributes:
         max_ngram: tokens of the longest suffix that is looked up.
@@ -47,47 +50,20 @@ class PromptLookup(DraftingMethod):
             raise ValueError(
                 f"max_ngram is {self.max_ngram}, below min_ngram {self.min_ngram}; it must be at least that"
             )
-        if self.length < 1:
-            raise ValueError(f"length is {self.length}; it must be at least 1 token")
+        check_length(self.length)
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """N-grams of the row's own text, confirmed by the target."""
-        return self.verified(NGrams(self), info)
+        return self.verified(self, info)
 
-
-@dataclass(frozen=True)
-class NGrams(Proposer):
-    """Continues the latest earlier occurrence of the longest suffix that has one.
-
-    A continuation that runs into the end of the text goes on with what it has just guessed, so a short period is
-    continued to any length.
-
-    Attributes:
-        knobs: which suffixes are looked up, and how much is guessed.
-    """
-
-    knobs: PromptLookup
-
-    def begin(self, stack: Any, cache: Any) -> NGramDrafter:
+    def begin(self, stack: Any, cache: Any) -> TextDrafter[Index]:
         """A drafter that has seen no row yet."""
-        return NGramDrafter(self)
+        return TextDrafter(lambda _: Index(self.max_ngram, self.min_ngram), self._chain)
 
-
-class NGramDrafter(Drafter):
-    """Drafts chains and keeps an index of n-grams for each row."""
-
-    def __init__(self, proposer: NGrams) -> None:
-        knobs = proposer.knobs
-        self._length = knobs.length
-        self._indices = PerRow(lambda _: Index(knobs.max_ngram, knobs.min_ngram))
-
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """A chain per row; the root alone where nothing matches."""
-        return [self._chain(row, min(self._length, limit)) for row, limit in zip(rows, limits, strict=True)]
-
-    def _chain(self, row: Row, length: int) -> TokenTree:
-        place = self._indices[row].find(row.tokens)
-        guesses = [] if place is None else continuation(row.tokens, place, length)
+    def _chain(self, row: Row, index: Index, limit: int) -> TokenTree:
+        """The root alone where nothing matches."""
+        place = index.find(row.tokens)
+        guesses = [] if place is None else continuation(row.tokens, place, min(self.length, limit))
         return TokenTree.chain([row.tokens[-1], *guesses])
 
 

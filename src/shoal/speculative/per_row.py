@@ -1,12 +1,17 @@
-"""State that a worker keeps for each row."""
+"""State that a worker keeps for each row, and drafters that need no more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from typing_extensions import override
+
+from shoal.decode.worker import Drafter
 
 if TYPE_CHECKING:
     from shoal.decode.row import Row
+    from shoal.decode.tree import TokenTree
 
 T = TypeVar("T")
 
@@ -30,3 +35,19 @@ class PerRow(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+class TextDrafter(Drafter, Generic[T]):
+    """Drafts for each row from its own text, with what it keeps of that.
+
+    Args:
+        make: what is kept of a new row.
+        draft: a row's tree, from the row, what is kept of it, and its limit.
+    """
+
+    def __init__(self, make: Callable[[Row], T], draft: Callable[[Row, T, int], TokenTree]) -> None:
+        self._kept, self._draft = PerRow(make), draft
+
+    @override
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        return [self._draft(row, self._kept[row], limit) for row, limit in zip(rows, limits, strict=True)]

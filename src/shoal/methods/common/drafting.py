@@ -121,12 +121,7 @@ class PairedMethod(Method):
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        if self.draft is not None and not isinstance(self.draft, str | os.PathLike):
-            raise Unsupported(
-                f"{self.name} with a loaded {type(self.draft).__name__} as JSON",
-                "a loaded model cannot be written down",
-                "Name the draft model by its folder or Hub id",
-            )
+        check_named(self.name, self.draft)
         return super().to_dict()
 
     def draft_engine(self, info: ModelInfo) -> Any:
@@ -161,6 +156,17 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
 
         engine = self.draft_engine(info)
         return ModelProposer(engine.stack, shape, engine.model_name or "the draft model")
+
+
+def check_named(name: str, draft: object) -> None:
+    """Refuse to write down a method whose draft model is a loaded one; None passes.
+
+    Raises:
+        Unsupported: says so.
+    """
+    if draft is not None and not isinstance(draft, str | os.PathLike):
+        raise Unsupported(f"{name} with a loaded {type(draft).__name__} as JSON",
+                          "a loaded model cannot be written down", "Name the draft model by its folder or Hub id")
 
 
 def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
