@@ -1,4 +1,4 @@
-"""Best of n: several samples, of which the one that the model itself, or a verifier, finds best is the answer."""
+"""Best of n: the answer is the one of several samples that the model itself, or a verifier, finds best."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class BestOf(VerifiedMethod):
     """n samples are decoded side by side; the one with the best mean log-probability per token is the answer.
 
-    Needs a temperature above 0: greedy samples would all be alike, so a greedy request is decoded once. The prompt is
-    read once. Likely is what the model finds so before temperature and truncation; in transformers' `model.generate`
-    these are processors and enter the comparison. A verifier may decide instead; where it finds two samples equally
-    good, the likelier one wins. The answer comes as a whole, when the last sample has ended, and the statistics count
-    the work of all.
+    It needs a temperature above 0. Greedy samples would all be alike, so a greedy request is decoded once. The prompt
+    is read once. Log-probabilities are the model's before temperature and truncation. In transformers' `model.generate`
+    these two are processors, and enter the comparison. A verifier may decide instead; of two samples that it finds
+    equally good, the likelier one wins. The answer comes as a whole when the last sample has ended. The statistics
+    count the work of all.
 
     Attributes:
         n: samples; 1 changes nothing.
@@ -65,7 +65,7 @@ class BestOf(VerifiedMethod):
 
 @dataclass(frozen=True)
 class Favourite(Search):
-    """Decodes all samples to their ends; the earlier of two equally good and likely ones wins.
+    """Decodes all samples to their ends. Of two that are equally good and likely, the earlier one wins.
 
     Attributes:
         samples: how many.
@@ -87,7 +87,7 @@ class Favourite(Search):
         return 1 if greedy else self.samples  # greedy samples are all alike
 
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
-        """Sample, and give up a beaten sample at once."""
+        """Sample, and give up a sample as soon as it is beaten."""
         samples = [root, *root.fork(self.most(root.greedy) - 1)]
         for sample in samples:
             sample.advance()

@@ -13,7 +13,7 @@ from shoal.types import ModelInfo
 
 @dataclass(frozen=True)
 class Calibrated(Method):
-    """Another method, bound to the model that `shoal calibrate` tuned it for; refuses any other model.
+    """Another method, bound to the model that `shoal calibrate` tuned it for. It refuses any other model.
 
     Attributes:
         inner: the method with its knobs.

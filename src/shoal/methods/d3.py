@@ -19,10 +19,11 @@ _GENTLE = 0.85
 
 @dataclass(frozen=True)
 class D3(Method):
-    """Position-aware depth decay: token i runs floor(L * alpha^i) layers, dropping flex layers between a fixed core.
+    """Position-aware depth decay: token i runs floor(L * alpha^i) layers; the core always runs, flex layers go.
 
-    The paper leaves open the size of the core, the removal order and what `start` is a share of; the defaults here
-    are ours. Skipped layers store no KV: with nested sets none is ever missed.
+    The layers of a token are among those of the token before it. So a skipped layer stores no KV, and none is missed.
+    The paper does not say how large the core is, which layers go first, and what `start` is a share of. The defaults
+    here are ours.
 
     Attributes:
         alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for the mean depth that the model
@@ -66,7 +67,7 @@ class D3(Method):
         return cls(alpha=wanted._solve(num_layers, horizon, core), horizon=horizon, start=start, **others)
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Power law x removal order, proposing nothing."""
+        """A power law says how many layers run, a removal order which go first. Nothing is guessed."""
         num_layers, horizon = info.num_layers, self.horizon or info.max_new_tokens
         core = core_for(num_layers, self.core, self.order, info.order)
         removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
@@ -83,9 +84,10 @@ class D3(Method):
         return self.order == "auto" or self.alpha is self.mean is None
 
     def _bearable(self, num_layers: int, horizon: int, core: int, mean: float) -> PowerLaw:
-        """The schedule of a mean depth; where that is less than a layer below L, the decay begins later.
+        """The schedule of a mean depth.
 
-        From the token at which it begins at least one layer is gone, since the formula floors.
+        The formula floors, so at least one layer is gone as soon as the decay begins. A mean that is less than one
+        layer below L is reached by a decay that begins later.
         """
         start = mean - (num_layers - 1) if self.start == 0 and mean > num_layers - 1 else self.start
         mean = max(mean, lowest_mean(num_layers, horizon, start, core, self.rounding))

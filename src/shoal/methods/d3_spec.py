@@ -21,11 +21,11 @@ _HALF = 0.5
 
 @dataclass(frozen=True)
 class D3Spec(DraftingMethod):
-    """D3's layers draft a block of tokens, all layers verify it: the flagship's plan without its loss.
+    """D3's layers draft a block of tokens, and all layers verify it: D3's plan without its loss.
 
-    D3's schedule is laid out over the block and starts anew with every one, so depth decays from the first guess to the
-    last and the verified KV is always that of the target. With `inner` the target itself runs a plan, D3's for
-    instance; a layer that the target has dropped does not draft either.
+    The schedule is laid out over a block and starts anew with every block. So depth decays from the first guess to the
+    last, and the KV that stays is the target's own. With `inner` the target runs a plan itself, such as D3's. A layer
+    that the target has dropped does not draft either.
 
     Attributes:
         alpha: decay base in (0, 1] per guess. Without it (and without `mean`) it is solved for a mean depth of L / 2.

@@ -17,9 +17,9 @@ from shoal.types import ModelInfo
 class DraftModel(SecondModelMethod):
     """A smaller model guesses a few tokens ahead and the target confirms them in one forward.
 
-    The draft model keeps a KV cache of its own, in which accepted guesses stay. Under the rule "match", sampled guesses
-    are drawn with the uniform numbers that the target will use, so that equal distributions give equal draws; under
-    "rejection" with numbers of their own.
+    The draft model has a KV cache of its own, in which accepted guesses stay. Under the rule "match", sampled guesses
+    are drawn with the uniform numbers that the target will use, so that equal distributions give equal draws. Under
+    "rejection" they are drawn with numbers of their own (Algorithm 1 of the paper).
 
     Attributes:
         length: tokens to guess at a time.

@@ -1,4 +1,4 @@
-"""EAGLE: a trained layer goes on from the target's last hidden state."""
+"""EAGLE: a trained layer continues from the target's last hidden state, and guesses."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Eagle(TrainedMethod):
 
     Attributes:
         length: most tokens to guess one after another.
-        stop: a path that the layer finds less likely than this is not gone on with; 0 always goes on.
-        width: paths that are gone on with at each level; 1 is a chain.
+        stop: a path that the layer finds less likely than this is not continued; 0 always continues.
+        width: paths that are continued at each level; 1 is a chain.
         nodes: most guesses of a tree: the likeliest ones.
     """
 

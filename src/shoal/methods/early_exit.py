@@ -17,9 +17,9 @@ _GENTLE = 0.85
 
 @dataclass(frozen=True)
 class EarlyExit(Method):
-    """Only the first `exit_layer` layers for every token after the prompt, then the final norm and the head.
+    """Tokens after the prompt run the first `exit_layer` layers alone, then the final norm and the head.
 
-    The geometry of LayerSkip's early exit without its training.
+    LayerSkip exits in the same place, and trains the model for it. Here the model is as it was.
 
     Attributes:
         exit_layer: number of layers run, 1..L; None for 85 % of L.
@@ -36,7 +36,7 @@ class EarlyExit(Method):
             raise ValueError(f"exit_layer is {self.exit_layer}; it must be at least 1, the number of layers that run")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """A constant budget x highest layer first, without a tail."""
+        """A constant number of layers; the highest go first."""
         num_layers = info.num_layers
         kept = as_layers(_GENTLE if self.exit_layer is None else self.exit_layer, num_layers)
         removal = removal_order("high_first", num_layers, kept, 0)

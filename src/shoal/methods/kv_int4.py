@@ -15,11 +15,9 @@ from shoal.methods.common.stored import Int4, Int8, StoringMethod
 class KVInt4(StoringMethod):
     """Keys and values are stored as 4-bit integers with a scale in float16 for each 32 numbers.
 
-    The form is the one that llama.cpp calls q4_0: in each block the number of largest magnitude becomes -8, and all are
-    rounded to the nearest of 16 steps as soon as a position is stored.
-
-    Some models have keys with a few numbers far larger than all others, which leave nothing of those in 4 bits: give
-    them keys in 8.
+    llama.cpp calls the form q4_0. The number of largest magnitude in a block becomes -8, and all are rounded to the
+    nearest of 16 steps as soon as a position is stored. The keys of some models have a few numbers that are far larger
+    than all others; in 4 bits nothing is left of the others. Such models need keys in 8 bits.
 
     Attributes:
         first: layers below this one store theirs as they are; the number of layers changes nothing.

@@ -14,8 +14,8 @@ from shoal.methods.common.stored import Int8, StoringMethod
 class KVInt8(StoringMethod):
     """Keys and values are stored as 8-bit integers with a scale in float16 for each 32 numbers.
 
-    The form is the one that llama.cpp calls q8_0: the largest magnitude of a block becomes 127, and all numbers are
-    rounded to the nearest as soon as a position is stored; nothing is kept beside it.
+    llama.cpp calls the form q8_0. The largest magnitude of a block becomes 127, and all numbers are rounded to the
+    nearest as soon as a position is stored. Nothing is kept beside it.
 
     Attributes:
         first: layers below this one store theirs as they are; the number of layers changes nothing.

@@ -16,7 +16,8 @@ from shoal.types import ModelInfo
 class Schedule(Method):
     """Layer `order[j]` is left out from step `steps[j]` on: any nested plan, written down.
 
-    What `shoal calibrate` finds where no formula fits. Steps count generated tokens, whatever the request's length.
+    `shoal calibrate` finds such a schedule where no formula fits. Steps count generated tokens, whatever the request's
+    length.
 
     Attributes:
         order: layers in the order in which they are dropped.

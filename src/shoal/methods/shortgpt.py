@@ -17,8 +17,7 @@ from shoal.types import ModelInfo
 class ShortGPT(Method):
     """The layers of lowest Block Influence are left out for every token after the prompt.
 
-    The paper deletes them for the prompt as well; here the prompt runs at full depth. The first and the last layer
-    stay.
+    The paper deletes them for the prompt as well. Here the prompt runs all layers. The first and the last layer stay.
 
     Attributes:
         removed: an int is the number of layers to leave out, a float in [0, 1) a share of L. The paper takes about
@@ -38,7 +37,7 @@ class ShortGPT(Method):
             raise ValueError(f"removed is {self.removed}; it must be an int >= 0 or a float in [0, 1)")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The full stack for the prompt, what is left of it from step 1 on."""
+        """The prompt runs all layers, and every step from 1 on those that are left."""
         num_layers = info.num_layers
         removed = round(self.removed * num_layers) if isinstance(self.removed, float) else self.removed
         most = max(num_layers - 2, 0)

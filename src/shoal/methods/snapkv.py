@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class SnapKV(EvictionMethod):
     """Once the prompt is read, each KV head keeps the columns that the prompt's last queries attend to most.
 
-    The last `window` positions stay. Before them a column counts by the attention that those positions pay to it,
-    summed over them and over the heads that share the KV head; then each takes the largest count among its
-    neighbours, so that what stands together stays together. What is generated stays too. The paper ranks columns for
-    each query head, for which their KV head has to be copied; here the heads that share one share its columns. Layers
-    with a sliding window keep what that says.
+    The last `window` positions stay. They pay attention to the columns before them; it is summed over the positions
+    and over the heads that share a KV head (section 4.1 of the paper). Then each column takes the largest sum among its
+    neighbours, so that what stands together stays together (section 4.2). What is generated stays, too. The paper ranks
+    columns for each query head, for which the KV head has to be copied. Here the heads that share a KV head share its
+    columns. Layers with a sliding window keep their window.
 
     Attributes:
         budget: positions of the prompt that stay, the window among them; None, or the prompt's length, for all.
@@ -53,7 +53,7 @@ class SnapKV(EvictionMethod):
 
     @property
     def queries(self) -> int:
-        """The window's."""
+        """The window's queries say what matters."""
         return self.window
 
     def score(self, columns: StoredColumns) -> Tensor:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class StreamingLLM(EvictionMethod):
     """Attention sinks and a window: the KV of the first tokens and of the last ones stays, the rest is given up.
 
-    So memory and time per token do not grow with the text; what stood between is lost. The paper counts positions
-    within the KV that is left, to go on beyond the model's context; here tokens keep the positions that they have in
-    the text, which ends at the model's context. Columns go every so many tokens at once, since each time all that
-    stay are moved. Layers that have a sliding window of their own keep what that says.
+    So memory and time per token do not grow with the text, and what stood between is lost. The paper counts positions
+    within the KV that is left (section 3.2), to go on beyond the model's context. Here tokens keep the positions that
+    they have in the text, and the text ends at the model's context. Columns go every so many tokens at once, since all
+    that stay are moved each time. Layers with a sliding window keep their window.
 
     Attributes:
         window: positions at the end of the text that stay, at least; None for all.
@@ -48,7 +48,7 @@ class StreamingLLM(EvictionMethod):
 
     @property
     def budget(self) -> int | None:
-        """Both ends."""
+        """Both ends stay."""
         return None if self.window is None else self.sinks + self.window
 
     def score(self, columns: StoredColumns) -> Tensor:

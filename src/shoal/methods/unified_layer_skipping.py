@@ -17,8 +17,8 @@ from shoal.types import ModelInfo
 class UnifiedLayerSkipping(Method):
     """ceil(L / speedup) evenly spaced layers for every token after the prompt, the first and the last among them.
 
-    The paper fine-tunes the model to bear it; here the model is left as it is. Evenly spaced sets of different
-    sizes are not nested, so the number of layers stays the same throughout.
+    The paper fine-tunes the model for it. Here the model is as it was. Evenly spaced sets of different sizes are not
+    nested, so the number of layers stays the same throughout.
 
     Attributes:
         speedup: target speed-up in layers, at least 1.

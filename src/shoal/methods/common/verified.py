@@ -1,4 +1,4 @@
-"""What methods have in common that ask a verifier which answer is best. Imports no torch."""
+"""The base of methods that ask a verifier which answer is best. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class VerifiedMethod(Method):
     """A method that compares answers by what a verifier says of them.
 
     Attributes:
-        verifier: "likelihood", the geometric mean of the tokens' probabilities; "execution", which runs a finished
-            program on the examples that the prompt gives, and judges all else by likelihood; an http or https URL,
-            which is sent an attempt as JSON and answers {"score": r}; or a callable that is given a
+        verifier: "likelihood" takes the geometric mean of the tokens' probabilities. "execution" runs a finished
+            program on the examples that the prompt gives, and judges all else by likelihood. An http or https URL is
+            sent an attempt as JSON and answers {"score": r}. A callable is given a
             `shoal.decode.branches.verifier.Attempt` and returns a number in [0, 1].
-        patience: seconds to wait for a verdict, more than 0; with "execution", what all examples of a program may take
-            together, after which the rest have failed.
+        patience: seconds to wait for a verdict, more than 0. With "execution" they are for all examples of a program
+            together; those that have not ended by then have failed.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("verifier",)
@@ -51,14 +51,14 @@ class VerifiedMethod(Method):
 
 
 def named(spec: object, seconds: float) -> Verifier:
-    """The verifier that a method's option means; a callable is one.
+    """The verifier that a method's option means.
 
     Args:
-        spec: "likelihood", "execution", an http or https URL, or a callable.
+        spec: "likelihood", "execution", an http or https URL, or a callable, which is a verifier itself.
         seconds: how long to wait for an answer.
 
     Raises:
-        ValueError: it is nothing of these.
+        ValueError: `spec` is none of these.
     """
     if callable(spec):
         return spec
