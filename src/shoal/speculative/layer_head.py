@@ -140,8 +140,9 @@ class _FedStack(NativeStack):
     ) -> list[native.Path]:
         """Paths by this stack's kernels; see `EagleHead.guess`."""
         work = self._work(chunks)
-        room = [[len(chunk.tokens) + wish.length for chunk, wish in zip(chunks, wishes, strict=True)]]
-        self._make_room(chunks, replace(work, counts=room * len(work.layers)), cache)
+        pairs = zip(chunks, wishes, strict=True)
+        room = [[len(chunk.tokens) + wish.length] * len(work.layers) for chunk, wish in pairs]
+        self._make_room(chunks, replace(work, counts=room), cache)
         batch = self._batch(chunks, work, cache, None)
         reach = max(batch.positions) + max(wish.length for wish in wishes)
         if reach >= self._reach:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
 from shoal.model.packed import native
 from shoal.model.stack import FromLayer, HiddenStateHook, SequenceChunk
 
@@ -35,20 +35,17 @@ class KernelCall:
     chunks: list[SequenceChunk]
     places: list[tuple[int, int]]
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all chunks."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
-
     def entering(self, hidden: Tensor) -> Tensor:
         """The states [chunks, nodes, D] of these chunks, padded, out of those of all chunks."""
         pieces = zip(self.places, self.chunks, strict=True)
         return pad_sequence([hidden[number, first : first + len(chunk.tokens)] for (number, first), chunk in pieces],
                             batch_first=True)
 
-    def takes(self, chunk: SequenceChunk) -> bool:
-        """Whether there is room for another chunk, and its MLP groups are those of the others."""
-        return self.tokens + len(chunk.tokens) <= LIMIT and _grouped([*self.chunks, chunk])
+    def takes(self, more: Sequence[SequenceChunk]) -> bool:
+        """Whether there is room for other chunks, and all that run MLP groups have the same groups."""
+        chunks = [*self.chunks, *more]
+        groups = {id(chunk.experts.mlps) for chunk in chunks if chunk.experts is not None}
+        return len(groups) <= 1 and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT
 
 
 class States:
@@ -76,24 +73,20 @@ class States:
             hook(layer, pad_sequence(whole, batch_first=True))
 
 
-def fit_one_call(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
-    """Whether the kernels run all chunks in one call: the usual case."""
-    for chunk in chunks:
-        if not _runs_native(chunk, cache):
-            return False
-    return sum(len(chunk.tokens) for chunk in chunks) <= LIMIT and _grouped(chunks)
-
-
 def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall]:
     """The calls that run some chunks: as few as possible by the kernels, and one in plain torch for the rest.
 
     So the arithmetic of a chunk does not depend on the others.
     """
-    by_kernels = [_runs_native(chunk, cache) for chunk in chunks]
+    beside = [store for store in cache.layers if store.beside]
+    by_kernels = [_runs_native(chunk, beside) for chunk in chunks]
+    every = KernelCall(True, [], [])
+    if all(by_kernels) and every.takes(chunks):  # the usual case
+        return [every]
     calls, by_torch = list[KernelCall](), KernelCall(False, [], [])
     for number, (whole, known) in enumerate(zip(chunks, by_kernels, strict=True)):
         for first, chunk in _pieces(whole) if known else [(0, whole)]:
-            if known and (first or not calls or not calls[-1].takes(chunk)):
+            if known and (first or not calls or not calls[-1].takes([chunk])):
                 calls.append(KernelCall(True, [], []))
             call = calls[-1] if known else by_torch
             call.chunks.append(chunk)
@@ -115,27 +108,23 @@ def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
     return found
 
 
-def _runs_native(chunk: SequenceChunk, cache: KVCache) -> bool:
+def _runs_native(chunk: SequenceChunk, beside: Sequence[KVLayer]) -> bool:
     """Whether the kernels can run a chunk.
 
     Its nodes must fit the bits of ancestors and see no later ones, and the row's forms and groups must be supported.
+
+    Args:
+        beside: the layers in which some row stores anything outside its slot.
     """
     if chunk.mutual or (chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES):
         return False
     cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
     known = chunk.experts is None or chunk.experts.mlps.native
-    return not cut and known and _readable(chunk.row, cache)
+    return not cut and known and all(_readable(store, chunk.row) for store in beside)
 
 
-def _grouped(chunks: Sequence[SequenceChunk]) -> bool:
-    """Whether all chunks that run MLP groups have the same groups."""
-    return len({id(chunk.experts.mlps) for chunk in chunks if chunk.experts is not None}) <= 1
-
-
-def _readable(row: int, cache: KVCache) -> bool:
-    """Whether the kernels can read the forms in which a row is stored."""
-    if not any(map(attrgetter("beside"), cache.layers)):
-        return True
-    held = [(store.encoded[row], store.settled[row]) for store in cache.layers if store.beside]
-    return all(one is None or one.form.kernel in kernels for pair in held
-               for one, kernels in zip(pair, (("int8", "int4"), ("bitmap",)), strict=True))
+def _readable(store: KVLayer, row: int) -> bool:
+    """Whether the kernels can read the forms in which a layer stores a row."""
+    own, older = store.encoded[row], store.settled[row]
+    return ((own is None or own.form.kernel in ("int8", "int4"))
+            and (older is None or older.form.kernel == "bitmap"))

@@ -28,7 +28,7 @@ from shoal.model.masks import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant, quant_for
-from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of, fit_one_call
+from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer, Role, Weights
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLOATS = ("fp32", "fp16", "bf16")
-_VERSION, _BESIDE = attrgetter("version"), attrgetter("beside")
+_VERSION, _BESIDE, _STARTS = attrgetter("version"), attrgetter("beside"), attrgetter("starts")
 """Of a layer's KV; over all layers of a step they are several times as fast as loops."""
 
 
@@ -65,15 +65,16 @@ def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Aren
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a forward runs: layers, per layer and chunk the nodes whose attention runs, and the kernels' flags."""
+    """What a forward runs: layers, per chunk and layer the nodes whose attention runs, and the kernels' flags."""
 
     layers: Sequence[int]
     counts: Sequence[Sequence[int]]
     active: list[list[int]] | None
 
-    def of(self, chunk: int) -> list[bool]:
-        """Per layer whether attention of some node of a chunk runs."""
-        return [counts[chunk] > 0 for counts in self.counts]
+    def roles(self, chunk: int, roles: Sequence[int]) -> bytes:
+        """Of roles of all layers, those of the running ones; 0 where attention of no node of a chunk runs."""
+        pairs = zip(self.layers, self.counts[chunk], strict=True)
+        return bytes(roles[layer] if count else 0 for layer, count in pairs)
 
 
 class NativeStack(PackedStack):
@@ -111,21 +112,17 @@ class NativeStack(PackedStack):
     ) -> Tensor:
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
-        if fit_one_call(chunks, cache):
-            return self._run(True, chunks, cache, hook, start)
         calls = calls_of(chunks, cache)
         if len(calls) == 1:
-            return self._run(calls[0].by_kernels, calls[0].chunks, cache, hook, start)
+            return self._run(calls[0].by_kernels, chunks, cache, hook, start)
         return self._run_all(calls, cache, hook, start)
 
     def _run(
         self, by_kernels: bool, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
         start: Start | None,
     ) -> Tensor:
-        if not by_kernels:
-            return super().forward(chunks, cache, hook, start=start)
-        work = self._work(chunks)
-        if not any(map(any, work.counts)):  # nothing attends, so there may be no KV to bind
+        work = self._work(chunks) if by_kernels else None
+        if work is None or not any(map(any, work.counts)):  # where nothing attends, there may be no KV to bind
             return super().forward(chunks, cache, hook, start=start)
         return self._run_native(work, chunks, cache, hook, start)
 
@@ -157,22 +154,23 @@ class NativeStack(PackedStack):
         skipped = bisect_left(work.layers, seen)
         size = (len(work.layers) + 1 - skipped, len(batch.ids), self.shape.hidden)
         taps = None if hook is None else torch.empty(size)
-        choices = _choices(chunks, work, batch, cache, self.dtype)
-        asked = choices is None and any(chunk.query_hook for chunk in chunks)
-        choose = _chooser(self.dtype, chunks, work, cache) if asked else None
+        choices = choose = None
+        if any(chunk.query_hook is not None for chunk in chunks):
+            choices = _choices(chunks, work, batch, cache, self.dtype)
+            choose = _chooser(self.dtype, chunks, work, cache) if choices is None else None
         vectors = self._entering(chunks, batch) if start is None else _vectors(start.hidden, chunks)
         experts = _experts(chunks, work.layers)
         logits = self._model.forward(
             batch, self._binding(cache), taps=taps, choose=choose, choices=choices, vectors=vectors,
             likeliest=self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted), experts=experts,
         )
-        for layer, counts in zip(work.layers, work.counts, strict=True):
-            scratch = cache.layers[layer].scratch
-            for chunk, count in zip(chunks, counts, strict=True):
-                scratch[chunk.row] += count
-        for number, chunk in enumerate(chunks):
-            if choices is not None and isinstance(chunk.query_hook, TopColumns):
-                chunk.query_hook.ran([layer for layer, runs in zip(work.layers, work.of(number), strict=True) if runs])
+        stores = [cache.layers[layer] for layer in work.layers]
+        for chunk, counts in zip(chunks, work.counts, strict=True):
+            row, query_hook = chunk.row, chunk.query_hook
+            for store, count in zip(stores, counts, strict=True):
+                store.scratch[row] += count
+            if choices is not None and isinstance(query_hook, TopColumns):
+                query_hook.ran([layer for layer, count in zip(work.layers, counts, strict=True) if count])
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
@@ -225,11 +223,9 @@ class NativeStack(PackedStack):
         return scaled_logits(logits, self.shape)
 
     def _work(self, chunks: Sequence[SequenceChunk]) -> _Work:
-        sizes = [len(chunk.tokens) for chunk in chunks]
-        first, plan = chunks[0], chunks[0].plan
-        layers = plan.layers(first.steps[0])
-        if not plan.splits_layers and all(_runs(chunk, layers) for chunk in chunks):
-            return _Work(layers, [sizes] * len(layers), None)
+        layers = chunks[0].plan.layers(chunks[0].steps[0])
+        if all(_runs(chunk, layers) for chunk in chunks):
+            return _Work(layers, [[len(chunk.tokens)] * len(layers) for chunk in chunks], None)
         return self._gated_work(chunks)
 
     def _gated_work(self, chunks: Sequence[SequenceChunk]) -> _Work:
@@ -242,29 +238,27 @@ class NativeStack(PackedStack):
                 layers.append(layer)
                 counts.append(attention)
                 active.append(_flags(chunks, attention, mlp))
-        return _Work(layers, counts, active)
+        return _Work(layers, list(zip(*counts, strict=True)), active)
 
     def _make_room(self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache) -> list[list[int]] | None:
         """Check and prepare the KV of every running layer; the positions not stored any more per layer and token."""
-        gone = False
-        places = [(chunk.row, cache.positions[chunk.row], chunk.fed) for chunk in chunks]
-        for layer, counts in zip(work.layers, work.counts, strict=True):
-            store, full = cache.layers[layer], False
-            for (row, base, fed), count in zip(places, counts, strict=True):
+        stores, full = [cache.layers[layer] for layer in work.layers], set[int]()
+        for chunk, counts in zip(chunks, work.counts, strict=True):
+            row, base, fed = chunk.row, cache.positions[chunk.row], chunk.fed
+            end = base + fed
+            for entry, (store, count) in enumerate(zip(stores, counts, strict=True)):
                 if count:
                     if store.lengths[row] != base or store.scratch[row] != fed or store.released[row]:
-                        raise _refusal(layer, row, chunks, cache)
-                    full = full or base - store.starts[row] + fed + count > store.capacity
-            if full or store.beside:
-                self._enlarge(store, [(row, count) for (row, _, _), count in zip(places, counts, strict=True) if count])
-            gone = gone or any(store.starts)
-        return [_per_token(chunks, cache.layers[layer].starts) for layer in work.layers] if gone else None
-
-    def _enlarge(self, store: KVLayer, new: Sequence[tuple[int, int]]) -> None:
-        """Make room for more entries in these rows, which all still run this layer."""
-        if new:
-            head_dim, (rows, counts) = self.shape.head_dim, zip(*new, strict=True)
-            store.prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, counts)
+                        raise _refusal(work.layers[entry], row, chunks, cache)
+                    if end - store.starts[row] + count > store.capacity or store.beside:
+                        full.add(entry)
+        for entry in sorted(full):
+            new = [(chunk.row, counts[entry]) for chunk, counts in zip(chunks, work.counts, strict=True)
+                   if counts[entry]]
+            head_dim, (rows, sizes) = self.shape.head_dim, zip(*new, strict=True)
+            stores[entry].prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, sizes)
+        starts = list(map(_STARTS, stores))
+        return [_per_token(chunks, line) for line in starts] if any(map(any, starts)) else None
 
     def _batch(
         self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache, starts: list[list[int]] | None
@@ -385,9 +379,8 @@ def _own(store: KVLayer, row: int) -> native.OwnColumns:
 def _choices(
     chunks: Sequence[SequenceChunk], work: _Work, batch: native.NativeBatch, cache: KVCache, dtype: torch.dtype
 ) -> list[native.ColumnChoice | None] | None:
-    """How each token chooses what it reads, if the kernels can do so for all; None if they need not or cannot."""
-    hooks = [chunk.query_hook for chunk in chunks if chunk.query_hook is not None]
-    if not hooks or not all(isinstance(hook, TopColumns) for hook in hooks):
+    """How each token chooses what it reads, if the kernels can do so for all; None if they cannot."""
+    if not all(isinstance(chunk.query_hook, TopColumns | None) for chunk in chunks):
         return None
     at, choices = 0, list[native.ColumnChoice | None]()
     for number, chunk in enumerate(chunks):
@@ -395,10 +388,9 @@ def _choices(
         one = None
         columns = batch.bases[at - 1] + batch.nodes[at - 1] + 1
         if isinstance(hook, TopColumns) and columns > hook.count:
-            runs, held, labels = work.of(number), hook.labels, None
-            roles = bytes(hook.roles[layer] if some else 0 for layer, some in zip(work.layers, runs, strict=True))
-            if held is not None:
-                labels = _labels(held, roles, work.layers, cache, chunk.row, columns, dtype)
+            roles, labels = work.roles(number, hook.roles), None
+            if hook.labels is not None:
+                labels = _labels(hook.labels, roles, work.layers, cache, chunk.row, columns, dtype)
             one = native.ColumnChoice(hook.count, roles, columns, labels, hook.ranking.apart)
         choices += [one] * len(chunk.tokens)
     return choices
@@ -432,7 +424,8 @@ def _chooser(
 
     def choose(entry: int, queries: Tensor) -> list[Tensor | None]:
         layer, chosen = work.layers[entry], []
-        for chunk, part, count in zip(chunks, queries.split(sizes), work.counts[entry], strict=True):
+        for chunk, part, counts in zip(chunks, queries.split(sizes), work.counts, strict=True):
+            count = counts[entry]
             found = columns(layer, chunk, part[:count])
             read = [None] * count if found is None else list(found.int().unbind(1))
             chosen += [*read, *[None] * (len(chunk.tokens) - count)]
