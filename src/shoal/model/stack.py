@@ -100,6 +100,11 @@ class SequenceChunk:
     experts: ExpertChoice | None = None
 
     @property
+    def plain(self) -> bool:
+        """Whether it is tokens and nothing else: all see what they would in plain decoding, and run whole MLPs."""
+        return not self.mutual and self.query_hook is None and self.vectors is None and self.experts is None
+
+    @property
     def words(self) -> int:
         """Number of tokens, from the first on, that enter by their ids."""
         return len(self.tokens) - (0 if self.vectors is None else len(self.vectors))

@@ -116,11 +116,13 @@ def _runs_native(chunk: SequenceChunk, beside: Sequence[KVLayer]) -> bool:
     Args:
         beside: the layers in which some row stores anything outside its slot.
     """
-    if chunk.mutual or (chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES):
+    if chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES:
         return False
-    cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
-    known = chunk.experts is None or chunk.experts.mlps.native
-    return not cut and known and all(_readable(store, chunk.row) for store in beside)
+    if not chunk.plain:
+        cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
+        if chunk.mutual or cut or not (chunk.experts is None or chunk.experts.mlps.native):
+            return False
+    return all(_readable(store, chunk.row) for store in beside)
 
 
 def _readable(store: KVLayer, row: int) -> bool:

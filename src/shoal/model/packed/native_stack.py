@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -152,24 +152,22 @@ class NativeStack(PackedStack):
             self._extend_tables(max(batch.positions) + 1)
         seen = 0 if hook is None else first_seen(hook)
         skipped = bisect_left(work.layers, seen)
-        size = (len(work.layers) + 1 - skipped, len(batch.ids), self.shape.hidden)
-        taps = None if hook is None else torch.empty(size)
-        choices = choose = None
-        if any(chunk.query_hook is not None for chunk in chunks):
-            choices = _choices(chunks, work, batch, cache, self.dtype)
-            choose = _chooser(self.dtype, chunks, work, cache) if choices is None else None
-        vectors = self._entering(chunks, batch) if start is None else _vectors(start.hidden, chunks)
-        experts = _experts(chunks, work.layers)
-        logits = self._model.forward(
-            batch, self._binding(cache), taps=taps, choose=choose, choices=choices, vectors=vectors,
-            likeliest=self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted), experts=experts,
-        )
+        taps = None
+        if hook is not None:
+            taps = torch.empty(len(work.layers) + 1 - skipped, len(batch.ids), self.shape.hidden)
+        more: dict[str, Any] = {}
+        if not all(chunk.plain for chunk in chunks):
+            more = self._beside_tokens(chunks, work, batch, cache)
+        if start is not None:
+            more["vectors"] = _vectors(start.hidden, chunks)
+        likeliest = self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted)
+        logits = self._model.forward(batch, self._binding(cache), taps=taps, likeliest=likeliest, **more)
         stores = [cache.layers[layer] for layer in work.layers]
         for chunk, counts in zip(chunks, work.counts, strict=True):
             row, query_hook = chunk.row, chunk.query_hook
             for store, count in zip(stores, counts, strict=True):
                 store.scratch[row] += count
-            if choices is not None and isinstance(query_hook, TopColumns):
+            if isinstance(query_hook, TopColumns) and more["choices"] is not None:
                 query_hook.ran([layer for layer, count in zip(work.layers, counts, strict=True) if count])
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
@@ -285,13 +283,18 @@ class NativeStack(PackedStack):
             ids, positions, rows, nodes, bases, ancestors, wanted, work.layers, work.active, starts
         )
 
-    def _entering(self, chunks: Sequence[SequenceChunk], batch: native.NativeBatch) -> Tensor | None:
-        """Inputs of the first layer [tokens, D] if some are given as vectors; None if the kernels look them all up."""
-        if all(chunk.vectors is None for chunk in chunks):
-            return None
-        x = self.embed(torch.tensor(batch.ids), torch.tensor(batch.positions)).float().contiguous()
-        lay_vectors(x, chunks)
-        return x
+    def _beside_tokens(
+        self, chunks: Sequence[SequenceChunk], work: _Work, batch: native.NativeBatch, cache: KVCache
+    ) -> dict[str, Any]:
+        """Arguments of `NativeModel.forward` for chunks that are more than tokens."""
+        choices = choose = vectors = None
+        if any(chunk.query_hook is not None for chunk in chunks):
+            choices = _choices(chunks, work, batch, cache, self.dtype)
+            choose = _chooser(self.dtype, chunks, work, cache) if choices is None else None
+        if any(chunk.vectors is not None for chunk in chunks):
+            vectors = self.embed(torch.tensor(batch.ids), torch.tensor(batch.positions)).float().contiguous()
+            lay_vectors(vectors, chunks)
+        return {"choices": choices, "choose": choose, "vectors": vectors, "experts": _experts(chunks, work.layers)}
 
     def _binding(self, cache: KVCache) -> native.KVBinding:
         """The addresses of the cache's storage, renewed when some of it was replaced.

@@ -107,8 +107,7 @@ def _queries(counts: Sequence[int]) -> int | None:
 
 
 def _is_chain(chunk: SequenceChunk) -> bool:
-    plain = chunk.query_hook is None and chunk.vectors is None and chunk.experts is None
-    return plain and chunk.parents is None and not chunk.mutual
+    return chunk.plain and chunk.parents is None
 
 
 def _layers_of(chunks: Sequence[SequenceChunk]) -> tuple[int, ...] | None:

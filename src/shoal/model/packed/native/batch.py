@@ -71,17 +71,13 @@ class NativeBatch:
             words.extend(line)
         bits = array("Q", self.ancestors)
         flags = None if self.active is None else array("B", b"".join(map(bytes, self.active)))
-        return self._filled(words, bits, flags, len(layers), kv)
-
-    def _filled(
-        self, words: array[int], bits: array[int], flags: array[int] | None, layers: int, kv: KVBinding
-    ) -> BatchStruct:
-        size, at = 4 * len(self.ids), words.buffer_info()[0]
-        struct = BatchStruct(tokens=len(self.ids), wanted_count=len(self.wanted), active_count=layers, rows=kv.rows)
+        count, at = len(self.ids), words.buffer_info()[0]
+        struct = BatchStruct(tokens=count, wanted_count=len(self.wanted), active_count=len(layers), rows=kv.rows)
+        size = 4 * count
         struct.ids, struct.position, struct.row = at, at + size, at + 2 * size
         struct.node, struct.base, struct.wanted = at + 3 * size, at + 4 * size, at + 5 * size
         struct.layers = struct.wanted + 4 * len(self.wanted)
-        struct.start = None if self.starts is None else struct.layers + 4 * layers
+        struct.start = None if self.starts is None else struct.layers + 4 * len(layers)
         struct.ancestors = bits.buffer_info()[0]
         struct.active = None if flags is None else flags.buffer_info()[0]
         struct.keys, struct.values, struct.capacity = kv.addresses

@@ -140,6 +140,7 @@ class NativeModel:
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
         self._structs = (LayerStruct * len(layers))(*layers)
         self._head = _packed(weights.head)
+        self._most_read = _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
         self._model = self._model_struct(weights.final_norm, embedding, head_bias)
         self.turn(*tables)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -293,10 +294,6 @@ class NativeModel:
         """Note whether bounds let too much through for that many tokens."""
         self._failed[tokens] = min(_MOST_WHOLE, 2 * self._failed.get(tokens, 0) or 1) if much else 0
         self._whole[tokens] = self._failed[tokens]
-
-    @property
-    def _most_read(self) -> float:
-        return _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
 
     def _bounds_pay(self, tokens: int) -> bool:
         """Whether to try bounds for that many tokens: recently they did not let too much through."""
