@@ -100,7 +100,7 @@ class SequenceChunk:
     experts: ExpertChoice | None = None
 
     @property
-    def plain(self) -> bool:
+    def bare(self) -> bool:
         """Whether it is tokens and nothing else: all see what they would in plain decoding, and run whole MLPs."""
         return not self.mutual and self.query_hook is None and self.vectors is None and self.experts is None
 

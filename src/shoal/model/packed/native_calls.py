@@ -118,7 +118,7 @@ def _runs_native(chunk: SequenceChunk, beside: Sequence[KVLayer]) -> bool:
     """
     if chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES:
         return False
-    if not chunk.plain:
+    if not chunk.bare:
         cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
         if chunk.mutual or cut or not (chunk.experts is None or chunk.experts.mlps.native):
             return False

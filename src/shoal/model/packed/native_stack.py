@@ -156,7 +156,7 @@ class NativeStack(PackedStack):
         if hook is not None:
             taps = torch.empty(len(work.layers) + 1 - skipped, len(batch.ids), self.shape.hidden)
         more: dict[str, Any] = {}
-        if not all(chunk.plain for chunk in chunks):
+        if not all(chunk.bare for chunk in chunks):
             more = self._beside_tokens(chunks, work, batch, cache)
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)

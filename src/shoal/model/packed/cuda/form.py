@@ -107,7 +107,7 @@ def _queries(counts: Sequence[int]) -> int | None:
 
 
 def _is_chain(chunk: SequenceChunk) -> bool:
-    return chunk.plain and chunk.parents is None
+    return chunk.bare and chunk.parents is None
 
 
 def _layers_of(chunks: Sequence[SequenceChunk]) -> tuple[int, ...] | None:
