@@ -11,10 +11,10 @@ from torch import Tensor
 import shoal
 from gguf_models import ARCHITECTURES, QUANTISED, TYPES, tiny_model, with_state, write_model
 from llama_cpp_oracle import Oracle
+from shoal.engine.loading.gguf_checkpoint import modules_of
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import GgmlType
-from shoal.model.gguf.modules import modules_of
 from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import build as packed_build
 from shoal.model.packed import native

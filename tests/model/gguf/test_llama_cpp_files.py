@@ -21,10 +21,10 @@ from gguf_blocks import activations
 from gguf_fixtures import FILES, IDS, TEXTS, Made, facts, llama_cpp_logits, model_of, transformers_twin, words_of
 from gguf_models import QUANTISED
 from llama_cpp_oracle import Oracle, api
+from shoal.engine.loading.gguf_checkpoint import modules_of
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Strings
-from shoal.model.gguf.modules import modules_of
 from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import native
 from shoal.model.packed.build import build

@@ -6,6 +6,7 @@ Quantised kinds are symmetric and round to nearest; they see the weights alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -16,7 +17,6 @@ from typing_extensions import override
 
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.packed import cuda
-from shoal.model.packed.cuda.int4 import int4_product
 
 Quant = Literal["int8", "int4"]
 GROUP = 32
@@ -30,8 +30,16 @@ _MANY = 8
 """Number of inputs from which on widening pays."""
 _INT4_ROWS, _INT4_BLOCK = 16, 64
 """torch's int4 kernel takes a multiple of 16 rows, and orders them in blocks of 64."""
+_INNER_TILES = (8, 4, 2)
+_TILE = 16
+_TOLERANCE = 0.02
+"""Tiles of a GPU's int4 kernel, and the relative error up to which its products count as right."""
+
 _DEQUANTISED = 2**21
 """Values of a file's blocks that are dequantised at a time."""
+
+Product = Callable[[Tensor], Tensor]
+log = logging.getLogger(__name__)
 
 
 class Linear(Protocol):
@@ -177,7 +185,7 @@ def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Callable[[Tensor], Tensor] | None:
+def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Product | None:
     """A weight-only kernel of torch for these levels; None if it has none."""
     if scales.dtype != torch.bfloat16 or columns % GROUP:
         return None
@@ -196,6 +204,54 @@ def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Calla
         packed[part] = torch._convert_weight_to_int4pack_for_cpu(raised, 1)
     pairs = torch.stack([scales.t(), torch.zeros_like(scales.t())], dim=-1).contiguous()
     return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, pairs)
+
+
+def int4_product(levels: Tensor, scales: Tensor) -> Product | None:
+    """Torch's kernel for few tokens on a GPU; None, with the reason logged, if it has none that reproduces the matrix.
+
+    Args:
+        levels: int8 [rows, groups, 32], -8..7.
+        scales: bfloat16 [rows, groups].
+    """
+    try:
+        product = _for_gpu(levels, scales)
+        return product if _agrees(product, levels, scales) else None
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        log.info("no int4 kernel of torch's for this matrix: %s", str(error).splitlines()[0])
+        return None
+
+
+def _for_gpu(levels: Tensor, scales: Tensor) -> Product:
+    group = levels.shape[2]
+    packed = torch._convert_weight_to_int4pack(nibbles(levels), inner_tiles(levels[0].numel()))
+    pairs = torch.stack([scales.t(), torch.zeros_like(scales.t())], dim=-1).contiguous()
+    return lambda x: torch._weight_int4pack_mm(x, packed, group, pairs)
+
+
+def nibbles(levels: Tensor) -> Tensor:
+    """Levels -8..7, plus 8, as uint8 [rows, columns / 2]; even columns are the high halves, as the GPU packer wants."""
+    raised = (levels.flatten(1) + 8).view(torch.uint8)
+    return raised[:, ::2] << 4 | raised[:, 1::2]
+
+
+def inner_tiles(columns: int) -> int:
+    """The packer's innermost tiles along the columns: the most that divide them; RuntimeError if none do."""
+    for tiles in _INNER_TILES:
+        if columns % (tiles * _TILE) == 0:
+            return tiles
+    raise RuntimeError(f"{columns} columns are not a multiple of {_INNER_TILES[-1] * _TILE}")
+
+
+def _agrees(product: Product, levels: Tensor, scales: Tensor) -> bool:
+    """Whether the kernel multiplies by the packed matrix; wrong packing would give fluent nonsense."""
+    matrix = (levels.float() * scales[..., None].float()).flatten(1)
+    draw = torch.Generator(levels.device).manual_seed(0)
+    x = torch.randn(2, matrix.shape[1], generator=draw, device=levels.device).bfloat16()
+    true = linear(x.float(), matrix)
+    error = float((product(x).float() - true).norm() / true.norm())
+    if not error <= _TOLERANCE:
+        log.warning("a kernel of torch's is off by %.3f; the matrix is dequantised at every use instead", error)
+    return error <= _TOLERANCE
 
 
 def quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.model.packed.cuda import int4
-from shoal.model.packed.cuda.int4 import inner_tiles, int4_product, nibbles
-from shoal.model.packed.linear import GROUP
+from shoal.model.packed import linear
+from shoal.model.packed.linear import GROUP, inner_tiles, int4_product, nibbles
 
 
 def matrix(columns: int = 128) -> tuple[Tensor, Tensor]:
@@ -41,9 +40,9 @@ def dequantising(levels: Tensor, scales: Tensor) -> Any:
 
 def test_a_kernel_is_used_only_if_it_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     levels, scales = matrix()
-    monkeypatch.setattr(int4, "_packed", dequantising)
+    monkeypatch.setattr(linear, "_for_gpu", dequantising)
     assert int4_product(levels, scales) is not None
-    monkeypatch.setattr(int4, "_packed", lambda levels, scales: dequantising(levels.flip(-1), scales))
+    monkeypatch.setattr(linear, "_for_gpu", lambda levels, scales: dequantising(levels.flip(-1), scales))
     assert int4_product(levels, scales) is None
 
 
@@ -51,5 +50,5 @@ def test_where_torch_has_no_kernel_there_is_none(monkeypatch: pytest.MonkeyPatch
     def refuse(levels: Tensor, scales: Tensor) -> Any:
         raise NotImplementedError("no kernel image")
 
-    monkeypatch.setattr(int4, "_packed", refuse)
+    monkeypatch.setattr(linear, "_for_gpu", refuse)
     assert int4_product(*matrix()) is None
