@@ -41,12 +41,6 @@ class KernelCall:
         return pad_sequence([hidden[number, first : first + len(chunk.tokens)] for (number, first), chunk in pieces],
                             batch_first=True)
 
-    def takes(self, more: Sequence[SequenceChunk]) -> bool:
-        """Whether there is room for other chunks, and all that run MLP groups have the same groups."""
-        chunks = [*self.chunks, *more]
-        groups = {id(chunk.experts.mlps) for chunk in chunks if chunk.experts is not None}
-        return len(groups) <= 1 and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT
-
 
 class States:
     """Joins the hidden states of several calls for one hook."""
@@ -76,22 +70,28 @@ class States:
 def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall]:
     """The calls that run some chunks: as few as possible by the kernels, and one in plain torch for the rest.
 
-    So the arithmetic of a chunk does not depend on the others.
+    So the arithmetic of a chunk does not depend on the others. Usually one call of the kernels runs all chunks as they
+    are; then the list is empty.
     """
     beside = [store for store in cache.layers if store.beside]
     by_kernels = [_runs_native(chunk, beside) for chunk in chunks]
-    every = KernelCall(True, [], [])
-    if all(by_kernels) and every.takes(chunks):  # the usual case
-        return [every]
+    if all(by_kernels) and _fit_together(chunks):
+        return []
     calls, by_torch = list[KernelCall](), KernelCall(False, [], [])
     for number, (whole, known) in enumerate(zip(chunks, by_kernels, strict=True)):
         for first, chunk in _pieces(whole) if known else [(0, whole)]:
-            if known and (first or not calls or not calls[-1].takes([chunk])):
+            if known and (first or not calls or not _fit_together([*calls[-1].chunks, chunk])):
                 calls.append(KernelCall(True, [], []))
             call = calls[-1] if known else by_torch
             call.chunks.append(chunk)
             call.places.append((number, first))
     return [*calls, by_torch] if by_torch.chunks else calls
+
+
+def _fit_together(chunks: Sequence[SequenceChunk]) -> bool:
+    """Whether a call takes so many tokens, and all chunks that run MLP groups have the same groups."""
+    groups = {id(chunk.experts.mlps) for chunk in chunks if chunk.experts is not None}
+    return len(groups) <= 1 and sum(len(chunk.tokens) for chunk in chunks) <= LIMIT
 
 
 def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:

@@ -113,8 +113,8 @@ class NativeStack(PackedStack):
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
         calls = calls_of(chunks, cache)
-        if len(calls) == 1:
-            return self._run(calls[0].by_kernels, chunks, cache, hook, start)
+        if len(calls) < 2:
+            return self._run(not calls, chunks, cache, hook, start)
         return self._run_all(calls, cache, hook, start)
 
     def _run(
