@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
@@ -20,8 +21,8 @@ from shoal.model.config import context_of, layers_of, windows_of
 from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal.model.masks import mask, reads_apart
-from shoal.model.prepacked import PrepackedCall, by_rows, can_ask_by_rows, shallow_copy
+from shoal.model.masks import Asker, mask, reads_apart, row_mask
+from shoal.model.prepacked import ATTENTION, MLP, Mixed, Reader, Rows, by_rows, can_ask_by_rows, shallow_copy, without
 from shoal.model.probe import find_layers, take_apart, through
 from shoal.model.stack import (
     HiddenStateHook,
@@ -31,16 +32,14 @@ from shoal.model.stack import (
     SequenceChunk,
     Stack,
     Start,
-    check_lengths,
     lay_vectors,
-    layer_work,
-    mark_shallow,
+    opened_in,
+    run_layers,
+    wanted_states,
 )
 
 T = TypeVar("T")
 
-_ATTENTION = ("self_attn", "attn", "attention")
-_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
 
 
 class HFStack(Stack):
@@ -88,8 +87,8 @@ class HFStack(Stack):
     @override
     def can_split(self) -> bool:
         """Whether a layer without its attention and its MLP is the identity, which a split needs."""
-        layer = _without(self.parts.layers[0], _ATTENTION)
-        rest = None if layer is None else _without(layer, _MLP)
+        layer = without(self.parts.layers[0], ATTENTION)
+        rest = None if layer is None else without(layer, MLP)
         if rest is None:
             return False
         chunk = SequenceChunk(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
@@ -112,17 +111,9 @@ class HFStack(Stack):
             raise Unsupported("to choose what queries read, or to weigh it", "this model's attention cannot be told",
                               "Decode without the method that asks for it")
         prepacked = apart or (self.prepacks and len({len(chunk.tokens) for chunk in chunks}) > 1)
-        make = PrepackedCall if prepacked else _PaddedCall
+        make = _PrepackedCall if prepacked else _PaddedCall
         call = make(self, chunks, cache, None if start is None else start.hidden)
-        for layer in range(0 if start is None else start.layer, self.num_layers):
-            if hook is not None:
-                hook(layer, call.padded())
-            for piece in layer_work(chunks, layer):
-                check_lengths(chunks, piece, layer, cache)
-                call.run(layer, piece)
-        if hook is not None:
-            hook(self.num_layers, call.padded())
-        mark_shallow(chunks, cache)
+        run_layers(self.num_layers, chunks, cache, call.run, call.padded, hook, start)
         return self.parts.head(call.wanted())
 
     def embedded(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
@@ -163,8 +154,8 @@ class HFStack(Stack):
 
     def mixing(self, module: nn.Module, layer: int, opened: Sequence[Opened | None]) -> nn.Module:
         """A copy of a layer, or of its half, in which some tokens, in the order of the input, run groups of the MLP."""
-        name = next(name for name in _MLP if name in module._modules)
-        return shallow_copy(module, {name: _Mixed(module._modules[name], layer, opened)})
+        name = next(name for name in MLP if name in module._modules)
+        return shallow_copy(module, {name: Mixed(module._modules[name], layer, opened)})
 
     def module(self, layer: int, part: Part, *, prepacked: bool = False) -> nn.Module:
         """The layer, or a copy that shares its weights: without the other sublayer, or for prepacked rows."""
@@ -178,7 +169,7 @@ class HFStack(Stack):
 
     def _half(self, layer: int, part: Part) -> nn.Module:
         """The layer without its other sublayer."""
-        half = _without(self.parts.layers[layer], _MLP if part == "attention" else _ATTENTION)
+        half = without(self.parts.layers[layer], MLP if part == "attention" else ATTENTION)
         if half is None or not self.can_split:
             raise Unsupported(f"dropping attention or MLP alone in {type(self.parts.layers[layer]).__name__}",
                               "they cannot be told apart in this architecture", "Use a plan that drops whole layers")
@@ -237,16 +228,48 @@ class _Slot:
         return self._layer.append(keys, values, self._rows, self._counts)
 
 
-class _PaddedCall:
-    """One forward in progress, with rows padded to the longest: hidden states [R, m, D] and shared tables."""
+class _Call:
+    """One forward in progress: hidden states and shared tables."""
+
+    def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
+        self.stack, self.chunks, self.cache = stack, chunks, cache
+        self.sizes = tuple(len(chunk.tokens) for chunk in chunks)
+        self._memo: dict[Any, Any] = {}
+
+    def _shared(self, name: Any, piece: LayerWork, make: Callable[[], T]) -> T:
+        """A table that layers with the same nodes share; made on first use."""
+        key = (name, piece.first, piece.last)
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast("T", self._memo[key])
+
+    def _rows(self, piece: LayerWork) -> tuple[list[int], list[int]]:
+        """The rows of the cache that a piece of work concerns, and its number of tokens of each."""
+        return [self.chunks[i].row for i in piece.chunks], [piece.last[i] - piece.first[i] for i in piece.chunks]
+
+    def _masks(self, piece: LayerWork, store: KVLayer, *, each: bool) -> list[Tensor | None]:
+        """The mask of all rows, or of each; `store` must have room for the tokens."""
+        window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in piece.chunks)
+
+        def make() -> list[Tensor | None]:
+            views = [
+                self.chunks[i].view(self.cache.positions[self.chunks[i].row], start, piece.first[i], piece.last[i])
+                for i, start in zip(piece.chunks, starts, strict=True)
+            ]
+            groups = [[view] for view in views] if each else [views]
+            return [self.stack.attention_mask(group, window) for group in groups]
+
+        return self._shared(("masks", window, starts), piece, make)
+
+
+class _PaddedCall(_Call):
+    """A forward with rows padded to the longest: hidden states [R, m, D]."""
 
     def __init__(
         self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None = None
     ) -> None:
-        self.stack, self.chunks, self.cache = stack, chunks, cache
+        super().__init__(stack, chunks, cache)
         self.hidden = stack.embedded(chunks, cache) if hidden is None else hidden.clone()
-        self.sizes = tuple(len(chunk.tokens) for chunk in chunks)
-        self._memo: dict[Any, Any] = {}
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and update the hidden states."""
@@ -268,17 +291,13 @@ class _PaddedCall:
 
     def through(self, module: nn.Module, layer: int, piece: LayerWork) -> Tensor:
         """The output of `module` for the nodes of `piece`: [rows of the piece, widest, D]."""
-        rows = piece.chunks
-        counts = [piece.last[i] - piece.first[i] for i in rows]
-        store = self.cache.layers[layer]
-        numbers = [self.chunks[i].row for i in rows]
+        store, (numbers, counts) = self.cache.layers[layer], self._rows(piece)
         store.make_room(numbers, counts)
         hidden, slot = self._inputs(piece), _Slot(store, numbers, counts)
-        places = self._shared("positions", piece, lambda: self._positions(piece, rows))
-        window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in rows)
-        seen = self._shared(("mask", window, starts), piece, lambda: self._mask(piece, rows, starts, window))
+        places = self._shared("positions", piece, lambda: self._positions(piece))
+        (seen,) = self._masks(piece, store, each=False)
         key = (piece.first, piece.last)
-        opened = None if piece.part == "attention" else self._opened(layer, piece, rows, hidden.shape[1])
+        opened = None if piece.part == "attention" else self._opened(layer, piece, hidden.shape[1])
         if opened is not None:
             module = self.stack.mixing(module, layer, opened)
         output = module(hidden, **self.stack.arguments(layer, hidden, places, slot, seen, self._memo, key))
@@ -290,15 +309,7 @@ class _PaddedCall:
 
     def wanted(self) -> Tensor:
         """The states [sum of wanted, D] whose logits are wanted."""
-        pairs = zip(self.hidden, self.chunks, strict=True)
-        return torch.cat([states[chunk.words - chunk.wanted : chunk.words] for states, chunk in pairs])
-
-    def _shared(self, name: Any, piece: LayerWork, make: Callable[[], T]) -> T:
-        """A table that layers with the same nodes share; made on first use."""
-        key = (name, piece.first, piece.last)
-        if key not in self._memo:
-            self._memo[key] = make()
-        return cast("T", self._memo[key])
+        return wanted_states(self.chunks, self.hidden)
 
     def _whole(self, piece: LayerWork) -> bool:
         """Whether the piece takes all nodes of every row, padding included."""
@@ -314,26 +325,84 @@ class _PaddedCall:
         """Chunks [rows], their nodes [rows, widest] padded with the last, and which of these are real."""
         return self._shared("picked", piece, lambda: _pick(piece, self.hidden.device))
 
-    def _positions(self, piece: LayerWork, rows: list[int]) -> Tensor:
+    def _positions(self, piece: LayerWork) -> Tensor:
+        rows = piece.chunks
         width = self.hidden.shape[1] if self._whole(piece) else max(piece.last[i] - piece.first[i] for i in rows)
         table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in rows]
         return torch.tensor(table, device=self.stack.device)
 
-    def _opened(self, layer: int, piece: LayerWork, rows: Sequence[int], width: int) -> list[Opened | None] | None:
+    def _opened(self, layer: int, piece: LayerWork, width: int) -> list[Opened | None] | None:
         """The MLP groups of the piece's nodes, [rows * width], each row padded with its last; None for whole MLPs."""
         if all(chunk.experts is None for chunk in self.chunks):
             return None
-        ends = ((self.chunks[i].experts, piece.first[i], piece.last[i]) for i in rows)
+        ends = ((self.chunks[i].experts, piece.first[i], piece.last[i]) for i in piece.chunks)
         found = [None if choice is None else choice.opened(layer, min(first + node, last - 1))
                  for choice, first, last in ends for node in range(width)]
         return found if any(found) else None
 
-    def _mask(self, piece: LayerWork, rows: list[int], starts: tuple[int, ...], window: int | None) -> Tensor | None:
-        views = [
-            self.chunks[i].view(self.cache.positions[self.chunks[i].row], start, piece.first[i], piece.last[i])
-            for i, start in zip(rows, starts, strict=True)
-        ]
-        return self.stack.attention_mask(views, window)
+
+class _PrepackedCall(_Call):
+    """A forward without padding: the hidden states [1, T, D] of all chunks, one after the other.
+
+    Args:
+        chunks: chunks of ascending rows.
+        hidden: states [chunks, widest, D] to start from; None for the embeddings.
+    """
+
+    def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
+        super().__init__(stack, chunks, cache)
+        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.row])]
+        self._places = torch.tensor([places], device=stack.device)
+        if hidden is None:
+            ids = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=stack.device)
+            self.hidden = stack.parts.embed(ids, self._places)
+            lay_vectors(self.hidden[0], chunks)
+        else:
+            self.hidden = torch.cat([states[:size] for states, size in zip(hidden, self.sizes, strict=True)])[None]
+        self._asker = Asker(cache, stack.device)
+
+    def run(self, layer: int, piece: LayerWork) -> None:
+        """Run a piece of work and update the hidden states."""
+        flat = piece.flat(self.sizes)
+        chosen = None if flat is None else torch.tensor(flat, device=self.stack.device)
+        hidden = self.hidden if chosen is None else self.hidden[:, chosen]
+        store, (numbers, counts) = self.cache.layers[layer], self._rows(piece)
+        store.make_room(numbers, counts)
+        readers = [self._reader(layer, piece, i) for i in piece.chunks]
+        seen = Rows(store, numbers, counts, self._masks(piece, store, each=True), readers)
+        places = self._places if chosen is None else self._places[:, chosen]
+        arguments = self.stack.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
+        module, opened = self.stack.module(layer, piece.part, prepacked=True), opened_in(self.chunks, layer, piece)
+        if opened is not None and piece.part != "attention":
+            module = self.stack.mixing(module, layer, opened)
+        output = module(hidden, **arguments)
+        output = output[0] if isinstance(output, tuple) else output
+        self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)
+
+    def _reader(self, layer: int, piece: LayerWork, index: int) -> Reader | None:
+        """The function that changes the mask of a row; None if nothing changes it."""
+        chunk, first, last, asker = self.chunks[index], piece.first[index], piece.last[index], self._asker
+        bias = self.cache.layers[layer].bias[chunk.row]
+        if chunk.query_hook is None and bias is None:
+            return None
+
+        def read(queries: Tensor, keys: Tensor, own: Tensor | None) -> Tensor | None:
+            chosen = asker.columns(chunk, layer, first, queries, keys)
+            if chosen is None and bias is None:
+                return own
+            seen, added = asker.seen(chunk, layer, first, last), None if bias is None else bias[:, : keys.shape[1]]
+            dtype = queries.dtype  # some attention functions take no other
+            return self.stack.as_added(row_mask(chosen, added, seen, len(queries), dtype))
+
+        return read
+
+    def padded(self) -> Tensor:
+        """The hidden states as [chunks, widest, D]."""
+        return pad_sequence(list(self.hidden[0].split(self.sizes)), batch_first=True)
+
+    def wanted(self) -> Tensor:
+        """The states [sum of wanted, D] whose logits are wanted."""
+        return wanted_states(self.chunks, self.hidden[0].split(self.sizes))
 
 
 def _pick(piece: LayerWork, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -343,39 +412,6 @@ def _pick(piece: LayerWork, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     steps = torch.arange(int((last - first).max()), device=device)[None]
     nodes = first + steps
     return torch.tensor(rows, device=device), torch.minimum(nodes, last - 1), nodes < last
-
-
-def _without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    """A copy of `layer` that shares its weights, with the named child replaced by zeros; None without such a child."""
-    name = next((n for n in names if n in layer._modules), None)
-    if name is None:
-        return None
-    return shallow_copy(layer, {name: _Nothing(pair=names is _ATTENTION)})
-
-
-class _Nothing(nn.Module):
-    """A sublayer that returns zeros; as attention (`pair`) it returns a pair of output and weights."""
-
-    def __init__(self, pair: bool) -> None:
-        super().__init__()
-        self.pair = pair
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        zeros = torch.zeros_like(hidden_states)
-        return (zeros, None) if self.pair else zeros
-
-
-class _Mixed(nn.Module):
-    """An MLP of which some tokens run groups of neurons; `opened` follows the order of the input."""
-
-    def __init__(self, whole: Any, layer: int, opened: Sequence[Opened | None]) -> None:
-        super().__init__()
-        self.whole, self._layer, self._opened = whole, layer, opened
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        mlps = next(filter(None, self._opened))[0]
-        out = mlps.mixed(hidden_states.flatten(0, -2), self._layer, self._opened, self.whole)
-        return out.view_as(hidden_states).to(hidden_states.dtype)
 
 
 def _check_attention(model: Any) -> None:

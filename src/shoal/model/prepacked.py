@@ -1,11 +1,12 @@
-"""Sequences of different lengths in one forward of transformers' modules, without padding (arXiv 2404.09529).
+"""Copies of transformers' layers that share their weights: for rows without padding, or without a sublayer.
 
-The tokens of all rows follow one another in a single row [1, T, D]. Everything but attention treats each token by
-itself. Attention runs row by row, through the function that the model uses anyway, with the keys, values and mask of
-that row. (The paper instead masks the products of different rows, so its cost grows with the total length.)
+Rows of different lengths run in one forward without padding (arXiv 2404.09529): the tokens of all rows follow one
+another in a single row [1, T, D]. Everything but attention treats each token by itself. Attention runs row by row,
+through the function that the model uses anyway, with the keys, values and mask of that row. (The paper instead masks
+the products of different rows, so its cost grows with the total length.)
 
 A model can take part if its attention looks up its function in transformers' registry, by a name in its config. Copies
-of its layers share all weights and have a config that names our function; what that needs is passed as the mask.
+of its layers have a config that names our function; what that needs is passed as the mask.
 """
 
 from __future__ import annotations
@@ -14,21 +15,17 @@ import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from shoal.model.kv.cache import KVCache
+from shoal.model.experts import Opened
 from shoal.model.kv.layer import KVLayer
-from shoal.model.masks import Asker, row_mask
-from shoal.model.stack import LayerWork, RowView, SequenceChunk, lay_vectors, opened_in
-
-if TYPE_CHECKING:
-    from shoal.model.hf import HFStack
 
 _NAME, _OWN_NAME = "shoal_rows", "shoal_own_attention"
+ATTENTION, MLP = ("self_attn", "attn", "attention"), ("mlp", "block_sparse_moe", "feed_forward", "ffn")
+"""Names of a layer's sublayers."""
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 
 
@@ -122,82 +119,35 @@ def _register() -> None:
     AttentionInterface.register(_NAME, _attend)
 
 
-class PrepackedCall:
-    """One forward in progress: the hidden states [1, T, D] of all chunks, one after the other.
+def without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """A copy of `layer` that shares its weights, with the named child replaced by zeros; None without such a child."""
+    name = next((n for n in names if n in layer._modules), None)
+    if name is None:
+        return None
+    return shallow_copy(layer, {name: _Nothing(pair=names is ATTENTION)})
 
-    Args:
-        chunks: chunks of ascending rows.
-        hidden: states [chunks, widest, D] to start from; None for the embeddings.
-    """
 
-    def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
-        self.stack, self.chunks, self.cache = stack, chunks, cache
-        self.sizes = [len(chunk.tokens) for chunk in chunks]
-        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.row])]
-        self._places = torch.tensor([places], device=stack.device)
-        if hidden is None:
-            ids = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=stack.device)
-            self.hidden = stack.parts.embed(ids, self._places)
-            lay_vectors(self.hidden[0], chunks)
-        else:
-            self.hidden = torch.cat([states[:size] for states, size in zip(hidden, self.sizes, strict=True)])[None]
-        self._memo: dict[Any, Any] = {}
-        self._asker = Asker(cache, stack.device)
+class _Nothing(nn.Module):
+    """A sublayer that returns zeros; as attention (`pair`) it returns a pair of output and weights."""
 
-    def run(self, layer: int, piece: LayerWork) -> None:
-        """Run a piece of work and update the hidden states."""
-        flat = piece.flat(self.sizes)
-        chosen = None if flat is None else torch.tensor(flat, device=self.stack.device)
-        hidden = self.hidden if chosen is None else self.hidden[:, chosen]
-        rows = piece.chunks
-        counts = [piece.last[i] - piece.first[i] for i in rows]
-        store, numbers = self.cache.layers[layer], [self.chunks[i].row for i in rows]
-        store.make_room(numbers, counts)
-        masks = self._masks(piece, rows, store)
-        seen = Rows(store, numbers, counts, masks, [self._reader(layer, piece, i) for i in rows])
-        places = self._places if chosen is None else self._places[:, chosen]
-        arguments = self.stack.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
-        module, opened = self.stack.module(layer, piece.part, prepacked=True), opened_in(self.chunks, layer, piece)
-        if opened is not None and piece.part != "attention":
-            module = self.stack.mixing(module, layer, opened)
-        output = module(hidden, **arguments)
-        output = output[0] if isinstance(output, tuple) else output
-        self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)
+    def __init__(self, pair: bool) -> None:
+        super().__init__()
+        self.pair = pair
 
-    def _masks(self, piece: LayerWork, rows: list[int], store: KVLayer) -> list[Tensor | None]:
-        window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in rows)
-        key = ("masks", window, starts, piece.first, piece.last)
-        if key not in self._memo:
-            self._memo[key] = [self.stack.attention_mask([self._view(piece, i, store)], window) for i in rows]
-        return cast("list[Tensor | None]", self._memo[key])
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if self.pair else zeros
 
-    def _reader(self, layer: int, piece: LayerWork, index: int) -> Reader | None:
-        """The function that changes the mask of a row; None if nothing changes it."""
-        chunk, first, last, asker = self.chunks[index], piece.first[index], piece.last[index], self._asker
-        bias = self.cache.layers[layer].bias[chunk.row]
-        if chunk.query_hook is None and bias is None:
-            return None
 
-        def read(queries: Tensor, keys: Tensor, own: Tensor | None) -> Tensor | None:
-            chosen = asker.columns(chunk, layer, first, queries, keys)
-            if chosen is None and bias is None:
-                return own
-            seen, added = asker.seen(chunk, layer, first, last), None if bias is None else bias[:, : keys.shape[1]]
-            dtype = queries.dtype  # some attention functions take no other
-            return self.stack.as_added(row_mask(chosen, added, seen, len(queries), dtype))
+class Mixed(nn.Module):
+    """An MLP of which some tokens run groups of neurons; `opened` follows the order of the input."""
 
-        return read
+    def __init__(self, whole: Any, layer: int, opened: Sequence[Opened | None]) -> None:
+        super().__init__()
+        self.whole, self._layer, self._opened = whole, layer, opened
 
-    def _view(self, piece: LayerWork, index: int, store: KVLayer) -> RowView:
-        chunk = self.chunks[index]
-        base, start = self.cache.positions[chunk.row], store.starts[chunk.row]
-        return chunk.view(base, start, piece.first[index], piece.last[index])
-
-    def padded(self) -> Tensor:
-        """The hidden states as [chunks, widest, D]."""
-        return pad_sequence(list(self.hidden[0].split(self.sizes)), batch_first=True)
-
-    def wanted(self) -> Tensor:
-        """The states [sum of wanted, D] whose logits are wanted."""
-        pairs = zip(self.chunks, self.hidden[0].split(self.sizes), strict=True)
-        return torch.cat([states[chunk.words - chunk.wanted : chunk.words] for chunk, states in pairs])
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The outputs, in the shape of the input."""
+        mlps = next(filter(None, self._opened))[0]
+        out = mlps.mixed(hidden_states.flatten(0, -2), self._layer, self._opened, self.whole)
+        return out.view_as(hidden_states).to(hidden_states.dtype)

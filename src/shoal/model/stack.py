@@ -6,7 +6,7 @@ A `SequenceChunk` holds the tokens of one row; its plan and a token's step index
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -326,6 +326,34 @@ def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError
         held, needed, what = store.scratch[row], chunk.fed, "uncommitted nodes"
     return RuntimeError(f"layer {layer} holds the KV of {held} {what} of row {row}, but {needed} precede the tokens "
                         "it is to run: the depth plan is not nested")
+
+
+def run_layers(
+    num_layers: int, chunks: Sequence[SequenceChunk], cache: KVCache, run: Callable[[int, LayerWork], None],
+    states: Callable[[], Tensor], hook: HiddenStateHook | None, start: Start | None,
+) -> None:
+    """Run the layers of a forward, piece by piece, and show the hidden states to the hook.
+
+    Args:
+        run: runs a piece of work of a layer.
+        states: gives the hidden states as the hook gets them.
+        hook, start: as for `Stack.forward`.
+    """
+    for layer in range(0 if start is None else start.layer, num_layers):
+        if hook is not None:
+            hook(layer, states())
+        for piece in layer_work(chunks, layer):
+            check_lengths(chunks, piece, layer, cache)
+            run(layer, piece)
+    if hook is not None:
+        hook(num_layers, states())
+    mark_shallow(chunks, cache)
+
+
+def wanted_states(chunks: Sequence[SequenceChunk], states: Iterable[Tensor]) -> Tensor:
+    """The states [sum of wanted, D] whose logits are wanted, out of those [nodes, D] of each chunk."""
+    pairs = zip(chunks, states, strict=True)
+    return torch.cat([own[chunk.words - chunk.wanted : chunk.words] for chunk, own in pairs])
 
 
 def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:

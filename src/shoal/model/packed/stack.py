@@ -26,11 +26,11 @@ from shoal.model.stack import (
     SequenceChunk,
     Stack,
     Start,
-    check_lengths,
     lay_vectors,
-    layer_work,
     mark_shallow,
     opened_in,
+    run_layers,
+    wanted_states,
 )
 
 if TYPE_CHECKING:
@@ -99,15 +99,7 @@ class PackedStack(Stack):
         run = _Pass(self, chunks, cache)
         if start is not None:
             run.take(start.hidden)
-        for layer in range(0 if start is None else start.layer, self.num_layers):
-            if hook is not None:
-                hook(layer, run.padded())
-            for piece in layer_work(chunks, layer):
-                check_lengths(chunks, piece, layer, cache)
-                run.run(layer, piece)
-        if hook is not None:
-            hook(self.num_layers, run.padded())
-        mark_shallow(chunks, cache)
+        run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start)
         return self._logits(run.wanted())
 
     @override
@@ -241,5 +233,4 @@ class _Pass:
 
     def wanted(self) -> Tensor:
         """The stream at the tokens whose logits are wanted."""
-        pairs = zip(self.chunks, self.x.split(self.sizes), strict=True)
-        return torch.cat([states[chunk.words - chunk.wanted : chunk.words] for chunk, states in pairs])
+        return wanted_states(self.chunks, self.x.split(self.sizes))
