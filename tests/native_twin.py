@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -233,6 +233,14 @@ def storage(case: Case, rows: int, capacity: int) -> tuple[list[Tensor], list[Te
     """Storage filled with junk that no result may depend on."""
     shape = (rows, case.kv_heads, capacity, case.head_dim)
     return tuple([torch.full(shape, 7.0, dtype=case.kv_dtype) for _ in range(case.layers)] for _ in range(2))
+
+
+def chain_batch(ids: Sequence[int], base: int, wanted: Sequence[int] | None = None) -> NativeBatch:
+    """Consecutive tokens of row 0 after `base` positions; by default logits of the last one are wanted."""
+    count = len(ids)
+    last = [count - 1] if wanted is None else wanted
+    ancestors = native.chain_ancestors(range(count))
+    return NativeBatch(ids, range(base, base + count), [0] * count, range(count), [base] * count, ancestors, last)
 
 
 def as_batch(

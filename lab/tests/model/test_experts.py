@@ -12,11 +12,11 @@ from torch import Tensor
 from backends import BACKENDS, CPU, NATIVE, Backend, on_backends, packed, reference
 from drive import gap, prompt, stack_of
 from families import tiny
+from native_twin import chain_batch
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.experts import ExpertChoice
 from shoal.model.kv.cache import KVCache
-from shoal.model.packed import native
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.native_stack import NativeStack
 from shoal.model.stack import SequenceChunk, Stack
@@ -144,7 +144,7 @@ def test_the_library_refuses_groups_that_are_not_there() -> None:
     assert mlps.native
     with pytest.raises(ValueError, match=r"masks must be \[6 running layers\]\[1 tokens\]"):
         stack._model.forward(
-            native.NativeBatch.chain([1], 0), stack._binding(_room(stack)), experts=(mlps, [[1]] * 5))
+            chain_batch([1], 0), stack._binding(_room(stack)), experts=(mlps, [[1]] * 5))
     pairs = [[(group.gate_up, group.down) for group in layer] for layer in mlps.layers]  # type: ignore
     for wrong, hidden, ffn in ((pairs, 64, 48), (pairs, 32, 40), ([pairs[0], pairs[1][:2]], 32, 48)):
         with pytest.raises(ValueError, match="has groups of"):

@@ -126,7 +126,8 @@ def test_names_and_shapes(architecture: str, tmp_path: Path) -> None:
         if tensor.dim() == 2:
             torch.testing.assert_close(source.blocks(name).dequantise(), tensor, rtol=0, atol=0)
     assert not source.has("model.layers.9.self_attn.q_proj.weight") and not source.has("nothing")
-    assert source.blocks("nothing") is None
+    with pytest.raises(KeyError, match="nothing"):
+        source.blocks("nothing")
     assert error(logits(modules_of(file, config, torch.float32)), logits(tiny_model(architecture))) < 1e-5
 
 

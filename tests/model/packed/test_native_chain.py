@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_twin import Case, Token, Twin, make_twin, rms_norm, storage
+from native_twin import Case, Token, Twin, chain_batch, make_twin, rms_norm, storage
 from shoal.model.packed import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
@@ -181,7 +181,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_does_not_fit_is_refused(wrong: str) -> None:
     asked, (change, words) = Asked(Case()), WRONG[wrong]
-    batch = replace(native.NativeBatch.chain([0] * 3, 0, change.get("wanted")), starts=change.get("starts"))
+    batch = replace(chain_batch([0] * 3, 0, change.get("wanted")), starts=change.get("starts"))
     given = {"states": [torch.zeros(3, 48)], "known": [torch.zeros(3, 48)], "wishes": [native.ChainWish(2)],
              "least": 0.0}
     given |= {name: value for name, value in change.items() if name in given}
@@ -203,5 +203,5 @@ def test_a_chain_of_another_model_is_refused() -> None:
     asked = Asked(Case())
     other = native.NativeChain(native.pack(torch.eye(48), "fp32"), torch.zeros(71, 48), torch.ones(48), 1e-5)
     with pytest.raises(ValueError, match="the model is of"):
-        asked.twin.native.guess(native.NativeBatch.chain([0], 0), asked.kv, other, [torch.zeros(1, 48)],
+        asked.twin.native.guess(chain_batch([0], 0), asked.kv, other, [torch.zeros(1, 48)],
                                 [torch.zeros(1, 48)], [native.ChainWish(1)], 0.0)

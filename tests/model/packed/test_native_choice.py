@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import shoal.model.packed.native.model as native_model
-from native_twin import Case, make_twin, storage
+from native_twin import Case, chain_batch, make_twin, storage
 from shoal.model.packed import native
-from shoal.model.packed.native import KVBinding, NativeBatch, NativeModel
+from shoal.model.packed.native import KVBinding, NativeModel
 from shoal.model.packed.native.choices import ChoicesAtWork
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
@@ -27,14 +27,14 @@ def bound() -> tuple[NativeModel, KVBinding]:
     case = Case()
     model = make_twin(case).native
     kv = model.bind(*storage(case, 1, 16))
-    model.forward(NativeBatch.chain(range(BASE), 0), kv)
+    model.forward(chain_batch(range(BASE), 0), kv)
     return model, kv
 
 
 def logits(bound: tuple[NativeModel, KVBinding], choose: Callable[[int, Tensor], Chosen] | None = None) -> Tensor:
     """Of the last of `TOKENS` tokens after those."""
     model, kv = bound
-    return model.forward(NativeBatch.chain(range(10, 10 + TOKENS), BASE), kv, threads=2, choose=choose)
+    return model.forward(chain_batch(range(10, 10 + TOKENS), BASE), kv, threads=2, choose=choose)
 
 
 def lines(*numbers: int, dtype: torch.dtype = torch.int32, heads: int = HEADS) -> Tensor:
@@ -103,7 +103,7 @@ BAD_CHOICES |= {
 def test_what_cannot_choose_is_refused(bound: tuple[NativeModel, KVBinding], name: str) -> None:
     (model, kv), (choices, message) = bound, BAD_CHOICES[name]
     with pytest.raises(ValueError, match=message):
-        model.forward(NativeBatch.chain(range(10, 10 + TOKENS), BASE), kv, choices=choices)
+        model.forward(chain_batch(range(10, 10 + TOKENS), BASE), kv, choices=choices)
 
 
 def test_a_forward_within_a_forward_is_refused(bound: tuple[NativeModel, KVBinding]) -> None:
@@ -124,9 +124,9 @@ def test_waiting_for_a_choice_is_no_sign_of_other_work(
     notes: list[float] = []
     monkeypatch.setattr(native_model.MACHINE, "note", lambda processors, seconds: notes.append(processors))
     model, kv = bound
-    model.forward(NativeBatch.chain([1], BASE), kv, choose=lambda entry, queries: [None])
+    model.forward(chain_batch([1], BASE), kv, choose=lambda entry, queries: [None])
     assert not notes
-    model.forward(NativeBatch.chain([1], BASE), kv)
+    model.forward(chain_batch([1], BASE), kv)
     assert len(notes) == 1
 
 
@@ -169,7 +169,7 @@ def test_of_many_columns_the_largest_are_read(spread: str, count: int, apart: bo
     for layer in range(2):
         keys[layer][0, :, :MANY] = sizes[:, None] * torch.randn(case.head_dim, generator=dice)
         values[layer][0, :, :MANY] = torch.randn(HEADS, MANY, case.head_dim, generator=dice)
-    kv, batch = model.bind(keys, values), NativeBatch.chain(range(10, 10 + TOKENS), MANY, range(TOKENS))
+    kv, batch = model.bind(keys, values), chain_batch(range(10, 10 + TOKENS), MANY, range(TOKENS))
     named: list[Tensor] = []
 
     def choose(entry: int, queries: Tensor) -> Chosen:
@@ -214,7 +214,7 @@ def test_labels_find_the_largest(
         return [None] * TOKENS
 
     for base, known in ((MANY, 0), (MANY + TOKENS, MANY)):
-        batch = NativeBatch.chain(range(10, 10 + TOKENS), base, range(TOKENS))
+        batch = chain_batch(range(10, 10 + TOKENS), base, range(TOKENS))
         model.forward(batch, kv, threads=2, choose=look)
         one = native.ColumnChoice(300, b"\3", base + TOKENS,
                                   native.ColumnLabels(dims.int()[None], [label_sets], [known]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gguf_blocks import random_blocks
-from native_twin import Case, make_twin, storage
+from native_twin import Case, chain_batch, make_twin, storage
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
@@ -48,7 +48,7 @@ def forward_of(
     if runs is not None:
         runs.append(model)
     kv = model.bind(*storage(case, 1, 16))
-    batch = native.NativeBatch.chain([*range(1, 10)][:tokens], 0, range(tokens))
+    batch = chain_batch([*range(1, 10)][:tokens], 0, range(tokens))
     some = (VECTORS[:tokens] / twin.norm).contiguous()
     return lambda likeliest: model.forward(batch, kv, threads, vectors=some, likeliest=likeliest)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_twin import Case, Token, Twin, make_twin
+from native_twin import Case, Token, Twin, chain_batch, make_twin
 from settling import Bitmap
 from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
@@ -86,7 +86,7 @@ class Long:
     def batch(self, first: int, count: int, wanted: list[int] | None = None) -> NativeBatch:
         base = self.start + self.columns + first
         ids = [(5 * n) % 70 for n in range(first, first + count)]
-        return replace(NativeBatch.chain(ids, base, wanted), starts=[[self.start] * count])
+        return replace(chain_batch(ids, base, wanted), starts=[[self.start] * count])
 
     def check(self, count: int, tolerance: float) -> None:
         base = self.start + self.columns

@@ -81,31 +81,27 @@ class GgufSource(Source):
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor, in its dtype if that is floating point, else dequantised to float32; may be a read-only view."""
-        place = self._place(name)
-        if place is None:
-            raise KeyError(name)
-        order = self._order(place)
-        if order is not None and len(self._file.header.tensors[place].shape) > 1:
-            blocks = self._file.blocks(place).select(order)
+        info = self._info(name)
+        order = self._order(info)
+        if order is not None and len(info.shape) > 1:
+            blocks = self._file.blocks(info.name).select(order)
             return blocks.dequantise(_dtype(blocks))
-        values = self._file.values(place)
+        values = self._file.values(info.name)
         values = values if order is None else values[order]
-        if self._family.norm_shift and place.endswith("norm.weight"):
+        if self._family.norm_shift and info.name.endswith("norm.weight"):
             return values - self._family.norm_shift
         return values
 
-    def blocks(self, name: str) -> Blocks | None:
-        """The blocks of a matrix in transformers' row order; None if there is no such tensor.
+    def blocks(self, name: str) -> Blocks:
+        """The blocks of a matrix in transformers' row order; KeyError if there is none of that name.
 
         A view of the mapped file, unless rows had to be reordered.
         """
-        place = self._place(name)
-        if place is None:
-            return None
-        if len(self._file.header.tensors[place].shape) != 2:
-            shape = list(self._file.header.tensors[place].shape)
-            raise Unsupported(f"blocks of {name!r}, which is {shape}", "only matrices have them", "Read its values")
-        order, blocks = self._order(place), self._file.blocks(place)
+        info = self._info(name)
+        if len(info.shape) != 2:
+            what = f"blocks of {name!r}, which is {list(info.shape)}"
+            raise Unsupported(what, "only matrices have them", "Read its values")
+        order, blocks = self._order(info), self._file.blocks(info.name)
         return blocks if order is None else blocks.select(order)
 
     @property
@@ -145,14 +141,14 @@ class GgufSource(Source):
         place = gguf_name(name, self._family)
         return place if place is not None and self._file.has(place) else None
 
-    def _order(self, place: str) -> Tensor | None:
+    def _order(self, info: TensorInfo) -> Tensor | None:
         """The row order of transformers, as rows of the file: neighbouring pairs become halves. None if they agree."""
-        heads = self._heads.get(place.split(".")[-2])
+        heads = self._heads.get(info.name.split(".")[-2])
         if heads is None:
             return None
-        rows = self._file.header.tensors[place].shape[0 if place.endswith("weight") else -1]
+        rows = info.shape[0 if info.name.endswith("weight") else -1]
         if rows % (2 * heads):
-            raise ValueError(f"tensor {place!r} has {rows} rows; it must be a multiple of twice its {heads} heads. "
+            raise ValueError(f"tensor {info.name!r} has {rows} rows; it must be a multiple of twice its {heads} heads. "
                              "Convert the model again")
         return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 

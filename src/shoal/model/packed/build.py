@@ -6,10 +6,9 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.heap import available
@@ -24,20 +23,13 @@ from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import FewerLayers, HalvesPaired, ModelSource, Source
 from shoal.model.packed.stack import PackedStack
-from shoal.model.packed.weights import DTYPES, Pack, Packer, Role, check_names
+from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
 
 log = logging.getLogger(__name__)
 QUANTS = ("int8", "int4")
 
 
-class FilePacker(Protocol):
-    """Packs matrices of a file by name."""
-
-    def __call__(self, names: Sequence[str], role: Role) -> Linear:
-        """Pack the matrices of these names, one above the other, for their role."""
-
-
-class TorchFilePacker(FilePacker):
+class TorchFilePacker:
     """Dequantises to `dtype` once if memory allows; otherwise leaves the blocks in the file, see `Blocked`."""
 
     def __init__(self, source: GgufSource, dtype: torch.dtype) -> None:
@@ -49,9 +41,9 @@ class TorchFilePacker(FilePacker):
                         "the native kernels (`shoal env` says why) they take %.1f GB of memory", source.path.name,
                         wanted / 1e9)
 
-    @override
     def __call__(self, names: Sequence[str], role: Role) -> Linear:
-        blocks = [_blocks(self._source, name) for name in names]
+        """Pack the matrices of these names, one above the other, for their role."""
+        blocks = [self._source.blocks(name) for name in names]
         if self._once:
             whole = torch.cat([part.dequantise(self._dtype) for part in blocks])
             self._source.release()
@@ -66,7 +58,7 @@ def fits(wanted: int) -> bool:
     return free is None or wanted < 0.8 * free
 
 
-class NativeFilePacker(FilePacker):
+class NativeFilePacker:
     """Repacks blocks into the layout of the kernels, or takes what earlier runs have `kept`.
 
     Matrices of one type become one, others a stack.
@@ -75,10 +67,8 @@ class NativeFilePacker(FilePacker):
     def __init__(self, source: GgufSource, kept: Repacked) -> None:
         self._source, self._kept = source, kept
 
-    @override
     def __call__(self, names: Sequence[str], role: Role) -> Linear:
-        for name in names:
-            _check(self._source, name)
+        """Pack the matrices of these names, one above the other, for their role."""
         groups = [list(group) for _, group in groupby(names, self._source.type_of)]
         if len(groups) > 1 and not self._fits(groups, role):
             return self._as_floats(names, role)
@@ -89,7 +79,7 @@ class NativeFilePacker(FilePacker):
 
     def _woven(self, names: Sequence[str], paired: bool) -> Linear:
         def make(arena: native.Memory) -> native.PackedWeight:
-            blocks = [_blocks(self._source, name) for name in names]
+            blocks = [self._source.blocks(name) for name in names]
             whole = blocks[0] if len(blocks) == 1 else Blocks.cat(blocks)
             return native.pack_blocks(whole, paired, arena, self._source.release)
 
@@ -107,27 +97,14 @@ class NativeFilePacker(FilePacker):
         """Matrices that cannot form a stack, packed as float32: exact, but larger."""
 
         def make(arena: native.Memory) -> native.PackedWeight:
-            whole = torch.cat([_blocks(self._source, name).dequantise() for name in names])
+            whole = torch.cat([self._source.blocks(name).dequantise() for name in names])
             self._source.release()
             return native.pack(whole, "fp32", role == "pair", arena)
 
         return self._kept.take("+".join(names), make)
 
 
-def _check(source: GgufSource, name: str) -> None:
-    if not source.has(name):
-        why = "the packed backend finds weights by the names that transformers gives them"
-        raise Unsupported(f"a GGUF file without {name!r}", why, REMEDY)
-
-
-def _blocks(source: GgufSource, name: str) -> Blocks:
-    _check(source, name)
-    blocks = source.blocks(name)
-    assert blocks is not None
-    return blocks
-
-
-def file_packer(source: GgufSource, dtype: torch.dtype, kernels: bool) -> tuple[FilePacker, Repacked | None]:
+def file_packer(source: GgufSource, dtype: torch.dtype, kernels: bool) -> tuple[PackFile, Repacked | None]:
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
     if not kernels:
         return TorchFilePacker(source, dtype), None
@@ -185,7 +162,7 @@ def build(
     return (NativeStack if kernels else PackedStack)(shape, weights, rotary, dtype, device)
 
 
-def _pack_original(source: FewerLayers, pack: FilePacker, names: Sequence[str], role: Role) -> Linear:
+def _pack_original(source: FewerLayers, pack: PackFile, names: Sequence[str], role: Role) -> Linear:
     """Pack matrices by their names in the file, before layers were renumbered."""
     return pack([source.origin(name) or name for name in names], role)
 

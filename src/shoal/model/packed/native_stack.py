@@ -189,13 +189,6 @@ class NativeStack(PackedStack):
         return _matrix(self.weights.head).upper_bytes if self.bounds_logits else 0
 
     @property
-    def head_reads(self) -> int:
-        """Bytes of the head that a greedy step reads, apart from what bounds let through."""
-        head = _matrix(self.weights.head)
-        upper = head.upper if self.bounds_logits else None
-        return head.nbytes if upper is None else upper.nbytes
-
-    @property
     def head_read(self) -> int:
         """Bytes of the head that forwards have read so far."""
         return self._model.head_read
@@ -256,7 +249,9 @@ class NativeStack(PackedStack):
             head_dim, (rows, sizes) = self.shape.head_dim, zip(*new, strict=True)
             stores[entry].prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, sizes)
         starts = list(map(_STARTS, stores))
-        return [_per_token(chunks, line) for line in starts] if any(map(any, starts)) else None
+        if not any(map(any, starts)):
+            return None
+        return [[line[chunk.row] for chunk in chunks for _ in chunk.tokens] for line in starts]
 
     def _batch(
         self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache, starts: list[list[int]] | None
@@ -322,20 +317,17 @@ class NativeStack(PackedStack):
 
     @cached_property
     def _embedding(self) -> Tensor | native.PackedWeight | None:
-        """An embedding that is not also the head, in the form that the kernels look up."""
-        weights = self.weights
-        return None if weights.embedding is weights.head else _table(_matrix(weights.embedding), self.dtype)
+        """An embedding that is not also the head: plain floats by rows, other kinds as they are packed."""
+        if self.weights.embedding is self.weights.head:
+            return None
+        embedding = _matrix(self.weights.embedding)
+        return embedding.unpack(self.dtype) if embedding.kind in ("fp32", "bf16") else embedding
 
 
 def _vectors(hidden: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
     """Inputs of the first layer, float32 [tokens, D], from states [chunks, nodes, D]."""
     parts = [states[: len(chunk.tokens)] for states, chunk in zip(hidden, chunks, strict=True)]
     return torch.cat(parts).float().contiguous()
-
-
-def _table(embedding: native.PackedWeight, dtype: torch.dtype) -> Tensor | native.PackedWeight:
-    """An untied embedding as the kernels look it up: plain floats by rows, other kinds as they are packed."""
-    return embedding.unpack(dtype) if embedding.kind in ("fp32", "bf16") else embedding
 
 
 def _matrix(matrix: object) -> native.PackedWeight:
@@ -441,10 +433,6 @@ def _refusal(layer: int, row: int, chunks: Sequence[SequenceChunk], cache: KVCac
     if cache.layers[layer].released[row]:
         return RuntimeError(f"layer {layer}, whose KV was released in row {row}, was asked to run again")
     return missing_kv(layer, next(chunk for chunk in chunks if chunk.row == row), cache)
-
-
-def _per_token(chunks: Sequence[SequenceChunk], starts: Sequence[int]) -> list[int]:
-    return [starts[chunk.row] for chunk in chunks for _ in chunk.tokens]
 
 
 def _ancestors(chunk: SequenceChunk) -> list[int]:

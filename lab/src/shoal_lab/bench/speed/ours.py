@@ -14,6 +14,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.device import as_dtype
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
+from shoal.model.packed.native_stack import NativeStack
 from shoal.model.stack import SequenceChunk, Stack
 from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, System, traffic_of
@@ -113,7 +114,7 @@ class Shoal(System):
         layer = sum(one.nbytes for one in weights.layers) / len(weights.layers)
         head = weights.head.nbytes
         if self._model.shape is None:  # with random weights no token stands out, so bounds save little
-            head = getattr(self.engine.stack, "head_reads", head)
+            head = _head_reads(self.engine.stack, head)
         return Traffic(layer, head, plain.kv, plain.windows, plain.layer_weights)
 
 
@@ -124,3 +125,12 @@ def _timed(stack: Stack, chunk: SequenceChunk, cache: KVCache) -> float:
     seconds = time.perf_counter() - start
     cache.rollback(0)
     return seconds
+
+
+def _head_reads(stack: Stack, head: int) -> int:
+    """Bytes of the head that a greedy step reads, apart from what bounds let through; `head` without bounds."""
+    if not isinstance(stack, NativeStack) or not stack.bounds_logits:
+        return head
+    matrix = stack.weights.head
+    upper = matrix.upper if isinstance(matrix, native.PackedWeight) else None
+    return head if upper is None else upper.nbytes

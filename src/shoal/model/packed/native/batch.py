@@ -51,15 +51,6 @@ class NativeBatch:
     active: Sequence[Sequence[int]] | None = None
     starts: Sequence[Sequence[int]] | None = None
 
-    @classmethod
-    def chain(cls, ids: Sequence[int], base: int, wanted: Sequence[int] | None = None) -> NativeBatch:
-        """Consecutive tokens of row 0 after `base` positions; by default logits of the last one are wanted."""
-        count = len(ids)
-        nodes = range(count)
-        positions, ancestors = range(base, base + count), chain_ancestors(nodes)
-        last = [count - 1] if wanted is None else wanted
-        return cls(ids, positions, [0] * count, nodes, [base] * count, ancestors, last)
-
     def struct(self, num_layers: int, kv: KVBinding) -> BatchStruct:
         """The batch in the library's form; lengths are checked here, values by the library."""
         layers = range(num_layers) if self.layers is None else self.layers
