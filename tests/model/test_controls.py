@@ -12,6 +12,7 @@ from torch import Tensor
 import shoal.model.hf as hf
 import shoal.model.kv.layer as kv_layer
 import shoal.model.masks as masks
+import shoal.model.stack as stack_module
 from drive import decode, gap, make_run, oracle_logits, prompt, stack_of
 from families import fingerprint, tiny
 from planted import Planted
@@ -198,7 +199,7 @@ def test_without_the_check_a_grown_plan_would_be_wrong(monkeypatch: pytest.Monke
     """The refusal is needed: what the layer would compute is silently different."""
     stack = stack_of(tiny("llama"))
     chunk, cache = grown_feed()
-    monkeypatch.setattr(hf, "check_lengths", lambda *_: None)
+    monkeypatch.setattr(stack_module, "check_lengths", lambda *_: None)
     monkeypatch.setattr(hf.HFStack, "attention_mask", lambda *_: None)
     logits = stack.forward([chunk], cache)
     right = oracle_logits(tiny("llama"), IDS, FULL, [4, 5, 0])[-1:]

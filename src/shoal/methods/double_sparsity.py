@@ -65,9 +65,9 @@ class DoubleSparsity(SelectionMethod):
 
     @override
     def labels(self) -> Labels:
-        from shoal.model.kv.choice import labels_for
+        from shoal.model.kv.choice import Labels
 
-        return labels_for([[sorted(head[: self.label_width]) for head in layer] for layer in self.channels])
+        return Labels([[sorted(head[: self.label_width]) for head in layer] for layer in self.channels])
 
     @property
     @override

@@ -34,8 +34,8 @@ class Labels:
             stored in pairs of dimensions, [width / 2, 16, 2]; an odd last one follows them.
     """
 
-    def __init__(self, dims: Tensor) -> None:
-        self.dims = dims
+    def __init__(self, dims: Tensor | Sequence[Sequence[Sequence[int]]]) -> None:
+        self.dims = torch.as_tensor(dims)
         self.buffers: dict[int, Tensor] = {}
         self._groups = 0  # of each buffer, since kernels want buffers of one size
         self._known: dict[int, tuple[int, int, int]] = {}  # per layer: columns with labels, and its state then
@@ -59,11 +59,6 @@ class Labels:
     def filled(self, layer: int, store: KVLayer, row: int) -> None:
         """Note that a forward has run the layer, so that the labels of all committed columns are filled in."""
         self._known[layer] = store.stored(row), store.starts[row], store.rewritten[row]
-
-
-def labels_for(dims: Sequence[Sequence[Sequence[int]]]) -> Labels:
-    """Labels of a row that has none yet."""
-    return Labels(torch.tensor(dims))
 
 
 @dataclass(frozen=True, slots=True)
