@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.file import GgufFile
@@ -24,7 +23,6 @@ from shoal.model.gguf.source import ASIDE, GgufSource
 from shoal.model.modules import check_told, expected, loaded, refuse
 
 _MAGIC = b"GGUF"
-_REMEDY = "Convert the model again"
 _COUNTS = ("embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
            "expert_count")
 _NEXT = ".nextn."
@@ -158,22 +156,13 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
     """A transformers model with the dequantised weights in `dtype`, on the CPU, in eval mode.
 
     Raises:
-        Unsupported: a tensor is missing or has another shape than the config says.
+        Unsupported: a tensor is missing, left over, or has another shape than the config says.
     """
     source, wanted = GgufSource(file, config), expected(config)
     if config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)
     refuse((name for name in wanted if not source.has(name)), source.unread(wanted), "a GGUF file")
-    tensors = {name: _tensor(source, name, like.shape).to(dtype, copy=True) for name, like in wanted.items()}
-    return loaded(config, tensors, dtype)
-
-
-def _tensor(source: GgufSource, name: str, shape: torch.Size) -> Tensor:
-    found = source[name]
-    if found.shape != shape:
-        what = f"a GGUF file whose {name!r} is {list(found.shape)}"
-        raise Unsupported(what, f"its metadata ask for {list(shape)}", _REMEDY)
-    return found
+    return loaded(config, {name: source[name].to(dtype, copy=True) for name in source.names()}, dtype)
 
 
 def check_said(header: Header, sizes: Mapping[str, int]) -> None:
