@@ -16,6 +16,7 @@ from shoal.model.packed.native.library import LANES, MAX_NODES, MAX_TOKENS, Batc
 _STORED = {torch.int8: 2, torch.uint8: 3}
 """STORED_INT8 and STORED_INT4 of kv_blocks.h, by the dtype of the stored numbers."""
 
+_OWN = "what a row has of its own"
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
 
@@ -167,12 +168,13 @@ class OwnColumns:
             for side, (name, (whole, scale)) in enumerate((("key", self.keys), ("value", self.values))):
                 held = whole.dtype if whole.dtype in kinds else kinds[0]
                 line = (blocks, BLOCK // 2) if held == torch.uint8 else (shape[1],)
-                setattr(struct, f"{name}s", self._address(whole, held, (shape[0], capacity, *line)))
-                setattr(struct, f"{name}_scales", self._address(scale, torch.float16, (shape[0], capacity, blocks)))
+                setattr(struct, f"{name}s", address(_OWN, whole, (shape[0], capacity, *line), held))
+                scales = address(_OWN, scale, (shape[0], capacity, blocks), torch.float16)
+                setattr(struct, f"{name}_scales", scales)
                 struct.forms[side] = _STORED[held]
             struct.capacity = capacity
         if self.bias is not None:
-            struct.bias = self._address(self.bias, torch.float32, (shape[0], None))
+            struct.bias = address(_OWN, self.bias, (shape[0], None))
             struct.bias_capacity = self.bias.shape[1]
         if self.older is not None:
             self._add_older(struct, shape, dtype, self.older)
@@ -185,15 +187,18 @@ class OwnColumns:
         struct.settled, struct.settled_capacity, struct.numbers = self.settled, capacity, numbers
         sizes = (shape[0], capacity, 2 * -(-shape[1] // LANES)), (shape[0], capacity, numbers)
         for name, (bits, some) in (("key", older[:2]), ("value", older[2:])):
-            setattr(struct, f"{name}_bits", self._address(bits, torch.uint8, sizes[0]))
-            setattr(struct, f"{name}_numbers", self._address(some, dtype, sizes[1]))
+            setattr(struct, f"{name}_bits", address(_OWN, bits, sizes[0], torch.uint8))
+            setattr(struct, f"{name}_numbers", address(_OWN, some, sizes[1], dtype))
 
-    def _address(self, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> int:
-        fits = tensor.ndim == len(shape) and all(b in (None, a) for a, b in zip(tensor.shape, shape, strict=True))
-        if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"what a row has of its own is {tensor.dtype} {list(tensor.shape)}; a contiguous {dtype} "
-                             f"{[size or 'columns' for size in shape]} is needed")
-        return tensor.data_ptr()
+
+def address(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype = torch.float32) -> int:
+    """The address of a tensor; ValueError if the library would misread it. None in the shape stands for any number."""
+    fits = tensor.ndim == len(shape) and all(b in (None, a) for a, b in zip(tensor.shape, shape, strict=True))
+    if not fits or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        wanted = f"{dtype} {['any' if size is None else size for size in shape]}"
+        raise ValueError(f"{name} is {found}; a contiguous {wanted} on the CPU is needed")
+    return tensor.data_ptr()
 
 
 def _checked(pair: tuple[Tensor | None, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> int:
@@ -201,14 +206,10 @@ def _checked(pair: tuple[Tensor | None, Tensor | None], shape: tuple[int, int], 
     key, value = pair
     if key is None and value is None:
         return 0
-    for tensor in pair:
-        if tensor is None or tensor.ndim != 4 or (tensor.shape[1], tensor.shape[3]) != shape:
-            size = None if tensor is None else list(tensor.shape)
-            raise ValueError(f"a KV tensor is {size}; it must be [rows, {shape[0]}, capacity, {shape[1]}]")
-        if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
-            found = f"{tensor.dtype} on {tensor.device}"
-            raise ValueError(f"a KV tensor is {found}; a contiguous {dtype} on the CPU is needed")
-    assert key is not None and value is not None
+    if key is None or value is None:
+        raise ValueError(f"one KV tensor of a layer is None; both must be [rows, {shape[0]}, capacity, {shape[1]}]")
+    for tensor in (key, value):
+        address("a KV tensor", tensor, (None, shape[0], None, shape[1]), dtype)
     if key.shape != value.shape:
         raise ValueError(f"keys are {list(key.shape)} and values {list(value.shape)}; they must agree")
     return key.shape[0]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.model.packed.native.batch import address
 from shoal.model.packed.native.library import ChainStruct
 from shoal.model.packed.native.weights import PackedWeight
 
@@ -59,8 +60,8 @@ class NativeChain:
         if of_state.rows != self.hidden or of_state.paired:
             raise ValueError(f"of_state is [{of_state.rows}, {self.hidden}], paired={of_state.paired}; it must be "
                              "square, and not paired")
-        check_plain("shares", shares, (self.vocab, self.hidden))
-        check_plain("norm", norm, (self.hidden,))
+        address("shares", shares, (self.vocab, self.hidden))
+        address("norm", norm, (self.hidden,))
         self._of_state, self._shares, self._norm, self._eps = of_state, shares, norm, eps
         self._ones = torch.ones(self.hidden)
 
@@ -90,8 +91,7 @@ class NativeChain:
         """The addresses of the rows of several tensors [n, hidden]."""
         lines: list[int] = []
         for tensor in tensors:
-            check_plain(name, tensor, (len(tensor), self.hidden))
-            first = tensor.data_ptr()
+            first = address(name, tensor, (len(tensor), self.hidden))
             lines.extend(range(first, first + 4 * tensor.numel(), 4 * self.hidden))
         return lines
 
@@ -112,10 +112,3 @@ class ChainAsked:
         counts = found[len(self._logs) :]
         ends = [(first * most, first * most + count) for first, count in enumerate(counts)]
         return [(found[first:end].tolist(), self._logs[first:end].tolist()) for first, end in ends]
-
-
-def check_plain(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for a tensor that the library would misread."""
-    if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.is_cuda:
-        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise ValueError(f"{name} is {found}; a contiguous torch.float32 {list(shape)} on the CPU is needed")

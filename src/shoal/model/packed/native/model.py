@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
 from shoal.model.packed.linear import Linear, parts_of
-from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns
-from shoal.model.packed.native.chain import ChainWish, NativeChain, Path, check_plain
+from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns, address
+from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice
 from shoal.model.packed.native.library import (
     ACTIVATIONS,
@@ -156,8 +156,8 @@ class NativeModel:
             for struct, table in zip(self._structs, self.shape.rotary, strict=False):
                 if table is not None and half:
                     struct.positions = cos.shape[1]
-                    struct.cos = _address("cos", cos[table], (struct.positions, half))
-                    struct.sin = _address("sin", sin[table], (struct.positions, half))
+                    struct.cos = address("cos", cos[table], (struct.positions, half))
+                    struct.sin = address("sin", sin[table], (struct.positions, half))
             self._tables = cos, sin
 
     def bind(
@@ -216,11 +216,9 @@ class NativeModel:
         struct.likeliest = ctypes.addressof(read) if bounded else None
         if taps is not None:
             struct.tap_count = min(max(len(taps), 1), struct.active_count + 1)
-            check_plain("taps", taps, (struct.tap_count, struct.tokens, self.shape.hidden))
-            struct.taps = taps.data_ptr()
+            struct.taps = address("taps", taps, (struct.tap_count, struct.tokens, self.shape.hidden))
         if vectors is not None:
-            check_plain("vectors", vectors, (struct.tokens, self.shape.hidden))
-            struct.vectors = vectors.data_ptr()
+            struct.vectors = address("vectors", vectors, (struct.tokens, self.shape.hidden))
         if experts is not None:
             experts[0].put_into(struct, experts[1])
         asked = None if choose is None else _Asked(choose, batch, struct, self.shape)
@@ -383,7 +381,7 @@ class NativeModel:
             if embedding.dtype not in _KV_DTYPES:
                 raise ValueError(f"embedding is {embedding.dtype}; it must be torch.float32 or torch.bfloat16")
             struct.embedding_dtype = _KV_DTYPES[embedding.dtype]
-            struct.embedding = _address("embedding", embedding, (shape.vocab, shape.hidden), embedding.dtype)
+            struct.embedding = address("embedding", embedding, (shape.vocab, shape.hidden), embedding.dtype)
         return struct
 
     def _qkv(self, parts: Sequence[Linear], rows: int) -> Array[Weight]:
@@ -419,7 +417,7 @@ class NativeModel:
     def _vector(self, name: str, vector: Tensor | None, length: int) -> int | None:
         """The address of a vector, which is kept alive with the model."""
         self._parts.append(vector)
-        return None if vector is None else _address(name, vector, (length,))
+        return None if vector is None else address(name, vector, (length,))
 
 
 def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
@@ -441,11 +439,3 @@ def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
 def _packed(matrix: Linear) -> PackedWeight:
     assert isinstance(matrix, PackedWeight)
     return matrix
-
-
-def _address(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """The address of a tensor; ValueError if the library would misread it."""
-    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
-        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise ValueError(f"{name} is {found}; a contiguous {dtype} {list(shape)} on the CPU is needed")
-    return tensor.data_ptr()
