@@ -24,6 +24,7 @@ import shoal
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
+from shoal.model.packed.native_stack import NativeStack
 from shoal_lab.bench import idle
 from shoal_lab.bench.rounds import figure, in_order, ratio
 from shoal_lab.cli.eval_distance import quantised
@@ -80,11 +81,11 @@ def step_seconds(engine: Engine, method: Method, new_tokens: int) -> float:
 
 def head_bytes(engine: Engine, method: Method, new_tokens: int) -> float:
     """Bytes of the LM head that such an answer reads per token, counted by the kernels."""
-    if not hasattr(engine.stack, "head_read"):
+    if not isinstance(engine.stack, NativeStack):
         return engine.stack.weights.head.nbytes
-    before = engine.stack.head_read
+    before = engine.stack.decoder.head_read
     step_seconds(engine, method, new_tokens)
-    return (engine.stack.head_read - before) / new_tokens
+    return (engine.stack.decoder.head_read - before) / new_tokens
 
 
 def step_bytes(engine: Engine, method: Method, head: float, new_tokens: int) -> float:

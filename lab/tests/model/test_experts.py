@@ -143,7 +143,7 @@ def test_the_library_refuses_groups_that_are_not_there() -> None:
         logits(stack, [(1, 8, 1, 1, 1, 1)] * len(TOKENS), mlps)
     assert mlps.native
     with pytest.raises(ValueError, match=r"masks must be \[6 running layers\]\[1 tokens\]"):
-        stack._model.forward(
+        stack.decoder.forward(
             chain_batch([1], 0), stack._binding(_room(stack)), experts=(mlps, [[1]] * 5))
     pairs = [[(group.gate_up, group.down) for group in layer] for layer in mlps.layers]  # type: ignore
     for wrong, hidden, ffn in ((pairs, 64, 48), (pairs, 32, 40), ([pairs[0], pairs[1][:2]], 32, 48)):

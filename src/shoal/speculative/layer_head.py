@@ -147,7 +147,7 @@ class _FedStack(NativeStack):
         reach = max(batch.positions) + max(wish.length for wish in wishes)
         if reach >= self._reach:
             self._extend_tables(reach + 1)
-        paths = self._model.guess(batch, self._binding(cache), chain, states, known, wishes, least)
+        paths = self.decoder.guess(batch, self._binding(cache), chain, states, known, wishes, least)
         for chunk in chunks:
             for store in cache.layers:
                 store.scratch[chunk.row] += len(chunk.tokens)

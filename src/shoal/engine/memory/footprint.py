@@ -167,7 +167,7 @@ def work_bytes(engine: LoadedModel, tokens: int, columns: int, sampled: int = 0)
     stack, vocabulary = engine.stack, engine.stack.vocab_size
     total = OVERHEAD + (sampled and (sampled + 8) * vocabulary * 4)
     if isinstance(stack, NativeStack):
-        return total + stack.scratch_bytes(min(tokens, LIMIT), columns)
+        return total + stack.decoder.scratch_bytes(min(tokens, LIMIT), columns)
     heads = [sum(dims) * count for count, *dims in stack.kv_sizes]
     if isinstance(stack, PackedStack):
         shape = stack.shape

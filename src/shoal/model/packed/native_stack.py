@@ -81,6 +81,7 @@ class NativeStack(PackedStack):
     """A packed decoder on the native kernels.
 
     Attributes:
+        decoder: the model in the library.
         bounds_logits: whether argmax tokens are found by bounds of the logits, which take memory of their own.
     """
 
@@ -94,7 +95,7 @@ class NativeStack(PackedStack):
         self.prefill_chunk = LIMIT if native.vector_set() == "amx" else 64
         self._like = torch.empty(0, dtype=dtype)
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
-        self._model = self._native_model()
+        self.decoder = self._native_model()
         self._reach = rotary.positions
         if not all(_matrix(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
@@ -102,7 +103,7 @@ class NativeStack(PackedStack):
     @override
     def with_layers(self, layers: list[Layer]) -> Self:
         other = super().with_layers(layers)
-        other._bindings, other._model = WeakKeyDictionary(), other._native_model()
+        other._bindings, other.decoder = WeakKeyDictionary(), other._native_model()
         return other
 
     @override
@@ -161,7 +162,7 @@ class NativeStack(PackedStack):
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)
         likeliest = self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted)
-        logits = self._model.forward(batch, self._binding(cache), taps=taps, likeliest=likeliest, **more)
+        logits = self.decoder.forward(batch, self._binding(cache), taps=taps, likeliest=likeliest, **more)
         stores = [cache.layers[layer] for layer in work.layers]
         for chunk, counts in zip(chunks, work.counts, strict=True):
             row, query_hook = chunk.row, chunk.query_hook
@@ -179,19 +180,10 @@ class NativeStack(PackedStack):
                 hook(layer, states[bisect_left(work.layers, layer) - skipped])
         return logits
 
-    def scratch_bytes(self, tokens: int, columns: int) -> int:
-        """Bytes by which the kernels' buffers grow in a forward of up to `LIMIT` tokens that see that many columns."""
-        return self._model.scratch_bytes(tokens, columns)
-
     @property
     def bound_bytes(self) -> int:
         """Bytes that bounds of the logits will take on first use; 0 if they exist or never will."""
         return _matrix(self.weights.head).upper_bytes if self.bounds_logits else 0
-
-    @property
-    def head_read(self) -> int:
-        """Bytes of the head that forwards have read so far."""
-        return self._model.head_read
 
     @override
     def exit_logits(self, hidden: Tensor) -> Tensor:
@@ -302,13 +294,13 @@ class NativeStack(PackedStack):
             stores = cache.layers
             beside = any(map(_BESIDE, stores))
             own = [[_own(store, row) for row in range(cache.rows)] for store in stores] if beside else None
-            bound = self._model.bind([s.keys for s in stores], [s.values for s in stores], own)
+            bound = self.decoder.bind([s.keys for s in stores], [s.values for s in stores], own)
             known = self._bindings[cache] = version, bound.unowned()
         return known[1]
 
     def _extend_tables(self, positions: int) -> None:
         self.rotary.reach(positions)
-        self._model.turn(self.rotary.cos, self.rotary.sin)
+        self.decoder.turn(self.rotary.cos, self.rotary.sin)
         self._reach = self.rotary.positions
 
     def _native_model(self) -> native.NativeModel:

@@ -260,8 +260,6 @@ def _frequencies(
 
 def _module(text: Any) -> Any:
     """The rotary module of the model's family."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
-
     home = sys.modules[CAUSAL[type(text)].__module__]
     return next(value for name, value in vars(home).items() if name.endswith("RotaryEmbedding"))(text)
 
