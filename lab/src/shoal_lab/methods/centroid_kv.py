@@ -23,11 +23,10 @@ class CentroidKV(Method):
     """Within short chunks, KV slots with similar keys become their mean, with the logarithm of their number as a bias.
 
     Per layer and KV head, every other slot of a chunk is linked to the most similar one between them, and the strongest
-    links are merged; see `components.merging`. The prompt is read in full and merged at its end; the answer is merged
-    whenever it has grown by `every` tokens. A merged slot is not merged again. The paper was not available: the sizes
-    of chunk, window and sinks are guesses; weighting a cluster by its members makes merging equal slots exact. Keys are
-    averaged as stored, after rotary embedding. Layers with a sliding window are unchanged.
-
+    links are merged; see `components.merging`. The prompt is read in full and merged at its end. The answer is merged
+    whenever it has grown by `every` tokens. A merged slot is not merged again. The paper was not available, so the
+    sizes of chunk, window and sinks are guesses. A cluster is weighted by its members, which makes merging equal slots
+    exact. Keys are averaged as stored, after rotary embedding. Layers with a sliding window are unchanged.
 
     Attributes:
         removed: share of the slots between sinks and window that is merged away, in [0, 1).

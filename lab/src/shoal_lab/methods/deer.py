@@ -19,13 +19,14 @@ class DEER(SecondModelMethod):
     """A masked-diffusion model fills a block after the text in one forward, and the target verifies it in one.
 
     The draft model reads the text, or its last `window` tokens, and `length` masks, or as many as the answer has places
-    left; no token of the block sees another. So given its input x, place i is drawn from its own marginal q_i(. | x),
-    whatever was drawn before: the block's distribution is the product, and speculative rejection place by place with
-    q_i is exact. (Under penalties and constraints, q_i is that marginal with those of the tokens drawn before it
-    applied.) One step is enough, because the distribution of tokens that several steps decide in any order is unknown.
-    Guesses after an end of sequence are left out, and so are masks and their separators: the target reads tokens alone.
+    left. No token of the block sees another. So given its input x, place i is drawn from its own marginal q_i(. | x),
+    whatever was drawn before. The block's distribution is the product of these, and speculative rejection place by
+    place with q_i is exact. (Under penalties and constraints, q_i is that marginal after those of the tokens drawn
+    before it.) A block is written in one step, because nobody knows the distribution of tokens that several steps
+    decide in any order. Guesses after an end of sequence are left out, and so are masks and their separators: the
+    target reads tokens alone.
 
-    The paper verifies by rejection; here `rule` decides, as for other drafts. The paper's box continues after a
+    The paper verifies by rejection. Here `rule` decides, as for other drafts. The box of the paper continues after a
     rejected token, which would not be exact. `shoal train drafter` trains a draft model, differently from the paper.
 
     Attributes:

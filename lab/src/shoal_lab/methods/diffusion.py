@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Diffusion(DenoisingMethod):
     """Fills masks block by block, in a fixed number of steps: in each the tokens that the model is surest of.
 
-    The answer has `max_new_tokens` places, or fewer if the context ends, and is finished once an end of sequence has no
+    The answer has `max_new_tokens` places, or fewer if the context ends. It is finished once an end of sequence has no
     mask before it. A token is emitted when no earlier one is open, at the latest with its block. A block of 1 decodes
     from left to right. Fewer steps than tokens are faster, and decide tokens together that may not fit.
 

@@ -24,8 +24,8 @@ class EntropyAdaptive(SwitchingMethod):
     """The smaller model writes while the mean entropy of the last few tokens is at most tau; the engine's own above.
 
     The entropy before each token is that of the model whose turn it is, before temperature and truncation. A model that
-    takes over reads the other's tokens in one forward; until then it does nothing. The smaller one's tokens are not
-    verified, which saves forwards, and costs the difference between the two models.
+    takes over reads the other's tokens in one forward; until then it does nothing. Nobody verifies the smaller one's
+    tokens. That saves forwards, and costs the difference between the two models.
 
     Attributes:
         tau: bits; below 0 the engine's own model writes all, at infinity the smaller one.

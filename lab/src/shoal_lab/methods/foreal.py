@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 class FoReaL(SwitchingMethod):
     """The engine's own model leads: it writes the first tokens of a sentence, the smaller model the rest.
 
-    Each sentence is led with probability `share`, by the row's own draw; the others are written by the smaller model
-    alone. A sentence ends at a line's end and, in the decoded text, after a full stop, question or exclamation mark;
-    not within 3.14 or x.append, nor after the letter of an abbreviation. Without a tokenizer the answer is one
+    Each sentence is led with probability `share`, by the row's own draw. The smaller model writes the others alone. A
+    sentence ends at a line's end and, in the decoded text, after a full stop, question or exclamation mark. It does not
+    end within 3.14 or x.append, nor after the letter of an abbreviation. Without a tokenizer the answer is one
     sentence. The leader reads in one forward what was written since it last led.
-
 
     Attributes:
         lead: tokens of a sentence that the leader writes, at least 1; None for all of it.

@@ -23,9 +23,9 @@ _MOST = 64
 class Jacobi(Method):
     """The next n tokens are decoded at once: each is chosen after what the last step chose for those before it.
 
-    Tokens that come back unchanged are right, and are emitted with the token after them: at least one token per step,
-    the same ones as in the plain loop, sampled ones too. Needs no draft model and no training. Pays off if the model
-    chooses the right token after wrong ones: seldom, unless it was trained for that.
+    Tokens that come back unchanged are right, and are emitted with the token after them. So each step emits at least
+    one token. All tokens are those of the plain loop, sampled ones too. It needs no draft model and no training. It
+    pays off if the model chooses the right token after wrong ones. An untrained model seldom does.
 
     Attributes:
         n: tokens of a block, 1 to 64; 1 is the plain loop.

@@ -21,9 +21,9 @@ class LayerSkip(DraftingMethod):
     """The model drafts through its first layers, final norm and LM head, and then verifies the block with all layers.
 
     Draft and target share weights and KV. Models trained with an exit loss accept long drafts; on others early exits
-    seldom agree with the full model. The paper verifies from the exit layer on, with hidden states kept from drafting;
-    here all layers run again, because the last guess needs the first ones anyway, and more tokens in the same forward
-    cost little if reading weights is the bottleneck.
+    seldom agree with the full model. The paper verifies from the exit layer on, with hidden states kept from drafting.
+    Here all layers run again: the last guess needs the first ones anyway, and more tokens in the same forward cost
+    little if reading weights is the bottleneck.
 
     Attributes:
         exit_layer: number of layers that draft, 1..L; None for a quarter of L, as in the paper's examples.

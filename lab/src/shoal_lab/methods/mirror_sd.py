@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class MirrorSD(SecondModelMethod):
     """A smaller model drafts for the probable outcomes of a verification, so that the next draft is ready when it ends.
 
-    The outcomes are predicted by one of the target's middle layers, through the final norm and the LM head. The guesses
-    are those of `draft_model`. Both models run in turn here, where drafting for several outcomes costs time and gains
-    none; `result.stats.records["draft_rounds"]` tells for every forward how long two processors would take. The paper's
-    drafter that makes several tokens per forward is left out, because it has to be trained.
+    One of the target's middle layers predicts the outcomes, through the final norm and the LM head. The guesses are
+    those of `draft_model`. Here both models run in turn, so drafting for several outcomes costs time and gains none.
+    `result.stats.records["draft_rounds"]` tells for every forward how long two processors would take. The paper's
+    drafter makes several tokens per forward. It is left out, because it has to be trained.
 
     Attributes:
         exit_layer: layers of the target before its prediction, 1..L; None for half of them. L uses the target's own

@@ -21,13 +21,12 @@ _CANDIDATES, _RESISTANCE = 256, 64
 class Momentum(Method):
     """The argmax, unless it repeats the text and another token is nearly as probable.
 
-    Text is a walk on a graph of the tokens used so far, the prompt's included. A new token is taken as it is; if the
-    argmax is not new, each of the most probable tokens has its probability less alpha times a resistance, which grows
-    with the n-gram that the token would repeat, and the best one wins. This breaks the loops of greedy decoding without
-    more forwards, and harms texts that must repeat themselves, such as code and copied names. Drafts change none of its
-    tokens. With a temperature above 0, which the paper does not cover, a sampled token that is not new is sampled again
-    from what the resistance leaves of the most probable ones.
-
+    Text is a walk on a graph of the tokens used so far, the prompt's included. A new token is taken as it is. If the
+    argmax is not new, each of the most probable tokens loses alpha times a resistance, which grows with the n-gram that
+    the token would repeat, and the best one wins. This breaks the loops of greedy decoding without more forwards. It
+    harms texts that must repeat themselves, such as code and copied names. Drafts change none of its tokens. The paper
+    does not cover a temperature above 0. Then a sampled token that is not new is sampled again from what the resistance
+    leaves of the most probable ones.
 
     Attributes:
         alpha: weight of the resistance, 0 or more; 0 changes nothing.

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class Mustafar(Method):
     """Each head's key and value of a position keep their numbers of largest magnitude; the others count as 0.
 
-    Every vector keeps equally many, so a KV slot takes a bit for each dimension, in whole words of 16, and those
-    numbers in the model's dtype: with 64 dimensions in bfloat16 and a sparsity of 0.7 it is 48 bytes instead of 128.
-    The prompt is read in full and pruned at its end, except the last `window` positions; the answer is pruned whenever
-    it has grown by `every` tokens. Pruned slots are not touched again. Layers with a sliding window are unchanged.
-    Memory falls if slots are backed by pages: on Linux, on a CPU.
+    Every vector keeps equally many numbers. So a KV slot takes a bit for each dimension, in whole words of 16, and
+    those numbers in the model's dtype. With 64 dimensions in bfloat16 and a sparsity of 0.7 it is 48 bytes instead of
+    128. The prompt is read in full and pruned at its end, except the last `window` positions. The answer is pruned
+    whenever it has grown by `every` tokens. Pruned slots are not touched again. Layers with a sliding window are
+    unchanged. Memory falls if slots are backed by pages: on Linux, on a CPU.
 
     The published code keeps one number more of each vector than its sparsity says, and prunes at every token.
 

@@ -22,9 +22,9 @@ class PPD(TrainedMethod):
     """Trained vectors are fed after the last tokens in place of the next ones; the model guesses the tokens.
 
     The component is a few vectors, trained once by `shoal train ppd` inside the model on its own answers. They are part
-    of the forward that verifies earlier guesses, and no text token sees them. No layers draft, but every node at which
-    the accepted guesses may end needs its own prompt tokens. See `drafts/ppd.py` for what is left out of the paper,
-    where each prompt token may be several vectors.
+    of the forward that verifies earlier guesses, and no text token sees them. No layers draft. But every node at which
+    the accepted guesses may end needs its own prompt tokens. In the paper each prompt token may be several vectors; see
+    `drafts/ppd.py` for what is left out.
 
     Attributes:
         length: most places to guess ahead; None for the number of prompt tokens.

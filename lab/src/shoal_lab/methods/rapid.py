@@ -27,7 +27,7 @@ class Rapid(SecondModelMethod):
 
     With a long context most of a step's time goes to the KV, in a small draft model as well. Here the draft keeps the
     KV of a few retrieved pieces only, so the model itself can draft faster than it decodes. Prompts of up to `context`
-    tokens are read whole. With `eta` the draft, which may see the relevant passages more clearly, may move the target:
+    tokens are read whole. The draft may see the relevant passages more clearly. With `eta` it may move the target, so
     quality changes, for better or worse.
 
     Attributes:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class ReadME(Method):
     """Every token of an answer runs some groups of the MLPs' neurons, which a small router chooses by the last tokens.
 
-    Neurons that fire together form a group; the most used ones form groups that always run. Prompts run all of them.
-    The model's weights are unchanged; in the paper experts are trained further, on a billion tokens. The groups are a
-    copy of the MLPs in memory. Component: `shoal train read_me`.
+    Neurons that fire together form a group. The most used ones form groups that always run. Prompts run all groups. The
+    model's weights are unchanged; in the paper experts are trained further, on a billion tokens. The groups are a copy
+    of the MLPs in memory. Component: `shoal train read_me`.
 
     Attributes:
         part: the folder from `shoal train read_me`; None for the known component of the model.

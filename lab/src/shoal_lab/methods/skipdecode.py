@@ -17,8 +17,8 @@ from shoal.types import ModelInfo
 class SkipDecode(Method):
     """A linear depth budget per position: a few warm-up layers, then the top of the stack.
 
-    The paper fine-tunes the model for its schedule and counts positions over the whole sequence; here the model is
-    unchanged and the schedule runs over the generated tokens, with the prompt at full depth.
+    The paper fine-tunes the model for its schedule, and counts positions over the whole sequence. Here the model is
+    unchanged, the schedule runs over the generated tokens, and the prompt runs all layers.
 
     Attributes:
         maximum: layers of the first decoded token: an int is a count, a float in (0, 1] a share of L.
