@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shoal.decode.worker import Drafter, Proposer
 from shoal.depth.plan import DepthPlan
-from shoal.speculative.draft import Draft, Widths, check_length, check_share
+from shoal.speculative.draft import Draft, check_length, check_share
 from shoal.speculative.per_row import PerRow
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.decode.worker import StepReport
     from shoal.model.kv.cache import KVCache
     from shoal.model.stack import Stack
+
 
 class OwnLayersDrafter(Drafter):
     """Drafts with forwards of the target. A subclass says what each row is to draft.
@@ -53,13 +54,11 @@ class Shallow(Proposer):
         plan: layers to draft with: node j of a draft runs those of step j + 1.
         length: most guesses at a time.
         stop: confidence below which a guess is the last one, in [0, 1]; 0 never stops early.
-        widths: candidates per place, by confidence; without any, one.
     """
 
     plan: DepthPlan
     length: int
     stop: float = 0.0
-    widths: Widths = ()
 
     def __post_init__(self) -> None:
         check_length(self.length)
@@ -80,7 +79,7 @@ class ShallowDrafter(OwnLayersDrafter):
     def draft(self, row: Row, limit: int) -> Draft:
         """The same for every row."""
         one = self._proposer
-        return Draft(row, one.plan, min(one.length, limit), one.stop, one.widths)
+        return Draft(row, one.plan, min(one.length, limit), one.stop)
 
 
 @dataclass(frozen=True)
