@@ -349,7 +349,7 @@ def with_metadata(place: Path, **entries: Any) -> Path:
     ("llama.embedding_length", "x", "embedding_length is 'x'"),
     ("llama.rope.freq_base", "z", "does not read it either"),
     ("llama.feed_forward_length", [1, 2], "does not read it either"),
-    ("general.architecture", [1, 2], "general.architecture is an array"),
+    ("general.architecture", [1, 2], r"general.architecture is \[1, 2\]; it must be a string"),
 ])  # fmt: skip
 def test_metadata_of_a_wrong_kind_on_the_way_through_transformers(
     tmp_path: Path, key: str, value: Any, said: str
