@@ -70,7 +70,8 @@ def _sha256(path: str, size: int, changed: int) -> str:
     if known is not None:
         return known
     value = _hash(path)
-    _remember({**_remembered(), path: [size, changed, value]})
+    notes = json.dumps({**_remembered(), path: [size, changed, value]}).encode()
+    write_whole(_notes(), lambda file: file.write(notes))
     return value
 
 
@@ -98,7 +99,3 @@ def _remembered() -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _remember(seen: dict[str, object]) -> None:
-    write_whole(_notes(), lambda file: file.write(json.dumps(seen).encode()))

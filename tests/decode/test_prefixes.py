@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from drive import prompt
 from families import tiny
 from method_matrix import LAGGING, MATRIX
-from shoal.decode.prefixes import Prefixes, _common
+from shoal.decode.prefixes import Prefixes, common
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -217,7 +217,7 @@ def test_the_common_beginning_is_found(one: list[int], other: list[int]) -> None
     slow = 0
     while slow < min(len(one), len(other)) and one[slow] == other[slow]:
         slow += 1
-    assert _common(one, other) == slow
+    assert common(one, other) == slow
 
 
 def test_an_empty_store_finds_nothing() -> None:

@@ -300,8 +300,8 @@ def test_constraints_asked_for_last_are_kept_compiled(monkeypatch: pytest.Monkey
     from shoal.engine.constraints import constraint
 
     monkeypatch.setattr(constraint, "_KEPT", 2)
-    compiler, compiled, new = Compiler(tokenizer("byte_level"), 300, frozenset({2})), list[str](), Compiler._new
-    monkeypatch.setattr(Compiler, "_new", lambda self, one: compiled.append(one.text) or new(self, one))
+    compiler, compiled, grammar = Compiler(tokenizer("byte_level"), 300, frozenset({2})), list[str](), Regex.grammar
+    monkeypatch.setattr(Regex, "grammar", lambda one: compiled.append(one.text) or grammar(one))
     for pattern in "abacbc":
         compiler(Regex(pattern))
     assert compiled == ["a", "b", "c", "b"]

@@ -65,7 +65,7 @@ class Prefixes:
         if seen is None or seen.bytes > self.limit:
             return
         words, before = list(tokens[: seen.length]), self.bytes
-        self._entries = [entry for entry in self._entries if _common(entry.tokens, words) < len(entry.tokens)]
+        self._entries = [entry for entry in self._entries if common(entry.tokens, words) < len(entry.tokens)]
         while self.bytes + seen.bytes > self.limit:  # before it is copied: both would not fit
             del self._entries[0]
         self._note_dropped(before - self.bytes)
@@ -83,14 +83,14 @@ class Prefixes:
         self._entries = []
 
     def _known(self, tokens: Sequence[int]) -> bool:
-        return any(_common(entry.tokens, tokens) == len(tokens) for entry in self._entries)
+        return any(common(entry.tokens, tokens) == len(tokens) for entry in self._entries)
 
     def _usable(self, entry: _Entry, prompt: Sequence[int]) -> int:
-        length = min(_common(entry.tokens, prompt), len(prompt) - 1)
+        length = min(common(entry.tokens, prompt), len(prompt) - 1)
         return length if length > 0 and entry.held.restorable(length) else 0
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common prefix, by bisection, since slices compare at C speed."""
     low, high = 0, min(len(one), len(other))
     while low < high:

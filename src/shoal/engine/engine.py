@@ -241,8 +241,13 @@ class Engine:
         check_order(chosen.name, recipe, info)
         if (notice := chosen.notice(info)) is not None:
             self._say_once(notice)
-        elif chosen.wants_card and self.card.empty:
-            self._say_that_a_card_is_missing(chosen.name)
+        elif chosen.wants_card and self.card.empty and self.misses_card:
+            self.misses_card = False
+            log.warning(
+                "%s leaves layers out by their position, since nothing is known about the layers of %s: that may cost "
+                "several times the quality of a measured order. Measure them with shoal.quick_card(engine), a minute "
+                "once, or with `shoal calibrate`", chosen.name, self.model_name or "this model",
+            )
         return replace(recipe, horizon=recipe.horizon or max_new_tokens, meter=self._meter(chosen.name, recipe))
 
     def _say_once(self, words: str) -> None:
@@ -256,16 +261,6 @@ class Engine:
         if not recipe.scratch or recipe.self_metered:
             return None
         return self._meters.setdefault(name, Meter(name, self._say_once))
-
-    def _say_that_a_card_is_missing(self, method: str) -> None:
-        """Warn once per engine."""
-        if self.misses_card:
-            self.misses_card = False
-            log.warning(
-                "%s leaves layers out by their position, since nothing is known about the layers of %s: that may cost "
-                "several times the quality of a measured order. Measure them with shoal.quick_card(engine), a minute "
-                "once, or with `shoal calibrate`", method, self.model_name or "this model",
-            )
 
     def rows(
         self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None, *, patient: bool = True

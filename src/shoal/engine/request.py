@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from shoal.decode.text.stop import StopRules
 from shoal.engine.constraints.constraint import Constraint, constraint_of
-from shoal.engine.constraints.forbidden import Forbidden, check_ids, forbidden
+from shoal.engine.constraints.forbidden import Forbidden, check_ids, spelled
 from shoal.engine.constraints.monitor import Monitor
 from shoal.engine.messages import chat_text
 from shoal.errors import Unsupported, check_text
@@ -167,8 +167,11 @@ class Request:
     def forbids(self, rules: StopRules, tokenizer: Any, vocabulary: int) -> Callable[[int], tuple[Forbidden, ...]]:
         """A function from a prompt's length to its row's logits processors; ValueError for an id that is no token."""
         check_ids({"allowed_token_ids": self.allowed_token_ids or ()}, vocabulary)
-        ends = rules.eos_token_ids | rules.stop_token_ids
-        return forbidden(self.bad_words, self.allowed_token_ids, self.min_new_tokens, ends, tokenizer)
+        only, least, ends = self.allowed_token_ids, self.min_new_tokens, rules.eos_token_ids | rules.stop_token_ids
+        if not self.bad_words and only is None and least < 1:
+            return lambda start: ()
+        words = spelled(self.bad_words, tokenizer)
+        return lambda start: (Forbidden(start, words, only, ends, least),)
 
 
 def drawn_seed() -> int:

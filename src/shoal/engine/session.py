@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from shoal.decode.prefixes import common
 from shoal.engine.request import Options, Request, chat_ids, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
@@ -71,10 +72,7 @@ class Session:
 
     def _rewind(self, ids: Sequence[int]) -> None:
         """Keep of the cache what `ids` begins with, less what is shallow. The last token is always run."""
-        common = 0
-        while common < min(len(self._cached), len(ids) - 1) and self._cached[common] == ids[common]:
-            common += 1
-        kept = self._cache.truncate(0, common)
+        kept = self._cache.truncate(0, min(common(self._cached, ids), len(ids) - 1))
         del self._cached[kept:]
 
     def keep(self, messages: list[dict[str, str]], answer: str, tokens: Sequence[int]) -> None:

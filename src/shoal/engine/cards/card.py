@@ -110,17 +110,6 @@ def load_json(path: Path) -> dict[str, Any]:
 
 def read_card(model: str | os.PathLike[str], num_layers: int, revision: str | None = None) -> Card:
     """The card of a local folder or a hub repository; an empty one where there is none."""
-    path = find_card(model, revision)
-    if path is None:
-        return Card()
-    return replace(Card.from_dict(load_json(path), num_layers), origin=f"the card beside the model, {FILE}")
-
-
-def find_card(model: str | os.PathLike[str], revision: str | None = None) -> Path | None:
-    """Where the card is, if there is one."""
-    if Path(model).exists():
-        path = Path(model) / FILE
-        return path if path.is_file() else None
     from transformers.utils import cached_file
 
     found = cached_file(
@@ -131,7 +120,9 @@ def find_card(model: str | os.PathLike[str], revision: str | None = None) -> Pat
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else Path(found)
+    if found is None:
+        return Card()
+    return replace(Card.from_dict(load_json(Path(found)), num_layers), origin=f"the card beside the model, {FILE}")
 
 
 def cached() -> Path:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from shoal.decode.prefixes import common
 from shoal.decode.sampling import Allowed
 from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched
-from shoal.engine.constraints.wind_up import Patience, Spelling, WindUp, common
+from shoal.engine.constraints.wind_up import Patience, Spelling, WindUp
 from shoal.errors import Unsupported, check_text, needs
 from shoal.sandbox.helper import Helpers, NoAnswer
 
@@ -318,7 +319,17 @@ class Compiler:
     def _made(self, wanted: Constraint) -> tuple[Any, Patience] | Unsupported:
         """The same, or why there is none."""
         try:
-            return self._new(wanted), Patience()
+            lark = wanted.grammar()
+            _trials.ask([lark, self._stand_in])
+            matcher = self._trial.matcher_of(self._words, lark)
+            if matcher.is_error():
+                return _unmet(wanted, matcher.get_error())
+            for warning in matcher.get_grammar_warnings():
+                log.warning("the constraint %s: %s", wanted, warning)
+            Mask(matcher, wanted, self._eos, self._size)([])
+            return matcher, Patience()
+        except NoAnswer as error:
+            return _unmet(wanted, str(error))
         except Unsupported as error:
             return error
 
@@ -336,20 +347,6 @@ class Compiler:
     @cached_property
     def _spelling(self) -> Spelling:
         return Spelling(self._words, self._size, self._eos)
-
-    def _new(self, wanted: Constraint) -> Any:
-        try:
-            lark = wanted.grammar()
-            _trials.ask([lark, self._stand_in])
-        except NoAnswer as error:
-            raise _unmet(wanted, str(error)) from None
-        matcher = self._trial.matcher_of(self._words, lark)
-        if matcher.is_error():
-            raise _unmet(wanted, matcher.get_error())
-        for warning in matcher.get_grammar_warnings():
-            log.warning("the constraint %s: %s", wanted, warning)
-        Mask(matcher, wanted, self._eos, self._size)([])
-        return matcher
 
 
 class Mask(Allowed):

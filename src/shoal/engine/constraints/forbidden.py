@@ -6,7 +6,7 @@ nothing else goes before it: an answer with forbidden words is of more use than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,22 +74,6 @@ def spelled(words: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
             raise ValueError(f"bad_words holds {word!r}, which is no word that the tokenizer knows. Remove it")
         found.update(dict.fromkeys(ways))
     return list(found)
-
-
-def forbidden(
-    words: Sequence[str], only: Sequence[int] | None, least: int, ends: frozenset[int], tokenizer: Any
-) -> Callable[[int], tuple[Forbidden, ...]]:
-    """A function from the number of a prompt's tokens to its row's processors; none where nothing is forbidden.
-
-    Args:
-        words: see `spelled`.
-        only, least, ends: see `Forbidden`.
-        tokenizer: the model's.
-    """
-    if not words and only is None and least < 1:
-        return lambda start: ()
-    sequences = spelled(words, tokenizer)
-    return lambda start: (Forbidden(start, sequences, only, ends, least),)
 
 
 def check_ids(options: Mapping[str, Iterable[int]], vocabulary: int) -> None:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.decode.prefixes import common
+
+Asked = TypeVar("Asked")
 _MANY = 256
 """More allowed tokens than this mean free text."""
 _SAMPLES = 8
@@ -121,46 +123,43 @@ class WindUp:
         self._read: list[int] = []
         self._rests: dict[int, list[int]] = {}
         self._ways = [_Way("", 0, False)]
-        with self._in_time():
-            self._check()
-            self._ways = [self._found(self._matcher) or self._ways[0]]
+        self._ways = self._asked(lambda: [self._found(self._matcher) or self._ways[0]], self._ways)
 
     def near(self, tokens: Sequence[int]) -> bool:
         """Whether what may follow `tokens`, which meet the constraint and have no end, depends on the limit."""
-        near = False
-        with self._in_time():
-            self._check()
-            self._move(tokens)
-            way = self._ways[-1]
-            near = way.open and 0 <= self._left - way.cost <= self._reserve
-        return near
+        return self._asked(lambda: self._near(tokens), False)
 
     def narrowed(self, mask: Tensor) -> Tensor:
         """The part of a mask, bool [V], that leaves room for an end, behind the tokens of the last `near`."""
-        with self._in_time():
-            self._check()
-            kept, others = self._sorted(mask)
-            kept[[token for token in others.tolist() if self._fits(token)]] = True
-            mask = torch.from_numpy(kept)
-        return mask
+        return self._asked(lambda: self._narrowed(mask), mask)
 
     def lets(self, mask: Tensor, token: int) -> bool:
         """The same for one token."""
-        fits = bool(mask[token])
-        with self._in_time():
-            self._check()
-            kept, others = self._sorted(mask)
-            fits = bool(kept[token]) or (token in others and self._fits(token))
-        return fits
+        return self._asked(lambda: self._lets(mask, token), bool(mask[token]))
 
-    @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        """Bound the time of a question. It is left where it, or an earlier one, takes too long."""
+    def _near(self, tokens: Sequence[int]) -> bool:
+        self._move(tokens)
+        way = self._ways[-1]
+        return way.open and 0 <= self._left - way.cost <= self._reserve
+
+    def _narrowed(self, mask: Tensor) -> Tensor:
+        kept, others = self._sorted(mask)
+        kept[[token for token in others.tolist() if self._fits(token)]] = True
+        return torch.from_numpy(kept)
+
+    def _lets(self, mask: Tensor, token: int) -> bool:
+        kept, others = self._sorted(mask)
+        return bool(kept[token]) or (token in others and self._fits(token))
+
+    def _asked(self, answer: Callable[[], Asked], otherwise: Asked) -> Asked:
+        """The answer to a question; `otherwise` where this or an earlier question took too long."""
         self._until = time.thread_time() + self._patience.seconds
         try:
-            yield
+            self._check()
+            return answer()
         except _TooLong:
             self._patience.over = True
+            return otherwise
 
     def _check(self) -> None:
         """Raise `_TooLong` once the time is up; called within long searches."""
@@ -288,11 +287,3 @@ class WindUp:
         """Whether either bracket may come, which is so only within a string."""
         singles = self._spelling.singles
         return all(one in singles and self._follows(matcher, [singles[one]]) for one in "}]")
-
-
-def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """The length of the common beginning."""
-    if left == right[: len(left)]:
-        return len(left)
-    return next((at for at, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),
-                min(len(left), len(right)))

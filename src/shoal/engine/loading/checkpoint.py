@@ -16,7 +16,8 @@ from typing_extensions import override
 from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import LAB_INSTALL, Unsupported
-from shoal.model.modules import check_quantised, check_told, loaded, quantised_by
+from shoal.model.config import WIDTHS
+from shoal.model.modules import check_quantised, check_told, class_of, loaded, quantised_by
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 from shoal.model.packed.weights import check_names
@@ -147,9 +148,6 @@ class Checkpoint:
         if self._gguf is not None:
             return self._gguf.model(dtype)
         from transformers import AutoModelForCausalLM
-
-        from shoal.model.config import WIDTHS
-        from shoal.model.modules import class_of, loaded
 
         config = self.config()
         if self._foreign is not None and (source := self.weights()) is not None:

@@ -144,12 +144,15 @@ def engine_for(
         raise Unsupported("a model in training mode", "its dropout would change the output", "Call model.eval() before")
     compat.tell_untested()
     _check_decoder(model.config)
-    stack = None
+    stack: Stack | None = None
     if backend != "hf":
         embedding = model.get_input_embeddings().weight
         source = ModelSource(model)
         stack = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, reference=model)
-    stack = stack or _modules(model)
+    if stack is None:
+        with in_transformers(model.config, "it cannot be taken apart into layers, which ends in"):
+            stack = HFStack(model)
+        settle_layout(stack, model)
     origin = getattr(model.config, "_name_or_path", "")
     if card is None and os.path.isdir(origin):
         card = read_card(origin, stack.num_layers)
@@ -219,14 +222,6 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
     engine = engine_for(model, words, name=files.name, card=card, files=files)
     engine.ranks = others
     return engine
-
-
-def _modules(model: Any) -> Stack:
-    """The model's own modules as a stack, checked."""
-    with in_transformers(model.config, "it cannot be taken apart into layers, which ends in"):
-        stack = HFStack(model)
-    settle_layout(stack, model)
-    return stack
 
 
 def _from_files(

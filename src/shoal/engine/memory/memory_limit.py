@@ -125,25 +125,18 @@ class MemoryLimit:
         process = least.process + least.weights
         if process >= self.usable:
             return f"Use a smaller model, quant='int4', or memory of {shown(least.total / (1 - SPARE))} at least"
-        one = [max(ids, key=len)]
-        smallest = self._smallest(engine, one, request, process)
-        short = self._longest_answer(engine, one, replace(request, method=smallest), process)
+        longest, most = [max(ids, key=len)], request.max_new_tokens
+
+        def total(method: Method, tokens: int) -> int:
+            asked = replace(request, method=method, max_new_tokens=tokens)
+            return self._largest(engine, longest, asked, 1, process).total
+
+        ways = {method for method, _, _ in self._ways(make(request.method), 1)}
+        smallest = min(ways, key=lambda method: total(method, most))
+        short = bisect_left(range(1, most + 1), True, key=lambda tokens: total(smallest, tokens) > self.usable)
         first = f"Use max_new_tokens of {short} or less" if short else "Use a shorter prompt"
         others = "" if any(one.name == "kv_int8" for one in self.lossy) else ", allow the lossy kv_int8"
         return f"{first}{others}, or give memory of {shown(least.total / (1 - SPARE))}"
-
-    def _smallest(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, process: int) -> Method:
-        """The method that takes least memory for one prompt."""
-        ways = {method for method, _, _ in self._ways(make(request.method), 1)}
-        return min(ways, key=lambda one: self._largest(engine, ids, replace(request, method=one), 1, process).total)
-
-    def _longest_answer(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, process: int) -> int:
-        """The largest max_new_tokens that fits; 0 where none does."""
-        def too_large(tokens: int) -> bool:
-            asked = replace(request, max_new_tokens=tokens)
-            return self._largest(engine, ids, asked, 1, process).total > self.usable
-
-        return bisect_left(range(1, request.max_new_tokens + 1), True, key=too_large)
 
     def for_rows(self, engine: LoadedModel, prefill_chunk: int) -> int:
         """Bytes left for a scheduler's rows and for what it keeps of earlier prompts.

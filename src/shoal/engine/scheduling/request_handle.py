@@ -89,9 +89,6 @@ class ScheduledRow:
         """The items that the handle has not had yet; they count as handed out from now on."""
         placed = (self.row.placed or [])[self.shown :]
         self.shown += len(placed)
-        return [*(Placed(self.row.number, *word) for word in placed), *self._steps(now)]
-
-    def _steps(self, now: float) -> list[Step]:
         steps = self.row.steps[self.told :]
         if steps:
             self.told += len(steps)
@@ -99,7 +96,7 @@ class ScheduledRow:
                 self.gaps.append(now - self._last)
             self._last = now
             self.first = self.first or now
-        return steps
+        return [*(Placed(self.row.number, *word) for word in placed), *steps]
 
     @property
     def clock(self) -> Clock:
@@ -165,8 +162,6 @@ class RequestHandle(Iterator[Step]):
     @property
     def results(self) -> list[Result]:
         """The outcome of every row so far."""
-        return [self._result(entry) for entry in self.entries]
-
-    def _result(self, entry: ScheduledRow) -> Result:
-        seconds = (entry.ended or time.monotonic()) - entry.arrived
-        return result_of(entry.row, self._info, entry.clock, seconds)
+        now = time.monotonic()
+        return [result_of(entry.row, self._info, entry.clock, (entry.ended or now) - entry.arrived)
+                for entry in self.entries]

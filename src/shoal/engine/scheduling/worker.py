@@ -24,7 +24,7 @@ class WorkerThread:
     def __init__(self, name: str, work: Callable[[], None], died: Callable[[], None], pause: float = 1.0) -> None:
         self._work, self._died, self._pause = work, died, pause
         self._hurry = threading.Event()
-        self._well, self._begun, self._done = True, False, False
+        self._well, self._begun = True, False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -53,17 +53,13 @@ class WorkerThread:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while not self._done:
+        while True:
             try:
-                self._attempt()
+                if self._begun:
+                    self._died()
+                    self._hurry.wait(self._pause)
+                self._well = self._begun = True
+                return self._work()
             except BaseException:  # `died` may be interrupted, too
                 self._well = False
                 log.error("%s died and begins anew", self._thread.name, exc_info=True)
-
-    def _attempt(self) -> None:
-        if self._begun:
-            self._died()
-            self._hurry.wait(self._pause)
-        self._well = self._begun = True
-        self._work()
-        self._done = True
