@@ -7,13 +7,13 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from shoal.engine.loading.checkpoint import Transformed
+from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.model.packed.source import SINGLE
 
 
 def write_transformed(source: Path, transform: Any, folder: Path) -> Path:
     """Write a new folder, with the config and the tokenizer that go with it."""
-    files = Transformed(str(source), None, False, transform)
+    files = Checkpoint(str(source), None, False, transform)
     weights, tokenizer = files.weights(), files.tokenizer()
     files.config().save_pretrained(folder)
     tensors = {name: weights[name].clone().contiguous() for name in weights.names()}

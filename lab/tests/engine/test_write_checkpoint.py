@@ -15,7 +15,7 @@ from chat_tokenizer import chat_tokenizer
 from drive import gap, prompt
 from families import tiny
 from shoal import DropLayers
-from shoal.engine.loading.checkpoint import Checkpoint, Transformed
+from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.model.packed.source import FileSource
 from shoal.model.parity import chunked_logits
 from shoal_lab.prune import write_checkpoint
@@ -27,7 +27,7 @@ def saved(folder: Path, shards: str = "50MB") -> Path:
 
 
 def written(source: Path, folder: Path, *layers: int) -> Path:
-    write_checkpoint.write(Transformed(str(source), None, False, DropLayers(layers)), folder)
+    write_checkpoint.write(Checkpoint(str(source), None, False, DropLayers(layers)), folder)
     return folder
 
 

@@ -18,7 +18,7 @@ import shoal
 from gguf_models import write_model
 from llama_cpp_oracle import Oracle
 from shoal import DropLayers, NarrowMLPs
-from shoal.engine.loading.checkpoint import NOTE, Checkpoint, Transformed
+from shoal.engine.loading.checkpoint import NOTE, Checkpoint
 from shoal.errors import Unsupported
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
@@ -56,7 +56,7 @@ def logits(model: Any) -> Tensor:
 
 def twin(folder: Path, change: Any) -> Any:
     """transformers' model with the old file's weights, cut; down is rounded as in the new file."""
-    model = Transformed(str(folder / "tiny.gguf"), None, False, change).model(torch.float32).eval()
+    model = Checkpoint(str(folder / "tiny.gguf"), None, False, change).model(torch.float32).eval()
     types = {one.name: one.tensor_type for one in gguf.GGUFReader(folder / "less.gguf").tensors}
     for number, layer in enumerate(model.model.layers):
         weight, kind = layer.mlp.down_proj.weight.data, types[f"blk.{number}.ffn_down.weight"]

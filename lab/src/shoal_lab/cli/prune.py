@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     """Choose, write, print what was done."""
     from shoal import catalog
     from shoal.engine.cards import fingerprint
-    from shoal.engine.loading.checkpoint import NOTE, Checkpoint, Transformed, shown_name
+    from shoal.engine.loading.checkpoint import NOTE, Checkpoint, shown_name
     from shoal.engine.loading.device import as_dtype
     from shoal_lab.prune import write_checkpoint, write_gguf
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         summary += f"; down quantised again: {told}" if again else ""
     else:
         dtype = args.dtype and as_dtype(args.dtype)
-        write_checkpoint.write(Transformed(*place, change), args.out, dtype, **{NOTE: done})
+        write_checkpoint.write(Checkpoint(*place, change), args.out, dtype, **{NOTE: done})
     if args.json:
         size = {} if args.bytes is None else {"bytes": _written_bytes(args.out)}
         common.print_json({**done, "out": str(args.out), **size})

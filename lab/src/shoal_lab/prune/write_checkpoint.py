@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from shoal.engine.loading.checkpoint import Transformed
+from shoal.engine.loading.checkpoint import Checkpoint, named
 from shoal.model.packed.source import INDEX, SINGLE, Source
 from shoal.model.transform import Transform
 
@@ -35,7 +35,7 @@ def check_free(folder: Path) -> None:
         raise ValueError(f"there is no folder {str(folder.resolve().parent)!r} to write {folder.name!r} to")
 
 
-def write(files: Transformed, folder: Path, dtype: torch.dtype | None = None, **notes: Mapping[str, Any]) -> None:
+def write(files: Checkpoint, folder: Path, dtype: torch.dtype | None = None, **notes: Mapping[str, Any]) -> None:
     """Write a checkpoint.
 
     Args:
@@ -51,7 +51,7 @@ def write(files: Transformed, folder: Path, dtype: torch.dtype | None = None, **
     with _new(folder) as room:
         told, tokenizer = files.generation_config(), files.tokenizer()
         config = copy.deepcopy(files.config())
-        config.dtype = _weights(files.weights(), room, dtype)
+        config.dtype = _weights(named(files.weights(), files.name), room, dtype)
         if not config.architectures:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(room)

@@ -11,8 +11,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from typing_extensions import override
-
 from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import LAB_INSTALL, Unsupported
@@ -49,34 +47,49 @@ class Foreign(Protocol):
 
 
 class Checkpoint:
-    """A checkpoint by its name. Nothing is read before it is needed.
+    """A checkpoint by its name. Nothing is read before it is needed, be it by a transform.
 
     Args:
         name: folder, Hub id or `.gguf` file.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with it may run.
+        transform: changes config and weights of a decoder as they are loaded; None for no change.
 
     Attributes:
         changed: the weights by name where they are not those of the files, else None.
 
     Raises:
         ValueError: there is no such file or folder, or it holds no model.
-        Unsupported: it holds an adapter for one.
+        Unsupported: it holds an adapter for one, or cannot be changed like that.
     """
 
-    changed: Source | None = None
-
-    def __init__(self, name: str, revision: str | None, trust_remote_code: bool) -> None:
+    def __init__(
+        self, name: str, revision: str | None, trust_remote_code: bool, transform: Transform | None = None
+    ) -> None:
         self.name, self.revision = name, revision
         self.place, file = _place(name)
         self._options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         self._gguf = None if file is None else GgufCheckpoint(file)
         if revision is not None:
             self._options["revision"] = revision
+        self.changed: Source | None = None
+        self._words = ""
+        if transform is not None:
+            before, source = self.config(), named(self.weights(), name)
+            _check(before, source)
+            config, weights = transform(before, source)
+            if config is not before or weights is not source:
+                self._config, self.changed = config, weights
+                self._words = getattr(transform, "__qualname__", "") or repr(transform)
 
     @property
     def changes(self) -> str:
         """What was done to another model to make this one, in words; empty where nothing says so."""
+        return "; ".join(filter(None, (self._noted, self._words)))
+
+    @property
+    def _noted(self) -> str:
+        """What its files say of that."""
         try:
             note = json.loads(self._gguf.entry(NOTE) if self._gguf is not None else
                               (Path(self.place) / f"{NOTE}.json").read_text(encoding="utf-8"))
@@ -88,6 +101,8 @@ class Checkpoint:
 
     def config(self) -> Any:
         """The transformers config."""
+        if self.changed is not None:
+            return self._config
         if self._gguf is not None:
             return self._gguf.config()
         from transformers import AutoConfig
@@ -139,12 +154,17 @@ class Checkpoint:
     def ends(self) -> dict[str, Any]:
         """What the files themselves say of where an answer ends: options of `eos_ids`."""
         if self._gguf is not None:
-            return {"written": self._gguf.owned, "more": self._gguf.ends()}
+            return self._gguf.ends()
         parts = [self._told, *(part for part in self._told.values() if isinstance(part, dict))]
         return {"written": any(part.get("eos_token_id") is not None for part in parts)}
 
     def model(self, dtype: Any, **options: Any) -> Any:
         """The model with its own modules; `options` are those of `from_pretrained`."""
+        if self.changed is not None:
+            model = loaded(self._config, {name: self.changed[name] for name in self.changed.names()}, dtype)
+            if (said := self.generation_config()) is not None:
+                model.generation_config = said
+            return model
         if self._gguf is not None:
             return self._gguf.model(dtype)
         from transformers import AutoModelForCausalLM
@@ -172,6 +192,8 @@ class Checkpoint:
 
     def weights(self) -> Source | None:
         """The weights by name, or None where they lie neither in safetensors nor in a GGUF file that Shoal reads."""
+        if self.changed is not None:
+            return self.changed
         if self._gguf is not None:
             return self._gguf.weights()
         folder = self._folder()
@@ -257,50 +279,6 @@ def hush_libraries() -> None:
     hub_logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-
-
-class Transformed(Checkpoint):
-    """A checkpoint whose config and weights are changed as they are loaded.
-
-    Args:
-        name, revision, trust_remote_code: see `Checkpoint`.
-        transform: the change, of a decoder.
-
-    Raises:
-        Unsupported: the checkpoint cannot be changed like that.
-    """
-
-    def __init__(self, name: str, revision: str | None, trust_remote_code: bool, transform: Transform) -> None:
-        super().__init__(name, revision, trust_remote_code)
-        before, source = super().config(), named(super().weights(), name)
-        _check(before, source)
-        self._config, self._source = transform(before, source)
-        same = self._config is before and self._source is source
-        self.changed = None if same else self._source
-        self._words = "" if same else getattr(transform, "__qualname__", "") or repr(transform)
-
-    @property
-    @override
-    def changes(self) -> str:
-        return "; ".join(filter(None, (super().changes, self._words)))
-
-    @override
-    def config(self) -> Any:
-        return self._config
-
-    @override
-    def weights(self) -> Source:
-        return self._source
-
-    @override
-    def model(self, dtype: Any, **options: Any) -> Any:
-        if self.changed is None:
-            return super().model(dtype, **options)
-        model = loaded(self._config, {name: self._source[name] for name in self._source.names()}, dtype)
-        told = self.generation_config()
-        if told is not None:
-            model.generation_config = told
-        return model
 
 
 def _check(config: Any, source: Source) -> None:

@@ -92,16 +92,11 @@ class GgufCheckpoint:
             check_taken(model, self._said[1], self.path.name)
         return model
 
-    @property
-    def owned(self) -> bool:
-        """Whether Shoal reads the file itself."""
-        return self._own is not None
-
-    def ends(self) -> list[int]:
-        """Ids that end an answer by the file's metadata; none where it has no vocabulary."""
+    def ends(self) -> dict[str, Any]:
+        """What the metadata say of where an answer ends: options of `eos_ids`."""
         header = self._own[0].header if self._own is not None else self._said and self._said[0]
         words = vocabulary_of(header) if header else None
-        return [] if words is None else words.ends
+        return {"written": self._own is not None, "more": [] if words is None else words.ends}
 
     @cached_property
     def _own(self) -> tuple[GgufFile, Any] | None:

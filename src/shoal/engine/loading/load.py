@@ -13,7 +13,7 @@ from shoal.engine.cards.card import Card, read_card
 from shoal.engine.engine import Engine
 from shoal.engine.loaded import LoadedModel
 from shoal.engine.loading import ranks
-from shoal.engine.loading.checkpoint import OF_LAB, Checkpoint, Transformed
+from shoal.engine.loading.checkpoint import OF_LAB, Checkpoint
 from shoal.engine.loading.device import as_dtype, default_dtype, device_of
 from shoal.engine.loading.generation_config import eos_ids, recommended, told_by
 from shoal.engine.memory.amounts import naming
@@ -100,7 +100,7 @@ def load(
             return _shared(files, tokenizer, kind, where)
         if transform is not None:
             _check_decoder(files.config())
-            files = Transformed(model, revision, trust_remote_code, transform)
+            files = Checkpoint(model, revision, trust_remote_code, transform)
         if limit is not None and transform is None:
             place = model if os.path.isfile(model) else files.place
             limit.check_weights(model, weights_on_disk(place, kind, quant))
