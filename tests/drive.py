@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from families import VOCAB
 from oracle import prefix_counts, prefix_oracle
-from shoal.decode import loop
-from shoal.decode.loop import RowBatch
+from shoal.decode.batch import Batch, begin, run
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
 from shoal.model.hf import HFStack
@@ -58,15 +57,15 @@ class Seen:
 class Run:
     """What came out: the rows, in the order of their prompts, and each one's logits [tokens, V]."""
 
-    rows: list[Row]
+    rows: list[RecipeRow]
     seen: list[Seen]
     cache: KVCache
-    batch: RowBatch
+    batch: Batch
     chunk: int
 
     def steps(self) -> Generator[list[Step], None, None]:
-        """See `shoal.decode.loop.run`."""
-        return loop.run(self.batch, self.batch.stack.prefill_chunk, self.chunk)
+        """See `shoal.decode.batch.run`."""
+        return run(self.batch, self.batch.stack.prefill_chunk, self.chunk)
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -103,7 +102,7 @@ def make_run(
         new: max_new_tokens of every row, or one for all.
         rules: the stop rules of row number i, instead of `new`.
         numbers: the rows' numbers, which key their random numbers.
-        chunk, release: as in `shoal.decode.loop`.
+        chunk, release: as in `shoal.decode.batch`.
         watch: whether to keep the logits, which makes the loop treat each row's history apart.
     """
     stack = stack or stack_of(model)
@@ -111,22 +110,24 @@ def make_run(
     news = [new] * len(prompts) if isinstance(new, int) else list(new)
     limits = rules or (lambda i: StopRules(max_new_tokens=news[i]))
     seen = [Seen() for _ in prompts]
+    made = [Recipe(recipe) if isinstance(recipe, DepthPlan) else recipe for recipe in each]
     rows = [
-        Row(
+        RecipeRow(
             number=i if numbers is None else numbers[i],
             slot=i,
             tokens=list(tokens),
             prompt_length=len(tokens),
-            recipe=Recipe(recipe) if isinstance(recipe, DepthPlan) else recipe,
             stop=StopState(limits(i), tokenizer, tokens),
+            plan=recipe.plan,
+            recipe=recipe,
             sampling=sampling,
             processors=(seen[i],) if watch else (),
             seed=seed,
         )
-        for i, (tokens, recipe) in enumerate(zip(prompts, each, strict=True))
+        for i, (tokens, recipe) in enumerate(zip(prompts, made, strict=True))
     ]
     cache = KVCache(stack.windows, len(rows))
-    return Run(rows, seen, cache, loop.begin(rows[0].recipe.loop, stack, cache, rows, release=release), chunk)
+    return Run(rows, seen, cache, begin(rows[0].recipe.loop, stack, cache, rows, release=release), chunk)
 
 
 def decode(*args: Any, **options: Any) -> Run:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Loop, Recipe
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
@@ -43,6 +43,6 @@ class RepeatingLoop(Loop):
 
 
 class RepeatingBatch(Batch):
-    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
+    def propose(self, rows: Sequence[RecipeRow]) -> list[TokenTree]:
         sizes = [min(row.recipe.scratch, self.parts.most(row)) for row in rows]
         return [TokenTree.chain(row.tokens[-1:] * (1 + size)) for row, size in zip(rows, sizes, strict=True)]

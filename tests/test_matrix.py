@@ -66,7 +66,7 @@ def alone_with_plan(engine: Engine, number: int, method: Method, sampling: str) 
     row.slot = 0
     stream = Stream(engine, [row], engine.cache_for([row], NEW))
     assert len(list(stream)) == NEW
-    return stream.result, row.recipe.plan
+    return stream.result, row.plan
 
 
 def check(method: Method, model: str, sampling: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import script
 import shoal
 from shoal.decode.batch import Batch
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.engine.engine import Engine
 from shoal.engine.request import Request
 from shoal.model.hf import HFStack
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     ids = engine.tokenizer(args.text.read_text("utf-8")[:20_000], add_special_tokens=False)["input_ids"]
     dice = random.Random(0)
     prompts = [cut(ids, dice.choice((16, 32, 64, 128, 256)), dice) for _ in range(args.requests)]
-    forms: dict[str, dict[str, Callable[[], list[Row]]]] = {
+    forms: dict[str, dict[str, Callable[[], list[RecipeRow]]]] = {
         "step": {"apart": lambda: arrivals(engine, prompts, args.new_tokens, shared=False),
                  "shared": lambda: arrivals(engine, prompts, args.new_tokens, shared=True)},
     }
@@ -76,13 +76,13 @@ def cut(ids: Sequence[int], length: int, dice: random.Random) -> list[int]:
     return list(ids[first : first + length])
 
 
-def rows_of(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> list[Row]:
+def rows_of(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> list[RecipeRow]:
     """A row per prompt, decoding greedily with all layers and no end but its length."""
     request = Request.from_options({"method": "full", "max_new_tokens": new_tokens, "ignore_eos": True})
     return [engine.rows([prompt], request)[0] for prompt in prompts]
 
 
-def arrivals(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, *, shared: bool) -> list[Row]:
+def arrivals(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, *, shared: bool) -> list[RecipeRow]:
     """Serve all prompts; one comes every few steps."""
     batch, rows = Batch(engine.stack), rows_of(engine, prompts, new_tokens)
     chunk, steps, waiting = min(256, engine.stack.prefill_chunk), 0, list(rows)
@@ -100,7 +100,7 @@ def arrivals(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, *, s
     return rows
 
 
-def side_by_side(engine: Engine, prompts: Sequence[list[int]], *, prepacked: bool) -> list[Row]:
+def side_by_side(engine: Engine, prompts: Sequence[list[int]], *, prepacked: bool) -> list[RecipeRow]:
     """Read all prompts in one forward."""
     assert isinstance(engine.stack, HFStack)
     able, engine.stack.prepacks = engine.stack.prepacks, prepacked
@@ -114,7 +114,7 @@ def side_by_side(engine: Engine, prompts: Sequence[list[int]], *, prepacked: boo
     return rows
 
 
-def compare(forms: dict[str, Callable[[], list[Row]]], rounds: int) -> dict[str, Any]:
+def compare(forms: dict[str, Callable[[], list[RecipeRow]]], rounds: int) -> dict[str, Any]:
     """Seconds of both variants, in turns, and the ratio of the second to the first."""
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     texts: dict[str, list[list[int]]] = {}

@@ -19,7 +19,7 @@ from searches import Given, Script, Steps
 from shoal.decode import sampling
 from shoal.decode.branches.search import Branch
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.rules.probabilistic import Rejection
 from shoal.depth.plan import DepthPlan
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -50,7 +50,7 @@ def twin(model: str, sampling: str) -> list[tuple[int, ...]]:
 
 
 def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Row, "force", lambda row: [])
+    monkeypatch.setattr(RecipeRow, "force", lambda row: [])
 
 
 @by_turns("method, model, sampling", BOUND, ["llama", "packed hybrid"], SAMPLINGS)

@@ -122,7 +122,7 @@ def check(run: Run, readings: Sequence[Reading], name: str, most: float) -> None
     for number, (row, reading) in enumerate(zip(run.rows, readings, strict=True)):
         model = reading_model(reference(name), reading)
         ids, tokens = row.tokens[: row.prompt_length], row.tokens[row.prompt_length :]
-        expected = oracle_logits(model, ids, row.recipe.plan, tokens)
+        expected = oracle_logits(model, ids, row.plan, tokens)
         assert gap(run.logits(number).to(expected.dtype), expected) <= most, number
 
 

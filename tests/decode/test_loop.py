@@ -12,7 +12,7 @@ from backends import Backend, each_backend, on_backends, reference
 from drive import Run, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from oracle import decoder_layers
-from shoal.decode import loop
+from shoal.decode.batch import begin, run
 from shoal.decode.recipe import Recipe
 from shoal.decode.text.stop import StopRules
 from shoal.depth.plan import NEVER, DepthPlan
@@ -121,7 +121,7 @@ def test_a_cache_that_holds_the_beginning_already(backend: Backend, name: str) -
     cache: KVCache = first.cache
     cache.truncate(0, 11)
     rest = make_run(None, [PROMPTS[3]], PLANS[0], 9, stack=stack)
-    for _ in loop.run(loop.begin(None, rest.batch.stack, cache, rest.rows), rest.batch.stack.prefill_chunk):
+    for _ in run(begin(None, rest.batch.stack, cache, rest.rows), rest.batch.stack.prefill_chunk):
         pass
     assert rest.rows[0].ledger.prefill_tokens == 6
     fresh = decode(None, [PROMPTS[3]], PLANS[0], 9, stack=stack)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -202,7 +201,7 @@ def test_siblings_are_distinct_and_drawn_with_their_law() -> None:
     request = Request.from_options({"max_new_tokens": NEW, "temperature": 1.0, "top_k": 3, "seed": 1, "method": method})
     rows = engine.rows(PROMPTS, request)
     for row in rows:
-        row.recipe = dataclasses.replace(row.recipe, rule=Kept())
+        row.rule = Kept()
     list(Stream(engine, rows, engine.cache_for(rows, NEW)))
     assert any(not tree.is_chain for tree in trees)
     for tree in trees:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from shoal.decode.recipe import Recipe
 from shoal.decode.row import Row
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
@@ -30,7 +29,7 @@ class Places:
 
 def row_of(tokens: list[int], prompt: int, slot: int = 0) -> Row:
     stop = StopState(StopRules(max_new_tokens=99), None, tokens)
-    return Row(0, slot, tokens, prompt, Recipe(PLAN), stop)
+    return Row(0, slot, tokens, prompt, stop, PLAN)
 
 
 def feed(taps: Taps, cache: Any, rows: list[Row], chunks: list[SequenceChunk], base: int) -> None:

@@ -31,7 +31,7 @@ from shoal.methods.calibrated import Calibrated
 from shoal.types import Sampling
 from shoal_lab.calibrate import chunks
 from shoal_lab.eval.items import Item
-from shoal_lab.methods.atts import ATTS, ByChunk, JudgedTurns
+from shoal_lab.methods.atts import ATTS, ByChunk, ChunkJudging
 from test_matrix import engine_of
 
 SCORES = (4.2, 4.35, 4.4, 4.5, 4.55, 4.6, 4.7, 4.8, 5.0)
@@ -84,7 +84,7 @@ def replayed(ids: list[int], method: ATTS, how: Sampling, row: int, new: int) ->
 def test_who_writes_what(method: ATTS, how: Sampling, chunk: int) -> None:
     """For any pieces in which the large model reads a chunk."""
     policy = ByChunk(method.alpha, method.draft_tokens, method.target_tokens, method.scores)
-    loop = JudgedTurns(policy, stack_of(small()), DepthPlan.full(SMALL_LAYERS), "small")
+    loop = ChunkJudging(policy, stack_of(small()), DepthPlan.full(SMALL_LAYERS), "small")
     run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 30, stack=HF.stack("llama"), sampling=how, seed=4,
                  chunk=chunk)
     for number, (row, ids) in enumerate(zip(run.rows, SHORT, strict=True)):
@@ -103,7 +103,7 @@ def test_on_packed_executors(backend: Backend) -> None:
     model = small(backend.dtype)
     policy = ByChunk(METHOD.alpha, METHOD.draft_tokens, METHOD.target_tokens, METHOD.scores)
     stack = packed(model, kernels=backend is NATIVE)
-    loop = JudgedTurns(policy, stack, DepthPlan.full(SMALL_LAYERS), "small")
+    loop = ChunkJudging(policy, stack, DepthPlan.full(SMALL_LAYERS), "small")
     run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 24, stack=backend.stack("llama"), seed=4)
     for number, ids in enumerate(SHORT):
         assert run.tokens[number] == replayed(ids, METHOD, Sampling(), number, 24)[0]

@@ -22,7 +22,8 @@ from masked import MASK, masked_engine, masked_model, seen_by_all
 from method_matrix import MASKED
 from serving import MODEL, serving
 from shoal.cli.entry import main
-from shoal.decode import loop, sampling
+from shoal.decode import sampling
+from shoal.decode.batch import begin
 from shoal.engine.constraints.constraint import Regex
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
@@ -352,7 +353,7 @@ def test_a_forward_that_fails_leaves_the_canvas_as_it_was(monkeypatch: pytest.Mo
         engine = masked_engine()
         whole = answer(engine, SHORT[0], method)
         rows = engine.rows([SHORT[0]], Request.from_options({"method": method, "max_new_tokens": NEW, "seed": 7}))
-        batch = loop.begin(rows[0].recipe.loop, engine.stack, engine.cache_for(rows, NEW), rows)
+        batch = begin(rows[0].recipe.loop, engine.stack, engine.cache_for(rows, NEW), rows)
         forward, calls = engine.stack.forward, 0
 
         def torn(*args: Any, forward: Any = forward, **options: Any) -> Tensor:

@@ -362,19 +362,19 @@ def test_other_rows_go_on_while_a_judge_thinks() -> None:
 
 
 def test_tags() -> None:
-    assert Trimming(TrimR(), TOKENIZER).tags == ("<think>", "</think>")
-    assert Trimming(TrimR(opening="[T]"), TOKENIZER).tags == ("[T]", "[/T]")
-    assert Trimming(TrimR(opening=""), TOKENIZER).tags == ("", "</think>")
-    assert Trimming(TrimR(opening="<idea>"), TOKENIZER).tags == ("<idea>", "</idea>")
-    assert Trimming(TrimR(opening="[THINK]"), TOKENIZER).tags == ("[THINK]", "[/THINK]")
+    assert Trimming(TrimR(), TOKENIZER).thinking.tags == ("<think>", "</think>")
+    assert Trimming(TrimR(opening="[T]"), TOKENIZER).thinking.tags == ("[T]", "[/T]")
+    assert Trimming(TrimR(opening=""), TOKENIZER).thinking.tags == ("", "</think>")
+    assert Trimming(TrimR(opening="<idea>"), TOKENIZER).thinking.tags == ("<idea>", "</idea>")
+    assert Trimming(TrimR(opening="[THINK]"), TOKENIZER).thinking.tags == ("[THINK]", "[/THINK]")
     ids = tuple(TOKENIZER("</mind>", add_special_tokens=False)["input_ids"])
-    how = Trimming(TrimR(closing=ids), TOKENIZER)
+    how = Trimming(TrimR(closing=ids), TOKENIZER).thinking
     assert how.tags == ("<think>", "</mind>")
     assert TOKENIZER.decode(how.ending("gentle")) == texts()["gentle"] + "</mind>\n\n"
-    assert Trimming(TrimR(opening="<|begin_of_thought|>"), TOKENIZER).tags[1] == "<|end_of_thought|>"
+    assert Trimming(TrimR(opening="<|begin_of_thought|>"), TOKENIZER).thinking.tags[1] == "<|end_of_thought|>"
     other = chat_tokenizer()
     other.add_tokens(["[THINK]", "[/THINK]"])
-    assert Trimming(TrimR(), other).tags == ("[THINK]", "[/THINK]")
+    assert Trimming(TrimR(), other).thinking.tags == ("[THINK]", "[/THINK]")
 
 
 def test_thinking_that_the_answer_begins_itself() -> None:

@@ -8,14 +8,16 @@ it knows no architecture and no paper.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shoal.decode.branches.search import SearchRun, score_forced
+from shoal.decode.branches.run import SearchRun, score_forced
 from shoal.decode.ledger import Clock
 from shoal.decode.parts import PartsAtWork
 from shoal.decode.prefixes import Prefixes
+from shoal.decode.recipe import Loop
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.row import Row
 from shoal.decode.rules.accept import Outcome
 from shoal.decode.target import RowTarget
@@ -57,7 +59,7 @@ class Batch:
         self,
         stack: Stack,
         cache: KVCache | None = None,
-        rows: Sequence[Row] = (),
+        rows: Sequence[RecipeRow] = (),
         *,
         prefixes: Prefixes | None = None,
         release: bool = True,
@@ -76,11 +78,11 @@ class Batch:
             self._keep_slots()
 
     @property
-    def reading(self) -> list[Row]:
+    def reading(self) -> list[RecipeRow]:
         """Rows that have not yet read all of their prompt or of their forced tokens, in order of arrival."""
         return [row for row in self._came if self._reads(row)]
 
-    def join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None = None) -> None:
+    def join(self, rows: Sequence[RecipeRow], columns: Sequence[Sequence[int]] | None = None) -> None:
         """Add rows that have run nothing yet; add none if that fails.
 
         Args:
@@ -95,7 +97,7 @@ class Batch:
             self._keep_slots()
             raise
 
-    def _join(self, rows: Sequence[Row], columns: Sequence[Sequence[int]] | None) -> None:
+    def _join(self, rows: Sequence[RecipeRow], columns: Sequence[Sequence[int]] | None) -> None:
         first = self.cache.rows
         self.cache.extend(len(rows))
         for slot, row in enumerate(rows, start=first):
@@ -105,36 +107,37 @@ class Batch:
                 row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
             self._take([self._begun(row)])
 
-    def _set_store(self, row: Row, columns: Sequence[int] | None = None) -> None:
+    def _set_store(self, row: RecipeRow, columns: Sequence[int] | None = None) -> None:
         """Store the row's KV in the form that its recipe names; KV in another form is dropped and computed again."""
         slot, store = row.slot, row.recipe.store
         if row.recipe.alters_kv or self.cache.has_store(slot):
             self.cache.truncate(slot, 0)
             self.cache.set_store(slot, store, columns)
 
-    def fork(self, row: Row, twins: Sequence[Row]) -> None:
+    def fork(self, row: RecipeRow, twins: Sequence[RecipeRow]) -> None:
         """Add rows that continue from the state of `row`."""
         for twin, slot in zip(twins, self.cache.fork(row.slot, len(twins)), strict=True):
             twin.slot = slot
         self.parts.fork(row, twins)
         self._take(twins)
 
-    def _take(self, rows: Sequence[Row]) -> None:
+    def _take(self, rows: Sequence[RecipeRow]) -> None:
         self.rows += rows
         self._came += rows
 
-    def _begun(self, row: Row) -> Row:
+    def _begun(self, row: RecipeRow) -> RecipeRow:
         """The row that decodes for `row`: itself, or the first branch of its search."""
         if row.recipe.search is None:
             return row
-        self.searches.append(SearchRun(self, row, row.recipe.search))
-        return self.searches[-1].branches[0].row
+        search = SearchRun(self, row, row.recipe.search)
+        self.searches.append(search)
+        return next(iter(search.branches.values()))
 
     def due(self, row: Row) -> int:
         """How many of the row's tokens are to be fed; a resting row holds its last one back."""
         return len(row.tokens) - (row.room == 0) - self.cache.positions[row.slot]
 
-    def _reads(self, row: Row) -> bool:
+    def _reads(self, row: RecipeRow) -> bool:
         """Whether the row must be fed more than its last token and the tokens that its constraint forced."""
         return self.due(row) > (1 + row.forced if row.emitted > 0 and row.room > 0 else 0)
 
@@ -163,8 +166,8 @@ class Batch:
             BaseException: from a part of a row's recipe, such as a search or a processor; call `rollback` then.
         """
         start = time.perf_counter()
-        steps, rows = self._search(rows)
-        reading, decoding = self._apart(rows)
+        steps, running = self._search(rows)
+        reading, decoding = self._apart(running)
         if not (reading or decoding):
             for search in self.searches[: not steps]:
                 search.doze(_DOZE)
@@ -184,9 +187,9 @@ class Batch:
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
 
-    def _apart(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    def _apart(self, rows: Sequence[RecipeRow]) -> tuple[list[RecipeRow], list[RecipeRow]]:
         """Rows that read and rows that decode; resting rows are neither. Raises the error of a row whose KV failed."""
-        reading, decoding = list[Row](), list[Row]()
+        reading, decoding = list[RecipeRow](), list[RecipeRow]()
         for row in rows:
             if row.error is not None:
                 raise row.error
@@ -196,7 +199,7 @@ class Batch:
                 decoding.append(row)
         return reading, decoding
 
-    def _search(self, rows: Sequence[Row] | None) -> tuple[list[Step], list[Row]]:
+    def _search(self, rows: Sequence[Row] | None) -> tuple[list[Step], list[RecipeRow]]:
         """Advance all searches, or those of `rows`; return what they emit and the rows that may run now."""
         chosen = None if rows is None else set(rows)
         if not self.searches:
@@ -222,7 +225,7 @@ class Batch:
         for row in self.rows:
             row.note_bytes(self.cache.row_bytes(row.slot))
 
-    def _pieces(self, rows: Sequence[Row], budget: int, most: int | None) -> list[_Share]:
+    def _pieces(self, rows: Sequence[RecipeRow], budget: int, most: int | None) -> list[_Share]:
         """How much of its prompt each row reads, in the order of the slots."""
         pieces: list[_Share] = []
         for row in self.reading:
@@ -262,15 +265,15 @@ class Batch:
             self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
         return self.settle(ended, outcomes)
 
-    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
+    def propose(self, rows: Sequence[RecipeRow]) -> list[TokenTree]:
         """What each decoding row is fed: its last token and the guesses that follow it."""
         return self.parts.propose(rows)
 
-    def judge_all(self, rows: Sequence[tuple[Row, RowTarget, int]]) -> list[Outcome]:
+    def judge_all(self, rows: Sequence[tuple[RecipeRow, RowTarget, int]]) -> list[Outcome]:
         """The outcome of each tree whose row emits something now, and how many uncommitted tokens the row holds."""
         return [self.judge(row, target) for row, target, _ in rows]
 
-    def judge(self, row: Row, target: RowTarget) -> Outcome:
+    def judge(self, row: RecipeRow, target: RowTarget) -> Outcome:
         """The outcome of a row's tree, which is its last token alone when it has just read its prompt."""
         return row.rule.walk(target.tree, target)
 
@@ -285,7 +288,8 @@ class Batch:
             some = [item[1:] for item in told if item[0] == guesses]
             if some:
                 rows, trees, kept = zip(*some, strict=True)
-                self.parts.observe(StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses))
+                report = StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses)
+                self.parts.observe(rows, report)
 
     def settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
         """Commit and emit what was accepted; a loop that emits otherwise overrides this."""
@@ -302,7 +306,7 @@ class Batch:
         self.retire()
         return steps
 
-    def commit(self, row: Row, path: Sequence[int]) -> None:
+    def commit(self, row: RecipeRow, path: Sequence[int]) -> None:
         """Commit the nodes of `path`, and let the row's `keep` rewrite its KV where that is due."""
         before = self.cache.positions[row.slot]
         self.cache.commit(row.slot, path)
@@ -325,9 +329,9 @@ class Batch:
         for row in self.rows:
             if row.leaves:
                 row.note_bytes(self.cache.row_bytes(row.slot))
-            elif self._release and row.recipe.proposer is None:
+            elif self._release and not row.drafts:
                 fed = self.cache.positions[row.slot] - row.prompt_length
-                self.cache.release(row.slot, row.recipe.plan.dropped(max(0, fed + 1)))
+                self.cache.release(row.slot, row.plan.dropped(max(0, fed + 1)))
         self._came = [row for row in self._came if not row.leaves]
         alive = [row for row in self.rows if not row.leaves]
         done, self.rows = len(self.rows) - len(alive), alive
@@ -344,6 +348,33 @@ class Batch:
             row.slot = slot
 
 
+def begin(
+    loop: Loop | None, stack: Stack, cache: KVCache | None = None, rows: Sequence[RecipeRow] = (), *,
+    prefixes: Prefixes | None = None, release: bool = True,
+) -> Batch:
+    """A batch for rows of that loop; None is the plain loop. The arguments are those of `Batch`."""
+    make: Callable[..., Batch] = Batch if loop is None else loop.batch()
+    return make(stack, cache, rows, prefixes=prefixes, release=release)
+
+
+def run(batch: Batch, budget: int, most: int = 2048) -> Generator[list[Step], None, None]:
+    """Yield what every step emits until all rows have ended.
+
+    All prompts are read first, so that rows decode side by side: rows at the same step run the same layers. If the
+    caller leaves early, the cache holds committed tokens only.
+
+    Args:
+        batch: the rows.
+        budget: tokens of a forward.
+        most: prompt tokens per row and forward.
+    """
+    try:
+        while batch.rows:
+            yield batch.step(budget, batch.reading or None, most)
+    finally:
+        batch.close()
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     """A row's share of a forward.
@@ -355,7 +386,7 @@ class _Share:
         before: prompt tokens or forced tokens ahead of the tree's root.
     """
 
-    row: Row
+    row: RecipeRow
     chunk: SequenceChunk
     tree: TokenTree | None
     before: int = 0
@@ -387,7 +418,7 @@ class _Share:
         ledger.read(depths[0])  # steps never fall, so the first one runs most
 
 
-def _guesses(row: Row, tree: TokenTree, before: int) -> _Share:
+def _guesses(row: RecipeRow, tree: TokenTree, before: int) -> _Share:
     """A row's root with its guesses; a chain where tokens before the root came without a forward."""
     tokens = (*row.tokens[-1 - before : -1], *tree.tokens)
     steps = [row.emitted + depth for depth in (*range(-before, 0), *tree.depths)]
@@ -397,25 +428,25 @@ def _guesses(row: Row, tree: TokenTree, before: int) -> _Share:
         tokens = (*tokens, *tokens[-1:] * len(tree.asides))
         steps = list(accumulate((row.emitted + depth for depth in depths), max))  # they may not fall
     chunk = SequenceChunk(
-        row.slot, tokens, steps, row.recipe.plan, parents, depths, wanted=len(tree), likeliest=row.takes_likeliest,
+        row.slot, tokens, steps, row.plan, parents, depths, wanted=len(tree), likeliest=row.takes_likeliest,
         vectors=tree.vectors,
     )
     return _Share(row, chunk, tree, before)
 
 
-def _piece(row: Row, first: int, size: int) -> _Share:
+def _piece(row: RecipeRow, first: int, size: int) -> _Share:
     """`size` tokens of a row's prompt or of its forced tokens, from position `first` on."""
     tokens, ends = row.tokens[first : first + size], first + size == len(row.tokens)
     tree = TokenTree.chain(tokens[-1:]) if ends else None
     steps = [max(0, place + 1 - row.prompt_length) for place in range(first, first + size)]
     wanted = size if row.emitted else int(ends)
     chunk = SequenceChunk(
-        row.slot, tokens, steps, row.recipe.plan, wanted=wanted, likeliest=row.takes_likeliest and not row.emitted
+        row.slot, tokens, steps, row.plan, wanted=wanted, likeliest=row.takes_likeliest and not row.emitted
     )
     return _Share(row, chunk, tree, size - 1)
 
 
-def _emit(row: Row, target: RowTarget, outcome: Outcome) -> list[Step]:
+def _emit(row: RecipeRow, target: RowTarget, outcome: Outcome) -> list[Step]:
     """Advance the row by an outcome; return its steps, cut where the row ends."""
     tokens = [target.tree.tokens[node] for node in outcome.path[1:]] + [outcome.token]
     if row.record is not None:

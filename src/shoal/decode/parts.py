@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import (
     DraftLengthPolicy,
@@ -41,12 +41,12 @@ class PartsAtWork:
         self._stack, self._cache = stack, cache
         self._workers: dict[int, Worker] = {}
 
-    def listening(self, rows: Sequence[Row]) -> bool:
+    def listening(self, rows: Sequence[RecipeRow]) -> bool:
         """Whether any worker observes the outcome of a forward of these rows."""
         return any(row.recipe.has_workers or row.recipe.meter is not None for row in rows)
 
     def looked_at(
-        self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]
+        self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]
     ) -> tuple[Sequence[SequenceChunk], tuple[HiddenStateHook, ...]]:
         """The chunks of the next forward with their hooks and choices, and the hook that sees its hidden states."""
         if not any(row.recipe.has_workers for row in rows):
@@ -54,9 +54,9 @@ class PartsAtWork:
         watched = self.watch(rows, chunks)
         return self.with_experts(rows, self.with_hooks(rows, chunks)), watched
 
-    def propose(self, rows: Sequence[Row]) -> list[TokenTree]:
+    def propose(self, rows: Sequence[RecipeRow]) -> list[TokenTree]:
         """A tree for every row: the root alone unless its recipe has a proposer and there is room for guesses."""
-        if all(row.recipe.proposer is None for row in rows):
+        if all(not row.drafts for row in rows):
             return [TokenTree.chain(row.tokens[-1:]) for row in rows]
         trees: dict[int, TokenTree] = {}
         limits = self._limits(rows)
@@ -72,7 +72,7 @@ class PartsAtWork:
                 trees.update(zip((row.slot for row in group), cut, strict=True))
         return [trees.get(row.slot) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
+    def watch(self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
         """Hooks that show the hidden states of the next forward to the workers that want them."""
         hooks: list[tuple[HiddenStateHook, list[int] | None]] = []
         reading, decoding = [row for row in rows if not row.emitted], [row for row in rows if row.emitted]
@@ -90,7 +90,7 @@ class PartsAtWork:
 
         return (FromLayer(min(first_seen(hook) for hook, _ in hooks), show),)
 
-    def with_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
+    def with_hooks(self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the next forward, with their query hooks."""
         hooks: dict[int, list[QueryHook]] = {}
         groups = ([row for row in rows if not row.emitted], [row for row in rows if row.emitted])
@@ -105,7 +105,7 @@ class PartsAtWork:
         return [replace(chunk, query_hook=_in_turn(hooks[chunk.row])) if chunk.row in hooks else chunk
                 for chunk in chunks]
 
-    def with_experts(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
+    def with_experts(self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the next forward, with the neurons of the MLPs that their tokens run."""
         found = list(chunks)
         for worker, group in self._at_work(rows, _experts):
@@ -114,12 +114,12 @@ class PartsAtWork:
                 found[place] = replace(chunks[place], experts=choice)
         return found
 
-    def ahead(self, row: Row, length: int) -> int:
+    def ahead(self, row: RecipeRow, length: int) -> int:
         """How many tokens may be fed to a row that holds `length` positions before its KV is rewritten; 0: any."""
         keeper = self._keeper(row)
         return 0 if keeper is None else keeper.next_length(row, length) - length
 
-    def rewrite(self, row: Row, before: int) -> None:
+    def rewrite(self, row: RecipeRow, before: int) -> None:
         """Rewrite a row's KV if it has reached the next length beyond `before` positions at which that is due."""
         keeper, cache = self._keeper(row), self._cache
         if keeper is not None and keeper.next_length(row, before) <= cache.positions[row.slot]:
@@ -129,43 +129,45 @@ class PartsAtWork:
                 and not layer.released[row.slot] and layer.row_tensors(row.slot)
             ])
 
-    def _keeper(self, row: Row) -> Keeper | None:
+    def _keeper(self, row: RecipeRow) -> Keeper | None:
         return None if row.recipe.keep is None else self._worker(row.recipe.keep)
 
-    def fork(self, row: Row, twins: Sequence[Row]) -> None:
+    def fork(self, row: RecipeRow, twins: Sequence[RecipeRow]) -> None:
         """Tell the row's workers of rows that were forked from it."""
         for worker, _ in self._all_at_work([row]):
             worker.fork(row, twins)
 
-    def observe(self, report: StepReport) -> None:
-        """Report a step to all workers and to the meters of their guesses."""
-        for worker, group in self._all_at_work(report.rows):
+    def observe(self, rows: Sequence[RecipeRow], report: StepReport) -> None:
+        """Report a step of these rows to all their workers and to the meters of their guesses."""
+        for worker, group in self._all_at_work(rows):
             worker.observe(report.part(group))
-        meter = None if report.prompt else report.rows[0].recipe.meter
-        if meter is not None and all(row.recipe.meter is meter for row in report.rows):
+        meter = None if report.prompt else rows[0].recipe.meter
+        if meter is not None and all(row.recipe.meter is meter for row in rows):
             meter.observe(report)
 
-    def forget_all_but(self, rows: Sequence[Row]) -> None:
+    def forget_all_but(self, rows: Sequence[RecipeRow]) -> None:
         """Forget the workers that none of these rows has: another part may come to live where theirs was."""
         parts = {id(part(row)) for row in rows for part in _PARTS}
         self._workers = {key: one for key, one in self._workers.items() if key in parts}
 
-    def _limits(self, rows: Sequence[Row]) -> dict[int, int]:
-        limits = {row.slot: 0 if row.recipe.proposer is None or row.forced else self.most(row) for row in rows}
+    def _limits(self, rows: Sequence[RecipeRow]) -> dict[int, int]:
+        limits = {row.slot: 0 if not row.drafts or row.forced else self.most(row) for row in rows}
         for policy, group in self._at_work(rows, _policy):
             for row, most in zip(group, policy.limits(group), strict=True):
                 limits[row.slot] = min(limits[row.slot], most)
         return limits
 
-    def most(self, row: Row) -> int:
+    def most(self, row: RecipeRow) -> int:
         """How many guesses fit before the row's end and before its KV is rewritten."""
         ahead = self.ahead(row, self._cache.positions[row.slot])
         return min(row.room, ahead or row.room) - 1
 
-    def _all_at_work(self, rows: Sequence[Row]) -> list[tuple[Worker, Sequence[Row]]]:
+    def _all_at_work(self, rows: Sequence[RecipeRow]) -> list[tuple[Worker, Sequence[RecipeRow]]]:
         return [pair for part in _PARTS for pair in self._at_work(rows, part)]
 
-    def _at_work(self, rows: Sequence[Row], part: Callable[[Row], Part[W] | None]) -> list[tuple[W, Sequence[Row]]]:
+    def _at_work(
+        self, rows: Sequence[RecipeRow], part: Callable[[RecipeRow], Part[W] | None]
+    ) -> list[tuple[W, Sequence[RecipeRow]]]:
         """Rows grouped by a part of their recipe, each group with its worker; rows without the part are left out."""
         if len(rows) == 1:  # the usual case, kept fast
             one = part(rows[0])
@@ -183,30 +185,29 @@ class PartsAtWork:
         return cast("W", self._workers[id(part)])
 
 
-def _plan(row: Row) -> PlanByPrompt | None:
-    plan = row.recipe.plan
-    return plan if isinstance(plan, PlanByPrompt) else None
+def _plan(row: RecipeRow) -> PlanByPrompt | None:
+    return row.plan if isinstance(row.plan, PlanByPrompt) else None
 
 
-def _proposer(row: Row) -> Proposer | None:
+def _proposer(row: RecipeRow) -> Proposer | None:
     proposer = row.recipe.proposer
     return proposer.proposer if isinstance(proposer, Paced) else proposer
 
 
-def _policy(row: Row) -> Part[DraftLengthPolicy] | None:
+def _policy(row: RecipeRow) -> Part[DraftLengthPolicy] | None:
     proposer = row.recipe.proposer
     return proposer.policy if isinstance(proposer, Paced) else None
 
 
-def _keep(row: Row) -> Keep | None:
+def _keep(row: RecipeRow) -> Keep | None:
     return row.recipe.keep
 
 
-def _select(row: Row) -> Select | None:
+def _select(row: RecipeRow) -> Select | None:
     return row.recipe.select
 
 
-def _experts(row: Row) -> Experts | None:
+def _experts(row: RecipeRow) -> Experts | None:
     return row.recipe.experts
 
 
@@ -221,12 +222,12 @@ def _in_turn(hooks: Sequence[QueryHook]) -> QueryHook:
     return show
 
 
-def _places(rows: Sequence[Row], group: Sequence[Row]) -> list[int]:
+def _places(rows: Sequence[RecipeRow], group: Sequence[RecipeRow]) -> list[int]:
     """Indices of the group's rows among all rows."""
     members = set(group)
     return [place for place, row in enumerate(rows) if row in members]
 
 
-_PARTS: tuple[Callable[[Row], Part[Worker] | None], ...] = (
+_PARTS: tuple[Callable[[RecipeRow], Part[Worker] | None], ...] = (
     _plan, _proposer, _policy, _keep, _select, _experts
 )

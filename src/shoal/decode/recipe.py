@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from shoal.decode.branches.search import Branch
-    from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
     from shoal.decode.rules.accept import Rule
     from shoal.decode.sampling import Allowed
@@ -108,8 +107,8 @@ class Loop(ABC):
         return None
 
     @abstractmethod
-    def batch(self) -> Callable[..., RowBatch]:
-        """Makes its batches from the arguments of `shoal.decode.batch.Batch`; usually a subclass of that."""
+    def batch(self) -> Callable[..., Any]:
+        """The subclass of `shoal.decode.batch.Batch` in which its rows decode; or what makes one of it."""
 
     def check(self, row: Row) -> None:
         """Refuse a row whose options the loop cannot honour, before anything runs.

@@ -1,4 +1,4 @@
-"""A running sequence: its request, what it has emitted, and the state of its KV."""
+"""A running sequence as the parts of a recipe see it: its tokens, how they are chosen, and where it ends."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from torch import Tensor
 
 from shoal.decode import sampling
 from shoal.decode.ledger import RowLedger
-from shoal.decode.recipe import Recipe
 from shoal.decode.rules.accept import Match, Rule
 from shoal.decode.sampling import Allowed, LogitsProcessor
 from shoal.decode.text.stop import StopState
+from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVBytes
 from shoal.types import Alternative, FinishReason, Sampling, Step, TokenLogprob
+
+_MATCH = Match()
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """State of one row. The engine makes it, the loop advances it. It equals only itself.
+    """State of one row, which the loop advances. It equals only itself.
 
     Attributes:
         number: the row's number in its request: keys its random numbers and its results.
         slot: the row's place in the cache; changes when other rows leave.
         tokens: prompt and emitted tokens; the last one is the root, whose KV does not exist yet.
         prompt_length: leading tokens that are the prompt.
+        stop: decides where the row ends, and decodes its text.
+        plan: the layers that its tokens run.
+        rule: which guesses are kept.
+        drafts: whether tokens are guessed ahead.
         cached: prompt tokens whose KV was there already.
         root: in a search, the row of which this one is a branch; else None.
         until: emitted tokens after which a branch rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
-        allowed: the mask of the recipe's constraint for this row, if there is one; `new_mask` makes it.
+        allowed: the mask of the recipe's constraint for this row, if there is one.
         forced: how many of the last tokens came without a forward, since no other was allowed.
-        recipe: the parts from which it decodes.
-        stop: decides where the row ends, and decodes its text.
         steps: what was emitted.
         bytes: size of the row's KV when it finished.
         error: from rewriting its KV, which is then in an unknown state.
@@ -48,8 +52,10 @@ class Row:
     slot: int
     tokens: list[int]
     prompt_length: int
-    recipe: Recipe
     stop: StopState
+    plan: DepthPlan
+    rule: Rule = _MATCH
+    drafts: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     processors: Sequence[LogitsProcessor] = ()
     seed: int = 0
@@ -66,14 +72,6 @@ class Row:
     forced: int = 0
     placed: list[tuple[int, int, int]] | None = None
     alternatives: tuple[Alternative, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.allowed is None:
-            self.allowed = self.new_mask()
-
-    def new_mask(self) -> Allowed | None:
-        """A new mask from the recipe's constraint; a row with other tokens needs its own."""
-        return None if self.recipe.constraint is None else self.recipe.constraint()
 
     @property
     def emitted(self) -> int:
@@ -113,25 +111,12 @@ class Row:
         known = [logprob(place, piece.token) for place, piece in enumerate(pieces)]  # before the row's history grows
         for place, piece in enumerate(pieces):
             index = self.emitted
-            ran = self.recipe.plan.depth(index) if depth is None else depth
+            ran = self.plan.depth(index) if depth is None else depth
             steps.append(Step(
                 self.number, index, piece.token, piece.text, ran, place < guessed, known[place], piece.finish_reason
             ))
             self.tokens.append(piece.token)
         self.steps += steps
-        return steps
-
-    def force(self) -> list[Step]:
-        """Emit tokens without a forward as long as the constraint allows only one.
-
-        It does nothing if a forward may not hold several tokens of the text, or if the logits of each are wanted.
-        """
-        if self.allowed is None or self.recipe.keep is not None or self.record is not None:
-            return []
-        steps: list[Step] = []
-        while self.room and (token := self.allowed.sole(self.tokens[self.prompt_length :])) is not None:
-            steps += self.emit([token], 0, self._certain)
-        self.forced = len(steps)
         return steps
 
     def put(self, tokens: Sequence[int]) -> list[Step]:
@@ -151,30 +136,6 @@ class Row:
         if self.root is not None:
             self.root.bytes = stored if self.root.bytes is None else self.root.bytes + stored
 
-    @property
-    def branches(self) -> int:
-        """The most rows of a batch that decode for this one."""
-        return self.recipe.branches(self.sampling.greedy)
-
-    def check(self) -> None:
-        """Let the recipe's loop refuse options that it cannot honour."""
-        if self.recipe.loop is not None:
-            self.recipe.loop.check(self)
-
-    @property
-    def rule(self) -> Rule:
-        """The recipe's acceptance rule, by default an exact match."""
-        return self.recipe.rule or _MATCH
-
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether only the largest logit of each node is needed."""
-        how, recipe = self.sampling, self.recipe
-        if not how.greedy or how.logit_bias or sampling.needs_history(how, self.processors):
-            return False
-        others = (how.logprobs, self.record, self.allowed, self.root, recipe.rule, recipe.search, recipe.loop)
-        return all(other is None for other in others)
-
     def allows(self, words: Sequence[int], token: int) -> bool:
         """Whether the constraint, if any, lets a token follow the row's tokens and `words`."""
         return self.allowed is None or self.allowed.lets([*self.tokens[self.prompt_length :], *words], token)
@@ -192,6 +153,3 @@ class Row:
     def draft_uniform(self, ahead: int, rank: int = 0, place: int | None = None) -> float:
         """The number that draws a guess, which the rule's `purpose` names."""
         return self.uniform(ahead, self.rule.purpose(rank, place))
-
-
-_MATCH = Match()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
 
 from torch import Tensor
 from typing_extensions import override
@@ -39,7 +39,8 @@ class RowTarget(Target):
         row = self._row
         if not row.processors and row.allowed is None:
             return self
-        free = replace(row, processors=(), allowed=None, recipe=replace(row.recipe, constraint=None))
+        free = copy.copy(row)
+        free.processors, free.allowed = (), None
         return RowTarget(free, self.tree, self._logits)
 
     @property

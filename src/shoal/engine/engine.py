@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.text.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.engine.cards import card as cards
@@ -187,7 +187,7 @@ class Engine:
             results += self._finished(rows[first : first + size], request)
         return results if is_batch(prompt) else results[0]
 
-    def _finished(self, rows: list[Row], request: Request) -> list[Result]:
+    def _finished(self, rows: list[RecipeRow], request: Request) -> list[Result]:
         """The results of rows that are decoded together."""
         for slot, row in enumerate(rows):
             row.slot = slot
@@ -264,7 +264,7 @@ class Engine:
 
     def rows(
         self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None, *, patient: bool = True
-    ) -> list[Row]:
+    ) -> list[RecipeRow]:
         """A row per prompt, ready for the loop.
 
         Args:
@@ -281,12 +281,13 @@ class Engine:
         forbid = request.forbids(rules, self.tokenizer, self.stack.vocab_size)
         asked = zip(ids, stops, request.constraints(len(ids)), strict=True)
         return [
-            Row(
+            RecipeRow(
                 number=number,
                 slot=number,
                 tokens=list(tokens),
                 prompt_length=len(tokens),
                 stop=stop,
+                plan=recipe.plan,
                 recipe=recipe if wanted is None
                 else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens, patient)),
                 sampling=request.sampling,
@@ -302,11 +303,11 @@ class Engine:
         """Makes masks of constraints; Unsupported where there can be none, see `Compiler`."""
         return Compiler(self.tokenizer, self.stack.vocab_size, self.eos_token_ids)
 
-    def cache_for(self, rows: Sequence[Row], max_new_tokens: int) -> KVCache:
+    def cache_for(self, rows: Sequence[RecipeRow], max_new_tokens: int) -> KVCache:
         """An empty cache with room for what each layer will store of these rows."""
         prompt = max(row.prompt_length for row in rows)
         answer = min(max_new_tokens, _RESERVE)
-        drops = [max(drop) for drop in zip(*(row.recipe.plan.attention for row in rows), strict=True)]
+        drops = [max(drop) for drop in zip(*(row.plan.attention for row in rows), strict=True)]
         room = max(min(_DRAFT, row.recipe.scratch) for row in rows)
         reserve = [prompt + room + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
         keeps = [row.recipe.keep for row in rows if row.recipe.keep is not None]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.engine.request import Request
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import Stack
@@ -42,11 +42,11 @@ class LoadedModel(Protocol):
         """What a method makes of the model."""
         ...
 
-    def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[Row]:
+    def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[RecipeRow]:
         """A row per prompt, ready for the loop."""
         ...
 
-    def cache_for(self, rows: Sequence[Row], max_new_tokens: int) -> KVCache:
+    def cache_for(self, rows: Sequence[RecipeRow], max_new_tokens: int) -> KVCache:
         """An empty cache with room for these rows."""
         ...
 

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
@@ -218,7 +218,7 @@ class _GenerateCall:
 
     def _rows(
         self, engine: Engine, ending: Ending, padding: Sequence[int], records: Sequence[Record] | None
-    ) -> list[Row]:
+    ) -> list[RecipeRow]:
         sampled = bool(self.config.do_sample)
         recipe = engine.recipe(self.method, ending.limit)
         _rows.check_processors(self.processors, repeats=recipe.scratch > 0 or recipe.search is not None)
@@ -229,9 +229,10 @@ class _GenerateCall:
             record = records[number] if records else None
             criteria = ending.criteria_for(len(ids), self.input_ids.device, record)
             rules = StopRules(eos_token_ids=ending.eos, max_new_tokens=ending.limit, criteria=criteria)
-            rows.append(Row(
-                number=number, slot=number, tokens=ids[skip:], prompt_length=len(ids) - skip, recipe=recipe,
-                stop=StopState(rules, None, ids), sampling=Sampling(temperature=1.0 if sampled else 0.0),
+            rows.append(RecipeRow(
+                number=number, slot=number, tokens=ids[skip:], prompt_length=len(ids) - skip,
+                stop=StopState(rules, None, ids), plan=recipe.plan, recipe=recipe,
+                sampling=Sampling(temperature=1.0 if sampled else 0.0),
                 processors=self._processors_for(number, skip), seed=seed, record=record,
             ))  # fmt: skip
         return rows

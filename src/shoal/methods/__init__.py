@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.methods.base import Method
 
 GROUP = "shoal.methods"
+_KEYS = ("method", "method_args", "inner")
 
 
 def names() -> tuple[str, ...]:
@@ -75,7 +76,26 @@ def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str] | Sequence[An
             f"a method is a name, a Method, a .json card, a dict with a name under 'method' and its options under "
             f"'method_args', or a list of these; got {spec!r}"
         )
-    return get(spec["method"]).from_dict(spec)
+    method = get(spec["method"])
+    return method(**_options(method, spec))
+
+
+def _options(method: type[Method], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a dict names; those that hold a method are made."""
+    from shoal.methods.base import WRAPPED
+
+    for key in spec:
+        if key not in _KEYS:
+            raise ValueError(f"{unknown('key of a method', key, _KEYS)}. Options belong under 'method_args'")
+    args = spec.get("method_args") or {}
+    if not isinstance(args, Mapping):
+        raise ValueError(f"method_args is {args!r}; it must be a mapping of options")
+    options = {**args, **({"inner": spec["inner"]} if "inner" in spec else {})}
+    for option in options:
+        if option not in method.knobs():
+            raise unknown(f"option of {method.name}", option, method.knobs())
+    return {option: make(value) if option in WRAPPED and value is not None else value
+            for option, value in options.items()}
 
 
 def _several(specs: Sequence[Any]) -> Method:

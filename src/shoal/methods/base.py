@@ -6,17 +6,15 @@ Knows no method and no model; imports no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from shoal.errors import Unsupported, check_text, unknown
+from shoal.errors import Unsupported, check_text
 from shoal.methods.knobs import describe, fits, frozen, plain, unbounded
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from shoal.decode.recipe import Recipe
     from shoal.types import ModelInfo
 
@@ -25,7 +23,6 @@ MASKED = "a masked-diffusion model"
 """Needs that the loaded model alone decides; for others a method reads files or loads another model."""
 WRAPPED = ("inner", "draft_inner")
 """Options that hold another method: the wrapped one, and the one by which a second model decodes."""
-_KEYS = ("method", "method_args", "inner")
 _ADAPTER = "shoal.integrations.transformers"
 
 
@@ -187,32 +184,6 @@ class Method(ABC):
         if isinstance(args.get("draft_inner"), Method):
             args["draft_inner"] = args["draft_inner"].to_dict()
         return spec
-
-    @classmethod
-    def from_dict(cls, spec: Mapping[str, Any]) -> Self:
-        """The method that `to_dict` described; ValueError for another method's dict or an unknown option."""
-        for key in spec:
-            if key not in _KEYS:
-                raise ValueError(f"{unknown('key of a method', key, _KEYS)}. Options belong under 'method_args'")
-        if spec.get("method") != cls.name:
-            raise ValueError(f"this describes method {spec.get('method')!r}, not {cls.name!r}")
-        return cls(**cls._options(spec))
-
-    @classmethod
-    def _options(cls, spec: Mapping[str, Any]) -> dict[str, Any]:
-        args = spec.get("method_args") or {}
-        if not isinstance(args, Mapping):
-            raise ValueError(f"method_args is {args!r}; it must be a mapping of options")
-        options = {**args, **({"inner": spec["inner"]} if "inner" in spec else {})}
-        for option in options:
-            if option not in cls.knobs():
-                raise unknown(f"option of {cls.name}", option, cls.knobs())
-        for knob in WRAPPED:
-            if options.get(knob) is not None:
-                from shoal.methods import make
-
-                options[knob] = make(options[knob])
-        return options
 
     def __call__(
         self,

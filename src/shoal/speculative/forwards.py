@@ -37,7 +37,7 @@ class _Chain(Growth):
     def __init__(self, wanted: Draft) -> None:
         self.wanted, self.row = wanted, wanted.row
         super().__init__(self.row.tokens[-1])
-        self.plan = within(wanted.plan, self.row.recipe.plan, self.row.emitted)
+        self.plan = within(wanted.plan, self.row.plan, self.row.emitted)
         self.confidence = 1.0
         self._last = 0
 

@@ -57,7 +57,7 @@ def said_again(stack: Stack, cache: KVCache, row: Row, count: int, hook: HiddenS
         hook: receives their states [1, count, D].
     """
     end = cache.positions[row.slot]
-    chunk = SequenceChunk(row.slot, row.tokens[end - count : end], [0] * count, row.recipe.plan, wanted=count)
+    chunk = SequenceChunk(row.slot, row.tokens[end - count : end], [0] * count, row.plan, wanted=count)
     with rewound(cache, row.slot, end - count):
         found: list[int] = stack.forward([chunk], cache, hook).argmax(-1).tolist()
     return found

@@ -250,7 +250,7 @@ class MirrorDrafter(ModelDrafter):
 
     def _split(self, window: _Window) -> tuple[float, float]:
         """Seconds of the target's forward before and after the exit layer, in proportion to layers and LM head."""
-        layers = window.row.recipe.plan.layers(window.chunk.steps[-window.chunk.wanted])
+        layers = window.row.plan.layers(window.chunk.steps[-window.chunk.wanted])
         share = bisect_left(layers, self._exit_layer) / (len(layers) + self._target.head_layers)
         return share * self._target_seconds, (1 - share) * self._target_seconds
 

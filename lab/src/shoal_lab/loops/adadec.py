@@ -16,10 +16,9 @@ from shoal.decode.signals import entropy, log_probabilities
 from shoal.model.stack import SequenceChunk
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.recipe_row import RecipeRow
     from shoal.decode.rules.accept import Outcome
     from shoal.decode.target import RowTarget
-    from shoal_lab.methods.adadec import Pausing
 
 _SHORT = 32
 """Most tokens of a piece below which candidates may hang: 4 candidates of 8 tokens make 64 nodes with it."""
@@ -32,20 +31,22 @@ class PausingBatch(Batch):
     rows; the following commit drops it.
 
     Args:
-        how: when to pause, and how far to look.
+        threshold: entropy at which to pause.
+        candidates: most candidates.
+        lookahead: most tokens of a continuation.
     """
 
-    def __init__(self, *args: Any, how: Pausing, **options: Any) -> None:
+    def __init__(self, *args: Any, threshold: float, candidates: int, lookahead: int, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._how = how
+        self._threshold, self._candidates, self._lookahead = threshold, candidates, lookahead
 
-    def judge_all(self, rows: Sequence[tuple[Row, RowTarget, int]]) -> list[Outcome]:
+    def judge_all(self, rows: Sequence[tuple[RecipeRow, RowTarget, int]]) -> list[Outcome]:
         """Choose as in the plain loop if the model is sure; otherwise the best candidate."""
         outcomes = super().judge_all(rows)
-        unsure = {place: _Outlook(row, target, fed, self._how.candidates)
+        unsure = {place: _Outlook(row, target, fed, self._candidates)
                   for place, (row, target, fed) in enumerate(rows)
-                  if float(entropy(target.scores(0))) >= self._how.threshold}
-        for _ in range(self._how.lookahead):
+                  if float(entropy(target.scores(0))) >= self._threshold}
+        for _ in range(self._lookahead):
             self._look(sorted((one for one in unsure.values() if one.alive), key=lambda one: one.row.slot))
         return [replace(outcome, token=unsure[place].best) if place in unsure else outcome
                 for place, outcome in enumerate(outcomes)]
@@ -74,7 +75,7 @@ class _Candidate:
         logs: their log-probabilities (nats).
     """
 
-    def __init__(self, row: Row, node: int, token: int, log: float) -> None:
+    def __init__(self, row: RecipeRow, node: int, token: int, log: float) -> None:
         self._row, self._stop = row, row.stop.ahead()
         self.node, self.tokens, self.logs = node, list[int](), list[float]()
         self.say(token, log)
@@ -112,7 +113,7 @@ class _Outlook:
         count: most candidates; ruled out tokens are no candidates.
     """
 
-    def __init__(self, row: Row, target: RowTarget, fed: int, count: int) -> None:
+    def __init__(self, row: RecipeRow, target: RowTarget, fed: int, count: int) -> None:
         self.row, self._depth = row, fed
         self._parents, self._depths = list(range(-1, fed - 1)), list(range(fed))
         logs, possible = _logs(target)
@@ -139,11 +140,11 @@ class _Outlook:
             one.node = node
         self._depth += 1
         step = row.emitted + len(going[0].tokens)
-        depth = row.recipe.plan.depth(step)
+        depth = row.plan.depth(step)
         row.ledger.target_forwards += 1
         row.ledger.decode_layer_tokens += depth * len(going)
         row.ledger.read(depth)
-        return SequenceChunk(row.slot, [one.tokens[-1] for one in going], [step] * len(going), row.recipe.plan,
+        return SequenceChunk(row.slot, [one.tokens[-1] for one in going], [step] * len(going), row.plan,
                              tuple(self._parents), tuple(self._depths), wanted=len(going), fed=first)
 
     def extend(self, logits: Tensor) -> None:

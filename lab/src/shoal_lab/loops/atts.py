@@ -4,28 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from typing_extensions import override
 
 from shoal.decode.signals import log_likelihood
 from shoal.model.stack import SequenceChunk
-from shoal_lab.loops.switching import Read, SwitchingBatch, feed
+from shoal_lab.loops.switching import Read, SwitchingBatch, Turns, feed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
-    from shoal_lab.methods.atts import ChunkTurns
+    from shoal.decode.recipe_row import RecipeRow
+
+
+class JudgedTurns(Turns, Protocol):
+    """Turns that go by the losses of a chunk.
+
+    Attributes:
+        since: place in the row's text at which the chunk to judge begins; None if there is none.
+        losses: losses of its tokens by place, as far as the large model has read them.
+    """
+
+    since: int | None
+    losses: dict[int, float]
 
 
 class JudgingBatch(SwitchingBatch):
     """The large model's forwards score each token of the chunk that the policy is to judge."""
 
     @override
-    def _read_large(self, rows: Sequence[Row], budget: int, most: int | None) -> list[Read]:
-        fed = feed([(row, row.slot, row.recipe.plan) for row in rows], self.cache, budget, most)
+    def _read_large(self, rows: Sequence[RecipeRow], budget: int, most: int | None) -> list[Read]:
+        fed = feed([(row, row.slot, row.plan) for row in rows], self.cache, budget, most)
         chunks = [replace(chunk, wanted=max(chunk.wanted, self._scored(row, chunk))) for row, chunk in fed]
         logits = self.stack.forward(chunks, self.cache).split([chunk.wanted for chunk in chunks])
         read: list[Read] = []
@@ -34,15 +45,15 @@ class JudgingBatch(SwitchingBatch):
             read.append((row, chunk, values[-1] if chunk.wanted else None))
         return read
 
-    def _chunk(self, row: Row) -> ChunkTurns:
-        return cast("ChunkTurns", self._turns[id(row)][1])
+    def _chunk(self, row: RecipeRow) -> JudgedTurns:
+        return cast("JudgedTurns", self._turns[id(row)][1])
 
-    def _scored(self, row: Row, chunk: SequenceChunk) -> int:
+    def _scored(self, row: RecipeRow, chunk: SequenceChunk) -> int:
         """How many of the last fed tokens are followed by a token to score."""
         first, since = self.cache.positions[row.slot], self._chunk(row).since
         return 0 if since is None else max(0, first + len(chunk.tokens) - max(first, since - 1))
 
-    def _score(self, row: Row, chunk: SequenceChunk, logits: Tensor) -> None:
+    def _score(self, row: RecipeRow, chunk: SequenceChunk, logits: Tensor) -> None:
         """Record the losses of the tokens that follow those of logits [wanted, V]."""
         if self._chunk(row).since is None:
             return

@@ -9,9 +9,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import override
+
+if TYPE_CHECKING:
+    from shoal.types import MaskedModel
+    from shoal_lab.loops.grammar import CanvasGrammar
 
 Remasking = Literal["confidence", "margin", "entropy", "random"]
 Reuse = Literal["none", "prefix", "dual"]
@@ -138,3 +142,36 @@ class EarlyFill(ABC):
             guesses: for all masks of the answer.
             progress: share of steps done before this one.
         """
+
+
+@dataclass(frozen=True)
+class CanvasOptions:
+    """How a canvas is filled.
+
+    Attributes:
+        masked: the masked-diffusion model; None if the method is only described.
+        commit: which guesses are kept.
+        blocks: where a block ends.
+        remasking: the score that ranks guesses.
+        guidance: w of classifier-free guidance: logits are u + (w + 1)(c - u), where u are those with a masked prompt.
+        reuse: which KV is kept from the first forward over a block to its last.
+        exit: when all masks are filled at once; None for never.
+        grammar: the grammar of the answer; None for any text.
+    """
+
+    masked: MaskedModel | None
+    commit: Commit
+    blocks: FixedBlocks
+    remasking: Remasking = "confidence"
+    guidance: float = 0.0
+    reuse: Reuse = "none"
+    exit: EarlyFill | None = None
+    grammar: CanvasGrammar | None = None
+
+    def share(self, first: int, last: int, length: int) -> int:
+        """Steps for tokens first..last-1 of an answer of `length`; any number if nothing is scheduled."""
+        return self.commit.share(first, last, length) if isinstance(self.commit, Scheduled) else 1
+
+    def total(self, length: int) -> int:
+        """Steps for the whole answer."""
+        return self.share(0, length, length) if isinstance(self.commit, Scheduled) else length

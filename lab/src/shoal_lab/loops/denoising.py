@@ -15,11 +15,11 @@ from shoal.decode import sampling
 from shoal.decode.batch import Batch
 from shoal.model.stack import SequenceChunk
 from shoal.types import Step, TokenLogprob
-from shoal_lab.loops.canvas import Guess
+from shoal_lab.loops.canvas import CanvasOptions, Guess
 
 if TYPE_CHECKING:
+    from shoal.decode.recipe_row import RecipeRow
     from shoal.decode.row import Row
-    from shoal_lab.methods._denoising import Denoising
 
 
 class DenoisingBatch(Batch):
@@ -35,13 +35,13 @@ class DenoisingBatch(Batch):
         how: options of a step.
     """
 
-    def __init__(self, *args: Any, how: Denoising, **options: Any) -> None:
+    def __init__(self, *args: Any, how: CanvasOptions, **options: Any) -> None:
         super().__init__(*args, **{**options, "prefixes": None})  # a prefix's KV depends on what follows it
         self._how = how
         self._canvases: dict[int, Canvas] = {}
 
     @property
-    def reading(self) -> list[Row]:
+    def reading(self) -> list[RecipeRow]:
         """No rows: a prompt is read together with the masks."""
         return []
 
@@ -127,7 +127,7 @@ class Canvas:
         fresh: whether the next forward runs the whole canvas.
     """
 
-    def __init__(self, row: Row, how: Denoising) -> None:
+    def __init__(self, row: RecipeRow, how: CanvasOptions) -> None:
         assert how.masked is not None
         self.row, self._model, self.length = row, how.masked, row.stop.room
         self.tokens = [*row.tokens, *[self._model.mask_token_id] * self.length]
@@ -168,10 +168,10 @@ class Canvas:
         if hidden:
             tokens[: max(0, prompt - first)] = [self._model.mask_token_id] * max(0, prompt - first)
         depths = None if base == first else range(first - base, last - base)
-        return SequenceChunk(self.row.slot, tokens, [0] * len(tokens), self.row.recipe.plan, depths=depths,
+        return SequenceChunk(self.row.slot, tokens, [0] * len(tokens), self.row.plan, depths=depths,
                              wanted=last - self.before, mutual=True)
 
-    def guesses(self, logits: Tensor, ahead: int, how: Denoising) -> list[Guess]:
+    def guesses(self, logits: Tensor, ahead: int, how: CanvasOptions) -> list[Guess]:
         """Guesses for the masks before place `ahead`, from logits [places from the block's beginning on, V]."""
         places = sorted(place for place in self._masks if place < min(ahead, self.start + len(logits)))
         scores = self._scores(logits[[place - self.start for place in places]])
@@ -199,7 +199,7 @@ class Canvas:
         """A random number for each place in this step."""
         return [sampling.uniform(self.row.seed, self.row.number, self.steps << 32 | place, purpose) for place in places]
 
-    def begin(self, size: int, how: Denoising) -> None:
+    def begin(self, size: int, how: CanvasOptions) -> None:
         """Set the number of tokens of the block."""
         self.end = self.start + size
         self.left = how.share(self.start, self.end, self.length)
@@ -247,7 +247,7 @@ class Canvas:
 
     def count(self, fed: int) -> None:
         """Count the work of a forward."""
-        ledger, layers = self.row.ledger, self.row.recipe.plan.num_layers
+        ledger, layers = self.row.ledger, self.row.plan.num_layers
         ledger.target_forwards += 1
         ledger.decode_layer_tokens += layers * fed
         if self._forwards:

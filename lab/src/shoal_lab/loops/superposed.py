@@ -20,22 +20,39 @@ from shoal.types import Step, TokenLogprob
 from shoal_lab.loops.ngrams import NGramCounts
 
 if TYPE_CHECKING:
+    from shoal.decode.recipe_row import RecipeRow
     from shoal.decode.row import Row
     from shoal.decode.rules.accept import Outcome
     from shoal.decode.text.stop import StopState
-    from shoal_lab.methods.superposed import Superposing
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How drafts are chosen.
+
+    Attributes:
+        k, tokens, alpha, sharpen, unseen: as of `shoal_lab.methods.superposed.Superposed`.
+        counted: n-grams of a corpus; None for those of each row's prompt.
+    """
+
+    k: int
+    tokens: int
+    alpha: float
+    sharpen: float
+    unseen: float
+    counted: NGramCounts | None
 
 
 class SuperposedBatch(Batch):
     """Rows read their prompts as in the plain loop, and emit nothing before all their drafts have ended.
 
     Args:
-        how: number of drafts, and their n-grams.
+        how: how drafts are chosen.
     """
 
-    def __init__(self, *args: Any, how: Superposing, **options: Any) -> None:
+    def __init__(self, *args: Any, how: DraftOptions, **options: Any) -> None:
         self._how = how
-        self._drafts: dict[int, tuple[Row, Drafts]] = {}  # with the row, so that no other one gets its id
+        self._drafts: dict[int, tuple[RecipeRow, Drafts]] = {}  # with the row, so that no other one gets its id
         super().__init__(*args, **options)
 
     def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
@@ -61,7 +78,7 @@ class SuperposedBatch(Batch):
         self.retire()
         return steps
 
-    def _write(self, rows: Sequence[Row]) -> list[Step]:
+    def _write(self, rows: Sequence[RecipeRow]) -> list[Step]:
         """One more token for the drafts of each row."""
         start = time.perf_counter()
         drafts = [self._drafts[id(row)][1] for row in rows]
@@ -70,7 +87,7 @@ class SuperposedBatch(Batch):
         logits = self.stack.forward(chunks, self.cache, start=Start(0, torch.stack(fed)))
         steps: list[Step] = []
         for row, one, values in zip(rows, drafts, logits, strict=True):
-            depth = row.recipe.plan.depth(one.length)
+            depth = row.plan.depth(one.length)
             one.extend(values)
             self.commit(row, [0])
             row.ledger.target_forwards += 1
@@ -81,16 +98,16 @@ class SuperposedBatch(Batch):
         self.clock.count(time.perf_counter() - start, decoding=True)
         return steps
 
-    def _mixed(self, row: Row, drafts: Drafts) -> Tensor:
+    def _mixed(self, row: RecipeRow, drafts: Drafts) -> Tensor:
         """The input of the first layer [D]."""
         ids = torch.tensor([one.tokens[-1] for one in drafts.live], device=self.stack.device)
         place = torch.full_like(ids, self.cache.positions[row.slot])
         vectors = self.stack.embed(ids, place)
         return drafts.weights.to(vectors) @ vectors
 
-    def _end(self, row: Row, drafts: Drafts) -> list[Step]:
+    def _end(self, row: RecipeRow, drafts: Drafts) -> list[Step]:
         """Emit the answer when no draft goes on."""
-        row.ledger.branches, row.ledger.searched = self._how.knobs.k, drafts.made
+        row.ledger.branches, row.ledger.searched = self._how.k, drafts.made
         if drafts.live:
             return []
         best, *others = sorted(drafts.ended, key=lambda one: -one.mean)
@@ -148,9 +165,8 @@ class Drafts:
         made: number of tokens in all.
     """
 
-    def __init__(self, how: Superposing, row: Row) -> None:
-        self._knobs, self._row, self._plan = how.knobs, row, row.recipe.plan
-        self._offered = how.knobs.tokens or 3 * how.knobs.k
+    def __init__(self, how: DraftOptions, row: RecipeRow) -> None:
+        self._how, self._row, self._plan = how, row, row.plan
         self._counted = NGramCounts(row.tokens) if how.counted is None else how.counted
         self.live = [OneDraft([], "", 0.0, row.stop.copy(), [])]
         self.ended: list[OneDraft] = []
@@ -172,7 +188,7 @@ class Drafts:
 
     def extend(self, logits: Tensor) -> None:
         """Keep the best continuations of the drafts, given logits [V]; as many as go on, k at first."""
-        wanted = self._knobs.k - len(self.ended)
+        wanted = self._how.k - len(self.ended)
         found = [(one.score + score, place, token, score, scores) for place, one in enumerate(self.live)
                  for token, score, scores in self._continued(one, logits)]
         if not found:
@@ -186,14 +202,14 @@ class Drafts:
 
     def _continued(self, draft: OneDraft, logits: Tensor) -> list[tuple[int, float, Tensor]]:
         """Possible next tokens, each with its log-probability and the scores [V] that it comes from."""
-        scores, alpha = self._row.scores(logits, draft.tokens), self._knobs.alpha
-        best = log_probabilities(scores.double() / self._knobs.sharpen).topk(min(self._offered, len(scores)))
+        scores, alpha = self._row.scores(logits, draft.tokens), self._how.alpha
+        best = log_probabilities(scores.double() / self._how.sharpen).topk(min(self._how.tokens, len(scores)))
         after = self._counted.after([*self._row.tokens, *draft.tokens][-5:]) if alpha else {}
         found: list[tuple[int, float, Tensor]] = []
         for token, log in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-            seen = math.log(after[token]) if token in after else self._knobs.unseen
+            seen = math.log(after[token]) if token in after else self._how.unseen
             if log > -math.inf:
-                found.append((token, (1 - alpha) * log + alpha * max(seen, self._knobs.unseen), scores))
+                found.append((token, (1 - alpha) * log + alpha * max(seen, self._how.unseen), scores))
         return found
 
     def _log(self, scores: Tensor, token: int) -> TokenLogprob | None:

@@ -14,19 +14,19 @@ from shoal.decode.batch import Batch
 from shoal.decode.target import RowTarget
 from shoal.decode.tree import TokenTree
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.stack import SequenceChunk, Stack
 from shoal.types import Step
 
 if TYPE_CHECKING:
+    from shoal.decode.recipe_row import RecipeRow
     from shoal.decode.row import Row
     from shoal.depth.plan import DepthPlan
-    from shoal_lab.methods._switching import Switching
 
 
 class TurnPolicy(Protocol):
     """Chooses the writing model. Immutable."""
 
-    def begin(self, row: Row) -> Turns:
+    def begin(self, row: RecipeRow) -> Turns:
         """The turns of a row that has emitted nothing."""
         ...
 
@@ -48,7 +48,7 @@ class Turns(Protocol):
         """
         ...
 
-    def wrote(self, row: Row, tokens: Sequence[int]) -> None:
+    def wrote(self, row: RecipeRow, tokens: Sequence[int]) -> None:
         """Choose the next turn after emitted tokens."""
         ...
 
@@ -61,20 +61,21 @@ class SwitchingBatch(Batch):
     large one from then on.
 
     Args:
-        how: the small model, its layers, and the policy.
+        policy: chooses the writing model.
+        second: the small model.
+        plan: its layers.
     """
 
-    def __init__(self, *args: Any, how: Switching, **options: Any) -> None:
-        assert how.stack is not None and how.plan is not None
+    def __init__(self, *args: Any, policy: TurnPolicy, second: Stack, plan: DepthPlan, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._how, self._plan, self._small = how, how.plan, KVCache(how.stack.windows, 0)
-        self._seated: list[Row] = []
-        self._turns: dict[int, tuple[Row, Turns]] = {}  # with the row, so that no other one gets its id
+        self._policy, self._second, self._plan, self._small = policy, second, plan, KVCache(second.windows, 0)
+        self._seated: list[RecipeRow] = []
+        self._turns: dict[int, tuple[RecipeRow, Turns]] = {}  # with the row, so that no other one gets its id
         self._wrote: dict[int, bool] = {}  # who wrote a row's last token that was not forced: the large one?
-        self._common = min(self.stack.vocab_size, how.stack.vocab_size)
+        self._common = min(self.stack.vocab_size, second.vocab_size)
 
     @property
-    def reading(self) -> list[Row]:
+    def reading(self) -> list[RecipeRow]:
         """Rows that have emitted nothing; a model that lags behind does not count as reading."""
         return [row for row in self._came if not row.emitted]
 
@@ -83,7 +84,7 @@ class SwitchingBatch(Batch):
         start = time.perf_counter()
         wanted = None if rows is None else {id(row) for row in rows}
         chosen = [row for row in self.rows if wanted is None or id(row) in wanted]
-        self._turns = {id(row): self._turns.get(id(row)) or (row, self._how.policy.begin(row)) for row in self.rows}
+        self._turns = {id(row): self._turns.get(id(row)) or (row, self._policy.begin(row)) for row in self.rows}
         small, large = ([row for row in chosen if self._is_large(row) == who] for who in (False, True))
         decoding, steps = any(row.emitted for row in chosen), list[Step]()
         if small:
@@ -96,20 +97,20 @@ class SwitchingBatch(Batch):
         self.retire()
         return steps
 
-    def _is_large(self, row: Row) -> bool:
+    def _is_large(self, row: RecipeRow) -> bool:
         large: bool = self._turns[id(row)][1].large
         return large or self._bound(row)
 
-    def _bound(self, row: Row) -> bool:
+    def _bound(self, row: RecipeRow) -> bool:
         """Whether the row holds a token that the small model does not have."""
         return bool(self._common < self.stack.vocab_size) and max(row.tokens) >= self._common
 
-    def _read_large(self, rows: Sequence[Row], budget: int, most: int | None) -> list[Read]:
+    def _read_large(self, rows: Sequence[RecipeRow], budget: int, most: int | None) -> list[Read]:
         """What the large model reads of the rows now, with its logits at their ends."""
-        fed = feed([(row, row.slot, row.recipe.plan) for row in rows], self.cache, budget, most)
+        fed = feed([(row, row.slot, row.plan) for row in rows], self.cache, budget, most)
         return _said(fed, self.stack.forward([chunk for _, chunk in fed], self.cache))
 
-    def _read_small(self, rows: Sequence[Row], budget: int, most: int | None) -> list[Read]:
+    def _read_small(self, rows: Sequence[RecipeRow], budget: int, most: int | None) -> list[Read]:
         """The same by the small model, in the large one's vocabulary."""
         seated, wanted = {id(row) for row in self._seated}, {id(row) for row in rows}
         new = [row for row in rows if id(row) not in seated]
@@ -117,7 +118,7 @@ class SwitchingBatch(Batch):
         self._seated += new
         places = [(row, slot, self._plan) for slot, row in enumerate(self._seated) if id(row) in wanted]
         fed = feed(places, self._small, budget, most)
-        logits = self._how.stack.forward([chunk for _, chunk in fed], self._small)[..., : self.stack.vocab_size]
+        logits = self._second.forward([chunk for _, chunk in fed], self._small)[..., : self.stack.vocab_size]
         missing = self.stack.vocab_size - logits.shape[-1]
         return _said(fed, torch.nn.functional.pad(logits, (0, missing), value=-torch.inf))
 
@@ -148,7 +149,7 @@ class SwitchingBatch(Batch):
             steps += emitted
         return steps
 
-    def _keep(self, row: Row, chunk: SequenceChunk, large: bool) -> None:
+    def _keep(self, row: RecipeRow, chunk: SequenceChunk, large: bool) -> None:
         """Commit what a model has read, and count the work."""
         if large:
             _count(row, chunk)
@@ -158,12 +159,12 @@ class SwitchingBatch(Batch):
             row.ledger.second_layer_tokens += sum(map(self._plan.depth, chunk.steps))
             self._small.commit(chunk.row, range(len(chunk.tokens)))
 
-    def _say(self, row: Row, logits: Tensor, large: bool) -> Step:
+    def _say(self, row: RecipeRow, logits: Tensor, large: bool) -> Step:
         target = RowTarget(row, TokenTree.chain(row.tokens[-1:]), logits[None])
         token = self.judge(row, target).token
         if row.record is not None:
             row.record(target.logits(0), target.scores(0))
-        ledger, plan = row.ledger, row.recipe.plan if large else self._plan
+        ledger, plan = row.ledger, row.plan if large else self._plan
         ledger.switches += self._wrote.get(id(row), large) != large
         self._wrote[id(row)] = large
         ledger.second_tokens += not large
@@ -177,13 +178,13 @@ class SwitchingBatch(Batch):
             self._small.rollback(slot)
 
 
-Fed = tuple["Row", SequenceChunk]
-Read = tuple["Row", SequenceChunk, "Tensor | None"]
+Fed = tuple["RecipeRow", SequenceChunk]
+Read = tuple["RecipeRow", SequenceChunk, "Tensor | None"]
 """A row, what was fed of it, and logits [V] after its last token if that was fed."""
 
 
 def feed(
-    places: Sequence[tuple[Row, int, DepthPlan]], cache: KVCache, budget: int, most: int | None
+    places: Sequence[tuple[RecipeRow, int, DepthPlan]], cache: KVCache, budget: int, most: int | None
 ) -> list[Fed]:
     """What is fed of the rows, each with its slot and plan: everything that the cache lacks, within the budget."""
     fed: list[Fed] = []
@@ -203,7 +204,7 @@ def _said(fed: Sequence[Fed], logits: Tensor) -> list[Read]:
     return [(row, chunk, next(lines) if chunk.wanted else None) for row, chunk in fed]
 
 
-def _count(row: Row, chunk: SequenceChunk) -> None:
+def _count(row: RecipeRow, chunk: SequenceChunk) -> None:
     """Count the large model's work: of the prompt, and of later tokens."""
     ledger, plan = row.ledger, chunk.plan
     prompt = sum(step == 0 for step in chunk.steps)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,17 +17,67 @@ from shoal.decode.branches.verifier import Question
 from shoal.decode.text.pieces import Detokenizer
 from shoal_lab.components.sentences import last_of
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shoal_lab.methods.trimr import Trimming
-
 Manner = Literal["gentle", "forceful"]
 """How a thinking is closed."""
 _LONGEST, _LEAST = 128, 16
 """Most tokens of a repeated sequence, and least tokens of all its repetitions together."""
 _TAIL = 32
 """Tokens at the end of a prompt in which an opening tag is searched."""
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """What a thinking is, and what ends it.
+
+    Attributes:
+        tokenizer: of the thinking model.
+        opening, closing, cues, agree, sentences, share, thoughts, repeats: as of `shoal_lab.methods.trimr.TrimR`.
+        judged: whether there is a judge.
+    """
+
+    tokenizer: Any
+    opening: str | None
+    closing: str | tuple[int, ...] | None
+    cues: str | None
+    judged: bool
+    agree: int
+    sentences: int
+    share: float | None
+    thoughts: int
+    repeats: int | None
+
+    @property
+    def tags(self) -> tuple[str, str]:
+        """The tags as text; the second may be empty if it is given as ids and there is no tokenizer."""
+        opening, closing = self.opening, self.closing
+        known: list[list[str]] = texts()["tags"]
+        if opening is None:
+            opening = next((begins for begins, ends in known if self._has(ends)), known[0][0])
+        if closing is None:
+            mate = f"{opening[0]}/{opening[1:]}" if opening else known[0][1]
+            closing = next((ends for begins, ends in known if begins == opening), mate)
+        return opening, closing if isinstance(closing, str) else self.spelled(closing)
+
+    def ending(self, manner: str) -> list[int]:
+        """Tokens that close the thinking, "gentle" or "forceful": a sentence if there is a tokenizer, and the tag."""
+        closing = self.closing
+        if self.tokenizer is None:
+            assert isinstance(closing, tuple)
+            return list(closing)
+        if not isinstance(closing, tuple):
+            return self._ids(f"{texts()[manner]}{self.tags[1]}\n\n")
+        return [*self._ids(texts()[manner]), *closing, *self._ids("\n\n")]
+
+    def _has(self, tag: str) -> bool:
+        return self.tokenizer is not None and len(self._ids(tag)) == 1
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """Tokens as text with special ones; empty without a tokenizer."""
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class Thoughts:
@@ -43,20 +94,20 @@ class Thoughts:
         read: number of tokens seen.
     """
 
-    def __init__(self, how: Trimming, prompt: Sequence[int], most: int) -> None:
-        knobs, (self._opening, self._closing) = how.knobs, how.tags
-        self._knobs, self._tokenizer, self._detokenizer = knobs, how.tokenizer, Detokenizer(how.tokenizer)
+    def __init__(self, how: Thinking, prompt: Sequence[int], most: int) -> None:
+        self._opening, self._closing = how.tags
+        self._how, self._detokenizer = how, Detokenizer(how.tokenizer)
         self._special = frozenset(getattr(how.tokenizer, "all_special_ids", ()))
-        cues = texts()["cues"] if knobs.cues is None else knobs.cues
+        cues = texts()["cues"] if how.cues is None else how.cues
         self._cue = re.compile(rf"(?:\A|(?<=\s))(?:{'|'.join(map(re.escape, cues.split('|')))})(?=\W)")
         self._longest = max(map(len, cues.split("|"))) + 2
-        self._most = most * (knobs.share or 2)
-        self._repeats = None if knobs.repeats is None else Repeats(knobs.repeats)
+        self._most = most * (how.share or 2)
+        self._repeats = None if how.repeats is None else Repeats(how.repeats)
         self.due: Question | Manner | None = None
         self.read = self._thought = self._ended = self._same = 0
         self._text, self._former = "", ""
         self._waiting = deque[str]()
-        ends = self._spelled(prompt[-_TAIL:]).rstrip().endswith(self._opening)
+        ends = how.spelled(prompt[-_TAIL:]).rstrip().endswith(self._opening)
         self._state: Literal["before", "thinking", "after"] = "thinking" if ends else "before"
 
     def see(self, token: int) -> None:
@@ -64,7 +115,7 @@ class Thoughts:
         self.read += 1
         if self._state == "after":
             return
-        self._text += self._spelled([token]) if token in self._special else self._detokenizer.push(token)
+        self._text += self._how.spelled([token]) if token in self._special else self._detokenizer.push(token)
         if self._state == "before" and (place := self._text.find(self._opening)) >= 0:
             self._state, self._text = "thinking", self._text[place + len(self._opening) :]
         elif self._state == "before":
@@ -82,7 +133,7 @@ class Thoughts:
         if asked.kind == "agrees" or yes:
             self._same = self._same + 1 if asked.kind == "agrees" and yes else 1
             self._former = asked.thought
-        if self._same >= self._knobs.agree:
+        if self._same >= self._how.agree:
             self.due = "gentle"
         else:
             self._next()
@@ -99,9 +150,9 @@ class Thoughts:
             return
         thinking, looped = self.read, self._repeats is not None and self._repeats.push(token)
         self._cut()
-        if looped or thinking >= self._most and self._ended >= self._knobs.thoughts:
+        if looped or thinking >= self._most and self._ended >= self._how.thoughts:
             self.due = "forceful"
-        elif self._knobs.judge is not None:
+        elif self._how.judged:
             self._next()
 
     def _cut(self) -> None:
@@ -112,16 +163,13 @@ class Thoughts:
             start = 1
             if re.search(r"[^\W_]", thought):
                 self._ended += 1
-                self._waiting.append(last_of(thought, self._knobs.sentences))
+                self._waiting.append(last_of(thought, self._how.sentences))
         self._thought = len(self._text)
 
     def _next(self) -> None:
         """The next thought without a question so far."""
         if self._waiting:
             self.due = Question("answers", self._waiting.popleft())
-
-    def _spelled(self, tokens: Sequence[int]) -> str:
-        return "" if self._tokenizer is None else str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 class Repeats:

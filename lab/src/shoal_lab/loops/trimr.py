@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
@@ -16,14 +16,13 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.sandbox.template import rendered
 from shoal.types import Step
-from shoal_lab.loops.thoughts import Thoughts, texts
+from shoal_lab.loops.thoughts import Thinking, Thoughts, texts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.decode.row import Row
     from shoal.decode.rules.accept import Outcome
-    from shoal_lab.methods.trimr import Trimming
 
 _PAUSE = 0.002
 """Seconds to wait for a verdict if no row of the batch can go on; other batches of the engine wait as long."""
@@ -60,11 +59,12 @@ class TrimmingBatch(Batch):
     """Rows whose thinking is read, judged and closed.
 
     Args:
-        how: what to look for, and the judge.
+        how: what to look for.
+        judge: makes the judge.
     """
 
-    def __init__(self, *args: Any, how: Trimming, **options: Any) -> None:
-        self._how, self._judge = how, _judge_of(how)
+    def __init__(self, *args: Any, how: Thinking, judge: Callable[[], ThoughtJudge], **options: Any) -> None:
+        self._how, self._judge = how, judge()
         super().__init__(*args, **options)
         self._thoughts: dict[int, tuple[Row, Thoughts]] = {}  # with the row, so that no other one gets its id
 
@@ -267,20 +267,6 @@ class ModelJudge(ThoughtJudge):
             return list(self._tokenizer(f"{said}\n\n")["input_ids"])
         text = rendered(self._tokenizer, [{"role": "user", "content": said}], add_generation_prompt=True)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _judge_of(how: Trimming) -> ThoughtJudge:
-    """The judge of a batch.
-
-    Raises:
-        Unsupported: the judge is a model, and there is no engine to load it, or it cannot judge.
-    """
-    judge = how.knobs.judge
-    if how.judge is not None:
-        return ModelJudge(how.judge, how.tokenizer, how.second_reads)
-    if isinstance(judge, str) or hasattr(judge, "get_output_embeddings"):
-        raise Unsupported("a judge", "there is no engine to load it", "Use Engine.generate")
-    return CallableJudge(judge, how.knobs.patience)
 
 
 def _truth(value: object) -> bool:

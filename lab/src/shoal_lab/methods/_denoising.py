@@ -19,42 +19,23 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import MASKED, Method
 from shoal.methods.common.limits import Most
-from shoal_lab.loops.canvas import BLOCK, Commit, EarlyFill, FixedBlocks, Remasking, Reuse, Scheduled
-from shoal_lab.loops.grammar import MOST, CanvasGrammar
+from shoal_lab.loops.canvas import BLOCK, CanvasOptions, Commit, FixedBlocks, Scheduled
+from shoal_lab.loops.grammar import MOST
 
 if TYPE_CHECKING:
-    from shoal.decode.loop import RowBatch
+    from shoal.decode.batch import Batch
     from shoal.decode.row import Row
-    from shoal.types import MaskedModel, ModelInfo
+    from shoal.types import ModelInfo
+
 
 @dataclass(frozen=True)
-class Denoising(Loop):
-    """A loop that fills masks block by block.
-
-    Attributes:
-        masked: the masked-diffusion model; None if the method is only described.
-        commit: which guesses are kept.
-        blocks: where a block ends.
-        remasking: the score that ranks guesses.
-        guidance: w of classifier-free guidance: logits are u + (w + 1)(c - u), where u are those with a masked prompt.
-        reuse: which KV is kept from the first forward over a block to its last.
-        exit: when all masks are filled at once; None for never.
-        grammar: the grammar of the answer; None for any text.
-    """
+class Denoising(CanvasOptions, Loop):
+    """A loop that fills masks block by block."""
 
     fills_masks: ClassVar[bool] = True
 
-    masked: MaskedModel | None
-    commit: Commit
-    blocks: FixedBlocks
-    remasking: Remasking = "confidence"
-    guidance: float = 0.0
-    reuse: Reuse = "none"
-    exit: EarlyFill | None = None
-    grammar: CanvasGrammar | None = None
-
     @override
-    def batch(self) -> Callable[..., RowBatch]:
+    def batch(self) -> Callable[..., Batch]:
         from shoal_lab.loops.denoising import DenoisingBatch
 
         return partial(DenoisingBatch, how=self)
@@ -83,14 +64,6 @@ class Denoising(Loop):
         if self.grammar is not None and not self.grammar.chart(room, row.stop.ends).possible:
             raise Unsupported(f"a text of the grammar in {room} words", "it has none that fits",
                               "Use another max_new_tokens, or allow the end of sequence")
-
-    def share(self, first: int, last: int, length: int) -> int:
-        """Steps for tokens first..last-1 of an answer of `length`; any number if nothing is scheduled."""
-        return self.commit.share(first, last, length) if isinstance(self.commit, Scheduled) else 1
-
-    def total(self, length: int) -> int:
-        """Steps for the whole answer."""
-        return self.share(0, length, length) if isinstance(self.commit, Scheduled) else length
 
 
 @dataclass(frozen=True)

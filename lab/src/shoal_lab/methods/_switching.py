@@ -17,11 +17,11 @@ from shoal.methods.base import Method
 from shoal.methods.common.drafting import PairedMethod
 
 if TYPE_CHECKING:
-    from shoal.decode.loop import RowBatch
+    from shoal.decode.batch import Batch
     from shoal.decode.row import Row
     from shoal.model.stack import Stack
     from shoal.types import ModelInfo
-    from shoal_lab.loops.switching import TurnPolicy
+    from shoal_lab.loops.switching import SwitchingBatch, TurnPolicy
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,12 +86,16 @@ class Switching(Loop):
         return found
 
     @override
-    def batch(self) -> Callable[..., RowBatch]:
-        if self.stack is None:
+    def batch(self) -> Callable[..., Batch]:
+        if self.stack is None or self.plan is None:
             raise Unsupported("two models", "there is no engine to load the second", "Use Engine.generate")
+        return partial(self.kind(), policy=self.policy, second=self.stack, plan=self.plan)
+
+    def kind(self) -> type[SwitchingBatch]:
+        """The class of its batches."""
         from shoal_lab.loops.switching import SwitchingBatch
 
-        return partial(SwitchingBatch, how=self)
+        return SwitchingBatch
 
     def check(self, row: Row) -> None:
         """Refuse a row that may grow beyond the smaller model's context."""

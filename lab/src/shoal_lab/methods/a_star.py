@@ -119,7 +119,7 @@ class BestFirst(Search):
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
         if root.greedy:
             return root
-        if root.row.recipe.proposer is not None:
+        if root.row.drafts:
             raise Unsupported("a_star beside drafts", "an answer that is read anew is fed as a whole", "Leave them out")
         return (yield from _Walk(self, root).run())
 

@@ -17,7 +17,7 @@ from shoal.methods.common.limits import Most, Number
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.loop import RowBatch
+    from shoal.decode.batch import Batch
 
 _MOST = 256
 
@@ -83,7 +83,8 @@ class Pausing(Loop):
         return self.candidates * self.lookahead
 
     @override
-    def batch(self) -> Callable[..., RowBatch]:
+    def batch(self) -> Callable[..., Batch]:
         from shoal_lab.loops.adadec import PausingBatch
 
-        return partial(PausingBatch, how=self)
+        return partial(PausingBatch, threshold=self.threshold, candidates=self.candidates,
+                       lookahead=self.lookahead)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from typing_extensions import override
@@ -19,8 +18,8 @@ from shoal_lab.methods._switching import Switching, SwitchingMethod
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.loop import RowBatch
     from shoal.decode.row import Row
+    from shoal_lab.loops.atts import JudgingBatch
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,19 +75,18 @@ class ATTS(SwitchingMethod):
         policy = ByChunk(float(self.alpha), self.draft_tokens, self.target_tokens, tuple(sorted(self.scores)))
         recipe = self.switched(info, policy)
         parts = {one.name: getattr(recipe.loop, one.name) for one in fields(Switching)}
-        return replace(recipe, loop=JudgedTurns(**parts))
+        return replace(recipe, loop=ChunkJudging(**parts))
 
 
 @dataclass(frozen=True)
-class JudgedTurns(Switching):
+class ChunkJudging(Switching):
     """A loop of two models with judged chunks."""
 
     @override
-    def batch(self) -> Callable[..., RowBatch]:
-        super().batch()
+    def kind(self) -> type[JudgingBatch]:
         from shoal_lab.loops.atts import JudgingBatch
 
-        return partial(JudgingBatch, how=self)
+        return JudgingBatch
 
 
 @dataclass(frozen=True)
@@ -116,12 +114,7 @@ class ByChunk:
 
 
 class ChunkTurns:
-    """The turns of one row.
-
-    Attributes:
-        since: place in the row's text at which the chunk to judge begins; None if there is none.
-        losses: losses of its tokens by place, as far as the large model has read them.
-    """
+    """The turns of one row; see `shoal_lab.loops.atts.JudgedTurns`."""
 
     def __init__(self, policy: ByChunk) -> None:
         self._policy, self._written = policy, 0

@@ -288,7 +288,7 @@ class DynamicDrafter(OwnLayersDrafter):
             return
         self._hidden = {}
         targets = self._said_again(self.stack, self.cache, row, count, self._keep)
-        plan = row.recipe.plan
+        plan = row.plan
         row.ledger.draft_forwards += 1
         row.ledger.draft_layer_tokens += count * plan.num_layers
         row.ledger.read(plan.num_layers)

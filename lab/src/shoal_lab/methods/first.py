@@ -143,4 +143,4 @@ class LayerChooser(Worker):
         """Set the plans of rows whose prompts have been read."""
         for row in report.rows if report.prompt else ():
             scores = self._routers.scores(self._seen.pop(row))
-            row.recipe = replace(row.recipe, plan=self._part.knobs.plan(scores, self._part.info))
+            row.plan = self._part.knobs.plan(scores, self._part.info)

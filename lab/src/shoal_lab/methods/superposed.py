@@ -18,7 +18,7 @@ from shoal.methods.common.limits import Guesses, Most, Number, Share
 from shoal.speculative.corpus import stamp_of, tokens_of
 
 if TYPE_CHECKING:
-    from shoal.decode.loop import RowBatch
+    from shoal.decode.batch import Batch
     from shoal.decode.row import Row
     from shoal.types import ModelInfo
     from shoal_lab.loops.ngrams import NGramCounts
@@ -102,10 +102,12 @@ class Superposing(Loop):
     counted: NGramCounts | None = None
 
     @override
-    def batch(self) -> Callable[..., RowBatch]:
-        from shoal_lab.loops.superposed import SuperposedBatch
+    def batch(self) -> Callable[..., Batch]:
+        from shoal_lab.loops.superposed import DraftOptions, SuperposedBatch
 
-        return partial(SuperposedBatch, how=self)
+        knobs, tokens = self.knobs, self.knobs.tokens or 3 * self.knobs.k
+        how = DraftOptions(knobs.k, tokens, knobs.alpha, knobs.sharpen, knobs.unseen, self.counted)
+        return partial(SuperposedBatch, how=how)
 
     def check(self, row: Row) -> None:
         """Refuse a request for the scores of every token."""

@@ -156,7 +156,7 @@ class SwiftDrafter(OwnLayersDrafter):
         sets = [self._searches[row].ask() for row in rows]
         texts = []
         for row, skips in zip(rows, sets, strict=True):
-            plan = within(skips.plan(self.stack.num_layers), row.recipe.plan, row.emitted)
+            plan = within(skips.plan(self.stack.num_layers), row.plan, row.emitted)
             texts.append((row.slot, row.tokens, self._window(row), plan))
         for row, skips, score in zip(rows, sets, self._agreements(self.stack, self.cache, texts), strict=True):
             self._searches[row].tell(skips, score)

@@ -17,9 +17,11 @@ from shoal.methods.common.drafting import short
 from shoal.methods.common.limits import Positions, Seconds, Share, TokenIds
 
 if TYPE_CHECKING:
-    from shoal.decode.loop import RowBatch
+    from shoal.decode.batch import Batch
     from shoal.decode.row import Row
     from shoal.types import ModelInfo
+    from shoal_lab.loops.thoughts import Thinking
+    from shoal_lab.loops.trimr import ThoughtJudge
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,36 +146,34 @@ class Trimming(Loop):
         return self.judge is None and callable(self.knobs.judge)
 
     @override
-    def batch(self) -> Callable[..., RowBatch]:
+    def batch(self) -> Callable[..., Batch]:
         from shoal_lab.loops.trimr import TrimmingBatch
 
-        return partial(TrimmingBatch, how=self)
+        return partial(TrimmingBatch, how=self.thinking, judge=self._judging())
 
     @property
-    def tags(self) -> tuple[str, str]:
-        """The tags as text; the second may be empty if it is given as ids and there is no tokenizer."""
-        from shoal_lab.loops.thoughts import texts
+    def thinking(self) -> Thinking:
+        """What a thinking is, and what ends it."""
+        from shoal_lab.loops.thoughts import Thinking
 
-        opening, closing = self.knobs.opening, self.knobs.closing
-        known: list[list[str]] = texts()["tags"]
-        if opening is None:
-            opening = next((begins for begins, ends in known if self._has(ends)), known[0][0])
-        if closing is None:
-            mate = f"{opening[0]}/{opening[1:]}" if opening else known[0][1]
-            closing = next((ends for begins, ends in known if begins == opening), mate)
-        return opening, closing if isinstance(closing, str) else self._spelled(closing)
+        knobs = self.knobs
+        return Thinking(self.tokenizer, knobs.opening, knobs.closing, knobs.cues, knobs.judge is not None, knobs.agree,
+                        knobs.sentences, knobs.share, knobs.thoughts, knobs.repeats)
 
-    def ending(self, manner: str) -> list[int]:
-        """Tokens that close the thinking, "gentle" or "forceful": a sentence if there is a tokenizer, and the tag."""
-        from shoal_lab.loops.thoughts import texts
+    def _judging(self) -> Callable[[], ThoughtJudge]:
+        """Makes the judge of a batch.
 
-        closing = self.knobs.closing
-        if self.tokenizer is None:
-            assert isinstance(closing, tuple)
-            return list(closing)
-        if not isinstance(closing, tuple):
-            return self._ids(f"{texts()[manner]}{self.tags[1]}\n\n")
-        return [*self._ids(texts()[manner]), *closing, *self._ids("\n\n")]
+        Raises:
+            Unsupported: the judge is a model, and there is no engine to load it.
+        """
+        from shoal_lab.loops.trimr import CallableJudge, ModelJudge
+
+        judge = self.knobs.judge
+        if self.judge is not None:
+            return partial(ModelJudge, self.judge, self.tokenizer, self.second_reads)
+        if isinstance(judge, str) or hasattr(judge, "get_output_embeddings"):
+            raise Unsupported("a judge", "there is no engine to load it", "Use Engine.generate")
+        return partial(CallableJudge, judge, self.knobs.patience)
 
     def check(self, row: Row) -> None:
         """Refuse a model without text, and a request for the scores of every token."""
@@ -185,13 +185,3 @@ class Trimming(Loop):
         if row.record is not None:
             raise Unsupported("scores and logits of every token with trimr", "the tokens that it puts in have none",
                               "Leave output_scores and output_logits out")
-
-    def _has(self, tag: str) -> bool:
-        return self.tokenizer is not None and len(self._ids(tag)) == 1
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    def _spelled(self, ids: tuple[int, ...]) -> str:
-        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(ids), skip_special_tokens=False))

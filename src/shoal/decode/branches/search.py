@@ -6,24 +6,14 @@ other rows. The winner is emitted as if the row had decoded it alone.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.decode import sampling
-from shoal.errors import Unsupported
-from shoal.types import FinishReason, Step
+from shoal.types import FinishReason
 
 if TYPE_CHECKING:
-    from shoal.decode.batch import Batch
-    from shoal.decode.recipe import Search, WaitedFor
     from shoal.decode.row import Row
-
-log = logging.getLogger(__name__)
 
 
 def branch_seed(seed: int, row: int, branch: int) -> int:
@@ -34,6 +24,22 @@ def branch_seed(seed: int, row: int, branch: int) -> int:
     return int(sampling.uniform(seed, row, branch, "branch") * 2**53) if branch else seed
 
 
+class BranchOwner(Protocol):
+    """What a branch asks of the running search; see `shoal.decode.branches.run.SearchRun`."""
+
+    def fork(self, branch: Branch, count: int) -> list[Branch]:
+        """New branches that go on from where `branch` stands."""
+        ...
+
+    def force(self, branch: Branch, tokens: Sequence[int]) -> None:
+        """Append given tokens to a branch."""
+        ...
+
+    def end(self, branch: Branch) -> None:
+        """Give a branch up."""
+        ...
+
+
 class Branch:
     """One continuation of a row, as a search sees it.
 
@@ -42,7 +48,7 @@ class Branch:
         row: the branch as a row of the batch; its work is counted in the ledger of the row that is searched.
     """
 
-    def __init__(self, search: SearchRun, row: Row, number: int) -> None:
+    def __init__(self, search: BranchOwner, row: Row, number: int) -> None:
         self._search, self.row, self.number = search, row, number
 
     def fork(self, count: int = 1) -> list[Branch]:
@@ -63,14 +69,7 @@ class Branch:
         Raises:
             ValueError: an id that the model does not have; Unsupported with a method that drafts.
         """
-        row, vocabulary = self.row, self._search.batch.stack.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise ValueError(f"force was given token id {wrong}; the model's ids are 0..{vocabulary - 1}")
-        if row.recipe.proposer is not None:
-            raise Unsupported("force beside drafts", "they expect one new token at a time", "Leave the drafts out")
-        forced = row.emit(tokens)
-        row.until = None if row.until is None else row.until + len(forced)
+        self._search.force(self, tokens)
 
     def end(self) -> None:
         """Give the branch up and free what it stored."""
@@ -111,159 +110,3 @@ class Branch:
     def greedy(self) -> bool:
         """Whether tokens are chosen without a draw: then branches with the same tokens stay alike."""
         return self.row.sampling.greedy
-
-
-class SearchRun:
-    """One row's running search.
-
-    Args:
-        batch: runs the branches as rows.
-        root: the row, which is not in the batch itself.
-        search: the search to run.
-
-    Attributes:
-        root: the row.
-        branches: those that were not ended.
-
-    Raises:
-        Unsupported: something observes each token of the row.
-    """
-
-    def __init__(self, batch: Batch, root: Row, search: Search) -> None:
-        if root.record is not None:
-            raise Unsupported(
-                "scores and logits of every token with a search",
-                "they would be those of all branches",
-                "Leave output_scores and output_logits out",
-            )
-        self.batch, self.root = batch, root
-        wanted = replace(root.sampling, logprobs=root.sampling.logprobs or 0)
-        trunk = replace(root, tokens=list(root.tokens), stop=root.stop.copy(), sampling=wanted, root=root, until=0,
-                        held=True, steps=[])
-        self.branches = [Branch(self, trunk, 0)]
-        self._most, self._made = root.branches, 1
-        self._run = search.run(self.branches[0])
-        self._awaited: Sequence[WaitedFor] = self.branches[:]
-        self._winner: Branch | None = None
-        self._error: BaseException | None = None
-
-    def among(self, rows: set[Row]) -> bool:
-        """Whether the row or one of its branches is one of these."""
-        return self.root in rows or any(branch.row in rows for branch in self.branches)
-
-    def go_on(self) -> list[Step]:
-        """Run the search while what it waits for is there; return the winner's steps at its end, else nothing."""
-        if self._error is not None:
-            raise self._error
-        try:
-            while all(map(self._rests, self._awaited)):
-                if self._winner is not None:
-                    return self._finish(self._winner)
-                self._resume()
-        except BaseException as error:
-            self._error = error
-            raise
-        return []
-
-    def doze(self, seconds: float) -> None:
-        """Wait at most `seconds` for answers from outside; return at once if the search waits for none."""
-        wait([one for one in self._awaited if isinstance(one, Future)], seconds)
-
-    def _resume(self) -> None:
-        """Let the search run to its next wait, or to its end."""
-        try:
-            awaited = next(self._run)
-        except StopIteration as end:
-            self._check(end.value)
-            self._winner, self._awaited = end.value, [end.value]
-            end.value.advance()
-            return
-        if not isinstance(awaited, Sequence):
-            raise ValueError(f"a search yielded a {type(awaited).__name__}; yield a list of the branches to wait for")
-        for one in awaited:
-            if not isinstance(one, Future):
-                self._check(one)
-        self._awaited = list(awaited)
-
-    def fork(self, branch: Branch, count: int) -> list[Branch]:
-        """`count` new branches that go on from where `branch` stands."""
-        self._check(branch)
-        if count < 0:
-            raise ValueError(f"fork was given count={count}; it must be at least 0")
-        if len(self.branches) + count > self._most:
-            raise ValueError(
-                f"{count} more branches beside {len(self.branches)}, and the search announced {self._most} at most; "
-                "end some, or announce more"
-            )
-        row, made = branch.row, range(self._made, self._made + count)
-        twins = [
-            Branch(self, replace(row, tokens=list(row.tokens), steps=list(row.steps), stop=row.stop.copy(),
-                                 allowed=row.new_mask(), seed=branch_seed(self.root.seed, row.number, number),
-                                 until=row.emitted), number)
-            for number in made
-        ]
-        self.batch.fork(row, [twin.row for twin in twins])
-        self.branches += twins
-        self._made = made.stop
-        return twins
-
-    def end(self, branch: Branch) -> None:
-        """Give a branch up."""
-        if branch in self.branches:
-            self.branches.remove(branch)
-            branch.row.held, branch.row.stop.finish_reason = False, "cancelled"
-            self.batch.retire()
-
-    def stop(self, left: int = 0) -> None:
-        """End the search and keep `left` branches in the cache. Errors that the search raises then are logged."""
-        try:
-            self._run.close()
-        except Exception:  # nobody waits for the search any more, and other rows go on
-            log.exception("a search did not end when it was told to")
-        finally:
-            self.batch.searches.remove(self)
-            for branch in self.branches[left:]:
-                self.end(branch)
-
-    def _rests(self, one: WaitedFor) -> bool:
-        if isinstance(one, Future):
-            return one.done()
-        row = one.row
-        return row.leaves or (row.room == 0 and self.batch.due(row) == 0)
-
-    def _check(self, branch: object) -> None:
-        if branch not in self.branches:
-            what = f"branch {branch.number}" if isinstance(branch, Branch) else repr(branch)
-            raise ValueError(f"{what} is none of the branches under way; fork, await or return one that was not "
-                             "ended")
-
-    def _finish(self, winner: Branch) -> list[Step]:
-        """Copy the winner into the row; only its KV stays in the cache."""
-        for branch in [one for one in self.branches if one is not winner]:
-            self.end(branch)
-        root, row = self.root, winner.row
-        plain = root.sampling.logprobs is None
-        root.tokens[:], root.stop = row.tokens, row.stop
-        root.steps += [replace(step, logprob=None) for step in row.steps] if plain else row.steps
-        row.held, root.ledger.branches = False, self._made
-        self.batch.searches.remove(self)
-        self.batch.retire()
-        return root.steps
-
-
-def score_forced(row: Row, first: int, logits: Tensor) -> None:
-    """Note the log-probabilities of tokens that were forced upon a row.
-
-    Args:
-        row: the row.
-        first: the position of the first token that was fed.
-        logits: [fed, V].
-    """
-    wanted = row.sampling.logprobs or 0
-    for place, values in enumerate(logits, start=first + 1):
-        index = place - row.prompt_length
-        if 0 <= index < len(row.steps):
-            scores = sampling.scores(
-                values, row.tokens[:place], row.prompt_length, row.sampling, row.processors, row.allowed
-            )
-            row.steps[index] = replace(row.steps[index], logprob=sampling.logprob(scores, row.tokens[place], wanted))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.worker import Select
 from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.shorter import guesses
@@ -108,7 +108,7 @@ def standing() -> int:
 
 
 def footprint(
-    engine: LoadedModel, rows: Sequence[Row], method: Method, max_new_tokens: int, process: int | None = None
+    engine: LoadedModel, rows: Sequence[RecipeRow], method: Method, max_new_tokens: int, process: int | None = None
 ) -> Footprint:
     """The peak of rows that are decoded together by `Engine.generate`.
 
@@ -139,7 +139,7 @@ def weight_bytes(engine: LoadedModel) -> int:
     return 0 if engine.model is None else sum(one.nbytes for one in engine.model.parameters())
 
 
-def second_bytes(rows: Sequence[Row], extra: int) -> int:
+def second_bytes(rows: Sequence[RecipeRow], extra: int) -> int:
     """Keys and values that a second model stores of the rows."""
     total = 0
     for row in rows:
@@ -184,7 +184,7 @@ def _config(engine: LoadedModel) -> Any:
     return engine.model.config.get_text_config()
 
 
-def _work(engine: LoadedModel, rows: Sequence[Row], nodes: Sequence[int]) -> int:
+def _work(engine: LoadedModel, rows: Sequence[RecipeRow], nodes: Sequence[int]) -> int:
     """Bytes of work of the larger of two forwards: one that reads prompts, and one that decodes."""
     stack, columns = engine.stack, max(row.prompt_length + row.stop.room for row in rows)
     read = min(stack.prefill_chunk, sum(row.prompt_length for row in rows))
@@ -217,13 +217,13 @@ def choosing_bytes(engine: LoadedModel, select: Select | None, lengths: Sequence
     return 4 * (heads * scores + chosen) + sum(filter(None, labels))
 
 
-def _chooses(rows: Sequence[Row]) -> bool:
+def _chooses(rows: Sequence[RecipeRow]) -> bool:
     """Whether a `keep` compares the columns of a prompt."""
     keep = rows[0].recipe.keep
     return keep is not None and keep.differs and max(row.prompt_length for row in rows) > keep.untouched
 
 
-def _masks(stack: Stack, rows: Sequence[Row], nodes: Sequence[int]) -> int:
+def _masks(stack: Stack, rows: Sequence[RecipeRow], nodes: Sequence[int]) -> int:
     """Bytes of the masks of the largest forward: in the kernels 8 for each token, else 1 for each column."""
     reads = [*_reads([row.prompt_length for row in rows], stack.prefill_chunk)]
     if isinstance(stack, NativeStack):
@@ -309,7 +309,7 @@ class KVPeak:
     moving: int = 0
 
 
-def peak_of(stack: Stack, cache: KVCache, rows: Sequence[Row], extra: int = 0) -> KVPeak:
+def peak_of(stack: Stack, cache: KVCache, rows: Sequence[RecipeRow], extra: int = 0) -> KVPeak:
     """The peak of rows that have run nothing yet.
 
     Args:
@@ -320,13 +320,13 @@ def peak_of(stack: Stack, cache: KVCache, rows: Sequence[Row], extra: int = 0) -
     """
     rows = [row for row in rows for _ in range(row.branches)]
     last = max(row.stop.room for row in rows) - 1
-    drops = {drop - 1 for row in rows for drop in row.recipe.plan.attention if drop - 1 < last}
+    drops = {drop - 1 for row in rows for drop in row.plan.attention if drop - 1 < last}
     found = [_at(stack, cache, rows, step, extra) for step in sorted({0, last, *drops})]
     counted, resident, moving = (max(sizes) for sizes in zip(*map(astuple, found), strict=True))
     return KVPeak(counted, resident, moving)
 
 
-def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int) -> KVPeak:
+def _at(stack: Stack, cache: KVCache, rows: Sequence[RecipeRow], step: int, extra: int) -> KVPeak:
     """What is stored when every row has fed `step` tokens of its answer and released nothing since."""
     counted = resident = moving = 0
     for number, layer in enumerate(cache.layers):
@@ -355,10 +355,10 @@ def _at(stack: Stack, cache: KVCache, rows: Sequence[Row], step: int, extra: int
     return KVPeak(counted, resident, moving)
 
 
-def _columns(row: Row, number: int, layer: KVLayer, chunk: int, step: int, extra: int) -> int:
+def _columns(row: RecipeRow, number: int, layer: KVLayer, chunk: int, step: int, extra: int) -> int:
     """Columns of a layer, scratch included; none where it was released."""
-    drop, fed = row.recipe.plan.attention[number], min(step, row.stop.room - 1)
-    if drop <= fed and row.recipe.proposer is None:
+    drop, fed = row.plan.attention[number], min(step, row.stop.room - 1)
+    if drop <= fed and not row.drafts:
         return 0
     end = row.prompt_length + min(fed, drop - 1) + (extra if fed else 0)
     if layer.window is not None:
@@ -368,7 +368,7 @@ def _columns(row: Row, number: int, layer: KVLayer, chunk: int, step: int, extra
     return _kept(row, end)
 
 
-def _kept(row: Row, positions: int) -> int:
+def _kept(row: RecipeRow, positions: int) -> int:
     """Columns that are stored of the first `positions`."""
     return positions if row.recipe.keep is None else row.recipe.keep.most_columns(positions)
 

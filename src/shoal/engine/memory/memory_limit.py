@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.engine.memory.amounts import parse, shown
 from shoal.engine.memory.footprint import Footprint, choosing_bytes, footprint, logits_bytes, standing, work_bytes
 from shoal.engine.memory.shorter import amount, guesses, shorter
@@ -170,7 +170,7 @@ class MemoryLimit:
             )
 
 
-def beside_kv(engine: LoadedModel, row: Row, method: Method) -> int:
+def beside_kv(engine: LoadedModel, row: RecipeRow, method: Method) -> int:
     """Bytes of a scheduler's row beside its KV: logits, probabilities if it samples, choices of columns."""
     most, _ = guesses(method, row.recipe)
     nodes = 1 + most

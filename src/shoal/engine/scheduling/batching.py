@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shoal.decode import loop
+from shoal.decode.batch import Batch, begin
 from shoal.decode.recipe import Recipe
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.row import Row
 from shoal.engine.engine import Engine
 from shoal.errors import unknown
@@ -81,30 +82,30 @@ class Batches:
 
     def __init__(self, stack: Stack, prefixes: Prefixes) -> None:
         self._stack, self._prefixes = stack, prefixes
-        self.plain = loop.begin(None, stack, prefixes=prefixes)
-        self._all: list[tuple[Loop | None, loop.RowBatch]] = [(None, self.plain)]
+        self.plain = begin(None, stack, prefixes=prefixes)
+        self._all: list[tuple[Loop | None, Batch]] = [(None, self.plain)]
 
-    def __iter__(self) -> Iterator[loop.RowBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         """The batches that there are now."""
         return iter([batch for _, batch in self._all])
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RecipeRow]:
         """The rows under way, of all batches."""
         return [row for batch in self for row in batch.rows]
 
-    def of(self, row: Row) -> loop.RowBatch:
+    def of(self, row: RecipeRow) -> Batch:
         """The batch in which a row decodes; a new one if its loop has none yet."""
         for known, batch in self._all:
             if known == row.recipe.loop:
                 return batch
-        self._all.append((row.recipe.loop, loop.begin(row.recipe.loop, self._stack, prefixes=self._prefixes)))
+        self._all.append((row.recipe.loop, begin(row.recipe.loop, self._stack, prefixes=self._prefixes)))
         return self._all[-1][1]
 
-    def drop(self, batch: loop.RowBatch) -> None:
+    def drop(self, batch: Batch) -> None:
         """Give up a batch that is in no known state; the plain one begins anew."""
         if batch is self.plain:
-            self.plain = loop.begin(None, self._stack, prefixes=self._prefixes)
+            self.plain = begin(None, self._stack, prefixes=self._prefixes)
         self._all = [(None, self.plain), *(pair for pair in self._all if pair[0] is not None and pair[1] is not batch)]
 
     def tidy(self) -> None:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.ledger import Clock
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.engine.scheduling.stream import result_of
 from shoal.types import ModelInfo, Result, Step
 
@@ -56,7 +56,7 @@ class ScheduledRow:
         awaited: an answer without which the row cannot go on; others do.
     """
 
-    row: Row
+    row: RecipeRow
     handle: RequestHandle
     need: Need
     arrived: float = field(default_factory=time.monotonic)

@@ -33,8 +33,8 @@ from shoal.methods import make
 from shoal.model.kv.room import KVRoom, Need
 
 if TYPE_CHECKING:
-    from shoal.decode.loop import RowBatch
-    from shoal.decode.row import Row
+    from shoal.decode.batch import Batch
+    from shoal.decode.recipe_row import RecipeRow
 
 _CHUNK, _ALONE = 64, 256
 """Tokens of a forward that reads prompts: beside rows that decode, and where no row decodes."""
@@ -201,7 +201,7 @@ class Scheduler:
     def __exit__(self, *_: object) -> None:
         self.close(drain=False)
 
-    def _need(self, row: Row, beside: int = 0) -> Need:
+    def _need(self, row: RecipeRow, beside: int = 0) -> Need:
         """What a row needs, `beside` bytes beside its KV among it; Unsupported where there is less."""
         row.check()
         recipe = row.recipe
@@ -309,7 +309,7 @@ class Scheduler:
                 if joining:
                     self._join(batch, joining)
 
-    def _join(self, batch: RowBatch, joining: list[ScheduledRow]) -> None:
+    def _join(self, batch: Batch, joining: list[ScheduledRow]) -> None:
         """Let rows join. Where that fails, each joins alone, so that only those that cause the failure end."""
         try:
             batch.join([entry.row for entry in joining], [entry.need.columns for entry in joining])
@@ -325,7 +325,7 @@ class Scheduler:
         entry.row.stop.finish_reason = entry.row.stop.finish_reason or "cancelled"
         entry.error = entry.error or error
 
-    def _give_up(self, batch: RowBatch, error: Exception) -> None:
+    def _give_up(self, batch: Batch, error: Exception) -> None:
         """Drop a batch whose state is unknown: its rows end with the error, rows of other batches go on."""
         for entry in self._of(batch):
             self._fail(entry, error)
@@ -342,7 +342,7 @@ class Scheduler:
             return False
         return True
 
-    def _of(self, batch: RowBatch) -> list[ScheduledRow]:
+    def _of(self, batch: Batch) -> list[ScheduledRow]:
         """The entries under way in a batch."""
         return [entry for entry in self._running if self._batches.of(entry.row) is batch]
 
@@ -373,7 +373,7 @@ class Scheduler:
         batches.tidy()
         return len(waiting) < len(self._running) or not waiting
 
-    def _wait_for(self, batch: RowBatch, not_yet: NotYet) -> None:
+    def _wait_for(self, batch: Batch, not_yet: NotYet) -> None:
         """Let a row wait for the answer to which its guesses led; the others go on in the next turn."""
         asking = next((row for row in batch.rows if row.allowed is not_yet.mask), None)
         owner = None if asking is None else asking.root or asking
@@ -402,14 +402,14 @@ class Scheduler:
         with self._wake:
             return bool(self._waiting) and self._fits(self._running, self._waiting[0])
 
-    def _one_by_one(self, batch: RowBatch) -> None:
+    def _one_by_one(self, batch: Batch) -> None:
         """Run each row alone after a forward failed, so that only those that cause the failure end."""
         try:
             self._each(batch)
         except Exception as error:
             self._give_up(batch, error)
 
-    def _each(self, batch: RowBatch) -> None:
+    def _each(self, batch: Batch) -> None:
         batch.rollback()
         for entry in self._of(batch):
             if entry.row.finish_reason is not None:
@@ -456,7 +456,7 @@ class Scheduler:
             self._cancel(handle)
 
 
-def _without(rows: Iterable[Row], others: Iterable[Row]) -> list[Row]:
+def _without(rows: Iterable[RecipeRow], others: Iterable[RecipeRow]) -> list[RecipeRow]:
     """The rows that are neither among the others nor a branch of one."""
     known = set(others)
     return [row for row in rows if row not in known and row.root not in known]

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shoal.decode import loop
+from shoal.decode.batch import begin, run
 from shoal.decode.ledger import Clock, RowLedger
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.engine.memory.amounts import naming
 from shoal.model.kv.cache import KVBytes, KVCache
 from shoal.types import ModelInfo, Result, Stats, Step
@@ -31,7 +31,7 @@ class Stream(Iterator[Step]):
     def __init__(
         self,
         engine: LoadedModel,
-        rows: list[Row],
+        rows: list[RecipeRow],
         cache: KVCache,
         *,
         release: bool = True,
@@ -40,9 +40,9 @@ class Stream(Iterator[Step]):
         self._engine, self._rows = engine, rows
         for row in rows:
             row.check()
-        batch = loop.begin(rows[0].recipe.loop, engine.stack, cache, rows, release=release)
+        batch = begin(rows[0].recipe.loop, engine.stack, cache, rows, release=release)
         most = {} if prefill_chunk is None else {"most": prefill_chunk}
-        self._steps, self._clock = loop.run(batch, engine.stack.prefill_chunk, **most), batch.clock
+        self._steps, self._clock = run(batch, engine.stack.prefill_chunk, **most), batch.clock
         self._ready: list[Step] = []
         self._started = time.perf_counter()
         self._seconds = 0.0
@@ -89,7 +89,7 @@ class Stream(Iterator[Step]):
         return [result_of(row, self._engine.info(), self._clock, self._seconds) for row in self._rows]
 
 
-def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result:
+def result_of(row: RecipeRow, info: ModelInfo, clock: Clock, seconds: float) -> Result:
     """The row's outcome so far."""
     wanted = row.sampling.logprobs is not None
     return Result(
@@ -106,7 +106,7 @@ def result_of(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Result
     )
 
 
-def _stats(row: Row, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
+def _stats(row: RecipeRow, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
     new, ledger = len(row.steps), row.ledger
     layer_tokens = sum(step.depth for step in row.steps)
     mean = layer_tokens / new if new else float(info.num_layers)

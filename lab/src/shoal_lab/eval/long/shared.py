@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.worker import Keep, Select
 from shoal.engine.engine import Engine
 from shoal.engine.memory.amounts import free
@@ -112,18 +112,18 @@ class Forks:
         stored, spare = self._batch.cache.row_bytes(self._holder.slot).used, free(engine.stack.device)
         self._most = rows if not stored or spare is None else max(1, min(rows, int(spare / 4 / stored)))
 
-    def _new(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Row]:
+    def _new(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[RecipeRow]:
         request = Request.from_options({"temperature": 0.0, **options})
         return self._engine.rows([list(prompt) for prompt in prompts], request, self._recipe)
 
-    def run(self, prompts: Sequence[Sequence[int]], options: Sequence[Mapping[str, Any]]) -> list[Row]:
+    def run(self, prompts: Sequence[Sequence[int]], options: Sequence[Mapping[str, Any]]) -> list[RecipeRow]:
         """Rows that have answered the prompts, which begin with the prefix, under each one's options."""
         rows = [row for prompt, own in zip(prompts, options, strict=True) for row in self._new([prompt], own)]
         for first in range(0, len(rows), self._most):
             self._answer(rows[first : first + self._most])
         return rows
 
-    def _answer(self, rows: list[Row]) -> None:
+    def _answer(self, rows: list[RecipeRow]) -> None:
         with self._engine.turn():
             self._batch.fork(self._holder, rows)
             while alive := [row for row in rows if row.finish_reason is None]:

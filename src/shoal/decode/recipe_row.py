@@ -1,0 +1,60 @@
+"""A row with its recipe, as the engine makes it and a batch runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.decode import sampling
+from shoal.decode.recipe import Recipe
+from shoal.decode.row import Row
+from shoal.types import Step
+
+
+@dataclass(slots=True, eq=False)
+class RecipeRow(Row):
+    """A row of a batch, whose rule is that of its recipe. The plan is the recipe's until a planner replaces it.
+
+    Attributes:
+        recipe: the parts from which it decodes; no part is shown the others.
+    """
+
+    recipe: Recipe = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.drafts = self.recipe.proposer is not None
+        if self.recipe.rule is not None:
+            self.rule = self.recipe.rule
+        if self.allowed is None and self.recipe.constraint is not None:
+            self.allowed = self.recipe.constraint()
+
+    def force(self) -> list[Step]:
+        """Emit tokens without a forward as long as the constraint allows only one.
+
+        It does nothing if a forward may not hold several tokens of the text, or if the logits of each are wanted.
+        """
+        if self.allowed is None or self.recipe.keep is not None or self.record is not None:
+            return []
+        steps: list[Step] = []
+        while self.room and (token := self.allowed.sole(self.tokens[self.prompt_length :])) is not None:
+            steps += self.emit([token], 0, self._certain)
+        self.forced = len(steps)
+        return steps
+
+    @property
+    def branches(self) -> int:
+        """The most rows of a batch that decode for this one."""
+        return self.recipe.branches(self.sampling.greedy)
+
+    def check(self) -> None:
+        """Let the recipe's loop refuse options that it cannot honour."""
+        if self.recipe.loop is not None:
+            self.recipe.loop.check(self)
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether only the largest logit of each node is needed."""
+        how, recipe = self.sampling, self.recipe
+        if not how.greedy or how.logit_bias or sampling.needs_history(how, self.processors):
+            return False
+        others = (how.logprobs, self.record, self.allowed, self.root, recipe.rule, recipe.search, recipe.loop)
+        return all(other is None for other in others)
