@@ -293,11 +293,11 @@ def test_a_copied_stop_state_goes_its_own_way(name: str) -> None:
     for _ in range(60):
         start, *ends = [[draw.choice(tokens) for _ in range(draw.randrange(1, 6))] for _ in range(3)]
         state = StopState(StopRules(max_new_tokens=99), words, [1])
-        begun = [piece.text for piece in state.push(start)]
+        begun = state.push(start)
         for one, rest in zip((state.copy(), state), ends, strict=True):
             whole = StopState(StopRules(max_new_tokens=99), words, [1])
-            expected = "".join(piece.text for piece in whole.push([*start, *rest]))
-            assert "".join([*begun, *(piece.text for piece in one.push(rest))]) == expected
+            expected = "".join(whole.push([*start, *rest]))
+            assert "".join([*begun, *one.push(rest)]) == expected
             assert one.room == 99 - len(start) - len(rest)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria
 
-from shoal.decode.text.stop import Piece, StopRules, StopState
+from shoal.decode.text.stop import StopRules, StopState
 from shoal.errors import Unsupported
 from toy_tokenizers import tokenizer, whole
 from turns import by_turns
@@ -40,12 +40,16 @@ def cut(text: str, rules: StopRules) -> tuple[str, bool]:
     return (text[: min(found)], True) if found else (text, False)
 
 
-def run(rules: StopRules, tok: Any, tokens: list[int], sizes: list[int]) -> tuple[list[Piece], StopState]:
-    state, pieces, at = StopState(rules, tok, PROMPT), [], 0
+def run(rules: StopRules, tok: Any, tokens: list[int], sizes: list[int]) -> tuple[list[str], StopState]:
+    """The texts of the tokens that are kept, of blocks of those sizes."""
+    state, texts, at = StopState(rules, tok, PROMPT), [], 0
     for size in [*sizes, len(tokens)]:
-        pieces += state.push(tokens[at : at + size])
+        ended = state.finish_reason is not None
+        new = state.push(tokens[at : at + size])
+        assert not (ended and new)
+        texts += new
         at += size
-    return pieces, state
+    return texts, state
 
 
 def ids(tok: Any, text: str) -> list[int]:
@@ -77,14 +81,12 @@ def test_blocks_end_where_the_slow_twin_ends(name: str, data: st.DataObject) -> 
     rules, tokens, sizes = data.draw(cases(tok, "ab é" if name != "metaspace" else "ab"))
     pieces, state = run(rules, tok, tokens, sizes)
     kept, text, reason = twin(rules, tok, PROMPT, tokens)
-    assert [piece.token for piece in pieces] == kept
+    assert tokens[: len(pieces)] == kept
     assert state.finish_reason == reason
-    assert all(piece.finish_reason is None for piece in pieces[:-1])
-    shown = "".join(piece.text for piece in pieces)
+    shown = "".join(pieces)
     assert not any(stop in shown for stop in rules.stop_strings)
     if reason is not None:
         assert shown == text
-        assert not pieces or pieces[-1].finish_reason == reason
         assert state.push([1, 2]) == []
     else:
         assert whole(tok, tokens).startswith(shown)
@@ -100,7 +102,7 @@ def test_no_reader_sees_the_beginning_of_a_stop_string_that_comes(data: st.DataO
     text = before + stop
     pieces, state = run(replace(RULES, stop_strings=(stop,)), tok, ids(tok, text), [])
     assert state.finish_reason == "stop"
-    assert "".join(piece.text for piece in pieces) == text[: text.find(stop)]
+    assert "".join(pieces) == text[: text.find(stop)]
 
 
 @pytest.mark.parametrize("at", range(5))
@@ -108,10 +110,9 @@ def test_no_reader_sees_the_beginning_of_a_stop_string_that_comes(data: st.DataO
 def test_an_end_token_at_each_place_of_a_block(at: int, field: str) -> None:
     tok = tokenizer("byte_level")
     letters = ids(tok, "vwxyz")
-    pieces = StopState(replace(RULES, **{field: frozenset({letters[at]})}), tok, PROMPT).push(letters)
-    assert [piece.token for piece in pieces] == letters[: at + 1]
-    assert "".join(piece.text for piece in pieces) == "vwxyz"[:at]
-    assert [piece.finish_reason for piece in pieces] == [None] * at + ["stop"]
+    state = StopState(replace(RULES, **{field: frozenset({letters[at]})}), tok, PROMPT)
+    assert state.push(letters) == [*"vwxyz"[:at], ""]
+    assert state.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("limit", range(7))
@@ -124,28 +125,29 @@ def test_limits_are_exact(limit: int, rules: dict[str, int]) -> None:
     pieces = state.push(ids(tok, "vw")) + state.push(ids(tok, "xyz"))
     assert len(pieces) == min(limit, 5)
     assert state.finish_reason == ("length" if limit <= 5 else None)
-    assert "".join(piece.text for piece in pieces) == "vwxyz"[:limit]
+    assert "".join(pieces) == "vwxyz"[:limit]
 
 
 def test_an_end_token_at_the_limit_counts_as_stop() -> None:
-    (piece,) = StopState(replace(RULES, max_new_tokens=1, eos_token_ids=frozenset({9})), None, []).push([9, 9])
-    assert piece == Piece(9, "", "stop")
+    state = StopState(replace(RULES, max_new_tokens=1, eos_token_ids=frozenset({9})), None, [])
+    assert state.push([9, 9]) == [""]
+    assert state.finish_reason == "stop"
 
 
 def test_a_stop_string_inside_and_across_tokens() -> None:
     tok = tokenizer("byte_level")
     across = tok.convert_tokens_to_ids(["x", "ab", "ab", "y"])
-    pieces = StopState(replace(RULES, stop_strings=("ba",)), tok, PROMPT).push(across)
-    assert [piece.text for piece in pieces] == ["x", "a", ""]
+    assert StopState(replace(RULES, stop_strings=("ba",)), tok, PROMPT).push(across) == ["x", "a", ""]
     inside = tok.convert_tokens_to_ids(["x", "Ġab", "y"])
-    pieces = StopState(replace(RULES, stop_strings=("a",)), tok, PROMPT).push(inside)
-    assert [(piece.text, piece.finish_reason) for piece in pieces] == [("x", None), (" ", "stop")]
+    state = StopState(replace(RULES, stop_strings=("a",)), tok, PROMPT)
+    assert state.push(inside) == ["x", " "]
+    assert state.finish_reason == "stop"
 
 
 def test_the_earliest_beginning_wins() -> None:
     tok = tokenizer("byte_level")
-    (piece,) = StopState(replace(RULES, stop_strings=("b", "ab")), tok, PROMPT).push(tok.convert_tokens_to_ids(["Ġab"]))
-    assert piece.text == " "
+    state = StopState(replace(RULES, stop_strings=("b", "ab")), tok, PROMPT)
+    assert state.push(tok.convert_tokens_to_ids(["Ġab"])) == [" "]
 
 
 @pytest.mark.parametrize(("last", "shown"), [("c", "aabc"), (None, "aab")])
@@ -154,23 +156,24 @@ def test_held_text_is_released_when_it_cannot_be_a_stop_string(last: str | None,
     tokens = ids(tok, "aab" + (last or ""))
     state = StopState(replace(RULES, stop_strings=("abd",), max_new_tokens=len(tokens)), tok, PROMPT)
     pieces = state.push(tokens)
-    assert [piece.text for piece in pieces][:2] == ["", "a"]
-    assert "".join(piece.text for piece in pieces) == shown
+    assert pieces[:2] == ["", "a"]
+    assert "".join(pieces) == shown
     assert state.finish_reason == "length"
 
 
 def test_a_stop_string_of_byte_tokens_needs_no_further_token() -> None:
     tok = tokenizer("byte_fallback")
     tokens = tok.convert_tokens_to_ids(["▁a", "<0x0A>", "▁a"])
-    pieces = StopState(replace(RULES, stop_strings=("\n",)), tok, PROMPT).push(tokens)
-    assert [(piece.text, piece.finish_reason) for piece in pieces] == [("a", None), ("", "stop")]
+    state = StopState(replace(RULES, stop_strings=("\n",)), tok, PROMPT)
+    assert state.push(tokens) == ["a", ""]
+    assert state.finish_reason == "stop"
 
 
 def test_a_stop_string_that_only_the_final_flush_completes_is_cut() -> None:
     tok = tokenizer("byte_level")
     state = StopState(replace(RULES, stop_strings=("a\ufffd",), max_new_tokens=3), tok, PROMPT)
-    pieces = state.push(tok.convert_tokens_to_ids(["x", "a", "ð"]))
-    assert [(piece.text, piece.finish_reason) for piece in pieces] == [("x", None), ("", None), ("", "stop")]
+    assert state.push(tok.convert_tokens_to_ids(["x", "a", "ð"])) == ["x", "", ""]
+    assert state.finish_reason == "stop"
 
 
 class AfterToken(StoppingCriteria):
@@ -186,8 +189,9 @@ class AfterToken(StoppingCriteria):
 def test_transformers_criteria_are_asked_after_each_token() -> None:
     tok = tokenizer("byte_level")
     tokens, criterion = ids(tok, "vwxyz"), AfterToken(ids(tok, "x")[0])
-    pieces = StopState(replace(RULES, criteria=(criterion,), stop_strings=("xq",)), tok, PROMPT).push(tokens)
-    assert [(piece.text, piece.finish_reason) for piece in pieces] == [("v", None), ("w", None), ("x", "stop")]
+    state = StopState(replace(RULES, criteria=(criterion,), stop_strings=("xq",)), tok, PROMPT)
+    assert state.push(tokens) == ["v", "w", "x"]
+    assert state.finish_reason == "stop"
     assert criterion.shapes == [(1, 4), (1, 5), (1, 6)]
 
 

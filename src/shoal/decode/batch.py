@@ -139,6 +139,8 @@ class Batch:
 
     def _reads(self, row: RecipeRow) -> bool:
         """Whether the row must be fed more than its last token and the tokens that its constraint forced."""
+        if len(row.tokens) == self.cache.positions[row.slot] + 1 and row.emitted:  # the usual case
+            return False
         return self.due(row) > (1 + row.forced if row.emitted > 0 and row.room > 0 else 0)
 
     def leave(self, rows: Sequence[Row]) -> None:
@@ -173,17 +175,18 @@ class Batch:
                 search.doze(_DOZE)
             return steps
         trees = [tree if tree.is_chain else tree.within(self.stack.most_nodes) for tree in self.propose(decoding)]
-        drafted = time.perf_counter()
+        drafting = time.perf_counter() - start
         shares = [_guesses(row, tree, self.due(row) - 1) for row, tree in zip(decoding, trees, strict=True)]
-        left = budget - sum(len(share.chunk.tokens) for share in shares)
-        shared = left * _LEAST_SHARE >= budget
-        if shared and reading:
-            shares = sorted([*shares, *self._pieces(reading, left, most)], key=lambda share: share.row.slot)
+        if reading:
+            left = budget - sum(len(share.chunk.tokens) for share in shares)
+            if left * _LEAST_SHARE >= budget:
+                shares = sorted([*shares, *self._pieces(reading, left, most)], key=lambda share: share.row.slot)
+                reading = []
         if shares:
-            steps += self._forward(shares, drafted - start)
-        if not shared and reading:
+            steps += self._forward(shares, drafting)
+        if reading:
             steps += self._forward(self._pieces(reading, budget, most))  # made now: rows that ended moved the others
-        self.clock.draft_seconds += drafted - start
+        self.clock.draft_seconds += drafting
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
 
@@ -258,7 +261,7 @@ class Batch:
             if share.tree is None:
                 self.commit(share.row, range(len(share.chunk.tokens)))
             else:
-                ended.append((share, RowTarget(share.row, share.tree, values[-len(share.tree) :])))
+                ended.append((share, RowTarget(share.row, share.tree, values)))
         outcomes = self.judge_all([(share.row, target, len(share.chunk.tokens)) for share, target in ended])
         if self.parts.listening(rows):
             mixed = len({share.guesses for share in shares}) > 1
@@ -297,8 +300,9 @@ class Batch:
         for (share, target), outcome in zip(ended, outcomes, strict=True):
             emitted = _emit(share.row, target, outcome)
             first, kept = share.before, outcome.path[: len(emitted)]
-            self.commit(share.row, [*range(first), *(first + node for node in kept)])
-            emitted += share.row.force()
+            self.commit(share.row, [*range(first), *(first + node for node in kept)] if first else kept)
+            if share.row.allowed is not None:
+                emitted += share.row.force()
             if share.row.root is None:
                 steps += emitted
             else:
@@ -321,23 +325,22 @@ class Batch:
 
     def retire(self) -> None:
         """Free layers that rows will not run again, keep prefixes for later prompts, remove finished rows."""
+        done: list[RecipeRow] = []
         for row in self.rows:
-            ended = row.leaves and not (row.root is not None and row.finish_reason == "cancelled")
-            at_prompt = row.emitted > 0 and self.cache.positions[row.slot] == row.prompt_length
-            if ended or at_prompt:  # beyond its prompt a plan may give layers up
+            fed, leaves = self.cache.positions[row.slot] - row.prompt_length, row.leaves
+            given_up = row.root is not None and row.finish_reason == "cancelled"
+            if (leaves and not given_up) or (fed == 0 and row.emitted):  # beyond its prompt a plan may give layers up
                 self._prefixes.keep(self.cache, row.slot, row.tokens)
-        for row in self.rows:
-            if row.leaves:
+            if leaves:
                 row.note_bytes(self.cache.row_bytes(row.slot))
+                done.append(row)
             elif self._release and not row.drafts:
-                fed = self.cache.positions[row.slot] - row.prompt_length
                 self.cache.release(row.slot, row.plan.dropped(max(0, fed + 1)))
-        self._came = [row for row in self._came if not row.leaves]
-        alive = [row for row in self.rows if not row.leaves]
-        done, self.rows = len(self.rows) - len(alive), alive
         if done:
-            self.parts.forget_all_but(alive)
-            if alive or self._owns_cache:
+            self._came = [row for row in self._came if row not in done]
+            self.rows = [row for row in self.rows if row not in done]
+            self.parts.forget_all_but(self.rows)
+            if self.rows or self._owns_cache:
                 self._keep_slots()
 
     def _keep_slots(self) -> None:
@@ -375,7 +378,7 @@ def run(batch: Batch, budget: int, most: int = 2048) -> Generator[list[Step], No
         batch.close()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Share:
     """A row's share of a forward.
 
@@ -399,7 +402,7 @@ class _Share:
     @property
     def forced(self) -> bool:
         """Whether some of the tokens were forced upon the row by a search."""
-        return self.guesses and (self.tree is None or self.chunk.wanted > len(self.tree))
+        return (self.tree is None or self.chunk.wanted > len(self.tree)) and self.guesses
 
     def count(self) -> None:
         """Note the work in the row's ledger."""
@@ -413,20 +416,20 @@ class _Share:
         if self.tree is not None and len(self.tree) > 1:
             ledger.drafted += len(self.tree) - 1
             ledger.drafted_at.update(range(1, self.tree.depths[-1] + 1))
-        depths = [plan.depth(step) for step in self.chunk.steps]
+        depths = list(map(plan.depth, self.chunk.steps))
         ledger.decode_layer_tokens += sum(depths)
         ledger.read(depths[0])  # steps never fall, so the first one runs most
 
 
 def _guesses(row: RecipeRow, tree: TokenTree, before: int) -> _Share:
     """A row's root with its guesses; a chain where tokens before the root came without a forward."""
-    tokens = (*row.tokens[-1 - before : -1], *tree.tokens)
-    steps = [row.emitted + depth for depth in (*range(-before, 0), *tree.depths)]
+    tokens, emitted = (*row.tokens[-1 - before : -1], *tree.tokens), row.emitted
+    steps = [emitted + depth for depth in (*range(-before, 0), *tree.depths)]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
     if tree.asides:
         parents, depths = tree.fed
         tokens = (*tokens, *tokens[-1:] * len(tree.asides))
-        steps = list(accumulate((row.emitted + depth for depth in depths), max))  # they may not fall
+        steps = list(accumulate((emitted + depth for depth in depths), max))  # they may not fall
     chunk = SequenceChunk(
         row.slot, tokens, steps, row.plan, parents, depths, wanted=len(tree), likeliest=row.takes_likeliest,
         vectors=tree.vectors,

@@ -16,9 +16,11 @@ class RecipeRow(Row):
 
     Attributes:
         recipe: the parts from which it decodes; no part is shown the others.
+        takes_likeliest: whether only the largest logit of each node is needed.
     """
 
     recipe: Recipe = field(kw_only=True)
+    takes_likeliest: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.drafts = self.recipe.proposer is not None
@@ -26,6 +28,10 @@ class RecipeRow(Row):
             self.rule = self.recipe.rule
         if self.allowed is None and self.recipe.constraint is not None:
             self.allowed = self.recipe.constraint()
+        how, recipe = self.sampling, self.recipe
+        others = (how.logprobs, self.record, self.allowed, self.root, recipe.rule, recipe.search, recipe.loop)
+        plain = how.greedy and not how.logit_bias and not sampling.needs_history(how, self.processors)
+        self.takes_likeliest = plain and all(other is None for other in others)
 
     def force(self) -> list[Step]:
         """Emit tokens without a forward as long as the constraint allows only one.
@@ -49,12 +55,3 @@ class RecipeRow(Row):
         """Let the recipe's loop refuse options that it cannot honour."""
         if self.recipe.loop is not None:
             self.recipe.loop.check(self)
-
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether only the largest logit of each node is needed."""
-        how, recipe = self.sampling, self.recipe
-        if not how.greedy or how.logit_bias or sampling.needs_history(how, self.processors):
-            return False
-        others = (how.logprobs, self.record, self.allowed, self.root, recipe.rule, recipe.search, recipe.loop)
-        return all(other is None for other in others)

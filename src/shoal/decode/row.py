@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -86,36 +86,40 @@ class Row:
     @property
     def room(self) -> int:
         """How many tokens the row may emit now; 0 for a resting branch and for a row that has ended."""
-        if self.finish_reason is not None:
+        stop = self.stop
+        if stop.finish_reason is not None:
             return 0
-        return self.stop.room if self.until is None else min(self.stop.room, max(0, self.until - self.emitted))
+        return stop.room if self.until is None else min(stop.room, max(0, self.until - self.emitted))
 
     @property
     def leaves(self) -> bool:
         """Whether the row has ended and its KV is no longer needed."""
-        return self.finish_reason is not None and not self.held
+        return self.stop.finish_reason is not None and not self.held
 
     def emit(
         self, tokens: Sequence[int], guessed: int = 0,
-        logprob: Callable[[int, int], TokenLogprob | None] = lambda place, token: None, depth: float | None = None,
+        logprob: Callable[[int, int], TokenLogprob | None] | None = None, depth: float | None = None,
     ) -> list[Step]:
         """Advance the row by tokens, as far as its stop rules allow.
 
         Args:
             tokens: the tokens that follow the last one.
             guessed: how many of them, from the first on, had been guessed.
-            logprob: gives the log-probability of a token by its index in `tokens` and its id.
+            logprob: gives the log-probability of a token by its index in `tokens` and its id, if the request wants it.
             depth: layers that each token ran, if not those of the plan.
         """
-        steps, pieces = list[Step](), self.stop.push(tokens)
-        known = [logprob(place, piece.token) for place, piece in enumerate(pieces)]  # before the row's history grows
-        for place, piece in enumerate(pieces):
-            index = self.emitted
-            ran = self.plan.depth(index) if depth is None else depth
-            steps.append(Step(
-                self.number, index, piece.token, piece.text, ran, place < guessed, known[place], piece.finish_reason
-            ))
-            self.tokens.append(piece.token)
+        first, texts = self.emitted, self.stop.push(tokens)
+        kept = tokens[: len(texts)]
+        wanted = None if self.sampling.logprobs is None else logprob
+        known = [None] * len(kept) if wanted is None else [wanted(*one) for one in enumerate(kept)]  # by this history
+        steps = [
+            Step(self.number, index, token, text, self.plan.depth(index) if depth is None else depth,
+                 index < first + guessed, log)
+            for index, (token, text, log) in enumerate(zip(kept, texts, known, strict=True), start=first)
+        ]
+        if steps and self.finish_reason is not None:
+            steps[-1] = replace(steps[-1], finish_reason=self.finish_reason)
+        self.tokens += kept
         self.steps += steps
         return steps
 
@@ -126,9 +130,8 @@ class Row:
         self.ledger.put += len(steps)
         return steps
 
-    def _certain(self, place: int, token: int) -> TokenLogprob | None:
-        wanted = self.sampling.logprobs
-        return None if wanted is None else TokenLogprob(token, 0.0, ((token, 0.0),)[:wanted])
+    def _certain(self, place: int, token: int) -> TokenLogprob:
+        return TokenLogprob(token, 0.0, ((token, 0.0),)[: self.sampling.logprobs])
 
     def note_bytes(self, stored: KVBytes) -> None:
         """Note what the row has stored; a searched row has stored what all its branches have."""

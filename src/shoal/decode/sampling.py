@@ -103,8 +103,8 @@ def needs_history(sampling: Sampling, processors: Sequence[LogitsProcessor] = ()
 
     If not, `biased` and `probs_of` treat the nodes [N, V] of a whole batch in one call.
     """
-    penalised = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
-    return penalised or len(processors) > 0
+    return bool(processors or sampling.repetition_penalty != 1 or sampling.presence_penalty
+                or sampling.frequency_penalty)
 
 
 def scores(
@@ -219,7 +219,7 @@ def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:
     """
     result = _upcast(scores)
     if sampling.greedy:
-        return torch.zeros_like(result).scatter_(-1, greedy(result)[..., None], 1.0)
+        return torch.zeros_like(result).scatter_(-1, result.argmax(-1)[..., None], 1.0)
     result = _divided(result, max(sampling.temperature, _COLDEST))
     if sampling.top_k:
         result = _top_k(result, sampling.top_k)
@@ -308,11 +308,11 @@ def probs(
     return probs_of(scores(logits, history, prompt_len, sampling, processors), sampling)
 
 
-def greedy(scores: Tensor) -> Tensor:
-    """The most likely token of scores [..., V]: int64 [...], the lowest id on ties."""
-    if scores.device.type == "cpu" and scores.dtype == torch.float32:  # several times as fast as torch's
-        return torch.from_numpy(np.asarray(scores.numpy().argmax(-1)))
-    return scores.argmax(-1)
+def greedy(scores: Tensor) -> list[int]:
+    """The most likely token of each of scores [N, V], the lowest id on ties."""
+    on_cpu = scores.is_cpu and scores.dtype == torch.float32  # there numpy is several times as fast as torch
+    tokens: list[int] = (scores.numpy().argmax(-1) if on_cpu else scores.argmax(-1)).tolist()
+    return tokens
 
 
 def likeliest(scores: Tensor) -> int:
@@ -321,7 +321,7 @@ def likeliest(scores: Tensor) -> int:
     Raises:
         ValueError: if no token is possible.
     """
-    token = int(greedy(scores))
+    token = greedy(scores[None])[0]
     if not scores[token] > -torch.inf:
         raise ValueError(IMPOSSIBLE)
     return token

@@ -20,7 +20,7 @@ class RowTarget(Target):
     Args:
         row: the row; its tokens end with the root.
         tree: the row's tree.
-        logits: [nodes, V].
+        logits: [nodes, V], or more; the last ones are the nodes'.
 
     Attributes:
         tree: the row's tree.
@@ -32,7 +32,7 @@ class RowTarget(Target):
         self._probs: dict[int, Tensor] = {}
         self._greedy: list[int] | None = None
         if row.sampling.greedy and not sampling.needs_history(row.sampling, row.processors):
-            self._greedy = sampling.greedy(sampling.biased(logits, row.sampling)).tolist()
+            self._greedy = sampling.greedy(sampling.biased(logits, row.sampling))[-len(tree.tokens) :]
 
     def guessing(self) -> RowTarget:
         """The same without processors and constraint, which are to be shown no text that may never come."""
@@ -50,7 +50,9 @@ class RowTarget(Target):
 
     @override
     def choice(self, node: int) -> int:
-        if self._greedy is not None and self._row.allows(self._words(node), self._greedy[node]):
+        if self._greedy is not None and (
+            self._row.allowed is None or self._row.allows(self._words(node), self._greedy[node])
+        ):
             return self._greedy[node]
         if self.greedy:
             return sampling.likeliest(self.scores(node))
@@ -58,12 +60,12 @@ class RowTarget(Target):
 
     def logits(self, node: int) -> Tensor:
         """Raw logits [V] after `node`."""
-        return self._logits[node]
+        return self._logits[node - len(self.tree.tokens)]
 
     @override
     def scores(self, node: int) -> Tensor:
         if node not in self._scores:
-            self._scores[node] = self._row.scores(self._logits[node], self._words(node))
+            self._scores[node] = self._row.scores(self.logits(node), self._words(node))
         return self._scores[node]
 
     def _words(self, node: int) -> list[int]:
@@ -91,7 +93,6 @@ class RowTarget(Target):
     def draw(self, probs: Tensor, node: int, purpose: str) -> int:
         return sampling.draw(probs, self.uniform(node, purpose))
 
-    def logprob(self, node: int, token: int) -> TokenLogprob | None:
-        """Log-probability of `token` after `node`, if the request wants it."""
-        wanted = self._row.sampling.logprobs
-        return None if wanted is None else sampling.logprob(self.scores(node), token, wanted)
+    def logprob(self, node: int, token: int) -> TokenLogprob:
+        """Log-probability of `token` after `node`, and of as many others as the request wants."""
+        return sampling.logprob(self.scores(node), token, self._row.sampling.logprobs or 0)

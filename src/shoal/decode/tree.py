@@ -57,7 +57,7 @@ class TokenTree:
     @cached_property
     def is_chain(self) -> bool:
         """Whether no node has a sibling."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ def _extend(chains: Sequence[_Chain], logits: Tensor) -> None:
     scores = torch.stack([chain.scores(line) for chain, line in zip(chains, logits, strict=True)])
     draft_probs = [None if chain.row.sampling.greedy else sampling.probs_of(line, chain.row.sampling)
                    for chain, line in zip(chains, scores, strict=True)]
-    tokens: list[int] = sampling.greedy(scores).tolist()
+    tokens = sampling.greedy(scores)
     drawn = [(i, probs) for i, probs in enumerate(draft_probs) if probs is not None]
     if drawn:
         numbers = [chains[i].row.draft_uniform(chains[i].guesses) for i, _ in drawn]

@@ -177,7 +177,7 @@ class Canvas:
         scores = self._scores(logits[[place - self.start for place in places]])
         uniform = partial(self._uniform, places)
         if self.row.sampling.greedy:
-            tokens = sampling.greedy(scores).tolist()
+            tokens = sampling.greedy(scores)
         else:
             tokens = sampling.draws(sampling.probs_of(scores, self.row.sampling), uniform("sample"))
         logs = scores.log_softmax(-1)

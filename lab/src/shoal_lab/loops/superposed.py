@@ -149,7 +149,7 @@ class OneDraft:
     def followed(self, token: int, score: float, log: TokenLogprob | None) -> OneDraft:
         """The draft with one more token."""
         stop = self.stop.copy()
-        text = self.text + "".join(piece.text for piece in stop.push([token]))
+        text = self.text + "".join(stop.push([token]))
         return OneDraft([*self.tokens, token], text, self.score + score, stop, [*self.logs, log])
 
 

@@ -56,27 +56,31 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that became certain with `token`."""
-        kind = self._kind(token)
+        if token not in self._kinds:
+            self._kinds[token] = self._classify(token)
+        kind = self._kinds[token]
         if kind == b"":
             return ""
         if kind is not None:
             return self._push_byte(token, kind)
         self._run = None
         self._open.append(token)
-        return self._advance()
+        text = self._text()
+        if text.endswith(REPLACEMENT):
+            piece = self._give(text[:-1])
+            self._narrow(text)
+        else:
+            piece = self._give(text)
+            self._close(self._open)
+        return piece
 
     def flush(self) -> str:
         """What was held back, an unfinished character as U+FFFD; to be called once, after the last token."""
         self._run = None
         return self._give(self._text()) if self._open else ""
 
-    def _kind(self, token: int) -> bytes | None:
-        """The byte that `token` stands for, b"" for a token without text of its own, None for any other."""
-        if token not in self._kinds:
-            self._kinds[token] = self._classify(token)
-        return self._kinds[token]
-
     def _classify(self, token: int) -> bytes | None:
+        """The byte that `token` stands for, b"" for a token without text of its own, None for any other."""
         if self._tokenizer is None or (name := self._tokenizer.convert_ids_to_tokens(token)) is None:
             return b""
         text = self._alone[token] = self._decode([token])
@@ -94,16 +98,6 @@ class Detokenizer:
         if self._context or self._open or self._decode([token]):  # else a leading space that the tokenizer strips
             self._run.push(byte)
         self._open.append(token)
-        return piece
-
-    def _advance(self) -> str:
-        text = self._text()
-        if not text.endswith(REPLACEMENT):
-            piece = self._give(text)
-            self._close(self._open)
-            return piece
-        piece = self._give(text[:-1])
-        self._narrow(text)
         return piece
 
     def _narrow(self, text: str) -> None:

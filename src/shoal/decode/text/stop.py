@@ -58,15 +58,6 @@ class StopRules:
             raise ValueError(f"max_length is {self.max_length}; it must be >= 0, or None for no limit")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A kept token, the text that became certain with it, and, on the last one, why the row ended."""
-
-    token: int
-    text: str
-    finish_reason: FinishReason | None = None
-
-
 class StopState:
     """Follows one row under `rules`.
 
@@ -122,15 +113,14 @@ class StopState:
         twin.room = sys.maxsize if most is None else most - len(self._ids)
         return twin
 
-    def push(self, tokens: Sequence[int]) -> list[Piece]:
-        """The pieces of an accepted block, cut after the first token that ends the row; [] once it has ended."""
-        pieces: list[Piece] = []
+    def push(self, tokens: Sequence[int]) -> list[str]:
+        """The text that became certain with each token of an accepted block, up to the first one that ends the row."""
+        texts: list[str] = []
         for token in tokens:
             if self.finish_reason is not None:
                 break
-            text = self._take(token)
-            pieces.append(Piece(token, text, self.finish_reason))
-        return pieces
+            texts.append(self._take(token))
+        return texts
 
     def _take(self, token: int) -> str:
         self.room -= 1
@@ -138,12 +128,13 @@ class StopState:
         if token in self._rules.eos_token_ids or token in self._rules.stop_token_ids:
             return self._finish("stop")
         self._held += self._detokenizer.push(token)
-        visible = self._held + self._detokenizer.tail
-        cut = self._find(visible)
-        if cut is not None:
-            self.finish_reason = "stop"
-            return visible[:cut]
-        if self._criteria_met():
+        if self._rules.stop_strings:
+            visible = self._held + self._detokenizer.tail
+            cut = self._find(visible)
+            if cut is not None:
+                self.finish_reason = "stop"
+                return visible[:cut]
+        if self._rules.criteria and self._criteria_met():
             return self._finish("stop")
         return self._release() if self.room else self._finish("length")
 
@@ -156,9 +147,8 @@ class StopState:
 
     def _release(self) -> str:
         """The held text without the longest suffix that may begin a stop string."""
-        text = self._held
-        keep = max((_overlap(text, stop) for stop in self._rules.stop_strings), default=0)
-        at = len(text) - keep
+        text, stops = self._held, self._rules.stop_strings
+        at = len(text) - max([_overlap(text, stop) for stop in stops]) if stops else len(text)
         self._held = text[at:]
         return text[:at]
 
@@ -168,8 +158,6 @@ class StopState:
         return min(found)[self._rules.keep_stop] if found else None
 
     def _criteria_met(self) -> bool:
-        if not self._rules.criteria:
-            return False
         ids = torch.tensor([self._ids])
         return any(_truth(criterion, criterion(ids, None)) for criterion in self._rules.criteria)
 
