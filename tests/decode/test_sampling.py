@@ -78,7 +78,7 @@ def test_the_law_is_that_of_transformers(
     dtype: torch.dtype, sampling: Sampling, seed: int, ties: bool, history: list[int]
 ) -> None:
     logits = logits_of(seed, dtype, ties=ties)
-    probs = s.probs(logits, history, 1, sampling)
+    probs = s.probs_of(s.scores(logits, history, 1, sampling), sampling)
     expected = oracle(logits, history, sampling)
     assert probs.dtype == dtype and probs.shape == (V,)
     assert torch.equal(probs > 0, expected > 0)
@@ -100,7 +100,7 @@ def test_each_transform_alone_changes_the_law_as_transformers_does(sampling: Sam
     changed = 0
     for seed in range(50):
         logits = logits_of(seed, ties=seed % 2 == 0)
-        probs = s.probs(logits, [1, 4, 4], 1, sampling)
+        probs = s.probs_of(s.scores(logits, [1, 4, 4], 1, sampling), sampling)
         torch.testing.assert_close(probs, oracle(logits, [1, 4, 4], sampling))
         changed += not torch.allclose(probs, logits.softmax(-1))
     assert changed > 40
@@ -167,9 +167,9 @@ def test_neutral_scores_are_the_logits_themselves(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.2}, {"logit_bias": {1: 1.0}}, {"top_p": 0.9}])
 def test_half_types_are_computed_in_float32(dtype: torch.dtype, options: dict[str, Any]) -> None:
     logits, sampling = logits_of(1).to(dtype), Sampling(0.8, **options)
-    probs = s.probs(logits, [1, 2], 1, sampling)
+    probs = s.probs_of(s.scores(logits, [1, 2], 1, sampling), sampling)
     assert probs.dtype == torch.float32
-    torch.testing.assert_close(probs, s.probs(logits.float(), [1, 2], 1, sampling))
+    torch.testing.assert_close(probs, s.probs_of(s.scores(logits.float(), [1, 2], 1, sampling), sampling))
     assert s.logprob(logits, 1, 0) == s.logprob(logits.float(), 1, 0)
 
 
@@ -184,7 +184,8 @@ def test_a_batch_of_nodes_gets_the_laws_of_its_rows() -> None:
     batch = torch.stack([logits_of(seed, ties=seed > 3) for seed in range(6)])
     assert not s.needs_history(sampling)
     got = s.probs_of(s.biased(batch, sampling), sampling)
-    torch.testing.assert_close(got, torch.stack([s.probs(row, [0], 1, sampling) for row in batch]))
+    alone = [s.probs_of(s.scores(row, [0], 1, sampling), sampling) for row in batch]
+    torch.testing.assert_close(got, torch.stack(alone))
     assert (got[:, 3] == 0).all()
     assert s.greedy(batch) == [s.likeliest(row) for row in batch]
 
@@ -323,7 +324,7 @@ def test_logprob_is_log_softmax_with_the_best_first(top: int) -> None:
 def test_absurd_penalties_still_give_a_law(penalty: float, temperature: float) -> None:
     logits = torch.tensor([2.0, -1.0, 0.5, -float("inf")])
     sampling = Sampling(temperature, repetition_penalty=penalty)
-    probs = s.probs(logits, [0, 1, 3], 2, sampling)
+    probs = s.probs_of(s.scores(logits, [0, 1, 3], 2, sampling), sampling)
     assert torch.isfinite(probs).all() and float(probs.sum()) == pytest.approx(1)
     assert probs[3] == 0
 

@@ -184,9 +184,6 @@ def test_caches_share_the_memory_by_what_their_rows_need(monkeypatch: pytest.Mon
     assert caches[0].most_slots == 16
 
 
-def test_a_loop_that_is_not_exact_makes_the_recipe_so_and_is_not_scored() -> None:
-    recipe = Odd().recipe(ModelInfo(6))
-    assert recipe.exact_to == "none"
-    with pytest.raises(Unsupported, match="without its loop"):
-        recipe.check_scored("odd")
-    Repeating().recipe(ModelInfo(6)).check_scored("repeating")
+def test_a_loop_that_is_not_exact_makes_the_recipe_so() -> None:
+    assert Odd().recipe(ModelInfo(6)).exact_to == "none"
+    assert Repeating().recipe(ModelInfo(6)).exact_to == "full"

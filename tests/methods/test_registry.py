@@ -17,7 +17,8 @@ import shoal
 import shoal.methods
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.methods import base, get, make, names
+from shoal.integrations import transformers
+from shoal.methods import get, make, names
 from shoal.methods.aded import ADED
 from shoal.methods.auto import Auto
 from shoal.methods.base import Method
@@ -211,12 +212,8 @@ def test_methods_are_frozen_and_hashable() -> None:
 
 def test_a_method_is_the_callable_that_generate_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    adapter = base.Adapter(
-        run=lambda *args, **kwargs: seen.append((args, kwargs)) or "ids",
-        bound=lambda method, **kwargs: ("bound", method, kwargs),
-    )
-    monkeypatch.setattr(base, "_adapters", [])
-    base.register_adapter(adapter)
+    monkeypatch.setattr(transformers, "run_custom_generate",
+                        lambda *args, **kwargs: seen.append((args, kwargs)) or "ids")
     method = D3(alpha=0.9)
     assert method("model", "input", "processors", "criteria", generation_config="config", use_cache=True) == "ids"
     keywords = {
@@ -226,9 +223,9 @@ def test_a_method_is_the_callable_that_generate_takes(monkeypatch: pytest.Monkey
         "use_cache": True,
     }
     assert seen == [((method, "model", "input"), keywords)]
-    carried = {"streamer": 1, "tokenizer": 2, "stop_strings": ("end",)}
-    assert method.bind(streamer=1, tokenizer=2, stop_strings="end") == ("bound", method, carried)
-    assert method.bind(streamer=1, tokenizer=2, stop_strings=["end"]) == ("bound", method, carried)
+    carried = transformers.BoundMethod(method, 1, 2, ("end",))
+    assert method.bind(streamer=1, tokenizer=2, stop_strings="end") == carried
+    assert method.bind(streamer=1, tokenizer=2, stop_strings=["end"]) == carried
     assert list(inspect.signature(method).parameters) == [
         "model", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "model_kwargs"
     ]

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from chat_tokenizer import chat_tokenizer
 from families import tiny
 from oracle import greedy_under_plan, prefix_counts, prefix_oracle
+from own_loop import Repeating
 from passing import PLANS, RISING, Passing, ids
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
@@ -28,13 +29,15 @@ from shoal.model import hf
 from shoal.model.packed.build import build
 from shoal.model.packed.native_stack import NativeStack
 from shoal.model.packed.source import ModelSource
+from shoal.types import ModelInfo
 from shoal_lab.eval import scoring
 from shoal_lab.eval.controls import GROUPS, controls, setting
-from shoal_lab.eval.decoders import Candidate, Decoder, candidate
+from shoal_lab.eval.decoders import Candidate, Decoder, candidate, check_scored
 from shoal_lab.eval.equal_depth import Lengths
 from shoal_lab.eval.evaluate import Evaluator, apart
 from shoal_lab.eval.items import Item, Sample
 from shoal_lab.eval.rising import RisingPlan
+from shoal_lab.methods.adadec import AdaDec
 
 
 def slow_answer(model: Any, prompt: list[int], plan: Any, count: int) -> list[int]:
@@ -243,3 +246,9 @@ def test_drawn_answers_are_those_of_lone_requests_and_their_seeds_differ(tiny_en
 def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match=r"temperature is .*; it must be 0 \(greedy\) or more, and finite"):
         Evaluator(engine_for(tiny("llama"), chat_tokenizer()), temperature=temperature)
+
+
+def test_a_loop_is_scored_only_where_it_is_exact() -> None:
+    with pytest.raises(Unsupported, match="without its loop"):
+        check_scored(AdaDec().recipe(ModelInfo(6)), "adadec")
+    check_scored(Repeating().recipe(ModelInfo(6)), "repeating")

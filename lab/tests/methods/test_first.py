@@ -23,6 +23,7 @@ from shoal.methods.streaming_llm import StreamingLLM
 from shoal.speculative.part_file import TrainedPart
 from shoal.types import ModelInfo
 from shoal_lab.components.layer_router import BIAS, WEIGHT, LayerRouters
+from shoal_lab.eval.decoders import check_scored
 from shoal_lab.methods.first import First, LayersByPrompt
 from trained_parts import part_for, target
 
@@ -165,4 +166,4 @@ def test_refusals(tmp_path: Any) -> None:
     with pytest.raises(Unsupported, match="it routes 5 layers, and the model has 6"):
         LayerRouters(part, LAYERS)
     with pytest.raises(Unsupported, match="a loss or log-likelihood under first"):
-        target("llama").recipe(First(part_for("first", "llama"), layers=4), 8).check_scored("first")
+        check_scored(target("llama").recipe(First(part_for("first", "llama"), layers=4), 8), "first")

@@ -25,7 +25,7 @@ from families import tiny
 from generate_calls import batch, generate
 from searches import Given
 from serving import MODEL, serving, tiny_engine
-from shoal.decode.branches.verifier import NoVerdict, Question
+from shoal.decode.branches.verifier import NoVerdict
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
@@ -40,7 +40,7 @@ from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.types import ModelInfo
 from shoal_lab.components.sentences import last_of
-from shoal_lab.loops.thoughts import Repeats, texts
+from shoal_lab.loops.thoughts import Question, Repeats, texts
 from shoal_lab.loops.trimr import ModelJudge
 from shoal_lab.methods.jacobi import Jacobi
 from shoal_lab.methods.trimr import Trimming, TrimR

@@ -249,7 +249,8 @@ class Batch:
         start = time.perf_counter()
         chunks = [share.chunk for share in shares]
         rows = [share.row for share in shares]
-        fed, watched = self.parts.looked_at(rows, chunks)
+        working = any(row.recipe.has_workers for row in rows)
+        fed, watched = self.parts.looked_at(rows, chunks) if working else (chunks, ())
         found = self.stack.forward(fed, self.cache, *watched)
         logits = [found] if len(chunks) == 1 else found.split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, RowTarget]] = []
@@ -263,7 +264,7 @@ class Batch:
             else:
                 ended.append((share, RowTarget(share.row, share.tree, values)))
         outcomes = self.judge_all([(share.row, target, len(share.chunk.tokens)) for share, target in ended])
-        if self.parts.listening(rows):
+        if working:
             mixed = len({share.guesses for share in shares}) > 1
             self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
         return self.settle(ended, outcomes)

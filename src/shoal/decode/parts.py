@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -10,19 +10,7 @@ from torch import Tensor
 
 from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.tree import TokenTree
-from shoal.decode.worker import (
-    DraftLengthPolicy,
-    Experts,
-    Keep,
-    Keeper,
-    Paced,
-    Part,
-    PlanByPrompt,
-    Proposer,
-    Select,
-    StepReport,
-    Worker,
-)
+from shoal.decode.worker import Keeper, Part, PlanByPrompt, StepReport, Worker
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import FromLayer, HiddenStateHook, QueryHook, SequenceChunk, Stack, first_seen
 
@@ -41,26 +29,12 @@ class PartsAtWork:
         self._stack, self._cache = stack, cache
         self._workers: dict[int, Worker] = {}
 
-    def listening(self, rows: Sequence[RecipeRow]) -> bool:
-        """Whether any worker observes the outcome of a forward of these rows."""
-        return any(row.recipe.has_workers or row.recipe.meter is not None for row in rows)
-
-    def looked_at(
-        self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]
-    ) -> tuple[Sequence[SequenceChunk], tuple[HiddenStateHook, ...]]:
-        """The chunks of the next forward with their hooks and choices, and the hook that sees its hidden states."""
-        if not any(row.recipe.has_workers for row in rows):
-            return chunks, ()
-        watched = self.watch(rows, chunks)
-        return self.with_experts(rows, self.with_hooks(rows, chunks)), watched
-
     def propose(self, rows: Sequence[RecipeRow]) -> list[TokenTree]:
         """A tree for every row: the root alone unless its recipe has a proposer and there is room for guesses."""
-        if all(not row.drafts for row in rows):
-            return [TokenTree.chain(row.tokens[-1:]) for row in rows]
+        drafting = [row for row in rows if row.drafts]
         trees: dict[int, TokenTree] = {}
-        limits = self._limits(rows)
-        for drafter, group in self._at_work(rows, _proposer):
+        limits = self._limits(drafting) if drafting else {}
+        for drafter, group in self._at_work(drafting, [row.recipe.drafter for row in drafting]):
             allowed = [limits[row.slot] for row in group]
             if any(allowed):
                 try:
@@ -72,11 +46,17 @@ class PartsAtWork:
                 trees.update(zip((row.slot for row in group), cut, strict=True))
         return [trees.get(row.slot) or TokenTree.chain(row.tokens[-1:]) for row in rows]
 
+    def looked_at(
+        self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]
+    ) -> tuple[Sequence[SequenceChunk], tuple[HiddenStateHook, ...]]:
+        """The chunks of the next forward with their hooks and choices, and the hook that sees its hidden states."""
+        watched = self.watch(rows, chunks)
+        return self.with_experts(rows, self.with_hooks(rows, chunks)), watched
+
     def watch(self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
         """Hooks that show the hidden states of the next forward to the workers that want them."""
         hooks: list[tuple[HiddenStateHook, list[int] | None]] = []
-        reading, decoding = [row for row in rows if not row.emitted], [row for row in rows if row.emitted]
-        for worker, group in [pair for some in (reading, decoding) if some for pair in self._all_at_work(some)]:
+        for worker, group in [pair for some in _apart(rows) for pair in self._all_at_work(some)]:
             places = None if len(group) == len(rows) else _places(rows, group)
             hook = worker.watch(group, chunks if places is None else [chunks[place] for place in places])
             if hook is not None:
@@ -93,9 +73,11 @@ class PartsAtWork:
     def with_hooks(self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the next forward, with their query hooks."""
         hooks: dict[int, list[QueryHook]] = {}
-        groups = ([row for row in rows if not row.emitted], [row for row in rows if row.emitted])
-        for worker, group in [pair for some in groups if some for part in (_keep, _select)
-                              for pair in self._at_work(some, part)]:
+        choosing: list[tuple[Worker, list[RecipeRow]]] = []
+        for some in _apart(rows):
+            choosing += self._at_work(some, [row.recipe.keep for row in some])
+            choosing += self._at_work(some, [row.recipe.select for row in some])
+        for worker, group in choosing:
             fed = [chunks[place] for place in _places(rows, group)]
             for row, hook in zip(group, worker.query_hooks(group, fed), strict=True):
                 if hook is not None:
@@ -108,7 +90,7 @@ class PartsAtWork:
     def with_experts(self, rows: Sequence[RecipeRow], chunks: Sequence[SequenceChunk]) -> Sequence[SequenceChunk]:
         """The chunks of the next forward, with the neurons of the MLPs that their tokens run."""
         found = list(chunks)
-        for worker, group in self._at_work(rows, _experts):
+        for worker, group in self._at_work(rows, [row.recipe.experts for row in rows]):
             places = _places(rows, group)
             for place, choice in zip(places, worker.experts(group, [chunks[place] for place in places]), strict=True):
                 found[place] = replace(chunks[place], experts=choice)
@@ -147,12 +129,13 @@ class PartsAtWork:
 
     def forget_all_but(self, rows: Sequence[RecipeRow]) -> None:
         """Forget the workers that none of these rows has: another part may come to live where theirs was."""
-        parts = {id(part(row)) for row in rows for part in _PARTS}
+        parts = {id(part) for row in rows for part in _parts(row)}
         self._workers = {key: one for key, one in self._workers.items() if key in parts}
 
     def _limits(self, rows: Sequence[RecipeRow]) -> dict[int, int]:
-        limits = {row.slot: 0 if not row.drafts or row.forced else self.most(row) for row in rows}
-        for policy, group in self._at_work(rows, _policy):
+        """How much may be guessed for each of these rows, by slot."""
+        limits = {row.slot: 0 if row.forced else self.most(row) for row in rows}
+        for policy, group in self._at_work(rows, [row.recipe.pace for row in rows]):
             for row, most in zip(group, policy.limits(group), strict=True):
                 limits[row.slot] = min(limits[row.slot], most)
         return limits
@@ -162,18 +145,18 @@ class PartsAtWork:
         ahead = self.ahead(row, self._cache.positions[row.slot])
         return min(row.room, ahead or row.room) - 1
 
-    def _all_at_work(self, rows: Sequence[RecipeRow]) -> list[tuple[Worker, Sequence[RecipeRow]]]:
-        return [pair for part in _PARTS for pair in self._at_work(rows, part)]
+    def _all_at_work(self, rows: Sequence[RecipeRow]) -> list[tuple[Worker, list[RecipeRow]]]:
+        return [pair for parts in zip(*map(_parts, rows), strict=True) for pair in self._at_work(rows, parts)]
 
     def _at_work(
-        self, rows: Sequence[RecipeRow], part: Callable[[RecipeRow], Part[W] | None]
-    ) -> list[tuple[W, Sequence[RecipeRow]]]:
-        """Rows grouped by a part of their recipe, each group with its worker; rows without the part are left out."""
-        if len(rows) == 1:  # the usual case, kept fast
-            one = part(rows[0])
-            return [] if one is None else [(self._worker(one), rows)]
-        parts = {id(p): p for row in rows if (p := part(row)) is not None}
-        return [(self._worker(one), [row for row in rows if part(row) is one]) for one in parts.values()]
+        self, rows: Sequence[RecipeRow], parts: Sequence[Part[W] | None]
+    ) -> list[tuple[W, list[RecipeRow]]]:
+        """The workers of the rows' parts, each with its rows; rows whose part is None are left out."""
+        groups: dict[int, tuple[W, list[RecipeRow]]] = {}
+        for row, part in zip(rows, parts, strict=True):
+            if part is not None:
+                groups.setdefault(id(part), (self._worker(part), []))[1].append(row)
+        return list(groups.values())
 
     def _worker(self, part: Part[W]) -> W:
         if id(part) not in self._workers:
@@ -185,30 +168,17 @@ class PartsAtWork:
         return cast("W", self._workers[id(part)])
 
 
-def _plan(row: RecipeRow) -> PlanByPrompt | None:
-    return row.plan if isinstance(row.plan, PlanByPrompt) else None
+def _parts(row: RecipeRow) -> tuple[Part[Worker] | None, ...]:
+    """The parts of the row's recipe that have workers."""
+    recipe, plan = row.recipe, row.plan
+    by_prompt = plan if isinstance(plan, PlanByPrompt) else None
+    return by_prompt, recipe.drafter, recipe.pace, recipe.keep, recipe.select, recipe.experts
 
 
-def _proposer(row: RecipeRow) -> Proposer | None:
-    proposer = row.recipe.proposer
-    return proposer.proposer if isinstance(proposer, Paced) else proposer
-
-
-def _policy(row: RecipeRow) -> Part[DraftLengthPolicy] | None:
-    proposer = row.recipe.proposer
-    return proposer.policy if isinstance(proposer, Paced) else None
-
-
-def _keep(row: RecipeRow) -> Keep | None:
-    return row.recipe.keep
-
-
-def _select(row: RecipeRow) -> Select | None:
-    return row.recipe.select
-
-
-def _experts(row: RecipeRow) -> Experts | None:
-    return row.recipe.experts
+def _apart(rows: Sequence[RecipeRow]) -> list[list[RecipeRow]]:
+    """Those that read their prompts, and those that decode."""
+    groups = [row for row in rows if not row.emitted], [row for row in rows if row.emitted]
+    return [group for group in groups if group]
 
 
 def _in_turn(hooks: Sequence[QueryHook]) -> QueryHook:
@@ -226,8 +196,3 @@ def _places(rows: Sequence[RecipeRow], group: Sequence[RecipeRow]) -> list[int]:
     """Indices of the group's rows among all rows."""
     members = set(group)
     return [place for place, row in enumerate(rows) if row in members]
-
-
-_PARTS: tuple[Callable[[RecipeRow], Part[Worker] | None], ...] = (
-    _plan, _proposer, _policy, _keep, _select, _experts
-)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from shoal.decode.worker import PlanByPrompt
+from shoal.decode.worker import Paced, PlanByPrompt
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.decode.row import Row
     from shoal.decode.rules.accept import Rule
     from shoal.decode.sampling import Allowed
-    from shoal.decode.worker import Experts, Keep, Proposer, Select, Worker
+    from shoal.decode.worker import DraftLengthPolicy, Experts, Keep, Part, Proposer, Select, Worker
     from shoal.model.kv.form import Store
     from shoal.model.stack import Stack
 
@@ -37,8 +37,6 @@ PARTS = (
 """The parts of a recipe that methods fill. Each answers one question."""
 BY_PROMPT = "choice of layers by the prompt"
 """Stands for a `PlanByPrompt` in messages."""
-_UNSCORED = (BY_PROMPT, "keep", "store", "select", "experts", "search", "constraint")
-"""Parts beside the plan that change a token's probability or which token is taken; exact drafting does not."""
 MOST_GUESSES = 64
 """Most guesses that a proposer may make for one forward."""
 
@@ -212,33 +210,24 @@ class Recipe:
         """Whether the KV that is stored or read differs from the model's own."""
         return any(part is not None for part in (self.keep, self.store, self.select))
 
-    def check_scored(self, name: str, *read: str) -> None:
-        """Refuse to score given texts if their likelihood depends on more than the plan.
-
-        Args:
-            name: whose recipe this is, for the error.
-            read: further parts that the caller takes into account.
-
-        Raises:
-            Unsupported: a part alters the KV or the MLPs, or searches, or is a loop that is not exact.
-        """
-        lossy = ("loop",) if self.loop is not None and not self.loop.exact else ()
-        others = [part for part in self.beside_plan if part in (*_UNSCORED, *lossy) and part not in read]
-        if others:
-            raise Unsupported(
-                f"a loss or log-likelihood under {name}", f"given texts are scored by the plan alone, without its "
-                f"{' and '.join(others)}", "Measure answers instead (shoal eval --measure answers, or tasks that "
-                "generate)",
-            )
-
     def branches(self, greedy: bool) -> int:
         """The most rows that decode at once for one answer."""
         return 1 if self.search is None else self.search.most(greedy)
 
+    @property
+    def drafter(self) -> Proposer | None:
+        """The proposer without its pace."""
+        return self.proposer.proposer if isinstance(self.proposer, Paced) else self.proposer
+
+    @property
+    def pace(self) -> Part[DraftLengthPolicy] | None:
+        """What limits the guesses of the proposer."""
+        return self.proposer.policy if isinstance(self.proposer, Paced) else None
+
     @cached_property
     def has_workers(self) -> bool:
-        """Whether any part is told of steps or asked in them; a plain recipe has none."""
-        parts = (self.proposer, self.keep, self.select, self.experts)
+        """Whether anyone is told of steps or asked in them; a plain recipe has nobody."""
+        parts = (self.proposer, self.keep, self.select, self.experts, self.meter)
         return not self.settled or any(part is not None for part in parts)
 
     @property

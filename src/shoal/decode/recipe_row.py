@@ -42,7 +42,7 @@ class RecipeRow(Row):
             return []
         steps: list[Step] = []
         while self.room and (token := self.allowed.sole(self.tokens[self.prompt_length :])) is not None:
-            steps += self.emit([token], 0, self._certain)
+            steps += self.emit([token], 0, self.certain)
         self.forced = len(steps)
         return steps
 

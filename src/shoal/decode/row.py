@@ -123,14 +123,8 @@ class Row:
         self.steps += steps
         return steps
 
-    def put(self, tokens: Sequence[int]) -> list[Step]:
-        """Emit tokens that a loop has decided on without a forward, after a token that has not been fed yet."""
-        steps = self.emit(tokens, 0, self._certain)
-        self.forced += len(steps)
-        self.ledger.put += len(steps)
-        return steps
-
-    def _certain(self, place: int, token: int) -> TokenLogprob:
+    def certain(self, place: int, token: int) -> TokenLogprob:
+        """Of a token to which there was no alternative."""
         return TokenLogprob(token, 0.0, ((token, 0.0),)[: self.sampling.logprobs])
 
     def note_bytes(self, stored: KVBytes) -> None:

@@ -297,17 +297,6 @@ def _typical(probs: Tensor, p: float) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-def probs(
-    logits: Tensor,
-    history: Sequence[int] | Tensor,
-    prompt_len: int,
-    sampling: Sampling,
-    processors: Sequence[LogitsProcessor] = (),
-) -> Tensor:
-    """Raw logits [V] of one node to the probabilities [V] of its next token: `probs_of(scores(...))`."""
-    return probs_of(scores(logits, history, prompt_len, sampling, processors), sampling)
-
-
 def greedy(scores: Tensor) -> list[int]:
     """The most likely token of each of scores [N, V], the lowest id on ties."""
     on_cpu = scores.is_cpu and scores.dtype == torch.float32  # there numpy is several times as fast as torch

@@ -32,7 +32,7 @@ from shoal.integrations import _rows
 from shoal.integrations._rows import Ending, Record, RowProcessors
 from shoal.integrations.generation_config import check
 from shoal.methods import make
-from shoal.methods.base import Adapter, Method, register_adapter
+from shoal.methods.base import Method
 from shoal.types import Sampling
 
 KEY = "shoal"
@@ -286,6 +286,3 @@ def _shape(model: Any) -> object:
     modules = tuple(map(id, model.modules()))
     tensors = tuple((parameter.dtype, parameter.device) for parameter in model.parameters())
     return modules, tensors, getattr(model.config, "_attn_implementation", None)
-
-
-register_adapter(Adapter(run_custom_generate, BoundMethod))

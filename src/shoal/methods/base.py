@@ -6,7 +6,7 @@ Knows no method and no model; imports no torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
@@ -23,7 +23,7 @@ MASKED = "a masked-diffusion model"
 """Needs that the loaded model alone decides; for others a method reads files or loads another model."""
 WRAPPED = ("inner", "draft_inner")
 """Options that hold another method: the wrapped one, and the one by which a second model decodes."""
-_ADAPTER = "shoal.integrations.transformers"
+_INTEGRATION = "shoal.integrations.transformers"
 
 
 def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
@@ -83,33 +83,6 @@ def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
         raise Unsupported(name, "every layer of this model has a sliding window, and none sees all of the text",
                           "Use a method that leaves windows as they are, such as kv_int8")
     return whole
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """Runs a method in place of transformers' own generation. It registers itself when it is imported.
-
-    Attributes:
-        run: decodes for `model.generate`.
-        bound: a method with the arguments that `generate` does not pass on to callables.
-    """
-
-    run: Callable[..., Any]
-    bound: Callable[..., Any]
-
-
-_adapters: list[Adapter] = []
-
-
-def register_adapter(adapter: Adapter) -> None:
-    """Let methods decode for transformers' `generate` by this adapter."""
-    _adapters[:] = [adapter]
-
-
-def _adapter() -> Adapter:
-    if not _adapters:
-        import_module(_ADAPTER)
-    return _adapters[0]
 
 
 @dataclass(frozen=True)
@@ -195,7 +168,7 @@ class Method(ABC):
         **model_kwargs: Any,
     ) -> Any:
         """Decode for `model.generate(..., custom_generate=method)`: ids [B, T], prompt included."""
-        return _adapter().run(
+        return import_module(_INTEGRATION).run_custom_generate(
             self,
             model,
             input_ids,
@@ -207,5 +180,4 @@ class Method(ABC):
 
     def bind(self, *, streamer: Any = None, tokenizer: Any = None, stop_strings: str | Sequence[str] = ()) -> Any:
         """This method as a `custom_generate` callable that carries what `generate` does not pass on to callables."""
-        stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        return _adapter().bound(self, streamer=streamer, tokenizer=tokenizer, stop_strings=stops)
+        return import_module(_INTEGRATION).BoundMethod(self, streamer, tokenizer, stop_strings)

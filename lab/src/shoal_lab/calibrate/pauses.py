@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shoal.decode.signals import entropy
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.methods.calibrated import Calibrated
 from shoal_lab.calibrate.calibration import data_hash
+from shoal_lab.components.signals import entropy
 from shoal_lab.eval import scoring
 from shoal_lab.eval.items import Item, encode
 from shoal_lab.eval.study import model_name

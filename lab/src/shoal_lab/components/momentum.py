@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.decode.rules.accept import Outcome, Target, TargetsNumbers, descend
-from shoal.decode.signals import probabilities
 from shoal.decode.tree import TokenTree
+from shoal_lab.components.signals import probabilities
 
 
 @dataclass(frozen=True, slots=True)

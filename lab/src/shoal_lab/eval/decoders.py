@@ -11,17 +11,20 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.decode.recipe import Recipe
+from shoal.decode.recipe import BY_PROMPT, Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.scheduling.request_handle import Item
 from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.types import Stats
 from shoal_lab.eval import scoring
 from shoal_lab.eval.rising import RisingPlan, executor
 
 Plan = DepthPlan | RisingPlan
+_UNSCORED = (BY_PROMPT, "keep", "store", "select", "experts", "search", "constraint")
+"""Parts beside the plan that change a token's probability or which token is taken; exact drafting does not."""
 WORK = ("second_tokens", "switches", "branches", "thrown_away")
 """Counts of `Stats` that an outcome keeps: of methods with two models, and of searches."""
 
@@ -45,9 +48,30 @@ class Candidate:
     recipe: Recipe | None = None
 
     def check_scored(self, *read: str) -> None:
-        """Refuse losses that would be another method's; see `Recipe.check_scored`."""
+        """Refuse losses that would be another method's; see `check_scored`."""
         if self.recipe is not None:
-            self.recipe.check_scored(self.label, *read)
+            check_scored(self.recipe, self.label, *read)
+
+
+def check_scored(recipe: Recipe, name: str, *read: str) -> None:
+    """Refuse to score given texts if their likelihood depends on more than the plan.
+
+    Args:
+        recipe: the method's.
+        name: whose recipe this is, for the error.
+        read: further parts that the caller takes into account.
+
+    Raises:
+        Unsupported: a part alters the KV or the MLPs, or searches, or is a loop that is not exact.
+    """
+    lossy = ("loop",) if recipe.loop is not None and not recipe.loop.exact else ()
+    others = [part for part in recipe.beside_plan if part in (*_UNSCORED, *lossy) and part not in read]
+    if others:
+        raise Unsupported(
+            f"a loss or log-likelihood under {name}", f"given texts are scored by the plan alone, without its "
+            f"{' and '.join(others)}", "Measure answers instead (shoal eval --measure answers, or tasks that "
+            "generate)",
+        )
 
 
 def candidate(engine: Engine, method: Method, max_new_tokens: int, label: str | None = None) -> Candidate:

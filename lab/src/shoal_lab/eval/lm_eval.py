@@ -26,6 +26,7 @@ from shoal.errors import Unsupported, unknown
 from shoal.methods import make
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
+from shoal_lab.eval.decoders import check_scored
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _BBH_END = r"(?<=answer is )(.*?)(?=\.?\s*$)"
@@ -106,7 +107,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
             room = max(1, self.max_length + 1 - len(continuation))
             prompt, target = list(context)[-room:], list(continuation)
             recipe = self.engine.recipe(self.method, max(len(target), self.max_gen_toks))
-            recipe.check_scored(self.method.name)
+            check_scored(recipe, self.method.name)
             plan = recipe.plan
             steps = [0] * len(prompt) + list(range(1, len(target)))
             chunks.append(SequenceChunk(row, prompt + target[:-1], steps, plan, wanted=len(target)))

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
-from shoal.decode.signals import entropy, log_probabilities
 from shoal.model.stack import SequenceChunk
+from shoal_lab.components.signals import entropy, log_probabilities
 
 if TYPE_CHECKING:
     from shoal.decode.recipe_row import RecipeRow

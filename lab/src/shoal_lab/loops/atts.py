@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from typing_extensions import override
 
-from shoal.decode.signals import log_likelihood
 from shoal.model.stack import SequenceChunk
+from shoal_lab.components.signals import log_likelihood
 from shoal_lab.loops.switching import Read, SwitchingBatch, Turns, feed
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
-from shoal.decode.signals import log_probabilities
 from shoal.model.stack import SequenceChunk, Start
 from shoal.types import Step, TokenLogprob
+from shoal_lab.components.signals import log_probabilities
 from shoal_lab.loops.ngrams import NGramCounts
 
 if TYPE_CHECKING:

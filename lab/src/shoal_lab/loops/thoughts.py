@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.decode.branches.verifier import Question
 from shoal.decode.text.pieces import Detokenizer
 from shoal_lab.components.sentences import last_of
 
@@ -23,6 +22,21 @@ _LONGEST, _LEAST = 128, 16
 """Most tokens of a repeated sequence, and least tokens of all its repetitions together."""
 _TAIL = 32
 """Tokens at the end of a prompt in which an opening tag is searched."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to a judge of thoughts, which answers True or False.
+
+    Attributes:
+        kind: "answers": does the thought state an answer? "agrees": is it the answer that `former` states?
+        thought: text.
+        former: an earlier thought that states an answer; empty if unused.
+    """
+
+    kind: Literal["answers", "agrees"]
+    thought: str
+    former: str = ""
 
 
 @dataclass(frozen=True)

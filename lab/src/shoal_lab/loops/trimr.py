@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from typing_extensions import override
 
 from shoal.decode.batch import Batch
-from shoal.decode.branches.verifier import Awaited, NoVerdict, Question
+from shoal.decode.branches.verifier import Awaited, NoVerdict
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.stack import SequenceChunk
 from shoal.sandbox.template import rendered
 from shoal.types import Step
-from shoal_lab.loops.thoughts import Thinking, Thoughts, texts
+from shoal_lab.loops.thoughts import Question, Thinking, Thoughts, texts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,7 +123,9 @@ class TrimmingBatch(Batch):
                 row.error = NoVerdict(f"the judge could not be asked: {type(error).__name__}: {error}")
                 row.error.__cause__ = error
             return []
-        steps = row.put(self._how.ending(thoughts.due))
+        steps = row.emit(self._how.ending(thoughts.due), 0, row.certain)
+        row.forced += len(steps)  # they come after a token that has not been fed yet
+        row.ledger.put += len(steps)
         thoughts.close(len(steps))
         return steps
 

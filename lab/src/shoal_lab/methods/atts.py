@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.signals import p_value
 from shoal.methods.common.limits import Most, Positions, Share
 from shoal.types import ModelInfo
+from shoal_lab.components.signals import p_value
 from shoal_lab.methods._switching import Switching, SwitchingMethod
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.signals import NATS_PER_BIT, Rolling, entropy
 from shoal.methods.common.limits import Number, Positions
 from shoal.types import ModelInfo
+from shoal_lab.components.signals import NATS_PER_BIT, Rolling, entropy
 from shoal_lab.methods._switching import SwitchingMethod
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ class TrimR(Method):
 
     Attributes:
         judge: a model's folder, Hub id, name or `.gguf` file, with any tokens; a loaded transformers model; or a
-            callable that is given a `verifier.Question` and returns True or False, always the same for the same
+            callable that is given a `thoughts.Question` and returns True or False, always the same for the same
             question. None for no judge: `agree` then has no effect.
         agree: thoughts in a row with the same result that close the thinking, at least 2.
         sentences: last sentences of a thought that the judge reads, at least 1.

@@ -1,4 +1,4 @@
-"""Verifiers, which say how promising an unfinished answer is, and judges of thoughts. Imports no torch."""
+"""Verifiers, which say how promising an unfinished answer is. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.decode.branches.search import Branch
@@ -130,21 +130,6 @@ def ask(verifier: Verifier, attempt: Attempt, seconds: float) -> Future[float]:
 
     threading.Thread(target=settle, name="shoal-verdict", daemon=True).start()
     return said
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question to a judge of thoughts, which answers True or False.
-
-    Attributes:
-        kind: "answers": does the thought state an answer? "agrees": is it the answer that `former` states?
-        thought: text.
-        former: an earlier thought that states an answer; empty if unused.
-    """
-
-    kind: Literal["answers", "agrees"]
-    thought: str
-    former: str = ""
 
 
 class Awaited:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from shoal.decode.rules.accept import Match, Outcome, Rule, Target, TargetsNumbers
-from shoal.decode.signals import entropy_of
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -193,5 +192,5 @@ class Typical(Rule):
 
     def _plausible(self, tree: TokenTree, target: Target, node: int) -> bool:
         probs = target.probs(tree.parents[node])
-        threshold = min(self.epsilon, math.sqrt(self.epsilon) * math.exp(-float(entropy_of(probs))))
+        threshold = min(self.epsilon, math.sqrt(self.epsilon) * math.exp(float(probs.xlogy(probs).sum(-1))))
         return float(probs[tree.tokens[node]]) > threshold

@@ -29,23 +29,8 @@ def log_probabilities(scores: Tensor) -> Tensor:
 
 def entropy(scores: Tensor) -> Tensor:
     """Entropy [...] of the softmax of scores [..., V]."""
-    return entropy_of(probabilities(scores))
-
-
-def entropy_of(probs: Tensor) -> Tensor:
-    """Entropy [...] of probabilities [..., V]."""
+    probs = probabilities(scores)
     return -probs.xlogy(probs).sum(-1)
-
-
-def maximum(scores: Tensor) -> Tensor:
-    """Probability [...] of the most likely token."""
-    return probabilities(scores).amax(-1)
-
-
-def margin(scores: Tensor) -> Tensor:
-    """Probability [...] of the most likely token minus that of the second; V is at least 2."""
-    best = probabilities(scores).topk(2).values
-    return best[..., 0] - best[..., 1]
 
 
 def log_likelihood(scores: Tensor, tokens: Tensor) -> Tensor:
