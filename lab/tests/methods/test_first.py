@@ -93,7 +93,7 @@ def test_answers_run_the_layers_that_their_prompts_ask_for(backend: Backend, nam
     plans = [twin(scores(name, ids)) for ids in PROMPTS]
     assert len(set(plans)) > 1, "all prompts ask for the same"
     for number, (ids, plan) in enumerate(zip(PROMPTS, plans, strict=True)):
-        assert run.rows[number].recipe.plan == plan
+        assert run.rows[number].plan == plan
         expected = oracle_logits(reference(name), ids, plan, run.tokens[number])
         assert gap(run.logits(number).to(expected.dtype), expected) <= backend.exact, number
         assert [step.depth for step in run.rows[number].steps] == [plan.depth(step) for step in range(NEW)]

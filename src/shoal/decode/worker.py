@@ -151,7 +151,7 @@ class Keeper(Worker, ABC):
 
 @dataclass(frozen=True, eq=False)
 class PlanByPrompt(DepthPlan, Part[Worker]):
-    """A plan for prompts alone: when a row has read its own, the worker puts another plan into the row's recipe."""
+    """A plan for prompts alone: when a row has read its own, the worker puts another plan into the row."""
 
     @property
     def is_full(self) -> bool:
