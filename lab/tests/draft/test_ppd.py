@@ -26,7 +26,7 @@ from shoal.speculative import part_file
 from shoal.speculative.part_file import CARD
 from shoal.types import Sampling
 from shoal_lab.drafts.medusa import RankTree
-from shoal_lab.drafts.ppd import PromptProposer, _asides, _behind
+from shoal_lab.drafts.ppd import PromptedTree, PromptProposer, _asides, _behind, with_asides
 from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
 from shoal_lab.methods.first import First
 from shoal_lab.methods.medusa import Medusa
@@ -99,23 +99,31 @@ def test_prompts_stand_behind_their_nodes_one_behind_the_other() -> None:
     state = PromptTree(RankTree((-1, 0, 0, 1), (0, 0, 1, 0)), (1, 3, 0, 2))
     parents, places = _asides(guesses, state, 9)
     assert (parents, places) == ([0, 1, 5, 6, 3, 8], [0, 0, 1, 2, 0, 1])
-    fed = guesses.with_asides(parents, torch.zeros(6, 2))
+    fed = with_asides(guesses, parents, torch.zeros(6, 2))
     assert fed.fed == ((-1, 0, 0, 1, 0, 1, 5, 6, 3, 8), (0, 1, 1, 2, 1, 2, 3, 4, 3, 4))
     assert [_behind(fed, node) for node in range(4)] == [[0], [1, 2, 3], [], [4, 5]]
     assert _asides(guesses, state, 2) == ([0, 1], [0, 0])
     assert _asides(guesses, state, 0) == ([], [])
     short = fed.cut(1)
     assert short.tokens == (9, 4, 5) and short.asides == (0, 1, 4, 5) and len(short.vectors) == 4
-    assert fed.cut(2) is fed and guesses.with_asides([], torch.zeros(0, 2)).vectors is None
+    assert fed.cut(2) is fed and with_asides(guesses, [], torch.zeros(0, 2)) is guesses
 
 
 @pytest.mark.parametrize("asides, vectors, message", [
-    ((0,), None, "each needs a vector"), ((0, 1), torch.zeros(1, 2), "each needs a vector"),
+    ((0,), torch.zeros(0, 2), "1 asides and 0 vectors"), ((0, 1), torch.zeros(1, 2), "2 asides and 1 vectors"),
     ((2,), torch.zeros(1, 2), "aside 2 has parent 2"), ((-1,), torch.zeros(1, 2), "aside 2 has parent -1"),
 ])
 def test_asides_that_hang_on_nothing_are_refused(asides: tuple[int, ...], vectors: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TokenTree((1, 2), (-1, 0), None, asides, vectors)
+        PromptedTree((1, 2), (-1, 0), None, asides, vectors)
+
+
+def test_a_tree_within_some_nodes_keeps_their_prompts() -> None:
+    tree = with_asides(TokenTree((1, 2, 3, 4, 5), (-1, 0, 0, 1, 2)), [4, 1, 6], torch.arange(6.0).view(3, 2))
+    cut = tree.within(6)
+    assert isinstance(cut, PromptedTree) and (cut.tokens, cut.asides) == ((1, 2, 3, 4), (1, 4))
+    assert torch.equal(cut.vectors, tree.vectors[1:])
+    assert len(tree.within(1)) == 1
 
 
 @pytest.mark.parametrize("trees", [PromptTrees.chain(3), PromptTrees.best(SHARES, 14)], ids=["chain", "tree"])
@@ -195,8 +203,8 @@ def test_under_a_controller_that_measures_prompts_get_to_guess() -> None:
 
 def test_prompts_run_no_more_layers_than_the_last_guess() -> None:
     """With a falling plan, a forward could take the wrong nodes for those that run a layer."""
-    row = SimpleNamespace(slot=0, tokens=[1, 2, 7], emitted=4, recipe=SimpleNamespace(plan=None), takes_likeliest=True)
-    tree = TokenTree.chain([7, 8, 9]).with_asides([0, 3, 2], torch.zeros(3, 2))
+    row = SimpleNamespace(slot=0, tokens=[1, 2, 7], emitted=4, plan=None, takes_likeliest=True)
+    tree = with_asides(TokenTree.chain([7, 8, 9]), [0, 3, 2], torch.zeros(3, 2))
     chunk = _guesses(row, tree, 0).chunk  # type: ignore[arg-type]
     assert list(chunk.steps) == [4, 5, 6, 6, 6, 7] and chunk.wanted == chunk.words == 3
     assert chunk.parents == (-1, 0, 1, 0, 3, 2) and chunk.positions(10) == [10, 11, 12, 11, 12, 13]

@@ -69,7 +69,7 @@ class ToyBranch:
 
     def __init__(self, toy: Toy, path: Path) -> None:
         self.toy, self.path, self.alive = toy, path, True
-        self.row = SimpleNamespace(tokens=[], prompt_length=0, recipe=SimpleNamespace(proposer=None))
+        self.row = SimpleNamespace(tokens=[], prompt_length=0, drafts=False)
 
     @property
     def tokens(self) -> list[int]:

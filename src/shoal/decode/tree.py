@@ -7,7 +7,7 @@ model's own next token. A tree with the root alone is the plain decoding step, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,16 +21,11 @@ class TokenTree:
         parents: index of each node's parent; -1 for the root. Siblings stand in the order in which they were drawn.
         draft_probs: for each node the draft distribution [V] that it was drawn from, or None where the guess was
             deterministic.
-        asides: parents of the vectors that are fed after the nodes, in place of tokens, and never kept. A parent is a
-            node or an earlier aside; asides are numbered on after the nodes. No node attends to one.
-        vectors: [asides, D], the inputs of the first layer for the asides; None if there are none.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     draft_probs: tuple[Any, ...] | None = None
-    asides: tuple[int, ...] = ()
-    vectors: Any = None
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents) or self.parents[0] != -1:
@@ -40,11 +35,6 @@ class TokenTree:
                 raise ValueError(f"node {node} has parent {parent}: nodes must stand in breadth-first order")
         if self.draft_probs is not None and len(self.draft_probs) != len(self.tokens):
             raise ValueError(f"{len(self.draft_probs)} draft distributions for {len(self.tokens)} nodes")
-        if len(self.asides) != (0 if self.vectors is None else len(self.vectors)):
-            raise ValueError(f"there are {len(self.asides)} asides; each needs a vector, and there is none without")
-        for place, parent in enumerate(self.asides, start=len(self.tokens)):
-            if not 0 <= parent < place:
-                raise ValueError(f"aside {place} has parent {parent}: it must be a node or an aside before it")
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> TokenTree:
@@ -67,48 +57,34 @@ class TokenTree:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
-    @cached_property
+    @property
+    def vectors(self) -> Any:
+        """[n, D], inputs of the first layer that are fed after the nodes in place of tokens; None for no such ones.
+
+        They are never kept, and no node attends to them.
+        """
+        return None
+
+    @property
     def fed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Parents and depths of nodes and asides together."""
-        depths = list(self.depths)
-        for parent in self.asides:
-            depths.append(depths[parent] + 1)
-        return (*self.parents, *self.asides), tuple(depths)
+        """Parents and depths of the nodes and then of the vectors, which are numbered on."""
+        return self.parents, self.depths
 
     def cut(self, depth: int) -> TokenTree:
-        """The nodes at most `depth` away from the root, each with its asides."""
+        """The nodes at most `depth` away from the root."""
         if len(self.tokens) == 1:
             return self
-        return self._first(max(1, sum(d <= depth for d in self.depths)))
+        return self.first(max(1, sum(d <= depth for d in self.depths)))
 
     def within(self, most: int | None) -> TokenTree:
-        """The first nodes, as many as fit with their asides into `most`; None for all."""
-        if most is None or len(self) + len(self.asides) <= most:
+        """The first nodes, at most that many; None for all."""
+        return self if most is None else self.first(most)
+
+    def first(self, size: int) -> TokenTree:
+        """The first `size` nodes, if there are more."""
+        if size >= len(self):
             return self
-        found = self._first(min(len(self), most))
-        while len(found) + len(found.asides) > most and len(found) > 1:
-            found = found._first(len(found) - 1)
-        return found
-
-    def _first(self, size: int) -> TokenTree:
-        """The first `size` nodes, each with its asides."""
-        if size == len(self):
-            return self
-        left = TokenTree(self.tokens[:size], self.parents[:size], self.draft_probs and self.draft_probs[:size])
-        return left if self.vectors is None else left.with_asides(*self._asides_of(size))
-
-    def _asides_of(self, size: int) -> tuple[list[int], Any]:
-        """Parents and vectors of the asides that belong to the first `size` nodes, renumbered for these."""
-        places, kept = {node: node for node in range(size)}, list[int]()
-        for place, parent in enumerate(self.asides):
-            if parent in places:
-                places[len(self) + place] = size + len(kept)
-                kept.append(place)
-        return [places[self.asides[place]] for place in kept], self.vectors[kept]
-
-    def with_asides(self, parents: Sequence[int], vectors: Any) -> TokenTree:
-        """The same nodes with these asides instead; there may be none."""
-        return replace(self, asides=tuple(parents), vectors=vectors if parents else None)
+        return TokenTree(self.tokens[:size], self.parents[:size], self.draft_probs and self.draft_probs[:size])
 
     def child(self, node: int, token: int) -> int | None:
         """The first child of `node` that carries `token`."""

@@ -97,8 +97,3 @@ def test_a_tree_within_some_nodes() -> None:
     tree = TokenTree((1, 2, 3, 4, 5), (-1, 0, 0, 1, 2))
     assert tree.within(None) is tree and tree.within(5) is tree
     assert tree.within(3) == TokenTree((1, 2, 3), (-1, 0, 0))
-    asides = tree.with_asides([4, 1, 6], torch.arange(6.0).view(3, 2))
-    cut = asides.within(6)
-    assert (cut.tokens, cut.asides) == ((1, 2, 3, 4), (1, 4))
-    assert torch.equal(cut.vectors, asides.vectors[1:])
-    assert len(asides.within(1)) == 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class PromptDrafter(Drafter):
         """Keep the results of the prompt tokens behind the node where the accepted path ended."""
         for row, tree, outcome in zip(report.rows, report.trees, report.outcomes, strict=True):
             one = self._ready.get(row)
-            if one is not None and one.fed is not None:
+            if one is not None and one.fed is not None and isinstance(tree, PromptedTree):
                 one.states, one.fed = one.fed[_behind(tree, outcome.path[-1])], None
 
     @torch.no_grad()
@@ -159,7 +160,66 @@ class PromptDrafter(Drafter):
         state = self._trees.states[min(len(table), len(self._trees.states) - 1)].capped(limit)
         guesses = state.guesses.filled(row.tokens[-1], table, len(table))
         parents, places = _asides(guesses, state, row.room - 1)
-        return guesses.with_asides(parents, self._vectors[places])
+        return with_asides(guesses, parents, self._vectors[places])
+
+
+@dataclass(frozen=True)
+class PromptedTree(TokenTree):
+    """Guesses with prompt tokens behind them.
+
+    Attributes:
+        asides: parents of the prompt tokens. A parent is a node or an earlier aside; asides are numbered on after the
+            nodes.
+        vectors: [asides, D], the inputs of the first layer for them.
+    """
+
+    asides: tuple[int, ...] = ()
+    vectors: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.asides) != len(self.vectors):
+            raise ValueError(f"there are {len(self.asides)} asides and {len(self.vectors)} vectors for them")
+        for place, parent in enumerate(self.asides, start=len(self.tokens)):
+            if not 0 <= parent < place:
+                raise ValueError(f"aside {place} has parent {parent}: it must be a node or an aside before it")
+
+    @property
+    @override
+    def fed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        depths = list(self.depths)
+        for parent in self.asides:
+            depths.append(depths[parent] + 1)
+        return (*self.parents, *self.asides), tuple(depths)
+
+    @override
+    def within(self, most: int | None) -> TokenTree:
+        if most is None or len(self) + len(self.asides) <= most:
+            return self
+        found = self.first(min(len(self), most))
+        while len(found) + len(found.vectors if found.vectors is not None else ()) > most and len(found) > 1:
+            found = found.first(len(found) - 1)
+        return found
+
+    @override
+    def first(self, size: int) -> TokenTree:
+        # each node with its asides, renumbered
+        left = super().first(size)
+        if left is self:
+            return self
+        places, kept = {node: node for node in range(size)}, list[int]()
+        for place, parent in enumerate(self.asides):
+            if parent in places:
+                places[len(self) + place] = size + len(kept)
+                kept.append(place)
+        return with_asides(left, [places[self.asides[place]] for place in kept], self.vectors[kept])
+
+
+def with_asides(tree: TokenTree, parents: Sequence[int], vectors: Tensor) -> TokenTree:
+    """The nodes of a tree with these asides; there may be none."""
+    if not parents:
+        return tree
+    return PromptedTree(tree.tokens, tree.parents, tree.draft_probs, tuple(parents), vectors)
 
 
 def _asides(guesses: TokenTree, state: PromptTree, deepest: int) -> tuple[list[int], list[int]]:
@@ -172,7 +232,7 @@ def _asides(guesses: TokenTree, state: PromptTree, deepest: int) -> tuple[list[i
     return parents, places
 
 
-def _behind(tree: TokenTree, node: int) -> list[int]:
+def _behind(tree: PromptedTree, node: int) -> list[int]:
     """Prompt tokens behind a node of a tree, in order."""
     found = list[int]()
     for place, parent in enumerate(tree.asides):

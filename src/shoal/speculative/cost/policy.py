@@ -143,7 +143,8 @@ class Goodput(DraftLengthPolicy):
 
     def _again(self, report: StepReport) -> None:
         """Let the next step measure in place of one that could only prepare guesses."""
-        ready = [row for row, tree in zip(report.rows, report.trees, strict=True) if len(tree) == 1 and tree.asides]
+        ready = [row for row, tree in zip(report.rows, report.trees, strict=True)
+                 if len(tree) == 1 and tree.vectors is not None]
         if ready and self._steps == self._MEASURED:
             self._steps -= 1
         for row in ready:
