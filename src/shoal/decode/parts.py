@@ -32,8 +32,9 @@ class PartsAtWork:
     def propose(self, rows: Sequence[RecipeRow]) -> list[TokenTree]:
         """A tree for every row: the root alone unless its recipe has a proposer and there is room for guesses."""
         drafting = [row for row in rows if row.drafts]
-        trees: dict[int, TokenTree] = {}
-        limits = self._limits(drafting) if drafting else {}
+        if not drafting:
+            return [TokenTree.chain(row.tokens[-1:]) for row in rows]
+        trees, limits = dict[int, TokenTree](), self._limits(drafting)
         for drafter, group in self._at_work(drafting, [row.recipe.drafter for row in drafting]):
             allowed = [limits[row.slot] for row in group]
             if any(allowed):
