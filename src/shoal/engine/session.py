@@ -21,7 +21,7 @@ from shoal.types import Result, Step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from shoal.decode.row import Row
+    from shoal.decode.recipe_row import RecipeRow
     from shoal.engine.loaded import LoadedModel
 
 
@@ -85,7 +85,8 @@ class Turn(Stream):
     """One answer of a session, step by step."""
 
     def __init__(
-        self, session: Session, messages: list[dict[str, str]], engine: LoadedModel, rows: list[Row], cache: KVCache
+        self, session: Session, messages: list[dict[str, str]], engine: LoadedModel, rows: list[RecipeRow],
+        cache: KVCache,
     ) -> None:
         super().__init__(engine, rows, cache, release=False)
         self._session, self._messages, self._over = session, messages, False

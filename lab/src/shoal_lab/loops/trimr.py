@@ -51,7 +51,7 @@ class ThoughtJudge(Protocol):
         ...
 
     def rollback(self) -> None:
-        """Undo the work of a failed step, as in `RowBatch`."""
+        """Undo the work of a failed step, as in `Batch`."""
         ...
 
 
