@@ -86,7 +86,6 @@ class TrainedPart:
                              "the part anew")
         return held
 
-
     def check_taken(self, *also: str) -> None:
         """Refuse a part with tensors that were not read: it is not what its card says.
 

@@ -33,9 +33,6 @@ class PerRow(Generic[T]):
         """Forget the value of a row, if there is one."""
         self._kept.pop(row, None)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
 
 class TextDrafter(Drafter, Generic[T]):
     """Drafts for each row from its own text, with what it keeps of that.
