@@ -72,11 +72,10 @@ def _here(args: argparse.Namespace) -> Answer:
     """Load the model in this process, to answer lines with it."""
     from shoal.batch.job import BatchRunner
 
-    engine = common.load_engine(args)
-    engine.recipe(args.method, args.max_new_tokens)  # a method that cannot run at all is an error of the whole job
+    made = _scheduler(args)
 
     def answer(lines: Iterable[Line]) -> Iterator[Record]:
-        with common.make_scheduler(args, engine) as scheduler:
+        with made as scheduler:
             yield from BatchRunner(scheduler, _defaults(args)).answers(lines)
 
     return answer
@@ -90,10 +89,10 @@ def _ray(args: argparse.Namespace) -> Answer:
     return partial(answers, make=partial(_scheduler, args), defaults=_defaults(args), actors=actors)
 
 
-def _scheduler(args: argparse.Namespace, max_waiting: int) -> Scheduler:
+def _scheduler(args: argparse.Namespace, max_waiting: int = 256) -> Scheduler:
     """A scheduler with a newly loaded model."""
     engine = common.load_engine(args)
-    engine.recipe(args.method, args.max_new_tokens)
+    engine.recipe(args.method, args.max_new_tokens)  # a method that cannot run at all is an error of the whole job
     return common.make_scheduler(args, engine, max_waiting=max_waiting)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,11 @@ def _read(path: Path, commands: set[str]) -> dict[str, Any]:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     for name, value in found.items():
         if isinstance(value, Mapping) and name not in commands:
-            raise _named(path, unknown("table", name, commands))
+            raise ValueError(f"{path}: {unknown('table', name, commands)}")
         if not isinstance(value, Mapping) and name not in (*SHARED, *OWN):
-            raise _named(path, unknown("setting of all commands", name, SHARED))
-    if path == Path(FILE) and (risky := next((name for name in _names(found) if name in OWN), None)):
+            raise ValueError(f"{path}: {unknown('setting of all commands', name, SHARED)}")
+    tables = [found, *(value for value in found.values() if isinstance(value, Mapping))]
+    if path == Path(FILE) and (risky := next((name for table in tables for name in table if name in OWN), None)):
         raise ValueError(f"{path}: {risky} may only stand in your own file, not in a project's; give it on the command "
                          "line")
     return found
@@ -89,17 +90,6 @@ def _read(path: Path, commands: set[str]) -> dict[str, Any]:
 def _dashed(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace("_", "-"): _dashed(value) if isinstance(value, Mapping) else value
             for name, value in found.items()}
-
-
-def _names(found: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in found.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from value
-
-
-def _named(path: Path, error: ValueError) -> ValueError:
-    return ValueError(f"{path}: {error}")
 
 
 def _typed(name: str, value: Any) -> list[str]:
