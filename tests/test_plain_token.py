@@ -12,8 +12,8 @@ import shoal
 from shared_models import FIXTURES, REFERENCE
 from shoal.model.packed import native
 
-MOST_CLASSES = 25
-MOST_CALLS = 240
+MOST_CLASSES = 24
+MOST_CALLS = 150
 """Of functions and methods, each resumption of a generator counted."""
 pytestmark = pytest.mark.skipif(not native.available(), reason="the kernels cannot run here")
 

@@ -427,13 +427,14 @@ def _guesses(row: RecipeRow, tree: TokenTree, before: int) -> _Share:
     tokens, emitted = (*row.tokens[-1 - before : -1], *tree.tokens), row.emitted
     steps = [emitted + depth for depth in (*range(-before, 0), *tree.depths)]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
-    if tree.vectors is not None:
+    vectors = tree.vectors
+    if vectors is not None:
         parents, depths = tree.fed
-        tokens = (*tokens, *tokens[-1:] * len(tree.vectors))
+        tokens = (*tokens, *tokens[-1:] * len(vectors))
         steps = list(accumulate((emitted + depth for depth in depths), max))  # they may not fall
     chunk = SequenceChunk(
         row.slot, tokens, steps, row.plan, parents, depths, wanted=len(tree), likeliest=row.takes_likeliest,
-        vectors=tree.vectors,
+        vectors=vectors,
     )
     return _Share(row, chunk, tree, before)
 
