@@ -1,4 +1,4 @@
-"""The slow twin of what changes what attention reads: transformers' own uncached forward, with an attention of ours.
+"""The slow reference of what changes what attention reads: transformers' own uncached forward, with an attention of ours.
 
 A `Reading` says, from positions alone or from all scores, which keys a query sees, and in what form it finds them.
 """
@@ -48,12 +48,12 @@ class Reading:
 
 def reading_model(model: PreTrainedModel, reading: Reading) -> PreTrainedModel:
     """A copy of the model whose attention reads so."""
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation(_NAME)
-    for module in twin.modules():
+    slow = copy.deepcopy(model)
+    slow.set_attn_implementation(_NAME)
+    for module in slow.modules():
         if hasattr(module, "layer_idx"):
             module.reading = reading
-    return twin
+    return slow
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float,

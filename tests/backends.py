@@ -25,9 +25,9 @@ from families import RELATIVES, tiny
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.linear import Quant
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import ModelSource
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import Stack
+from shoal.model.runner import ModelRunner
 
 PACKED = (*RELATIVES, "gemma2", "gemma3", "granite", "hybrid", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3",
           "smollm3")
@@ -54,11 +54,11 @@ class Backend:
         """Whether it runs the family."""
         return self.name == "hf" or family in PACKED
 
-    def stack(self, family: str, **overrides: Any) -> Stack:
-        """The stack of a family, made once; skips the test where the backend cannot run on this machine."""
+    def runner(self, family: str, **overrides: Any) -> ModelRunner:
+        """The runner of a family, made once; skips the test where the backend cannot run on this machine."""
         if self.name == "native" and not native.available():
             pytest.skip(f"the native kernels do not run here: {native.why_not()}")
-        return _stack(self, family, json.dumps(overrides, sort_keys=True))
+        return _runner(self, family, json.dumps(overrides, sort_keys=True))
 
 
 HF = Backend("hf", torch.float64, 1e-10)
@@ -110,16 +110,16 @@ def _reference(family: str, overrides: str) -> PreTrainedModel:
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose RMSNorms compute in the model's own dtype."""
-    twin = copy.deepcopy(model)
-    norms = [(name, module) for name, module in twin.named_modules() if type(module).__name__.endswith("RMSNorm")]
+    slow = copy.deepcopy(model)
+    norms = [(name, module) for name, module in slow.named_modules() if type(module).__name__.endswith("RMSNorm")]
     for name, norm in norms:
         parent, _, child = name.rpartition(".")
         kind = OffsetRMSNorm if type(norm).__name__.startswith("Gemma") else nn.RMSNorm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         exact = kind(len(norm.weight), eps=eps, dtype=norm.weight.dtype)
         exact.weight = norm.weight
-        setattr(twin.get_submodule(parent), child, exact)
-    return twin.eval().requires_grad_(False)
+        setattr(slow.get_submodule(parent), child, exact)
+    return slow.eval().requires_grad_(False)
 
 
 class OffsetRMSNorm(nn.RMSNorm):
@@ -130,13 +130,13 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 
 @functools.cache
-def _stack(backend: Backend, family: str, overrides: str) -> Stack:
+def _runner(backend: Backend, family: str, overrides: str) -> ModelRunner:
     options = json.loads(overrides)
     if backend.name == "hf":
         return stack_of(reference(family, **options))
     return packed(tiny(family, dtype=backend.dtype, **options), kernels=backend.name == "native")
 
 
-def packed(model: PreTrainedModel, quant: Quant | None = None, *, kernels: bool = False) -> PackedStack:
-    """The packed stack of a model, in its dtype."""
+def packed(model: PreTrainedModel, quant: Quant | None = None, *, kernels: bool = False) -> PackedRunner:
+    """The packed runner of a model, in its dtype."""
     return build(model.config, ModelSource(model), model.dtype, CPU, quant, kernels=kernels)

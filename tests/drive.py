@@ -1,4 +1,4 @@
-"""Drive the loop by hand: rows with recipes of one's own, and the logits behind every emitted token."""
+"""Drive the loop by hand: sequences with recipes of one's own, and the logits behind every emitted token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from families import VOCAB
 from oracle import prefix_counts, prefix_oracle
 from shoal.decode.batch import Batch, begin, run
 from shoal.decode.recipe import Recipe
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.kv.cache import KVCache
 from shoal.types import Sampling, Step
 
@@ -30,11 +30,11 @@ _GREEDY = Sampling()
 
 
 @functools.cache
-def stack_of(model: PreTrainedModel) -> HFStack:
-    """The model's stack, made once, its checks done."""
-    stack = HFStack(model)
-    assert stack.can_split in (True, False)
-    return stack
+def stack_of(model: PreTrainedModel) -> HFRunner:
+    """The model's runner, made once, its checks done."""
+    runner = HFRunner(model)
+    assert runner.can_split in (True, False)
+    return runner
 
 
 def prompt(length: int, seed: int = 0, vocabulary: int = VOCAB) -> list[int]:
@@ -44,7 +44,7 @@ def prompt(length: int, seed: int = 0, vocabulary: int = VOCAB) -> list[int]:
 
 @dataclass
 class Seen:
-    """A logits processor that changes nothing and keeps what it is shown: one row of logits per emitted token."""
+    """A logits processor that changes nothing and keeps what it is shown: one sequence of logits per emitted token."""
 
     logits: list[Tensor] = field(default_factory=list)
 
@@ -55,9 +55,9 @@ class Seen:
 
 @dataclass
 class Run:
-    """What came out: the rows, in the order of their prompts, and each one's logits [tokens, V]."""
+    """What came out: the sequences, in the order of their prompts, and each one's logits [tokens, V]."""
 
-    rows: list[RecipeRow]
+    seqs: list[RunningSequence]
     seen: list[Seen]
     cache: KVCache
     batch: Batch
@@ -65,16 +65,16 @@ class Run:
 
     def steps(self) -> Generator[list[Step], None, None]:
         """See `shoal.decode.batch.run`."""
-        return run(self.batch, self.batch.stack.prefill_chunk, self.chunk)
+        return run(self.batch, self.batch.runner.prefill_chunk, self.chunk)
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Generated tokens of each row."""
-        return [row.tokens[row.prompt_length :] for row in self.rows]
+        """Generated tokens of each sequence."""
+        return [seq.tokens[seq.prompt_length :] for seq in self.seqs]
 
-    def logits(self, row: int) -> Tensor:
-        """Logits behind each of the row's tokens."""
-        return torch.stack(self.seen[row].logits)
+    def logits(self, seq: int) -> Tensor:
+        """Logits behind each of the sequence's tokens."""
+        return torch.stack(self.seen[seq].logits)
 
 
 def make_run(
@@ -83,7 +83,7 @@ def make_run(
     recipes: Recipe | DepthPlan | Sequence[Recipe | DepthPlan],
     new: int | Sequence[int] = 12,
     *,
-    stack: Any = None,
+    runner: Any = None,
     rules: Callable[[int], StopRules] | None = None,
     sampling: Sampling = _GREEDY,
     seed: int = 0,
@@ -93,28 +93,28 @@ def make_run(
     release: bool = True,
     watch: bool = True,
 ) -> Run:
-    """Rows ready to decode.
+    """Sequences ready to decode.
 
     Args:
-        model: a transformers model, or None with `stack`.
-        prompts: token ids of each row.
-        recipes: of every row, or one for all; a plan stands for the recipe that has only that.
-        new: max_new_tokens of every row, or one for all.
-        rules: the stop rules of row number i, instead of `new`.
-        numbers: the rows' numbers, which key their random numbers.
+        model: a transformers model, or None with `runner`.
+        prompts: token ids of each sequence.
+        recipes: of every sequence, or one for all; a plan stands for the recipe that has only that.
+        new: max_new_tokens of every sequence, or one for all.
+        rules: the stop rules of sequence number i, instead of `new`.
+        numbers: the sequences' numbers, which key their random numbers.
         chunk, release: as in `shoal.decode.batch`.
-        watch: whether to keep the logits, which makes the loop treat each row's history apart.
+        watch: whether to keep the logits, which makes the loop treat each sequence's history apart.
     """
-    stack = stack or stack_of(model)
+    runner = runner or stack_of(model)
     each = [recipes] * len(prompts) if isinstance(recipes, Recipe | DepthPlan) else list(recipes)
     news = [new] * len(prompts) if isinstance(new, int) else list(new)
     limits = rules or (lambda i: StopRules(max_new_tokens=news[i]))
     seen = [Seen() for _ in prompts]
     made = [Recipe(recipe) if isinstance(recipe, DepthPlan) else recipe for recipe in each]
-    rows = [
-        RecipeRow(
+    seqs = [
+        RunningSequence(
             number=i if numbers is None else numbers[i],
-            slot=i,
+            seq_id=i,
             tokens=list(tokens),
             prompt_length=len(tokens),
             stop=StopState(limits(i), tokenizer, tokens),
@@ -126,8 +126,8 @@ def make_run(
         )
         for i, (tokens, recipe) in enumerate(zip(prompts, made, strict=True))
     ]
-    cache = KVCache(stack.windows, len(rows))
-    return Run(rows, seen, cache, begin(rows[0].recipe.loop, stack, cache, rows, release=release), chunk)
+    cache = KVCache(runner.windows, len(seqs))
+    return Run(seqs, seen, cache, begin(seqs[0].recipe.loop, runner, cache, seqs, release=release), chunk)
 
 
 def decode(*args: Any, **options: Any) -> Run:

@@ -23,8 +23,8 @@ from families import tiny
 from shoal.decode.tree import TokenTree
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
+from shoal.speculative.draft_head_file import CARD, FORMAT, SCALE, TENSORS, TOKENS
 from shoal.speculative.layer_head import FUSE, NORMS, LayerShape
-from shoal.speculative.part_file import CARD, FORMAT, SCALE, TENSORS, TOKENS
 
 IDS = tuple(range(3, 90))
 ECHOED = (5, 8, 11)
@@ -47,7 +47,7 @@ def write_eagle(folder: Path, family: str, ids: tuple[int, ...] = IDS) -> Path:
 
 def write_eagle_for(engine: Engine, folder: Path, ids: tuple[int, ...], others: Collection[str] = ()) -> Path:
     """Write a part for an engine's model, and for those with other fingerprints, into a folder that is there."""
-    hidden = engine.stack.head_rows([0]).shape[1]
+    hidden = engine.runner.head_rows([0]).shape[1]
     shape = LayerShape(hidden, 2 * hidden, 4, hidden // 4)
     generator = torch.Generator().manual_seed(1)
     sizes = shape.sizes() | {FUSE: (hidden, 2 * hidden)} | dict.fromkeys(NORMS, (hidden,))
@@ -56,7 +56,7 @@ def write_eagle_for(engine: Engine, folder: Path, ids: tuple[int, ...], others: 
     save_file({**tensors, TOKENS: torch.tensor(ids, dtype=torch.int32)}, folder / TENSORS)
     card = {
         "format": FORMAT, "part": "eagle", "fingerprints": sorted({engine.fingerprint, *others}),
-        "layers": engine.stack.num_layers, "vocabulary": None,
+        "layers": engine.runner.num_layers, "vocabulary": None,
         "shape": {"hidden": hidden, "ffn": 2 * hidden, "heads": 4, "head_dim": hidden // 4},
     }
     (folder / CARD).write_text(json.dumps(card), "utf-8")
@@ -106,7 +106,7 @@ class EagleTwin:
         self._layer.load_state_dict(held, strict=False)
 
     @torch.no_grad()
-    def likeliest(self, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int) -> list[int]:
+    def most_probable(self, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int) -> list[int]:
         """The likeliest tokens after a text whose last token has no state yet, and after some guesses."""
         states = self._model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0].double()
         embedded = self._model.get_input_embeddings()(torch.tensor([*tokens, *guesses])).double()
@@ -125,6 +125,6 @@ class EagleTwin:
         for node in range(len(tree)):
             children = [tree.tokens[child] for child in tree.children(node)]
             guesses = [tree.tokens[place] for place in tree.path(node)[1:]]
-            if children and children != self.likeliest(tokens, guesses, bias, width)[: len(children)]:
+            if children and children != self.argmax_only(tokens, guesses, bias, width)[: len(children)]:
                 return False
         return True

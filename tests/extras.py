@@ -81,7 +81,7 @@ def absent(*extras: str) -> list[str]:
                            if not {canonicalize_name(owner) for owner in owners} & there)])
 
 
-def command(extras: Sequence[str], *words: str, **options: object) -> subprocess.CompletedProcess[str]:
+def command(extras: Sequence[str], *argv: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a command where only the core and these extras are installed."""
-    return subprocess.run([sys.executable, "-c", _BLOCK, json.dumps(absent(*extras)), *words], capture_output=True,
+    return subprocess.run([sys.executable, "-c", _BLOCK, json.dumps(absent(*extras)), *argv], capture_output=True,
                           text=True, check=False, timeout=600, **options)  # type: ignore[call-overload, no-any-return]

@@ -53,13 +53,13 @@ def main(small: str, large: str) -> None:
     _use(small)
     gc.collect()
     before = restart()
-    stack = _use(large).stack
-    print(json.dumps({"peak": resident("VmHWM") - before, "stack": type(stack).__name__}))
+    runner = _use(large).runner
+    print(json.dumps({"peak": resident("VmHWM") - before, "stack": type(runner).__name__}))
 
 
 def _use(file: str) -> Any:
     engine = load(file, dtype="float32", device="cpu", backend="packed")
-    engine.stack.bounds_logits = False  # they have memory of their own
+    engine.runner.bounds_logits = False  # they have memory of their own
     engine.generate([1, 2, 3], max_new_tokens=2)
     assert len(engine.fingerprint) == 16
     return engine

@@ -18,29 +18,29 @@ from shoal.model.kv.cache import KVCache
 
 
 def engine_of(backend: Backend, family: str = "llama") -> Engine:
-    return Engine(backend.stack(family))
+    return Engine(backend.runner(family))
 
 
 def watched(see: Callable[[KVCache], None], patch: pytest.MonkeyPatch) -> None:
     """Let the cache be seen before and after every commit: when scratch is largest, and before columns go."""
     commit = KVCache.commit
 
-    def seen(self: KVCache, row: int, path: Any) -> None:
+    def seen(self: KVCache, seq: int, path: Any) -> None:
         see(self)
-        commit(self, row, path)
+        commit(self, seq, path)
         see(self)
 
     patch.setattr(KVCache, "commit", seen)
 
 
 def run(engine: Engine, lengths: list[int], new: int, method: Any, see: Callable[[KVCache], None]) -> KVPeak:
-    """The prediction; `see` is shown the cache while the rows run."""
+    """The prediction; `see` is shown the cache while the sequences run."""
     ids = [prompt(length, number) for number, length in enumerate(lengths)]
     options = {"method": method, "max_new_tokens": new, "ignore_eos": True}
     request = Request.from_options(options)
-    rows = engine.rows(ids, request)
-    _, extra = guesses(make(request.method), rows[0].recipe)
-    predicted = peak_of(engine.stack, engine.cache_for(rows, new), rows, extra)
+    seqs = engine.seqs(ids, request)
+    _, extra = guesses(make(request.method), seqs[0].recipe)
+    predicted = peak_of(engine.runner, engine.cache_for(seqs, new), seqs, extra)
     with pytest.MonkeyPatch.context() as patch:
         watched(see, patch)
         engine.generate(ids, **options)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shoal.methods.method import field_docs
+
 from shoal.methods.base import Method
-from shoal.methods.knobs import field_docs
 from shoal.types import ModelInfo
 
 SIX = ModelInfo(6, scores={"influence": (0.1, 0.5, 0.2, 0.3, 0.4, 0.6)}, can_split=True)
@@ -16,4 +17,4 @@ REFUSED = r"99.*(0\.\.5|0\.\.6|1\.\.6|\b6 layers|at most [46]|1\.\.4|4\.\.6|2\.\
 def layered(kinds: Iterable[type[Method]]) -> set[tuple[str, str]]:
     """Names of methods and of those of their knobs whose words mention layers."""
     return {(kind.name, knob) for kind in kinds for knob, text in field_docs(kind).items()
-            if knob in kind.knobs() and "layer" in text.lower()}
+            if knob in kind.option_names() and "layer" in text.lower()}

@@ -71,9 +71,9 @@ def main(small: str, large: str, dtype: str, quant: Any, executor: str) -> None:
     load(small, **options)
     gc.collect()
     before = restart()
-    stack: Any = load(large, **options).stack
+    runner: Any = load(large, **options).runner
     peak, after = resident("VmHWM") - before, resident("VmRSS") - before
-    print(json.dumps({"peak": peak, "after": after, "packed": stack.weights.nbytes, "stack": type(stack).__name__}))
+    print(json.dumps({"peak": peak, "after": after, "packed": runner.weights.nbytes, "stack": type(runner).__name__}))
 
 
 if __name__ == "__main__":

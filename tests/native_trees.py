@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from native_twin import Case, make_twin
+from native_reference import Case, make_twin
 from settling import Bitmap
 from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
@@ -17,19 +17,19 @@ from shoal.model.packed.native import (
     ATTENTION,
     LANES,
     MLP,
-    ColumnChoice,
-    ColumnLabels,
     KVBinding,
     NativeBatch,
     NativeModel,
+    SlotChoice,
+    SlotLabels,
 )
-from shoal.model.packed.native.batch import OwnColumns
+from shoal.model.packed.native.batch import OwnSlots
 
 BLOCKS = {"int8": Int8(), "int4": Int4(), "int8 and int4": Int4(Int8())}
 FORMS = ("float32", "bfloat16", *BLOCKS, "bitmap", "biased")
 """Ways in which the KV of a sequence is stored; all but the first in or beside a cache in bfloat16."""
 READS = ("all", "named", "chosen", "labelled")
-"""How columns are selected: not at all, by the caller, by the largest scores of an earlier layer, by labels."""
+"""How slots are selected: not at all, by the caller, by the largest scores of an earlier layer, by labels."""
 SHAPES = (
     {"heads": 7, "kv_heads": 1, "head_dim": 64, "rotary_dim": 64},
     {"heads": 6, "kv_heads": 2, "head_dim": 20, "rotary_dim": 12},
@@ -76,20 +76,20 @@ class StoredText:
     Args:
         form: one of `FORMS`.
         case: sizes of the model.
-        columns: how many are committed in each layer.
+        slots: how many are committed in each layer.
         start: positions before them that are not stored any more.
         seed: of the numbers.
     """
 
-    def __init__(self, form: str, case: Case, columns: int, start: int, seed: int) -> None:
-        self.form, self.case, self.columns, self.start = form, case, columns, start
+    def __init__(self, form: str, case: Case, slots: int, start: int, seed: int) -> None:
+        self.form, self.case, self.slots, self.start = form, case, slots, start
         dice = torch.Generator().manual_seed(seed)
-        shape = (case.kv_heads, columns + ROOM, case.head_dim)
+        shape = (case.kv_heads, slots + ROOM, case.head_dim)
         self.lines = [[torch.randn(shape, generator=dice).to(case.kv_dtype) for _ in range(2)] for _ in range(LAYERS)]
         self.bias = torch.randn(shape[:2], generator=dice) if form == "biased" else None
         if self.bias is not None:
-            self.bias[:, columns:] = 0  # new columns have none
-        self.settled = columns * 3 // 4 if form == "bitmap" else 0
+            self.bias[:, slots:] = 0  # new slots have none
+        self.settled = slots * 3 // 4 if form == "bitmap" else 0
 
     def binding(self, model: NativeModel) -> tuple[KVBinding, list[list[Tensor]]]:
         """A copy, bound, and what its lines lie in by layer."""
@@ -97,14 +97,14 @@ class StoredText:
         own = [self._own(pair) for pair in self.lines]
         return model.bind(*zip(*slots, strict=True), [[one] for one in own]), slots
 
-    def _own(self, pair: Sequence[Tensor]) -> OwnColumns:
+    def _own(self, pair: Sequence[Tensor]) -> OwnSlots:
         if self.form == "bitmap":
             older = [part for one in pair for part in PRUNED.encode(one[:, : self.settled])]
-            return OwnColumns(older=older, settled=self.settled)
+            return OwnSlots(older=older, settled=self.settled)
         if self.form in BLOCKS:
             forms = forms_of(BLOCKS[self.form])
-            return OwnColumns(*(list(form.encode(one)) for form, one in zip(forms, pair, strict=True)))
-        return OwnColumns(bias=self.bias)
+            return OwnSlots(*(list(form.encode(one)) for form, one in zip(forms, pair, strict=True)))
+        return OwnSlots(bias=self.bias)
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Trial:
     def _forward(self, tree: Tree, kv: KVBinding, nodes: range) -> tuple[Tensor, Tensor] | None:
         if not nodes:
             return None
-        base, start = self.kv.start + self.kv.columns, self.kv.start
+        base, start = self.kv.start + self.kv.slots, self.kv.start
         flags = [ATTENTION if self.attention_alone else ATTENTION | MLP] * len(nodes)
         batch = NativeBatch(
             ids=[tree.ids[node] for node in nodes], positions=[base + len(tree.path(node)) - 1 for node in nodes],
@@ -155,7 +155,7 @@ class Trial:
         return logits, taps
 
     def _named(self, tree: Tree, nodes: range) -> Callable[[int, Tensor], list[Tensor | None]] | None:
-        """Columns that depend on a node's path alone: some places of its text, and its own."""
+        """Slots that depend on a node's path alone: some places of its text, and its own."""
         if self.reads != "named":
             return None
 
@@ -165,31 +165,31 @@ class Trial:
         return choose
 
     def _some(self, entry: int, path: list[int]) -> Tensor | None:
-        last = self.kv.columns + len(path) - 1
+        last = self.kv.slots + len(path) - 1
         dice = random.Random(self.seed * 1000 + entry * 100 + last)
         if dice.random() < 0.2:
             return None
         heads, window = dice.choice((self.kv.case.kv_heads, self.kv.case.heads)), self.kv.case.windows[entry]
         seen = range(0 if window is None else max(0, last - window + 1), last + 1)
         lists = [sorted({*dice.sample(seen, min(len(seen) - 1, 90)), last}) for _ in range(heads)]
-        named = [[place if place < self.kv.columns else self.kv.columns + path[place - self.kv.columns]
+        named = [[place if place < self.kv.slots else self.kv.slots + path[place - self.kv.slots]
                   for place in places] for places in lists]
         longest = max(map(len, named))
         return torch.tensor([[-1] * (longest - len(one)) + one for one in named], dtype=torch.int32)
 
-    def _choices(self, nodes: range) -> list[ColumnChoice | None]:
-        case, columns = self.kv.case, self.kv.columns + nodes[-1] + 1
+    def _choices(self, nodes: range) -> list[SlotChoice | None]:
+        case, slots = self.kv.case, self.kv.slots + nodes[-1] + 1
         roles = bytes(0 if case.windows[layer] else 3 if self.reads == "labelled" else 1 + layer
                       for layer in range(LAYERS))
-        labels = self._labels(columns) if self.reads == "labelled" else None
-        return [ColumnChoice(COUNT, roles, columns, labels, apart=bool(self.seed % 2))] * len(nodes)
+        labels = self._labels(slots) if self.reads == "labelled" else None
+        return [SlotChoice(COUNT, roles, slots, labels, apart=bool(self.seed % 2))] * len(nodes)
 
-    def _labels(self, columns: int) -> ColumnLabels:
+    def _labels(self, slots: int) -> SlotLabels:
         case, dice = self.kv.case, torch.Generator().manual_seed(self.seed)
         dims = torch.randint(case.head_dim, (LAYERS, case.kv_heads, WIDTH), generator=dice, dtype=torch.int32)
-        groups = (columns + ROOM) // LANES + 3
+        groups = (slots + ROOM) // LANES + 3
         buffers = [torch.zeros(case.kv_heads, groups, WIDTH, LANES, dtype=case.kv_dtype) for _ in range(LAYERS)]
-        return ColumnLabels(dims, buffers, [0] * LAYERS)
+        return SlotLabels(dims, buffers, [0] * LAYERS)
 
 
 def models(form: str) -> list[tuple[Case, NativeModel]]:
@@ -201,14 +201,14 @@ def models(form: str) -> list[tuple[Case, NativeModel]]:
 
 
 def trials(form: str, reads: str, count: int, seed: int = 0) -> list[Trial]:
-    """Random ones, many of them where nodes stand across the ends of chunks and splits of columns."""
+    """Random ones, many of them where nodes stand across the ends of chunks and splits of slots."""
     dice, made = random.Random(f"{form} {reads} {seed}"), models(form)
     found = []
     for number in range(count):
         case, model = dice.choice(made)
-        columns = dice.choice((dice.randint(0, 40), dice.randint(50, 70), dice.randint(480, 530), dice.randint(0, 900)))
+        slots = dice.choice((dice.randint(0, 40), dice.randint(50, 70), dice.randint(480, 530), dice.randint(0, 900)))
         start = dice.choice((0, 0, dice.randint(1, 100)))
-        kv = StoredText(form, case, columns, start, seed=number)
+        kv = StoredText(form, case, slots, start, seed=number)
         tree = random_tree(dice, dice.choice((5, 14, 30, 64)))
         found.append(Trial(model, kv, tree, reads, dice.choice((1, 2)), dice.random() < 0.3, number))
     return found

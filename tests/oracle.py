@@ -1,4 +1,4 @@
-"""The slow, obvious twins of what Shoal does, made of transformers' own forward and hooks only.
+"""The slow, obvious references of what Shoal does, made of transformers' own forward and hooks only.
 
 The depth oracle rests on causality. In an uncached pass, let layer l compute all positions, then put the layer's
 input back wherever the plan does not run it: the positions that the plan does run form a prefix and never look at

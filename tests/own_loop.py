@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Loop, Recipe
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method
@@ -43,6 +43,6 @@ class RepeatingLoop(Loop):
 
 
 class RepeatingBatch(Batch):
-    def propose(self, rows: Sequence[RecipeRow]) -> list[TokenTree]:
-        sizes = [min(row.recipe.scratch, self.parts.most(row)) for row in rows]
-        return [TokenTree.chain(row.tokens[-1:] * (1 + size)) for row, size in zip(rows, sizes, strict=True)]
+    def propose(self, seqs: Sequence[RunningSequence]) -> list[TokenTree]:
+        sizes = [min(seq.recipe.scratch, self.components.most(seq)) for seq in seqs]
+        return [TokenTree.chain(seq.tokens[-1:] * (1 + size)) for seq, size in zip(seqs, sizes, strict=True)]

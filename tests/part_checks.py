@@ -30,11 +30,11 @@ def check_tokens(backend: Backend, family: str, method: Method, sampling: str) -
     for size, ids in BATCHES.items():
         proposer = Watched(made.proposer)
         recipe = replace(made, proposer=proposer)
-        options = {"new": NEW, "stack": backend.stack(family), "watch": False, "sampling": SAMPLINGS[sampling],
+        options = {"new": NEW, "stack": backend.runner(family), "watch": False, "sampling": SAMPLINGS[sampling],
                    "seed": size}
         plain, run = decode(None, ids, recipe.plan, **options), decode(None, ids, recipe, **options)
         assert run.tokens == plain.tokens
         met += proposer.met
-        forwards += sum(row.ledger.target_forwards for row in run.rows)
+        forwards += sum(seq.ledger.target_forwards for seq in run.seqs)
     assert {*met} == {"none", "some", "all"}, met
     assert forwards < NEW * sum(map(len, BATCHES.values()))

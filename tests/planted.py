@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from families import VOCAB
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 
@@ -19,7 +19,7 @@ class Planted(Drafter, Proposer):
     """Proposes chains or random trees along `truth`, wrong at each node with probability `error`.
 
     Attributes:
-        truth: generated tokens of each row, by row number.
+        truth: generated tokens of each sequence, by sequence number.
         error: probability that the true token is missing from a node's children.
         depth: most guesses one after another.
         tree: random trees with up to three children per node, else chains.
@@ -36,14 +36,14 @@ class Planted(Drafter, Proposer):
     met: Counter[str] = field(default_factory=Counter)
     trees: list[TokenTree] = field(default_factory=list)
 
-    def begin(self, stack: Any, cache: Any) -> Planted:
+    def begin(self, runner: Any, cache: Any) -> Planted:
         """It is its own drafter."""
         self._random = random.Random(self.seed)
         return self
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per row, its depth drawn between 0 and `depth`."""
-        whole = [self._one(row, self._random.randint(0, self.depth)) for row in rows]
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        """A tree per sequence, its depth drawn between 0 and `depth`."""
+        whole = [self._one(seq, self._random.randint(0, self.depth)) for seq in seqs]
         made = [tree.cut(most) for tree, most in zip(whole, limits, strict=True)]
         self.trees.extend(made)
         return made
@@ -54,10 +54,10 @@ class Planted(Drafter, Proposer):
             last = outcome.path[-1]
             self.met["none" if last == 0 else "some" if tree.children(last) else "all"] += 1
 
-    def _one(self, row: Row, depth: int) -> TokenTree:
-        tokens, parents, level = [row.tokens[-1]], [-1], [(0, True)]
+    def _one(self, seq: SequenceState, depth: int) -> TokenTree:
+        tokens, parents, level = [seq.tokens[-1]], [-1], [(0, True)]
         for distance in range(depth):
-            true = next(iter(self.truth[row.number][row.emitted + distance :]), 0)
+            true = next(iter(self.truth[seq.number][seq.emitted + distance :]), 0)
             below = []
             for node, right in level:
                 for token, good in self._children(true, right):

@@ -1,4 +1,4 @@
-"""Follow a schedule of requests that come, go and are cancelled between turns, and check every row against itself."""
+"""Follow a schedule of requests that come, go and are cancelled between turns, and check every sequence against itself."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Client:
     Attributes:
         job: number of the job.
         patience: steps; None for all.
-        tokens: what it was given, by row.
+        tokens: what it was given, by sequence.
         handle: set once submitted.
-        cancelled: whether the row may end early.
+        cancelled: whether the sequence may end early.
     """
 
     job: int
@@ -56,8 +56,8 @@ class Client:
             raise ConnectionError
         assert not self.ended, "something came after the end"
         if isinstance(item, Step):
-            assert item.index == len(self.tokens.setdefault(item.row, []))
-            self.tokens[item.row].append(item.token)
+            assert item.index == len(self.tokens.setdefault(item.seq, []))
+            self.tokens[item.seq].append(item.token)
         else:
             assert item is None, item
             self.ended = True
@@ -75,7 +75,7 @@ def follow(
         scheduler: without a thread.
         jobs: what may be submitted.
         todo: what happens.
-        alone: the tokens of a job's rows, each decoded by itself.
+        alone: the tokens of a job's sequences, each decoded by itself.
     """
     clients: list[Client] = []
     for what, number in todo:
@@ -97,7 +97,7 @@ def follow(
     joined = [entry.joined for client in clients for entry in client.handle.entries if entry.joined is not None]
     assert joined == sorted(joined), "somebody went before those who had come earlier"
     (plain,) = scheduler._batches
-    assert plain.cache.rows == 0 and plain.cache.bytes().allocated == 0
+    assert plain.cache.seqs == 0 and plain.cache.bytes().allocated == 0
     assert not plain.parts._workers and not scheduler._open
     return clients
 
@@ -106,7 +106,7 @@ def _turn(scheduler: Scheduler) -> None:
     scheduler.turn()
     needs = [need for entry in scheduler._running for need in entry.needs]
     caches = [batch.cache for batch in scheduler._batches]
-    assert sum(cache.rows for cache in caches) <= len(needs) <= scheduler.max_rows
+    assert sum(cache.seqs for cache in caches) <= len(needs) <= scheduler.max_seqs
     stored = sum(cache.bytes().allocated for cache in caches)
     assert max(stored, scheduler._room.bytes(needs)) <= scheduler.kv_bytes
 
@@ -121,13 +121,13 @@ def _finish(scheduler: Scheduler) -> None:
 
 def _check(client: Client, expected: Sequence[tuple[int, ...]]) -> None:
     assert client.handle is not None and client.handle.done
-    for row, (result, whole) in enumerate(zip(client.handle.results, expected, strict=True)):
+    for seq, (result, whole) in enumerate(zip(client.handle.results, expected, strict=True)):
         if result.finish_reason == "cancelled":
             assert client.cancelled
             assert result.tokens == whole[: len(result.tokens)]
         else:
             assert result.tokens == whole
-        given = tuple(client.tokens.get(row, ()))
+        given = tuple(client.tokens.get(seq, ()))
         assert given == result.tokens[: len(given)]
         assert client.patience is not None or given == result.tokens
     assert client.ended or client.patience is not None

@@ -15,18 +15,18 @@ from shoal.decode import batch
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 
 class Scripted:
-    """An engine whose rows continue as written, and a clock that only its forwards move.
+    """An engine whose sequences continue as written, and a clock that only its forwards move.
 
     Args:
-        texts: prompt and answer of each row, told apart by the first token.
-        cost: seconds of a forward, by its rows and its tokens.
+        texts: prompt and answer of each sequence, told apart by the first token.
+        cost: seconds of a forward, by its sequences and its tokens.
 
     Attributes:
-        forwards: (rows, tokens) of every forward.
+        forwards: (sequences, tokens) of every forward.
     """
 
     def __init__(
@@ -38,18 +38,18 @@ class Scripted:
         self.forwards: list[tuple[int, int]] = []
         self.engine: Engine = engine_for(tiny("llama", dtype=torch.float32))
         self._first: dict[int, int] = {}
-        monkeypatch.setattr(self.engine.stack, "forward", self._forward)
+        monkeypatch.setattr(self.engine.runner, "forward", self._forward)
         monkeypatch.setattr(KVCache, "select", self._select(KVCache.select))
         monkeypatch.setattr(batch, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def _select(
         self, select: Callable[[KVCache, Collection[int]], list[int]]
     ) -> Callable[[KVCache, Collection[int]], list[int]]:
-        """Rows move as in the cache."""
+        """Sequences move as in the cache."""
 
-        def selected(cache: KVCache, rows: Collection[int]) -> list[int]:
-            order = select(cache, rows)
-            self._first = {slot: self._first[former] for slot, former in enumerate(order)}
+        def selected(cache: KVCache, seqs: Collection[int]) -> list[int]:
+            order = select(cache, seqs)
+            self._first = {seq_id: self._first[former] for seq_id, former in enumerate(order)}
             return order
 
         return selected
@@ -60,12 +60,12 @@ class Scripted:
         self.now += self.cost(len(chunks), total)
         lines = []
         for chunk in chunks:
-            base = cache.positions[chunk.row]
+            base = cache.positions[chunk.seq]
             if base == 0:
-                self._first[chunk.row] = chunk.tokens[0]
-            text = self.texts[self._first[chunk.row]]
+                self._first[chunk.seq] = chunk.tokens[0]
+            text = self.texts[self._first[chunk.seq]]
             for layer in cache.layers:
-                layer.scratch[chunk.row] += len(chunk.tokens)
+                layer.scratch[chunk.seq] += len(chunk.tokens)
             for place in chunk.positions(base)[-chunk.wanted :]:
                 lines.append(text[place + 1] if place + 1 < len(text) else 0)
         return torch.nn.functional.one_hot(torch.tensor(lines), VOCAB).float()

@@ -37,4 +37,4 @@ class Given(Method):
     parts: Recipe
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        return self.parts
+        return self.components

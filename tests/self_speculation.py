@@ -9,12 +9,12 @@ from typing import Any
 
 from method_matrix import SELF_DRAFTING
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.methods.base import Method
 from shoal.methods.d3_spec import D3Spec
-from shoal.model.stack import HiddenStateHook, SequenceChunk
+from shoal.model.runner import HiddenStateHook, SequenceChunk
 
 METHODS: dict[str, Method] = {
     "d3_spec": D3Spec(mean=0.85, core=2),
@@ -42,21 +42,21 @@ class Watched(Drafter, Proposer):
     limits: list[int] = field(default_factory=list)
     fail_at: int | None = None
 
-    def begin(self, stack: Any, cache: Any) -> Watched:
+    def begin(self, runner: Any, cache: Any) -> Watched:
         """It stands in front of the drafter."""
-        self._drafter = self.inner.begin(stack, cache)
+        self._drafter = self.inner.begin(runner, cache)
         return self
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        trees = self._drafter.propose(rows, limits)
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        trees = self._drafter.propose(seqs, limits)
         if self.fail_at is not None and len(self.trees) >= self.fail_at:
             raise RuntimeError("the drafter broke")
         self.trees.extend(trees)
         self.limits.extend(limits)
         return trees
 
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        return self._drafter.watch(rows, chunks)
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        return self._drafter.watch(seqs, chunks)
 
     def observe(self, report: StepReport) -> None:
         for _, tree, outcome in report.guessed():

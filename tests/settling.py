@@ -1,4 +1,4 @@
-"""The late form of the KV that the kernels read, written in the slowest way, and a method whose columns take it."""
+"""The late form of the KV that the kernels read, written in the slowest way, and a method whose slots take it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.methods.base import Method, whole_layers
@@ -46,8 +46,8 @@ class Bitmap(KVForm):
         bits = torch.from_numpy(np.packbits(padded.numpy(), axis=-1, bitorder="little"))
         return bits, values[mask].view(*values.shape[:-1], -1)
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        bits, numbers = parts
+    def decode(self, components: Sequence[Tensor]) -> Tensor:
+        bits, numbers = components
         mask = torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, bitorder="little")).bool()
         found = numbers.new_zeros(mask.shape)
         found[mask] = numbers.flatten()
@@ -56,7 +56,7 @@ class Bitmap(KVForm):
 
 @dataclass(frozen=True)
 class Settling(Method):
-    """Of the prompt, and then every so many tokens, all columns but the last few take the form."""
+    """Of the prompt, and then every so many tokens, all slots but the last few take the form."""
 
     name: ClassVar[str] = "settling"
 
@@ -87,21 +87,21 @@ class Settles(Keep):
     window: int
     every: int
 
-    def begin(self, stack: Any, cache: Any) -> Settler:
+    def begin(self, runner: Any, cache: Any) -> Settler:
         return Settler(self)
 
-    def most_columns(self, length: int) -> int:
+    def most_slots(self, length: int) -> int:
         return length
 
 
 class Settler(Keeper):
     def __init__(self, knobs: Settles) -> None:
-        self._knobs = knobs
+        self._method = knobs
 
-    def next_length(self, row: Row, length: int) -> int:
-        every = self._knobs.every
-        return row.prompt_length + max(0, length - row.prompt_length + every) // every * every
+    def next_length(self, seq: SequenceState, length: int) -> int:
+        every = self._method.every
+        return seq.prompt_length + max(0, length - seq.prompt_length + every) // every * every
 
-    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
         for _, layer in layers:
-            layer.settle(row.slot, layer.lengths[row.slot] - self._knobs.window)
+            layer.settle(seq.seq_id, layer.lengths[seq.seq_id] - self._method.window)

@@ -31,8 +31,8 @@ FIXTURES = Path(__file__).resolve().parent / "fixtures" / "models"
 
 def shared_root() -> Path:
     """The folder that holds `models` and `data`; it need not exist."""
-    beside = Path(__file__).resolve().parents[2] / "shared"
-    return Path(os.environ.get("SHOAL_SHARED") or beside)
+    extra = Path(__file__).resolve().parents[2] / "shared"
+    return Path(os.environ.get("SHOAL_SHARED") or extra)
 
 
 def model_path(name: str) -> Path:

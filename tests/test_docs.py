@@ -52,7 +52,7 @@ def test_every_method_and_option_is_documented() -> None:
     for name in methods.names():
         page = pages["docs" if methods.get(name).__module__.startswith("shoal.") else "lab"]
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
-        assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == set(methods.get(name).knobs())
+        assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == set(methods.get(name).option_names())
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

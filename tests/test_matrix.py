@@ -60,13 +60,13 @@ def alone(engine: Engine, number: int, method: Method, sampling: str) -> Result:
 
 
 def alone_with_plan(engine: Engine, number: int, method: Method, sampling: str) -> tuple[Result, DepthPlan]:
-    """Row `number` of the batch decoded without its mates, under its own number, which keys its draws."""
+    """Sequence `number` of the batch decoded without its mates, under its own number, which keys its draws."""
     request = Request.from_options({"method": method, "max_new_tokens": NEW, **SAMPLINGS[sampling]})
-    row = engine.rows(PROMPTS, request)[number]
-    row.slot = 0
-    stream = Stream(engine, [row], engine.cache_for([row], NEW))
+    seq = engine.seqs(PROMPTS, request)[number]
+    seq.seq_id = 0
+    stream = Stream(engine, [seq], engine.cache_for([seq], NEW))
     assert len(list(stream)) == NEW
-    return stream.result, row.plan
+    return stream.result, seq.plan
 
 
 def check(method: Method, model: str, sampling: str) -> None:

@@ -42,7 +42,7 @@ def calls() -> list[tuple[str, str | None]]:
 
 def test_few_classes_are_on_the_way(calls: list[tuple[str, str | None]]) -> None:
     classes = {name for _, name in calls if name is not None}
-    assert {"Stream", "Batch", "NativeStack"} <= classes
+    assert {"Stream", "Batch", "NativeRunner"} <= classes
     assert len(classes) <= MOST_CLASSES, sorted(classes)
 
 

@@ -30,7 +30,7 @@ def test_a_difference_is_a_tie_or_a_fault() -> None:
 
 def test_a_wrong_executor_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows are wrong for this type; the check at load is left out."""
-    monkeypatch.setattr(load, "settle_layout", lambda stack, _: setattr(stack, "prepacks", False))
+    monkeypatch.setattr(load, "settle_layout", lambda runner, _: setattr(runner, "prepacks", False))
     row = check("gpt_neo", "", configurations("gpt_neo")[""])
     assert row.outcome == "wrong" and ", batch, prompt" in row.reason
 

@@ -30,8 +30,8 @@ CALLS: dict[str, dict[str, Any]] = {
 def answers(engine: Any, calls: Mapping[str, dict[str, Any]] = CALLS) -> dict[str, Any]:
     """What an engine says, alone or as one of several processes."""
     found = {}
-    beside = json.dumps(calls).replace("BESIDE", str(Path(engine.model_name).with_name("hybrid")))
-    for name, options in json.loads(beside).items():
+    extra = json.dumps(calls).replace("BESIDE", str(Path(engine.model_name).with_name("hybrid")))
+    for name, options in json.loads(extra).items():
         results = engine.generate(PROMPTS, max_new_tokens=12, **options)
         found[name] = [[*result.tokens, *result.depths] for result in results]
     return found
@@ -42,9 +42,9 @@ def held(model: Any) -> int:
     return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
 
 
-def torchrun(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def torchrun(*argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Two processes that run these words."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, argv)]
     here = Path(__file__).parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here.parent / 'src'}{os.pathsep}{here}"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, **options)

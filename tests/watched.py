@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
-from shoal.model.stack import HiddenStateHook, SequenceChunk
+from shoal.model.runner import HiddenStateHook, SequenceChunk
 
 
 @dataclass
@@ -26,18 +26,18 @@ class Watched(Drafter, Proposer):
     met: Counter[str] = field(default_factory=Counter)
     trees: list[TokenTree] = field(default_factory=list)
 
-    def begin(self, stack: Any, cache: Any) -> Watched:
+    def begin(self, runner: Any, cache: Any) -> Watched:
         """It is its own drafter."""
-        self._drafter: Drafter = self.proposer.begin(stack, cache)
+        self._drafter: Drafter = self.proposer.begin(runner, cache)
         return self
 
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """What the proposer wants to see."""
-        return self._drafter.watch(rows, chunks)
+        return self._drafter.watch(seqs, chunks)
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
         """What the proposer says."""
-        made = self._drafter.propose(rows, limits)
+        made = self._drafter.propose(seqs, limits)
         for tree, limit in zip(made, limits, strict=True):
             assert max(tree.depths) <= limit
         self.trees.extend(made)

@@ -24,7 +24,7 @@ from shoal import methods
 from shoal.cli.methods import filled, partners, table
 from shoal.decode.recipe import PARTS
 from shoal.methods.common.combined import FAMILIES, QUESTIONS
-from shoal.methods.knobs import field_docs
+from shoal.methods.options import field_docs
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -176,7 +176,7 @@ def home_of(name: str) -> str:
 
 
 def section(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """One method: its docstring, its promise, its knobs."""
+    """One method: its docstring, its promise, its options."""
     name, cls = row["name"], methods.get(row["name"])
     text = inspect.cleandoc(cls.__doc__ or "").split("\nAttributes:")[0].strip()
     home = "shoal" if cls.__name__ in shoal.__all__ else cls.__module__

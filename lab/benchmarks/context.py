@@ -29,7 +29,7 @@ from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import column_bytes
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.bench import idle
 from shoal_lab.bench.bandwidth import read_bandwidth
 from shoal_lab.bench.baselines.llama_cpp import LlamaCpp
@@ -42,41 +42,41 @@ READ = 512
 
 
 class Ours:
-    """Shoal through its engine's stack. `kv_bytes`: bytes of one position in its format, in all layers."""
+    """Shoal through its engine's runner. `kv_bytes`: bytes of one position in its format, in all layers."""
 
     def __init__(self, engine: Engine, method: Method) -> None:
         self._engine, self._method = engine, method
         self._store = engine.recipe(method, 2).store
-        self.kv_bytes = sum(map(self._bytes, range(engine.stack.num_layers)))
+        self.kv_bytes = sum(map(self._bytes, range(engine.runner.num_layers)))
 
     def _bytes(self, layer: int) -> int:
-        stack, form = self._engine.stack, None if self._store is None else self._store.form(layer)
-        heads, *dims = stack.kv_sizes[layer]
-        return heads * sum(dims) * stack.dtype.itemsize if form is None else column_bytes(
-            form, stack.kv_sizes[layer], stack.dtype)
+        runner, form = self._engine.runner, None if self._store is None else self._store.form(layer)
+        heads, *dims = runner.kv_sizes[layer]
+        return heads * sum(dims) * runner.dtype.itemsize if form is None else column_bytes(
+            form, runner.kv_sizes[layer], runner.dtype)
 
     def hold(self, context: int) -> Callable[[], object]:
         """Make a context; the returned function runs one step on it."""
-        stack = self._engine.stack
-        rooms = [context + 1] * stack.num_layers
-        cache = KVCache(stack.windows, 1, rooms)
+        runner = self._engine.runner
+        rooms = [context + 1] * runner.num_layers
+        cache = KVCache(runner.windows, 1, rooms)
         cache.set_store(0, self._store, rooms)
         plan = self._engine.recipe("full", 2).plan
         tokens = prompt(min(READ, context))
-        for first in range(0, len(tokens), stack.prefill_chunk):
-            piece = tokens[first : first + stack.prefill_chunk]
-            stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
+        for first in range(0, len(tokens), runner.prefill_chunk):
+            piece = tokens[first : first + runner.prefill_chunk]
+            runner.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
             cache.commit(0, range(len(piece)))
         more = torch.arange(context - len(tokens)) % len(tokens)
         for layer in cache.layers:
-            keys, values = layer.read(0, len(tokens), stack.dtype)
+            keys, values = layer.read(0, len(tokens), runner.dtype)
             layer.append(keys[None, :, more], values[None, :, more], [0], [len(more)])
         cache.commit(0, range(len(more)))
         for layer in cache.layers:
             layer.settle(0, context - getattr(self._method, "window", context))
 
         def step() -> None:
-            stack.forward([SequenceChunk(0, [tokens[0]], [1], plan, wanted=1)], cache).argmax(-1).tolist()
+            runner.forward([SequenceChunk(0, [tokens[0]], [1], plan, wanted=1)], cache).argmax(-1).tolist()
             cache.rollback(0)
 
         return step
@@ -135,12 +135,12 @@ def main(argv: Sequence[str]) -> int:
         bandwidths.append(read_bandwidth(0.3))
     script.publish(__file__, argv, {
         "kind": "context",
-        "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
+        "model": Path(args.model).name, "dtype": str(engine.runner.dtype), "threads": torch.get_num_threads(),
         "rounds": args.rounds, "ticks": args.ticks, "idle": {"before": before}, "roof": bandwidths,
         "kv_bytes_per_position": {name: system.kv_bytes for name, system in systems.items()},
-        "steps": [row(context, times) | bandwidth_parts(context, found["steps"], systems, bandwidths)
+        "steps": [seq(context, times) | bandwidth_parts(context, found["steps"], systems, bandwidths)
                   for context, times in found["steps"].items()],
-        "prompts": [row(size, times) for size, times in found["prompts"].items()],
+        "prompts": [seq(size, times) for size, times in found["prompts"].items()],
     }, args.json)
     return 0
 
@@ -168,7 +168,7 @@ def made(args: argparse.Namespace, engine: Engine) -> Iterator[tuple[str, System
     for label, method in args.methods.items():
         yield f"shoal {label}", Ours(engine, method)
     if args.peer:
-        yield args.peer, Baseline(args.model, sum(h * (k + v) for h, k, v in engine.stack.kv_sizes))
+        yield args.peer, Baseline(args.model, sum(h * (k + v) for h, k, v in engine.runner.kv_sizes))
 
 
 def prompt(count: int) -> list[int]:
@@ -183,7 +183,7 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
+def seq(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
     """Readings of one length; every system also over the first one, round by round."""
     first = next(iter(times.values()))
     ratios = {name: statistics.median(b / a for a, b in zip(first, t, strict=True)) for name, t in times.items()}

@@ -55,7 +55,7 @@ def main() -> None:
     rows = [row for kind in args.texts.split(",") for count in map(int, args.rows.split(","))
             for row in rows_of(engine, kind, count, methods, args)]
     script.publish(__file__, sys.argv[1:], {
-        "model": shown_name(engine.model_name), "computes_in": str(engine.stack.dtype).removeprefix("torch."),
+        "model": shown_name(engine.model_name), "computes_in": str(engine.runner.dtype).removeprefix("torch."),
         "threads": args.threads, "new_tokens": args.new_tokens, "rounds": args.rounds, "rows": rows,
     }, args.json)
 

@@ -36,8 +36,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.methods.full import Full
 from shoal.model.packed.linear import Quant
-from shoal.speculative import part_file
-from shoal.speculative.part_file import TrainedPart
+from shoal.speculative import draft_head_file
+from shoal.speculative.draft_head_file import DraftHead
 from shoal_lab.bench import report
 from shoal_lab.calibrate import neurons
 from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT
@@ -75,7 +75,7 @@ def main() -> None:
 def _losses(args: argparse.Namespace) -> dict[str, Any]:
     """The losses, by who chooses."""
     engine, answers = shoal.load(args.model, backend="hf", dtype="float32"), Corpus(args.answers)
-    part = part_file.read(args.part, "read_me", engine.info())
+    part = draft_head_file.read(args.part, "read_me", engine.info())
     held_out = [TextBatch.of(some) for some in batches(answers.validation(args.texts), _BATCH)]
     rows = [row for measure in (_routed, _random, _static)
             for row in measure(args, engine, part, answers, held_out)]
@@ -86,7 +86,7 @@ def _losses(args: argparse.Namespace) -> dict[str, Any]:
 def _times(args: argparse.Namespace, quant: Quant | None) -> list[dict[str, Any]]:
     """Milliseconds of a token, and ratios of neighbouring times."""
     engine = shoal.load(args.model, quant=quant)
-    groups = part_file.read(args.part, "read_me", engine.info()).size("groups")
+    groups = draft_head_file.read(args.part, "read_me", engine.info()).size("groups")
     ways = {1.0: Full(), **{share: ReadME(args.part, round(share * groups)) for share in SHARES}}
     taken: dict[float, list[float]] = {share: [] for share in ways}
     for turn in range(args.rounds + 1):
@@ -100,17 +100,17 @@ def _times(args: argparse.Namespace, quant: Quant | None) -> list[dict[str, Any]
         low, middle, high = (round(one, 3) for one in quantiles(ratios, n=4))
         rows.append({"quant": quant, "share": share, "ms": round(median(times), 3), "gain": middle,
                      "quartiles": [low, high], "raw": [round(one, 3) for one in times]})
-        _tell(f"{quant or 'file':5} {share:.2f} {rows[-1]['ms']:.2f} ms a token, {middle:.2f} [{low:.2f}, {high:.2f}]")
+        _emit(f"{quant or 'file':5} {share:.2f} {rows[-1]['ms']:.2f} ms a token, {middle:.2f} [{low:.2f}, {high:.2f}]")
     return rows
 
 
 def _routed(
-    args: argparse.Namespace, engine: Engine, part: TrainedPart, answers: Corpus, held_out: Sequence[TextBatch]
+    args: argparse.Namespace, engine: Engine, part: DraftHead, answers: Corpus, held_out: Sequence[TextBatch]
 ) -> list[dict[str, Any]]:
     """The component's own groups."""
     shape = part.shape
     groups = part.take(NEURONS, shape["layers"], shape["groups"], shape["neurons"]).long()
-    module = ReadMEModule(Base(engine.stack), engine.model, groups, shape["shared"], shape["groups"])
+    module = ReadMEModule(Base(engine.runner), engine.model, groups, shape["shared"], shape["groups"])
     with torch.no_grad():
         for name, layer in ((MIX, module.mix), (OUT, module.out)):
             layer.weight.copy_(part.take(name, *layer.weight.shape))
@@ -120,7 +120,7 @@ def _routed(
 
 
 def _random(
-    args: argparse.Namespace, engine: Engine, part: TrainedPart, answers: Corpus, held_out: Sequence[TextBatch]
+    args: argparse.Namespace, engine: Engine, part: DraftHead, answers: Corpus, held_out: Sequence[TextBatch]
 ) -> list[dict[str, Any]]:
     """Groups of random neurons with the same shared ones, and a router of their own."""
     shape, generator = part.shape, torch.Generator().manual_seed(0)
@@ -128,17 +128,17 @@ def _random(
     for layer in groups[:, shape["shared"] :]:
         flat = layer.flatten()
         layer.copy_(flat[torch.randperm(len(flat), generator=generator)].view_as(layer))
-    module = ReadMEModule(Base(engine.stack), engine.model, groups, shape["shared"], shape["groups"])
+    module = ReadMEModule(Base(engine.runner), engine.model, groups, shape["shared"], shape["groups"])
     ways = {"each token's best random groups": module.oracle}
     if args.epochs:
         with tempfile.TemporaryDirectory() as folder:
-            Trainer(module, answers, Training(args.epochs), Path(folder), _tell).train()
+            Trainer(module, answers, Training(args.epochs), Path(folder), _emit).train()
         ways["router of random groups"] = module.routed
     return _rows(module, held_out, ways)
 
 
 def _static(
-    args: argparse.Namespace, engine: Engine, part: TrainedPart, answers: Corpus, held_out: Sequence[TextBatch]
+    args: argparse.Namespace, engine: Engine, part: DraftHead, answers: Corpus, held_out: Sequence[TextBatch]
 ) -> list[dict[str, Any]]:
     """The same neurons for all tokens: groups in the order of a score, of which the first run."""
     source = Checkpoint(args.model, None, False).weights()
@@ -151,7 +151,7 @@ def _static(
                          ("cfsp", neurons.cfsp(source, seen))):
         order = torch.stack([one.sort(descending=True, stable=True).indices for one in scores])
         groups = order.view(len(order), part.shape["groups"], -1)
-        module = ReadMEModule(Base(engine.stack), engine.model, groups, 0, part.shape["groups"])
+        module = ReadMEModule(Base(engine.runner), engine.model, groups, 0, part.shape["groups"])
         first = {name: partial(_first, groups.shape[0], groups.shape[1])}
         found += _rows(module, held_out, first)
         if name != "most used neurons":
@@ -174,12 +174,12 @@ def _rows(
     for share, name in rows:
         one = costs[f"{share} {name}"]
         found.append({"share": share, "by": name, **one})
-        _tell(f"{share:.2f} {name:32} divergence {one['distance']:.4f} nats, words kept {one['kept_words']:.1%}, "
+        _emit(f"{share:.2f} {name:32} divergence {one['distance']:.4f} nats, words kept {one['kept_words']:.1%}, "
               f"energy {one['energy']:.3f}")
     return found
 
 
-def _tell(message: str) -> None:
+def _emit(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

@@ -133,7 +133,7 @@ class Watch:
     @contextmanager
     def over(self, engine: Engine) -> Iterator[None]:
         """Watch the engine's steps inside the block."""
-        fill, forward = Canvas.fill, engine.stack.forward
+        fill, forward = Canvas.fill, engine.runner.forward
 
         def filled(canvas: Canvas, guesses: Sequence[Guess], logits: Any) -> None:
             started = time.perf_counter()
@@ -148,7 +148,7 @@ class Watch:
             self.forward_seconds += time.perf_counter() - started
             return logits
 
-        with mock.patch.object(Canvas, "fill", filled), mock.patch.object(engine.stack, "forward", forwarded):
+        with mock.patch.object(Canvas, "fill", filled), mock.patch.object(engine.runner, "forward", forwarded):
             yield
 
     def counts(self) -> dict[str, Any]:

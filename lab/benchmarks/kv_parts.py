@@ -5,7 +5,7 @@
 Each text is a prompt of `--context` tokens, followed by `--scored` tokens that are forced one by one: the mean of their
 negative log-likelihoods is the loss, in nats; its difference to plain decoding's is paired by text, with a 95 %
 bootstrap interval over texts. Speed is that of free decoding after the same prompts, methods in turns. `window` is the
-control of `streaming_llm` and of `topk_oracle`: as many KV slots, the newest ones. The last line on stdout is the
+control of `streaming_llm` and of `topk_oracle`: as many KV entries, the newest ones. The last line on stdout is the
 result as JSON.
 """
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def methods(columns: int) -> dict[str, Any]:
-    """The methods, in order; each that evicts or selects leaves about `columns` KV slots to a query."""
+    """The methods, in order; each that evicts or selects leaves about `columns` KV entries to a query."""
 
     def ends(sinks: int) -> dict[str, Any]:
         return {"method": "streaming_llm", "method_args": {"window": columns - sinks, "sinks": sinks, "every": 16}}

@@ -6,9 +6,9 @@
 
 A context is the beginning of a text. It is read once for the full model and for all methods that read prompts as the
 model does, and once by each of the others; then every system has a row that decodes `ticks` tokens a turn, in turns by
-the round. Methods with a number of KV slots get `--budget` of the context, at least 64. `short` is the full model after
-64 tokens, and `attention` is how much longer than that a step takes, for the full model over the method. llama.cpp has
-its KV in float16, and in 8 bits. The last line on stdout is the result as JSON.
+the round. Methods with a number of KV entries get `--budget` of the context, at least 64. `short` is the full model
+after 64 tokens, and `attention` is how much longer than that a step takes, for the full model over the method.
+llama.cpp has its KV in float16, and in 8 bits. The last line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     ids: list[int] = engine.tokenizer(args.text.read_text("utf-8"))["input_ids"]
     baseline = Baseline(args.model) if args.peer else None
     before, bandwidths, contexts = idle.watch(0.5), [read_bandwidth(0.3)], []
-    most = ((engine.stack.max_positions or sys.maxsize) - args.most) // _READ * _READ  # leaves room for new tokens
-    wanted = [min(most, length) for length in lengths_of(args.context, engine.stack.max_positions)]
+    most = ((engine.runner.max_positions or sys.maxsize) - args.most) // _READ * _READ  # leaves room for new tokens
+    wanted = [min(most, length) for length in lengths_of(args.context, engine.runner.max_positions)]
     for length in (length if length < _READ else length // _READ * _READ for length in wanted):  # as the baseline reads
         systems = dict(rows(engine, ids[:length], args)) | ({} if baseline is None else baseline.rows(ids[:length]))
         systems[SHORT] = going(engine, Full(), ids[:_SHORTEST], args.most)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         print(length, {name: figure(found)["median"] for name, found in times.items()}, file=sys.stderr)
     script.publish(__file__, argv, {
         "kind": "long steps",
-        "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
+        "model": Path(args.model).name, "dtype": str(engine.runner.dtype), "threads": torch.get_num_threads(),
         "budget": str(args.budget), "idle": {"before": before}, "roof": bandwidths,
         "contexts": [told(*context) for context in contexts],
     }, args.json)

@@ -85,9 +85,9 @@ def predicted(models: Sequence[str], count: int, methods: Sequence[str], longest
 
 def wish(draw: random.Random, methods: Sequence[str], longest: int) -> dict[str, Any]:
     """A random request, as JSON."""
-    rows = draw.choice([1, 1, 1, 2, 4])
+    seqs = draw.choice([1, 1, 1, 2, 4])
     drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1} if draw.random() < 0.4 else {}
-    return {"prompts": [draw.choice([draw.randint(1, 100), draw.randint(100, longest)]) for _ in range(rows)],
+    return {"prompts": [draw.choice([draw.randint(1, 100), draw.randint(100, longest)]) for _ in range(seqs)],
             "options": {"method": draw.choice(methods), "max_new_tokens": draw.randint(1, 48), **drawn}}
 
 
@@ -109,7 +109,7 @@ def answer(model: str, wishes: Sequence[dict[str, Any]]) -> int:
         ids, word = [prompt(draw, length) for length in one["prompts"]], one["options"]["method"]
         options = {**one["options"], "method": methods_from(word)[word], "ignore_eos": True}
         request = Request.from_options(options)
-        sizes = footprint(engine, engine.rows(ids, request), make(request.method), request.max_new_tokens)
+        sizes = footprint(engine, engine.seqs(ids, request), make(request.method), request.max_new_tokens)
         files, before = status("RssFile"), status("VmRSS")
         reset_peak_memory()
         results = engine.generate(ids, **options)

@@ -61,8 +61,8 @@ def main() -> None:
         print(f"{place + 1} of {args.items}", file=sys.stderr)
     rows = {label: row_of(found, answers["full"]) for label, found in answers.items()}
     script.publish(__file__, sys.argv[1:], {
-        "model": shown_name(engine.model_name), "draft": Path(args.draft).name, "layers": engine.stack.num_layers,
-        "head_layers": engine.stack.head_layers, "computes_in": str(engine.stack.dtype).removeprefix("torch."),
+        "model": shown_name(engine.model_name), "draft": Path(args.draft).name, "layers": engine.runner.num_layers,
+        "head_layers": engine.runner.head_layers, "computes_in": str(engine.runner.dtype).removeprefix("torch."),
         "length": args.length, "new_tokens": args.new_tokens, "items": args.items, "rows": rows,
     }, args.json)
 
@@ -72,7 +72,7 @@ def settings(engine: Engine, args: argparse.Namespace) -> Mapping[str, Method]:
     found: dict[str, Method] = {"full": Full(), "draft_model": DraftModel(args.draft, length=args.length),
                                 "k 0": MirrorSD(args.draft, k=0, length=args.length)}
     for share in map(float, args.exits.split(",")):
-        exit_layer = max(1, round(share * engine.stack.num_layers))
+        exit_layer = max(1, round(share * engine.runner.num_layers))
         for k in map(int, args.k.split(",")):
             found[f"exit {exit_layer}, k {k}"] = MirrorSD(args.draft, exit_layer, k, args.length)
     return found

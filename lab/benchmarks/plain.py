@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     script.publish(__file__, argv, {
         "kind": "plain",
-        "model": Path(args.model).name, "stack": type(engine.stack).__name__, "dtype": args.dtype,
+        "model": Path(args.model).name, "stack": type(engine.runner).__name__, "dtype": args.dtype,
         "threads": torch.get_num_threads(), "idle": {"now": idle.watch(0.5)}, "seconds": seconds, "medians": medians,
         "shoal_over": {name: medians["shoal"] / other for name, other in medians.items()},
     }, args.json)  # fmt: skip

@@ -40,7 +40,7 @@ def main() -> int:
     specs = found(args.out)
     engine = shoal.load(args.model)
     items = suites.get("known").items(None, limit=args.items, seed=1)
-    samples = encode(items, engine.tokenizer, min(engine.eos_token_ids), engine.stack.max_positions)
+    samples = encode(items, engine.tokenizer, min(engine.eos_token_ids), engine.runner.max_positions)
     who: list[Candidate] = [candidate(engine, methods.make(spec), args.max_new_tokens) for spec in specs]
     print(f"{len(who)} methods, {len(samples)} answers each", flush=True)
     timed = alone(Decoder(engine), samples, who, args.max_new_tokens)
@@ -49,7 +49,7 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
         "machine": env.collect(),
         "threads": args.threads,
-        "dtype": str(engine.stack.dtype).removeprefix("torch."),
+        "dtype": str(engine.runner.dtype).removeprefix("torch."),
         "times": [{"method": spec, **figures} for spec, figures in zip(specs, timed, strict=True) if figures],
     }
     (args.out / "times.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ import shoal
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 KINDS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"))
 AT_ONCE = 16
@@ -46,13 +46,13 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     args = parser.parse_args()
     texts = written(args.writer, args.windows) if args.writer else []
-    rows = [measure(args, texts, dtype, quant) for dtype, quant in KINDS]
-    base = rows[0]["loss"]
-    for row in rows:
-        row["loss_rise"] = row["loss"] - base
-        shown = f"perplexity {row['perplexity']:9.4f}  bits/byte {row['bits_per_byte']:.5f}"
-        print(f"{row['kind']:>14}  {shown}  loss rise {row['loss_rise']:+.5f}")
-    report = {"command": ["python", *sys.argv], "torch": torch.__version__, "shoal": shoal.__version__, "rows": rows}
+    seqs = [measure(args, texts, dtype, quant) for dtype, quant in KINDS]
+    base = seqs[0]["loss"]
+    for seq in seqs:
+        seq["loss_rise"] = seq["loss"] - base
+        shown = f"perplexity {seq['perplexity']:9.4f}  bits/byte {seq['bits_per_byte']:.5f}"
+        print(f"{seq['kind']:>14}  {shown}  loss rise {seq['loss_rise']:+.5f}")
+    report = {"command": ["python", *sys.argv], "torch": torch.__version__, "shoal": shoal.__version__, "rows": seqs}
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report))
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace, texts: Sequence[str], dtype: str, quant: A
 def written(writer: str, count: int) -> list[str]:
     """Texts that a model samples from its beginning-of-sequence id on, until they end or fill its context."""
     engine = shoal.load(writer, dtype="float32")
-    start, room = engine.tokenizer.bos_token_id, (engine.stack.max_positions or 1024) - 1
+    start, room = engine.tokenizer.bos_token_id, (engine.runner.max_positions or 1024) - 1
     texts: list[str] = []
     for first in tqdm(range(0, count, AT_ONCE), desc="writing", disable=None):
         prompts = [[start]] * min(AT_ONCE, count - first)
@@ -93,7 +93,7 @@ def written(writer: str, count: int) -> list[str]:
 
 def openings(engine: Engine, texts: Sequence[str]) -> Iterator[tuple[list[int], int]]:
     """Texts as windows: the beginning-of-sequence id, then the judged tokens."""
-    tokenizer, length = engine.tokenizer, engine.stack.max_positions or 1024
+    tokenizer, length = engine.tokenizer, engine.runner.max_positions or 1024
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][: length - 1]
         if ids:
@@ -107,7 +107,7 @@ def text_bytes(engine: Engine, ids: Sequence[int]) -> int:
 
 def windows(engine: Engine, text: Path, limit: int) -> Iterator[tuple[list[int], int]]:
     """Token ids of each window, and how many at its end are judged."""
-    tokenizer, length = engine.tokenizer, engine.stack.max_positions or 1024
+    tokenizer, length = engine.tokenizer, engine.runner.max_positions or 1024
     if ".jsonl" in text.suffixes:
         packed = text.read_bytes()
         lines = (gzip.decompress(packed) if text.suffix == ".gz" else packed).decode("utf-8").splitlines()
@@ -126,11 +126,11 @@ def windows(engine: Engine, text: Path, limit: int) -> Iterator[tuple[list[int],
 
 def loss(engine: Engine, ids: list[int], judged: int) -> float:
     """Summed negative log-likelihood (nats) of the last `judged` tokens."""
-    plan, cache, pieces = DepthPlan.full(engine.stack.num_layers), KVCache(engine.stack.windows, rows=1), []
-    for first in range(0, len(ids) - 1, engine.stack.prefill_chunk):
-        tokens = ids[first : min(first + engine.stack.prefill_chunk, len(ids) - 1)]
+    plan, cache, pieces = DepthPlan.full(engine.runner.num_layers), KVCache(engine.runner.windows, seqs=1), []
+    for first in range(0, len(ids) - 1, engine.runner.prefill_chunk):
+        tokens = ids[first : min(first + engine.runner.prefill_chunk, len(ids) - 1)]
         chunk = SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))
-        pieces.append(engine.stack.forward([chunk], cache))
+        pieces.append(engine.runner.forward([chunk], cache))
         cache.commit(0, range(len(tokens)))
     logits = torch.cat(pieces)[-judged:].float()
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[-judged:]), reduction="sum"))
@@ -138,7 +138,7 @@ def loss(engine: Engine, ids: list[int], judged: int) -> float:
 
 def weight_bytes(engine: Engine) -> int:
     """Bytes of the packed weights."""
-    return int(engine.stack.weights.nbytes)  # type: ignore[attr-defined]
+    return int(engine.runner.weights.nbytes)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

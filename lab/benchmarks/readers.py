@@ -14,7 +14,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.device import default_dtype
 from shoal.errors import unknown
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.bench import gguf_facts
 from shoal_lab.bench.baselines.gguf_file import FTYPES, requantise
 from shoal_lab.bench.baselines.hf import greedy
@@ -68,16 +68,16 @@ class _Shoal:
     def __init__(self, model: MeasuredModel, quant: str | None) -> None:
         dtype = default_dtype(torch.device("cpu")) if quant == FILE else torch.bfloat16
         self._engine: Engine = model.engine(dtype, "cpu", "auto", quant)
-        weights = getattr(self._engine.stack, "weights", None)
+        weights = getattr(self._engine.runner, "weights", None)
         held = 32.0 if weights is None else 8 * weights.nbytes / model.weights()
         self.bits_per_weight = model.file.bits_per_weight if quant == FILE else held
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        stack, plan = self._engine.stack, self._engine.recipe("full", 1).plan
-        cache, pieces = KVCache(stack.windows, rows=1), []
-        for first in range(0, len(ids), stack.prefill_chunk):
-            tokens = list(ids[first : first + stack.prefill_chunk])
-            pieces.append(stack.forward([SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))], cache))
+        runner, plan = self._engine.runner, self._engine.recipe("full", 1).plan
+        cache, pieces = KVCache(runner.windows, seqs=1), []
+        for first in range(0, len(ids), runner.prefill_chunk):
+            tokens = list(ids[first : first + runner.prefill_chunk])
+            pieces.append(runner.forward([SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))], cache))
             cache.commit(0, range(len(tokens)))
         return torch.cat(pieces).float()
 

@@ -67,7 +67,7 @@ def _ask(args: argparse.Namespace, left: Sequence[tuple[str, int]], journal: Pat
     """Ask in order until all answers are there or time is up."""
     until = time.monotonic() + 60 * args.minutes
     engine = shoal.load(args.model)
-    with Scheduler(engine, max_rows=args.rows) as scheduler, journal.open("a", encoding="utf-8") as file:
+    with Scheduler(engine, max_seqs=args.rows) as scheduler, journal.open("a", encoding="utf-8") as file:
         open_: deque[tuple[str, int, RequestHandle]] = deque()
         waiting = iter(left)
         while time.monotonic() < until:

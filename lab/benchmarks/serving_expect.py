@@ -110,7 +110,7 @@ class House:
         costs: costs of its forwards.
         plan: plan of a request, by the number of tokens that it asks for.
         waves: whether requests start together; otherwise they join at once.
-        max_rows: most requests in progress.
+        max_seqs: most requests in progress.
         prompt: tokens of every prompt.
         chunk: most prompt tokens of a forward.
     """
@@ -118,7 +118,7 @@ class House:
     costs: Costs
     plan: Callable[[int], DepthPlan]
     waves: bool
-    max_rows: int
+    max_seqs: int
     prompt: int
     chunk: int = CHUNK
 
@@ -169,7 +169,7 @@ class _Run:
         return len(self._rows) + len(self._waiting) < self._at_once
 
     def _admit(self) -> None:
-        while self._waiting and len(self._rows) < self._house.max_rows and not (self._house.waves and self._under_way):
+        while self._waiting and len(self._rows) < self._house.max_seqs and not (self._house.waves and self._under_way):
             self._rows.append(self._waiting.popleft())
 
     @property

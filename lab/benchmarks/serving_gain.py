@@ -98,7 +98,7 @@ def _on_paper(load: Report, one: Report, cards: list[CostCard], policy: str) -> 
     """The same gain of simulated servers, round by round."""
     wish, layers = _wish(load), len(cards[0].windows)
     prompt = round(one["prompt_tokens"] / one["requests"])
-    house = partial(House, Costs(cards), waves=policy == "waves", max_rows=16, prompt=prompt)
+    house = partial(House, Costs(cards), waves=policy == "waves", max_seqs=16, prompt=prompt)
     full, d3 = (house(plan=plan) for plan in (lambda _: DepthPlan.full(layers), partial(_d3, layers)))
     at = Load(one["concurrency"], one["rate"])
     rounds = range(load["rounds"]["done"])

@@ -1,11 +1,11 @@
-"""Cost of rows that join or leave a cache: they join one by one, and leave one by one in any order.
+"""Cost of sequences that join or leave a cache: they join one by one, and leave one by one in any order.
 
-    python lab/benchmarks/slots.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--rows 64]
+    python lab/benchmarks/entries.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--sequences 64]
         [--tokens 4000] [--first TOKENS] [--json OUT]
 
-The first row may have another number of tokens. Writing a row's tokens is timed separately, because memory that is
-allocated on first write makes it slower. Memory is the largest resident set above that of the imports. The last line on
-stdout is the result as JSON.
+The first sequence may have another number of tokens. Writing a sequence's tokens is timed separately, because memory
+that is allocated on first write makes it slower. Memory is the largest resident set above that of the imports. The last
+line on stdout is the result as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--first", type=int, help="tokens of the first row")
     args = parser.parse_args()
-    lengths = [args.first or args.tokens, *[args.tokens] * (args.rows - 1)]
+    lengths = [args.first or args.tokens, *[args.tokens] * (args.seqs - 1)]
     found = measure(args.shape, args.dtype, args.layers, lengths)
     script.publish(__file__, sys.argv[1:], found, args.json)
 
@@ -46,17 +46,17 @@ def measure(shape: str, dtype: str, layers: int, lengths: list[int]) -> dict[str
     config, before = config_of(shape), _peak()
     whole = torch.ones(1, config.num_key_value_heads, max(lengths), config.head_dim, dtype=as_dtype(dtype))
     cache = KVCache([None] * layers, 0)
-    cache.most_slots = len(lengths)
+    cache.most_seqs = len(lengths)
     joins, stores, leaves = [], [], []
-    for row, tokens in enumerate(lengths):
+    for seq, tokens in enumerate(lengths):
         entries = whole[:, :, :tokens]
         joins.append(_seconds(lambda: cache.extend(1)))
-        stores.append(_seconds(lambda: _store(cache, row, entries)))  # noqa: B023
+        stores.append(_seconds(lambda: _store(cache, seq, entries)))  # noqa: B023
     held = cache.bytes()
     dice = random.Random(0)
-    while cache.rows:
-        gone = dice.randrange(cache.rows)
-        kept = [row for row in range(cache.rows) if row != gone]
+    while cache.seqs:
+        gone = dice.randrange(cache.seqs)
+        kept = [seq for seq in range(cache.seqs) if seq != gone]
         leaves.append(_seconds(lambda: cache.select(kept)))  # noqa: B023
     return {
         "layers": layers, "rows": len(lengths), "tokens": [lengths[0], lengths[-1]], "stored_bytes": held.used,
@@ -65,10 +65,10 @@ def measure(shape: str, dtype: str, layers: int, lengths: list[int]) -> dict[str
     }  # fmt: skip
 
 
-def _store(cache: KVCache, row: int, entries: torch.Tensor) -> None:
+def _store(cache: KVCache, seq: int, entries: torch.Tensor) -> None:
     for layer in cache.layers:
-        layer.append(entries, entries, [row], [entries.shape[2]])
-    cache.commit(row, range(entries.shape[2]))
+        layer.append(entries, entries, [seq], [entries.shape[2]])
+    cache.commit(seq, range(entries.shape[2]))
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -24,7 +24,7 @@ import shoal
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.native_runner import NativeRunner
 from shoal_lab.bench import idle
 from shoal_lab.bench.rounds import figure, in_order, ratio
 from shoal_lab.cli.eval_distance import quantised
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     engine = systems[FULL][0]
     script.publish(__file__, argv, {
         "kind": "smaller",
-        "model": Path(args.model).name, "dtype": str(engine.stack.dtype), "threads": torch.get_num_threads(),
+        "model": Path(args.model).name, "dtype": str(engine.runner.dtype), "threads": torch.get_num_threads(),
         "new_tokens": args.new_tokens, "idle": {"before": before}, "rows": rows, "times": times,
     }, args.json)
     return 0
@@ -81,26 +81,26 @@ def step_seconds(engine: Engine, method: Method, new_tokens: int) -> float:
 
 def head_bytes(engine: Engine, method: Method, new_tokens: int) -> float:
     """Bytes of the LM head that such an answer reads per token, counted by the kernels."""
-    if not isinstance(engine.stack, NativeStack):
-        return engine.stack.weights.head.nbytes
-    before = engine.stack.decoder.head_read
+    if not isinstance(engine.runner, NativeRunner):
+        return engine.runner.weights.head.nbytes
+    before = engine.runner.decoder.head_read
     step_seconds(engine, method, new_tokens)
-    return (engine.stack.decoder.head_read - before) / new_tokens
+    return (engine.runner.decoder.head_read - before) / new_tokens
 
 
 def step_bytes(engine: Engine, method: Method, head: float, new_tokens: int) -> float:
     """Bytes that such a step reads, `head` of them of the LM head."""
-    stack, recipe = engine.stack, engine.recipe(method, new_tokens)
-    layers: Any = stack.weights.layers
+    runner, recipe = engine.runner, engine.recipe(method, new_tokens)
+    layers: Any = runner.weights.layers
     layer = sum(one.nbytes for one in layers) / len(layers)
     if isinstance(method, ReadME) and isinstance(recipe.experts, Routed) and recipe.experts.router is not None:
         router = recipe.experts.router
         whole = sum(part.nbytes for one in layers for part in (one.gate_up, one.down))
         share = (method.experts or router.groups) / router.groups
-        layer += (router.mlps(stack).nbytes * share - whole) / len(layers)
-    kv = sum(heads * (keys + values) for heads, keys, values in stack.kv_sizes) / len(layers) * stack.dtype.itemsize
+        layer += (router.mlps(runner).nbytes * share - whole) / len(layers)
+    kv = sum(heads * (keys + values) for heads, keys, values in runner.kv_sizes) / len(layers) * runner.dtype.itemsize
     length = len(engine.tokenizer(PROMPT)["input_ids"])
-    return Traffic(layer, head, kv, tuple(stack.windows)).mean_step(recipe.plan, length, new_tokens)
+    return Traffic(layer, head, kv, tuple(runner.windows)).mean_step(recipe.plan, length, new_tokens)
 
 
 def told(full: Sequence[float], some: Sequence[float], full_bytes: float, some_bytes: float) -> dict[str, Any]:

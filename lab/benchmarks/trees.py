@@ -25,7 +25,7 @@ import shoal
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.bench import idle
 from shoal_lab.cli.method_list import methods_from
 
@@ -37,21 +37,21 @@ class Text:
     """A text in the cache in one format, after which trees are fed and rolled back."""
 
     def __init__(self, engine: Any, form: str, ids: Sequence[int]) -> None:
-        self.stack, self.plan = engine.stack, DepthPlan.full(engine.stack.num_layers)
-        self.cache = KVCache(self.stack.windows, 1)
+        self.runner, self.plan = engine.runner, DepthPlan.full(engine.runner.num_layers)
+        self.cache = KVCache(self.runner.windows, 1)
         if form != "none":
             method = methods_from(form).popitem()[1]
             self.cache.set_store(0, method.recipe(engine.info(64)).store)
         for first in range(0, len(ids), 64):
             some = ids[first : first + 64]
-            self.stack.forward([SequenceChunk(0, some, [0] * len(some), self.plan)], self.cache)
+            self.runner.forward([SequenceChunk(0, some, [0] * len(some), self.plan)], self.cache)
             self.cache.commit(0, range(len(some)))
 
     def logits(self, ids: Sequence[int], parents: Sequence[int] | None = None) -> Tensor:
         """Logits of all nodes of a tree, or of a chain, which is then rolled back."""
         depths = None if parents is None else depths_of(parents)
         chunk = SequenceChunk(0, ids, [0] * len(ids), self.plan, parents, depths, wanted=len(ids))
-        found: Tensor = self.stack.forward([chunk], self.cache)
+        found: Tensor = self.runner.forward([chunk], self.cache)
         self.cache.rollback(0)
         return found
 
@@ -96,7 +96,7 @@ def compared(engine: Any, form: str, ids: Sequence[int], trees: int) -> dict[str
         length = dice.choice((dice.randint(20, 90), dice.randint(480, 530), dice.randint(90, 1100)))
         text = Text(engine, form, ids[:length])
         for _ in range(-(-trees // 10)):
-            size, apart = differing(text, dice, engine.stack.vocab_size)
+            size, apart = differing(text, dice, engine.runner.vocab_size)
             nodes, wrong = nodes + size, wrong + apart
     return {"trees": -(-trees // 10) * 10, "nodes": nodes, "differ": wrong}
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     prose = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")
     ids = engine.tokenizer(prose)["input_ids"][:1200]
     forms = {form: compared(engine, form, ids, args.trees) for form in args.forms.split(",")}
-    times = timed(Text(engine, "none", ids[:600]), args.rounds, engine.stack.vocab_size) if args.rounds else None
+    times = timed(Text(engine, "none", ids[:600]), args.rounds, engine.runner.vocab_size) if args.rounds else None
     script.publish(__file__, argv, {
         "kind": "trees",
         "model": Path(args.model).name, "vectors": native.vector_set(), "threads": torch.get_num_threads(),

@@ -25,7 +25,7 @@ import shoal
 from shoal.cli import env
 from shoal.engine.engine import Engine
 from shoal.model.packed import native
-from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.native_runner import NativeRunner
 from shoal_lab.bench import idle, report, rounds
 
 WORK = {"prompt of 64": (64, 1, 1), "prompt of 512": (512, 1, 1), "decode": (64, 1, 41), "decode 8 rows": (64, 8, 41),
@@ -46,8 +46,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         engine = shoal.load(args.model, quant=args.quant)
-        assert isinstance(engine.stack, NativeStack)
-        engine.stack.bounds_logits = not args.serve.endswith(_WHOLE)
+        assert isinstance(engine.runner, NativeRunner)
+        engine.runner.bounds_logits = not args.serve.endswith(_WHOLE)
         serve(engine, args.text.read_text("utf-8")[:20_000])
         return
     sets = args.sets.split(",")

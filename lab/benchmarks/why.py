@@ -96,23 +96,23 @@ class Asked:
         self, distances: Distances, texts: Sequence[Told], at: ControlSetting, speedups: Sequence[float]
     ) -> None:
         self.distances, self.texts, self.at, self.speedups = distances, texts, at, speedups
-        self.engine, self.stack = distances.engine, distances.engine.stack
-        self.layers = self.stack.num_layers
+        self.engine, self.runner = distances.engine, distances.engine.runner
+        self.layers = self.runner.num_layers
         self.few = [self.layers - gone for gone in (1, 2, 4, 6, 8) if gone <= self.layers // 3]
 
     def depth(self) -> list[dict[str, Any]]:
         """KL by depth, of all tokens and of single ones, by position."""
         variants = {}
         for depth in range(self.layers - 1, self.layers - self.layers // 3 - 1, -1):
-            variants["all", depth] = why.at_depth(self.stack, depth, self.at.order)
+            variants["all", depth] = why.at_depth(self.runner, depth, self.at.order)
             if depth in self.few:
-                variants["one", depth] = why.judged_apart(self.stack, self.layers, depth, self.at.order)
+                variants["one", depth] = why.judged_apart(self.runner, self.layers, depth, self.at.order)
         rows = self.rows(variants, ("which", "depth"), self.texts)
         return [{**row, "by_position": by_position(found)} for row, found in rows]
 
     def context(self) -> list[dict[str, Any]]:
         """KL by depth of the context, for some depths of the judged token."""
-        variants = {(judged, context): why.judged_apart(self.stack, context, judged, self.at.order)
+        variants = {(judged, context): why.judged_apart(self.runner, context, judged, self.at.order)
                     for judged in (self.layers, *self.few[:4]) for context in (self.layers, *self.few)
                     if (judged, context) != (self.layers, self.layers)}
         return [row for row, _ in self.rows(variants, ("judged", "context"), self.texts)]
@@ -125,20 +125,20 @@ class Asked:
         orders = {name: removal_order(name, self.layers, *core, scores) for name in names}
         orders |= {f"random {seed}": tuple(random.Random(seed).sample(self.at.order, len(self.at.order)))
                    for seed in range(3)}
-        variants = {(name, depth): why.at_depth(self.stack, depth, order)
+        variants = {(name, depth): why.at_depth(self.runner, depth, order)
                     for name, order in {"the model's": self.at.order, **orders}.items() for depth in self.few[:3]}
         return [row for row, _ in self.rows(variants, ("order", "depth"), self.texts[::2])]
 
     def sublayers(self) -> list[dict[str, Any]]:
         """KL of leaving out one attention or one MLP, and the bytes of weights that this saves per token."""
-        parts = {(layer, part): why.without(self.stack, layer, part)
+        parts = {(layer, part): why.without(self.runner, layer, part)
                  for layer in range(self.layers) for part in ("attention", "mlp", "layer")}
         rows = self.rows(parts, ("layer", "part"), self.texts[::4])
         return [{**row, "bytes": self.bytes(row["layer"], row["part"])} for row, _ in rows]
 
     def bytes(self, layer: int, part: str) -> int | None:
         """Bytes of the weights of a sublayer; None if the model is not packed."""
-        weights = getattr(self.stack, "weights", None)
+        weights = getattr(self.runner, "weights", None)
         if weights is None:
             return None
         one = weights.layers[layer]
@@ -148,7 +148,7 @@ class Asked:
     def schedule(self) -> list[dict[str, Any]]:
         """Depths by position that lose least on every other text, compared on the rest at equal mean depth."""
         depths = range(self.layers - 1, self.layers - self.layers // 3 - 1, -1)
-        learnt = self.distances.measure(self.texts[::2], [why.at_depth(self.stack, k, self.at.order) for k in depths])
+        learnt = self.distances.measure(self.texts[::2], [why.at_depth(self.runner, k, self.at.order) for k in depths])
         if not learnt[0]:
             return []
         rows = [[found["kl"]["mean"] for found in by_position(one)] for one in learnt]
@@ -159,7 +159,7 @@ class Asked:
         for speed in self.speedups:
             at = setting(self.engine, lengths, speed, self.distances.max_new_tokens, self.at.order, self.at.core.size)
             rivals = [*controls(at, ["constant", "budgets"]), self.best(at, losses, True), self.best(at, losses, False)]
-            outcomes = self.distances.measure(rest, [variant(self.stack, who) for who in rivals])
+            outcomes = self.distances.measure(rest, [variant(self.runner, who) for who in rivals])
             if outcomes[0]:
                 found += [{"speedup": speed, "label": who.label, "method": who.spec,
                            **self.short(mine), "versus_d3": compared(outcomes[0], mine)}
@@ -186,7 +186,7 @@ class Asked:
 
     def short(self, found: OUTCOMES) -> dict[str, Any]:
         """The figures that all parts show."""
-        row = figures(found, found, self.layers, self.stack.head_layers)
+        row = figures(found, found, self.layers, self.runner.head_layers)
         return {key: row[key] for key in ("n", "tokens", "mean_layers", "kl", "kept")}
 
 

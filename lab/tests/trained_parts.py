@@ -30,25 +30,25 @@ RANKS = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
 
 def eagle(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> EagleModule:
     """A layer that is far from its start."""
-    module = EagleModule(Base(engine.stack), default_shape(hidden_of(engine)), ids, rollout=3)
+    module = EagleModule(Base(engine.runner), default_shape(hidden_of(engine)), ids, rollout=3)
     _shake(module, noise)
     return module
 
 
 def medusa(engine: Engine, ids: tuple[int, ...] = ECHOED, noise: float = 0.3) -> MedusaModule:
-    module = MedusaModule(Base(engine.stack), hidden_of(engine), ids, heads=3)
+    module = MedusaModule(Base(engine.runner), hidden_of(engine), ids, heads=3)
     _shake(module, noise)
     return module
 
 
 def context(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> ContextGateModule:
-    module = ContextGateModule(Base(engine.stack), copy.deepcopy(engine.model), 1, 0.5, ids)
+    module = ContextGateModule(Base(engine.runner), copy.deepcopy(engine.model), 1, 0.5, ids)
     _shake(module, noise)
     return module
 
 
 def routers(engine: Engine, ids: tuple[int, ...] = IDS, noise: float = 0.3) -> LayerRouterModule:
-    module = LayerRouterModule(Base(engine.stack), copy.deepcopy(engine.model), 0.9, ids, {})
+    module = LayerRouterModule(Base(engine.runner), copy.deepcopy(engine.model), 0.9, ids, {})
     _shake(module, noise)
     return module
 
@@ -57,13 +57,13 @@ def experts(engine: Engine, groups: int = 3, shared: int = 1, noise: float = 0.3
     generator = torch.Generator().manual_seed(2)
     texts = [(torch.randint(0, 97, (30,), generator=generator), 4) for _ in range(3)]
     neurons = group_neurons(engine.model, texts, groups, shared)
-    module = ReadMEModule(Base(engine.stack), copy.deepcopy(engine.model), neurons, shared, 2)
+    module = ReadMEModule(Base(engine.runner), copy.deepcopy(engine.model), neurons, shared, 2)
     _shake(module, noise)
     return module
 
 
 def ppd(engine: Engine, noise: float = 0.3) -> PromptModule:
-    module = PromptModule(Base(engine.stack), copy.deepcopy(engine.model), depths=3)
+    module = PromptModule(Base(engine.runner), copy.deepcopy(engine.model), depths=3)
     _shake(module, noise)
     return module
 
@@ -74,7 +74,7 @@ MAKERS: dict[str, Any] = {
 
 
 def hidden_of(engine: Engine) -> int:
-    return engine.stack.head_rows([0]).shape[1]
+    return engine.runner.head_rows([0]).shape[1]
 
 
 def written(module: ShippedModule, engine: Engine, folder: Path, **facts: Any) -> str:

@@ -55,7 +55,7 @@ def main() -> None:
     card["measured"]["machine"] = cpu_name()
     write(card, args.out)
     print(f"layers after {time.monotonic() - began:.0f} s", flush=True)
-    if args.rounds and engine.stack.can_split:
+    if args.rounds and engine.runner.can_split:
         card["skips"] = skips(engine, [list(prompt) for prompt, _ in texts[:3]], args.rounds)
         write(card, args.out)
     print(f"done after {time.monotonic() - began:.0f} s", flush=True)
@@ -99,12 +99,12 @@ def skips(engine: Engine, prompts: list[list[int]], rounds: int) -> dict[str, An
 
 def shares(engine: Engine) -> SublayerCosts:
     """Bytes of an attention, an MLP and the LM head in units of a layer, from the shape."""
-    shape = getattr(engine.stack, "shape", None)
+    shape = getattr(engine.runner, "shape", None)
     if shape is None:
-        return SublayerCosts(0.25, 0.75, engine.stack.head_layers)
+        return SublayerCosts(0.25, 0.75, engine.runner.head_layers)
     attention = shape.hidden * shape.qkv_rows + shape.hidden * shape.heads * shape.head_dim
     mlp = 3 * shape.hidden * shape.ffn
-    return SublayerCosts(attention / (attention + mlp), mlp / (attention + mlp), engine.stack.head_layers)
+    return SublayerCosts(attention / (attention + mlp), mlp / (attention + mlp), engine.runner.head_layers)
 
 
 def write(card: dict[str, Any], path: Path) -> None:

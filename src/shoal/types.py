@@ -20,7 +20,7 @@ _MOST_BIAS = 1e8
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen from the logits of one row.
+    """How a token is chosen from the logits of one sequence.
 
     `temperature` 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1, `repetition_penalty` 1 and the two
     additive penalties 0 are neutral. `repetition_window` is the number of last tokens, prompt included, that
@@ -174,13 +174,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One emitted token of one row.
+    """One emitted token of one sequence.
 
     `text` is the text that became certain with this token. It is empty while a character is unfinished or a possible
     stop string is held back. `depth` counts the decoder layers that computed the token.
     """
 
-    row: int
+    seq: int
     index: int
     token: int
     text: str
@@ -192,7 +192,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a generation cost. Token and layer counts are of one row; seconds are of the whole call.
+    """What a generation cost. Token and layer counts are of one sequence; seconds are of the whole call.
 
     Attributes:
         mean_layers: decoder layers per generated token, as run; token 0, from the prefill, counts L.
@@ -211,7 +211,7 @@ class Stats:
         kv_bytes_saved: bytes not stored, compared with every layer storing every position.
         extras: counts of single methods, by name; 0 for all others. For answers by two models or with a judge:
             `second_tokens`, `second_layer_tokens`, `switches`, `judge_calls`, `put_tokens`; for searches `branches` and
-            `thrown_away`, decoded tokens that are not in the answer. See `shoal.decode.ledger.RowLedger`.
+            `thrown_away`, decoded tokens that are not in the answer. See `shoal.decode.ledger.SequenceLedger`.
         records: what single methods note of forwards, by name, such as `draft_rounds` of `mirror_sd`.
     """
 
@@ -242,7 +242,7 @@ class Stats:
     records: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
-    def beside(self) -> dict[str, int]:
+    def extra(self) -> dict[str, int]:
         """The counts, where not 0, that only searches and answers of two models have."""
         names = ("branches", "thrown_away", "switches", "second_tokens")
         return {name: int(count) for name in names if (count := self.extras.get(name, 0))}
@@ -256,7 +256,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one row: the generated ids, a final EOS included, and the text, without a stop string.
+    """The outcome of one sequence: the generated ids, a final EOS included, and the text, without a stop string.
 
     `changes` says how the model was made from another one; exact means equal to this model. `alternatives` are other
     answers that the method has found, best first. `sampling` and `seed` make a draw repeatable.

@@ -92,8 +92,8 @@ def test_a_job_that_is_killed_while_it_writes_is_completed(tmp_path: Path, seed:
     source, target = made(tmp_path)
     draw, kills, codes = random.Random(seed), 0, []
     while not codes or codes[-1]:
-        words = [sys.executable, str(Path(__file__).parents[1] / "batch_files.py"), source, target]
-        codes.append(subprocess.run([*words, str(draw.randint(1, 400))], env=os.environ, timeout=60).returncode)
+        argv = [sys.executable, str(Path(__file__).parents[1] / "batch_files.py"), source, target]
+        codes.append(subprocess.run([*argv, str(draw.randint(1, 400))], env=os.environ, timeout=60).returncode)
         assert codes[-1] in (0, -signal.SIGKILL)
         kills += codes[-1] != 0
         assert len(codes) < 60
@@ -301,21 +301,21 @@ def test_what_a_search_cost_is_said_and_nothing_where_there_is_none() -> None:
     asked = {"prompt": "abc", "temperature": 1.0, "seed": 2, "max_new_tokens": 6}
     found = answers(engine(), [{**asked, **search}, asked])
     alone = engine().generate("abc", method=search, temperature=1.0, seed=2, max_new_tokens=6)
-    assert alone.stats.beside == {"branches": 3, "thrown_away": 12}
+    assert alone.stats.extra == {"branches": 3, "thrown_away": 12}
     assert (found[1]["branches"], found[1]["thrown_away"]) == (3, 12)
     assert not {"branches", "thrown_away", "switches", "second_tokens"} & set(found[2])
 
 
 def test_a_line_that_fails_while_it_runs_stops_nobody() -> None:
     model = engine()
-    inner = model.stack.forward
+    inner = model.runner.forward
 
     def forward(chunks: Any, *rest: Any) -> torch.Tensor:
         if any(9 in chunk.tokens for chunk in chunks):
             raise RuntimeError("an unlucky token")
         return inner(chunks, *rest)
 
-    model.stack.forward = forward
+    model.runner.forward = forward
     found = answers(model, [{"prompt": [5, 4]}, {"prompt": [9, 4], "max_new_tokens": 1}, {"prompt": [6, 4]}])
     assert found[2]["error"] == "RuntimeError: an unlucky token"
 

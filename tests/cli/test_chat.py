@@ -43,9 +43,9 @@ def say(chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
     def talk(*lines: str, options: tuple[str, ...] = ()) -> tuple[str, list[str]]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        words = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens",
+        argv = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens",
                  str(LONGEST), "--temperature", "0", *options]
-        assert main(words) == 0
+        assert main(argv) == 0
         out, err = capsys.readouterr()
         return out, err.splitlines()
 
@@ -76,8 +76,8 @@ def test_how_answers_are_drawn_stands_in_their_figures(
 ) -> None:
     assert "drawn with" not in say("one")[1][0]
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
-    words = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens", str(LONGEST)]
-    assert main(words) == 0
+    argv = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens", str(LONGEST)]
+    assert main(argv) == 0
     said, figures = capsys.readouterr()
     found = re.search(r"drawn with temperature 0.7, min_p 0.05, seed (\d+), ended", figures)
     assert found is not None
@@ -163,12 +163,12 @@ def test_words_are_completed() -> None:
 class Terminal:
     """A command in its own terminal, and its output."""
 
-    def __init__(self, *words: str, code: str = "") -> None:
+    def __init__(self, *argv: str, code: str = "") -> None:
         import pty
 
         self._master, slave = pty.openpty()
         command = ["-c", code] if code else ["-m", "shoal"]
-        self.process = subprocess.Popen([sys.executable, *command, *words], stdin=slave, stdout=slave, stderr=slave,
+        self.process = subprocess.Popen([sys.executable, *command, *argv], stdin=slave, stdout=slave, stderr=slave,
                                         start_new_session=True, env={**os.environ, "TERM": "xterm-256color"})
         os.close(slave)
 
@@ -194,8 +194,8 @@ class Terminal:
 @pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
 def test_a_terminal(chat_folder: str) -> None:
     """A prompt, an answer that Ctrl-C ends, another prompt, and Ctrl-D."""
-    words = ["chat", "--model", chat_folder, "--method", "full", "--max-new-tokens", "60000", "--color", "never"]
-    with Terminal(*words) as terminal:
+    argv = ["chat", "--model", chat_folder, "--method", "full", "--max-new-tokens", "60000", "--color", "never"]
+    with Terminal(*argv) as terminal:
         assert b"Ctrl-D" in terminal.until(lambda found: b">>> " in found)
         terminal.type(b"one\n")
         terminal.until(lambda found: len(found.partition(b"one\r\n")[2]) > 40)  # it answers
@@ -223,9 +223,9 @@ WITHOUT_READLINE = ("import sys; sys.modules['readline'] = None; from shoal.cli 
 def test_a_paste_is_one_message(chat_folder: str, tmp_path: Path, code: str) -> None:
     if not code and getattr(pytest.importorskip("readline"), "backend", "readline") != "readline":
         pytest.skip("this Python edits lines by another library")
-    words = ["chat", "--model", chat_folder, "--method", "full", "--max-new-tokens", "3", "--color", "never"]
+    argv = ["chat", "--model", chat_folder, "--method", "full", "--max-new-tokens", "3", "--color", "never"]
     saved = tmp_path / "talk.json"
-    with Terminal(*words, code=code) as terminal:
+    with Terminal(*argv, code=code) as terminal:
         assert b"\x1b[?2004h" in terminal.until(lambda found: b">>> " in found)  # the terminal is asked to mark pastes
         for text, _ in PASTES.values():
             pasted = text.replace("\n", "\r").encode()  # as terminals send a line's end

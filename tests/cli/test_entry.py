@@ -15,9 +15,9 @@ from shoal.cli import plan as plan_command
 from shoal.cli.entry import COMMANDS
 
 
-def fails(capsys, *words: str) -> str:
+def fails(capsys, *argv: str) -> str:
     """The one line on stderr of a refused command."""
-    assert main(list(words)) == 2
+    assert main(list(argv)) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "Traceback" not in err
     return err
@@ -117,14 +117,14 @@ def test_a_bug_is_not_dressed_up_as_bad_input(monkeypatch):
     (["generate", "--steam", "hi"], "there is no option --steam. --help lists them; those of method full: none"),
     (["generate", "--alpha", "0.9", "hi"], "method full has no option --alpha; --method atts or d3 or "),
 ])
-def test_an_unknown_option_is_laid_to_whom_it_belongs(capsys, words, said):
-    err = fails(capsys, *words)
-    assert err.startswith(f"shoal {words[0]}: error: {said}")
+def test_an_unknown_option_is_laid_to_whom_it_belongs(capsys, argv, said):
+    err = fails(capsys, *argv)
+    assert err.startswith(f"shoal {argv[0]}: error: {said}")
 
 
-def shoal_process(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def shoal_process(*argv: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "shoal", *words], capture_output=True, text=True, input=stdin
+        [sys.executable, "-X", "importtime", "-m", "shoal", *argv], capture_output=True, text=True, input=stdin
     )
 
 
@@ -135,8 +135,8 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["methods"],
                                    ["plan", "--layers", "32"]])
-def test_no_torch_before_it_is_needed(words):
-    done = shoal_process(*words)
+def test_no_torch_before_it_is_needed(argv):
+    done = shoal_process(*argv)
     assert done.returncode == 0 and done.stdout
     assert not {"torch", "transformers", "numpy"} & imported(done)
 

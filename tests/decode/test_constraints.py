@@ -19,8 +19,8 @@ from searches import Given, Script, Steps
 from shoal.decode import sampling
 from shoal.decode.branches.search import Branch
 from shoal.decode.recipe import Recipe
-from shoal.decode.recipe_row import RecipeRow
 from shoal.decode.rules.probabilistic import Rejection
+from shoal.decode.running_sequence import RunningSequence
 from shoal.depth.plan import DepthPlan
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
@@ -44,13 +44,13 @@ by how many there are."""
 
 
 @functools.cache
-def twin(model: str, sampling: str) -> list[tuple[int, ...]]:
+def slow(model: str, sampling: str) -> list[tuple[int, ...]]:
     options = SAMPLINGS[sampling]
-    return [by_hand(tiny_of(model), ids, TURNS, NEW, row, **options) for row, ids in enumerate(PROMPTS)]
+    return [by_hand(tiny_of(model), ids, TURNS, NEW, seq, **options) for seq, ids in enumerate(PROMPTS)]
 
 
 def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecipeRow, "force", lambda row: [])
+    monkeypatch.setattr(RunningSequence, "force", lambda seq: [])
 
 
 @by_turns("method, model, sampling", BOUND, ["llama", "packed hybrid"], SAMPLINGS)
@@ -58,11 +58,11 @@ def test_whatever_decodes_says_what_masking_by_hand_says(method: Method, model: 
     engine, bound = engine_of(model), Bound(method, TURNS)
     recipe = method.recipe(engine.info(NEW))
     results = decode(engine, PROMPTS, bound, sampling)
-    for row, result in enumerate(results):
+    for seq, result in enumerate(results):
         assert all(turns(result.tokens[:at], token) for at, token in enumerate(result.tokens))
-        assert alone(engine, row, bound, sampling).tokens == result.tokens
+        assert alone(engine, seq, bound, sampling).tokens == result.tokens
     if recipe.exact_to == "full" and (sampling == "greedy" or not isinstance(recipe.rule, Rejection)):
-        assert [result.tokens for result in results] == twin(model, sampling)
+        assert [result.tokens for result in results] == slow(model, sampling)
 
 
 @by_turns("method, sampling", FORCED, SAMPLINGS)
@@ -127,13 +127,13 @@ def test_a_branch_that_forks_has_a_mask_of_its_own() -> None:
     def steps(root: Branch) -> Steps:
         root.advance(3)
         yield [root]
-        twins = root.fork(2)
-        for one in (root, *twins):
+        references = root.fork(2)
+        for one in (root, *references):
             one.advance()
-        yield [root, *twins]
-        for one in (root, *twins):
+        yield [root, *references]
+        for one in (root, *references):
             assert all(turns(one.tokens[:at], token) for at, token in enumerate(one.tokens))
-        return twins[1]
+        return references[1]
 
     recipe = Recipe(DepthPlan.full(6), search=Script(3, steps), constraint=TURNS)
     result = engine_of("llama").generate(PROMPTS[0], method=Given(recipe), max_new_tokens=10, temperature=1.0, seed=2)
@@ -155,7 +155,7 @@ def test_rows_of_a_scheduler_have_constraints_of_their_own() -> None:
     late = scheduler.submit([*PROMPTS[0], 9], method=methods[0], max_new_tokens=2)
     for _ in range(5):
         scheduler.turn()
-    assert late.entries[0].row.cached == len(PROMPTS[0])
+    assert late.entries[0].seq.cached == len(PROMPTS[0])
 
 
 def test_a_text_that_is_forced_from_its_first_token_is_kept_for_later_prompts() -> None:
@@ -167,7 +167,7 @@ def test_a_text_that_is_forced_from_its_first_token_is_kept_for_later_prompts() 
         handle = scheduler.submit(ids, method=method, max_new_tokens=12)
         while not handle.done:
             scheduler.turn()
-        assert handle.entries[0].row.cached == cached
+        assert handle.entries[0].seq.cached == cached
 
 
 def test_a_token_that_no_rule_allows_is_an_error_and_other_rows_go_on() -> None:
@@ -218,7 +218,7 @@ def test_a_draft_that_says_it_was_drawn_without_the_mask_is_refused(monkeypatch:
     real = module.choose
 
     def free(places: Any, logits: Any, count: int) -> Any:
-        said = sampling.probs_of(logits, places[0].row.sampling)
+        said = sampling.probs_of(logits, places[0].seq.sampling)
         return [type(g)(g.tokens, one, g.logs) for g, one in zip(real(places, logits, count), said, strict=True)]
 
     monkeypatch.setattr(module, "choose", free)

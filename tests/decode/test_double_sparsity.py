@@ -1,4 +1,4 @@
-"""Double Sparsity: columns are chosen by some dimensions, on every executor; labels follow what is stored."""
+"""Double Sparsity: slots are chosen by some dimensions, on every executor; labels follow what is stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.methods.double_sparsity import DoubleSparsity, Ranking
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.model.kv.choice import Labels, TopColumns
+from shoal.model.kv.choice import Labels, TopSlots
 from shoal.model.packed import native
 from shoal.types import ModelInfo
 
@@ -35,12 +35,12 @@ plans = pytest.mark.parametrize("plan", [DepthPlan.full(LAYERS), D3_PLAN], ids=[
 
 
 def method_for(backend: Backend, name: str, width: int = 3) -> tuple[DoubleSparsity, ModelInfo]:
-    stack = backend.stack(name)
-    heads, dim, _ = stack.kv_sizes[0]
+    runner = backend.runner(name)
+    heads, dim, _ = runner.kv_sizes[0]
     draw = torch.Generator().manual_seed(1)
     channels = tuple(tuple(tuple(torch.randperm(dim, generator=draw).tolist()) for _ in range(heads))
                      for _ in range(LAYERS))
-    info = replace(INFO, windows=stack.windows, kv_sizes=stack.kv_sizes)
+    info = replace(INFO, windows=runner.windows, kv_sizes=runner.kv_sizes)
     return DoubleSparsity(channels, K, width, first=1), info
 
 
@@ -54,7 +54,7 @@ class Outline(Reading):
     shown: dict[int, Tensor]
 
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
-        if layer < self.knobs.first or self.windows[layer] is not None:
+        if layer < self.method.first or self.windows[layer] is not None:
             return seen
         best = self.shown[layer].masked_fill(~seen, -torch.inf).log_softmax(-1).amax(1)
         best.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
@@ -86,7 +86,7 @@ def outlined_model(name: str, knobs: DoubleSparsity, windows: tuple[int | None, 
 @on_backends("gemma2", "hybrid", "olmo2")
 def test_what_is_read_is_what_some_dimensions_say(backend: Backend, name: str, plan: DepthPlan) -> None:
     method, info = method_for(backend, name)
-    run = decode(None, PROMPTS, replace(method.recipe(info), plan=plan), NEW, stack=backend.stack(name))
+    run = decode(None, PROMPTS, replace(method.recipe(info), plan=plan), NEW, runner=backend.runner(name))
     for number, ids in enumerate(PROMPTS):
         model = outlined_model(name, method, info.windows, len(ids))
         expected = oracle_logits(model, ids, plan, run.tokens[number])
@@ -100,7 +100,7 @@ def test_all_dimensions_are_the_oracle(backend: Backend, name: str) -> None:
     method, info = method_for(backend, name, width=8)
     oracle = TopKOracle(K, first=1).recipe(info)
     for ids in PROMPTS:
-        found, expected = (decode(None, [ids], one, NEW, stack=backend.stack(name))
+        found, expected = (decode(None, [ids], one, NEW, runner=backend.runner(name))
                            for one in (method.recipe(info), oracle))
         assert gap(found.logits(0), expected.logits(0)) <= max(1e-4 if backend == NATIVE else 0, backend.exact)
 
@@ -108,7 +108,7 @@ def test_all_dimensions_are_the_oracle(backend: Backend, name: str) -> None:
 @on_backends("llama", "hybrid")
 def test_as_many_columns_as_there_are_is_the_identity(backend: Backend, name: str) -> None:
     method, info = method_for(backend, name)
-    check_identity(replace(method, k=64).recipe(info), PROMPTS, NEW, backend.stack(name))
+    check_identity(replace(method, k=64).recipe(info), PROMPTS, NEW, backend.runner(name))
 
 
 RECIPES = {
@@ -122,16 +122,16 @@ RECIPES = {
 @on_backends("llama", "hybrid")
 def test_guesses_and_mates_change_nothing(backend: Backend, name: str, recipe: str) -> None:
     method, info = method_for(backend, name)
-    full, stack = RECIPES[recipe](method.recipe(info).select), backend.stack(name)
+    full, runner = RECIPES[recipe](method.recipe(info).select), backend.runner(name)
     most = 1e-6 if backend == NATIVE else backend.exact
-    alone = check_mates(full, PROMPTS, NEW, stack, (2048, 4), most)
-    check_guesses(full, PROMPTS, NEW, stack, alone)
+    alone = check_mates(full, PROMPTS, NEW, runner, (2048, 4), most)
+    check_guesses(full, PROMPTS, NEW, runner, alone)
 
 
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
     method, info = method_for(backend, "llama")
-    check_fork(method.recipe(info), PROMPTS[3], NEW, backend.stack("llama"))
+    check_fork(method.recipe(info), PROMPTS[3], NEW, backend.runner("llama"))
 
 
 kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
@@ -140,7 +140,7 @@ kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels:
 @kernels
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_labels_are_what_is_stored(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After appends, guesses that were taken back, and columns that moved; and nothing is asked of Python."""
+    """After appends, guesses that were taken back, and slots that moved; and nothing is asked of Python."""
     made: list[Labels] = []
     first = Labels.__init__
 
@@ -149,16 +149,16 @@ def test_labels_are_what_is_stored(recipe: str, monkeypatch: pytest.MonkeyPatch)
         made.append(self)
 
     monkeypatch.setattr(Labels, "__init__", noted)
-    monkeypatch.setattr(TopColumns, "__call__", None)
+    monkeypatch.setattr(TopSlots, "__call__", None)
     method, info = method_for(NATIVE, "llama")
     full = RECIPES[recipe](method.recipe(info).select)
-    plain = decode(None, [PROMPTS[3]], full, NEW, stack=NATIVE.stack("llama")).tokens[0]
+    plain = decode(None, [PROMPTS[3]], full, NEW, runner=NATIVE.runner("llama")).tokens[0]
     made.clear()
     guesses = Planted({0: plain}, depth=4, tree=True)
-    run = make_run(None, [PROMPTS[3]], replace(full, proposer=guesses), NEW, stack=NATIVE.stack("llama"))
+    run = make_run(None, [PROMPTS[3]], replace(full, proposer=guesses), NEW, runner=NATIVE.runner("llama"))
     checked = 0
     for _ in run.steps():
-        for number, layer in enumerate(run.cache.layers if made and run.cache.rows else ()):
+        for number, layer in enumerate(run.cache.layers if made and run.cache.seqs else ()):
             known, starts, rewritten = made[0]._known.get(number, (0, -1, -1))
             if (starts, rewritten) == (layer.starts[0], layer.rewritten[0]):
                 keys, _ = layer.read(0, known, torch.float32)
@@ -172,33 +172,33 @@ def test_labels_are_what_is_stored(recipe: str, monkeypatch: pytest.MonkeyPatch)
 @kernels
 @pytest.mark.parametrize("mate", ["as deep", "all layers", "plain"])
 def test_mates_of_another_depth_that_join_late_change_nothing(mate: str) -> None:
-    """What a row labels is a matter of the layers that it runs, not of those that its batch runs."""
-    stack = NATIVE.stack("llama", max_position_embeddings=2048)
+    """What a sequence labels is a matter of the layers that it runs, not of those that its batch runs."""
+    runner = NATIVE.runner("llama", max_position_embeddings=2048)
     method, info = method_for(NATIVE, "llama")
     every = method.recipe(info)
     few = replace(every, plan=DepthPlan.whole_layers((*[NEVER] * (LAYERS - 2), 3, 3)))
     other = {"as deep": few, "all layers": every, "plain": Recipe(DepthPlan.full(LAYERS))}[mate]
-    run = make_run(None, [PROMPTS[1], PROMPTS[0]], [few, other], [80, 20], stack=stack)
-    first, _ = run.batch.rows
+    run = make_run(None, [PROMPTS[1], PROMPTS[0]], [few, other], [80, 20], runner=runner)
+    first, _ = run.batch.seqs
     while first.emitted < 60:
         run.batch.step(2048, [first])
-    while run.batch.rows:
+    while run.batch.seqs:
         run.batch.step(2048)
     for number, (ids, recipe) in enumerate(((PROMPTS[1], few), (PROMPTS[0], other))):
-        alone = decode(None, [ids], recipe, len(run.tokens[number]), stack=stack)
+        alone = decode(None, [ids], recipe, len(run.tokens[number]), runner=runner)
         assert gap(run.logits(number), alone.logits(0)) <= 1e-6
 
 
 @kernels
 def test_long_rows_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, stack = prompt(1200, 5), NATIVE.stack("llama", max_position_embeddings=2048)
+    ids, runner = prompt(1200, 5), NATIVE.runner("llama", max_position_embeddings=2048)
     method, info = method_for(NATIVE, "llama")
     recipe = replace(method, k=150).recipe(info)
-    found = decode(None, [ids], recipe, 6, stack=stack)
-    monkeypatch.setattr("shoal.model.packed.native_stack._choices", lambda *_: None)
-    expected = decode(None, [ids], recipe, 6, stack=stack)
+    found = decode(None, [ids], recipe, 6, runner=runner)
+    monkeypatch.setattr("shoal.model.packed.native_runner._choices", lambda *_: None)
+    expected = decode(None, [ids], recipe, 6, runner=runner)
     assert gap(found.logits(0), expected.logits(0)) <= 1e-4
-    assert gap(found.logits(0), decode(None, [ids], recipe.plan, 6, stack=stack).logits(0)) > 1e-2
+    assert gap(found.logits(0), decode(None, [ids], recipe.plan, 6, runner=runner).logits(0)) > 1e-2
 
 
 CHANNELS: Ranking = (((0, 1, 2, 3),),) * LAYERS

@@ -16,7 +16,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.text.stop import StopRules
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.types import Sampling
 from toy_tokenizers import metaspace
 
@@ -40,7 +40,7 @@ def drafted(
     backend: Backend, name: str, ids: list[list[int]], plan: DepthPlan, shape: str, error: float = 0.3, **options: Any
 ) -> tuple[Run, Run, Planted]:
     """A plain run, the same with drafts, and the proposer that made these."""
-    options = {"new": NEW, "stack": backend.stack(name), **options}
+    options = {"new": NEW, "stack": backend.runner(name), **options}
     plain = decode(None, ids, plan, **options)
     planted = Planted(dict(enumerate(plain.tokens)), error, tree=SHAPES[shape], seed=len(ids))
     return plain, decode(None, ids, Recipe(plan, planted), **options), planted
@@ -78,21 +78,21 @@ def test_drafts_change_no_sample(backend: Backend, name: str, sampling: str, sha
 def test_all_right_and_all_wrong(backend: Backend, name: str, shape: str, error: float) -> None:
     plain, run, planted = drafted(backend, name, [prompt(6)], PLANS["d3"], shape, error)
     assert run.tokens == plain.tokens
-    ledger = run.rows[0].ledger
+    ledger = run.seqs[0].ledger
     assert planted.met["none" if error == 0.0 else "all"] == 0
     assert ledger.accepted == (NEW - ledger.target_forwards if error == 0.0 else 0)
-    assert sum(step.from_draft for step in run.rows[0].steps) == ledger.accepted
+    assert sum(step.from_draft for step in run.seqs[0].steps) == ledger.accepted
 
 
 def test_a_tree_of_right_and_wrong_siblings_at_every_place() -> None:
     """Trees do branch, and accepted nodes are not always first children: gathers are exercised."""
     _, run, planted = drafted(HF, "llama", [prompt(6)], PLANS["full"], "trees", 0.1)
     assert any(not tree.is_chain for tree in planted.trees)
-    assert run.rows[0].ledger.accepted > 3
+    assert run.seqs[0].ledger.accepted > 3
 
 
 def kept(run: Run, layer: int) -> tuple[int, torch.Tensor]:
-    """Position of the first stored entry of row 0, and keys and values [2, heads, stored, head_dim]."""
+    """Position of the first stored entry of sequence 0, and keys and values [2, heads, stored, head_dim]."""
     store = run.cache.layers[layer]
     assert store.keys is not None and store.values is not None
     start, length = store.starts[0], store.lengths[0]
@@ -121,13 +121,13 @@ def test_the_kv_is_that_of_a_run_without_drafts(backend: Backend, name: str, sha
 def test_rows_with_and_without_drafts_share_a_batch(backend: Backend, name: str, shape: str) -> None:
     ids = [prompt(5, 1), prompt(12, 2), prompt(3, 3)]
     each = [PLANS["d3"], PLANS["full"], PLANS["split"]]
-    plain = decode(None, ids, each, [NEW, 9, 17], stack=backend.stack(name))
+    plain = decode(None, ids, each, [NEW, 9, 17], runner=backend.runner(name))
     planted = Planted(dict(enumerate(plain.tokens)), tree=SHAPES[shape])
     recipes = [Recipe(each[0], planted), Recipe(each[1]), Recipe(each[2], planted)]
-    run = decode(None, ids, recipes, [NEW, 9, 17], stack=backend.stack(name))
+    run = decode(None, ids, recipes, [NEW, 9, 17], runner=backend.runner(name))
     assert run.tokens == plain.tokens
-    assert run.rows[1].ledger.decode_layer_tokens == 8 * 6  # one step per token after the first, six layers each
-    assert run.rows[0].ledger.target_forwards < NEW
+    assert run.seqs[1].ledger.decode_layer_tokens == 8 * 6  # one step per token after the first, six layers each
+    assert run.seqs[0].ledger.target_forwards < NEW
 
 
 @shapes
@@ -136,7 +136,7 @@ def test_max_new_tokens_is_never_passed(limit: int, shape: str) -> None:
     plain, run, planted = drafted(HF, "llama", [prompt(5, 1)], PLANS["d3"], shape, 0.0, new=limit)
     assert run.tokens == plain.tokens
     assert len(run.tokens[0]) == limit
-    assert run.rows[0].finish_reason == "length"
+    assert run.seqs[0].finish_reason == "length"
     assert run.cache.positions == [5 + limit - 1]
 
 
@@ -150,8 +150,8 @@ def test_eos_ends_a_block_exactly_there(place: int, shape: str) -> None:
     rules = StopRules(eos_token_ids=frozenset([eos]), max_new_tokens=NEW)
     run = decode(tiny("llama"), [prompt(5, 1)], Recipe(PLANS["d3"], planted), rules=lambda _: rules)
     assert run.tokens == [wanted]
-    assert run.rows[0].finish_reason == "stop"
-    assert run.rows[0].ledger.accepted == sum(step.from_draft for step in run.rows[0].steps)
+    assert run.seqs[0].finish_reason == "stop"
+    assert run.seqs[0].ledger.accepted == sum(step.from_draft for step in run.seqs[0].steps)
     assert run.cache.positions == [5 + len(wanted) - 1]
     drops = zip(run.cache.layers, PLANS["d3"].attention, strict=True)
     full = [layer.lengths[0] for layer, drop in drops if drop == NEVER]
@@ -163,7 +163,7 @@ def test_stop_strings_end_a_block_exactly_there(shape: str) -> None:
     words = metaspace()
     ids = prompt(5, 1, len(words))
     model = tiny("llama", vocab_size=len(words))
-    free = decode(model, [ids], PLANS["d3"], NEW, tokenizer=words).rows[0].steps
+    free = decode(model, [ids], PLANS["d3"], NEW, tokenizer=words).seqs[0].steps
     text = "".join(step.text for step in free)
     stops = {text[at : at + size] for at in (2, 5, 9, 14) for size in (1, 2, 3)}
     assert len(stops) > 6
@@ -173,7 +173,7 @@ def test_stop_strings_end_a_block_exactly_there(shape: str) -> None:
         planted = Planted({0: [step.token for step in free]}, 0.2, tree=SHAPES[shape], vocabulary=len(words))
         run = decode(model, [ids], Recipe(PLANS["d3"], planted), rules=lambda _, rules=rules: rules, tokenizer=words)
         assert run.tokens == plain.tokens
-        assert "".join(step.text for step in run.rows[0].steps) == text[: text.index(stop)]
+        assert "".join(step.text for step in run.seqs[0].steps) == text[: text.index(stop)]
 
 
 def test_shallow_positions_of_trees_are_known() -> None:
@@ -194,9 +194,9 @@ def test_shallow_positions_of_trees_are_known() -> None:
 def test_a_window_slides_under_long_drafts(backend: Backend, name: str) -> None:
     """Blocks longer than the window, rejected again and again, while old positions are shifted out."""
     ids, new = prompt(30, 1), 60
-    plain = decode(None, [ids], PLANS["full"], new, stack=backend.stack(name))
+    plain = decode(None, [ids], PLANS["full"], new, runner=backend.runner(name))
     planted = Planted({0: plain.tokens[0]}, 0.12, depth=14)
-    run = decode(None, [ids], Recipe(PLANS["full"], planted), new, stack=backend.stack(name))
+    run = decode(None, [ids], Recipe(PLANS["full"], planted), new, runner=backend.runner(name))
     assert run.tokens == plain.tokens
     assert gap(run.logits(0)[:new], plain.logits(0)) <= backend.exact
     assert gap(plain.logits(0), oracle_logits(reference(name), ids, PLANS["full"], plain.tokens[0])) <= backend.exact
@@ -208,13 +208,13 @@ def test_a_window_slides_under_long_drafts(backend: Backend, name: str) -> None:
 @on_backends("mistral")
 def test_rollback_forgets_a_tick(backend: Backend, name: str) -> None:
     ids, plan = prompt(9, 1), PLANS["full"]
-    stack = backend.stack(name)
-    cache = KVCache(stack.windows, 1)
-    stack.forward([SequenceChunk(0, ids, [0] * 9, plan)], cache)
+    runner = backend.runner(name)
+    cache = KVCache(runner.windows, 1)
+    runner.forward([SequenceChunk(0, ids, [0] * 9, plan)], cache)
     cache.commit(0, range(9))
     block = SequenceChunk(0, [4, 5, 6], [1, 2, 3], plan, wanted=3)
-    once = stack.forward([block], cache)
+    once = runner.forward([block], cache)
     cache.rollback(0)
-    stack.forward([SequenceChunk(0, prompt(20, 2), list(range(1, 21)), plan)], cache)
+    runner.forward([SequenceChunk(0, prompt(20, 2), list(range(1, 21)), plan)], cache)
     cache.rollback(0)
-    assert gap(stack.forward([block], cache), once) <= backend.exact
+    assert gap(runner.forward([block], cache), once) <= backend.exact

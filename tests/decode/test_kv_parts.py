@@ -1,4 +1,4 @@
-"""The parts that decide what is kept of the KV, in what form, and what is read of it, on every executor."""
+"""The components that decide what is kept of the KV, in what form, and what is read of it, on every executor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drive import SHORT, Run, decode, gap, make_run, oracle_logits, prompt
 from families import tiny
 from planted import Planted
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
@@ -31,7 +31,7 @@ from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
 from shoal.model.kv.form import KVForm, Store
 from shoal.model.kv.layer import KVLayer
-from shoal.model.stack import QueryHook, SequenceChunk
+from shoal.model.runner import QueryHook, SequenceChunk
 from shoal.types import ModelInfo
 
 NEW, LAYERS = 24, 6
@@ -49,7 +49,7 @@ class Ends(Reading):
     sliding: tuple[int, ...]
 
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
-        window, sinks, every = self.knobs.window, self.knobs.sinks, self.knobs.every
+        window, sinks, every = self.method.window, self.method.sinks, self.method.every
         if layer in self.sliding or window is None:
             return seen
         query, key = torch.arange(len(seen))[:, None], torch.arange(len(seen))
@@ -65,13 +65,13 @@ class Top(Reading):
     begin: int
 
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
-        if layer < self.knobs.first:
+        if layer < self.method.first:
             return seen
         best = scores.log_softmax(-1).amax(1)
         best.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
         rank = best.masked_fill(~seen, -torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1)
         late = torch.arange(len(seen))[:, None] >= self.begin
-        return (rank < self.knobs.k) | ~late
+        return (rank < self.method.k) | ~late
 
 
 @dataclass(frozen=True)
@@ -118,16 +118,16 @@ def sliding(name: str) -> tuple[int, ...]:
 
 
 def check(run: Run, readings: Sequence[Reading], name: str, most: float) -> None:
-    """Each row's logits are those of the model that reads so."""
-    for number, (row, reading) in enumerate(zip(run.rows, readings, strict=True)):
+    """Each sequence's logits are those of the model that reads so."""
+    for number, (seq, reading) in enumerate(zip(run.seqs, readings, strict=True)):
         model = reading_model(reference(name), reading)
-        ids, tokens = row.tokens[: row.prompt_length], row.tokens[row.prompt_length :]
-        expected = oracle_logits(model, ids, row.plan, tokens)
+        ids, tokens = seq.tokens[: seq.prompt_length], seq.tokens[seq.prompt_length :]
+        expected = oracle_logits(model, ids, seq.plan, tokens)
         assert gap(run.logits(number).to(expected.dtype), expected) <= most, number
 
 
 def run_of(backend: Backend, name: str, recipes: Any, **options: Any) -> Run:
-    return decode(None, PROMPTS, recipes, NEW, stack=backend.stack(name), **options)
+    return decode(None, PROMPTS, recipes, NEW, runner=backend.runner(name), **options)
 
 
 plans = pytest.mark.parametrize("plan", [DepthPlan.full(LAYERS), D3_PLAN], ids=["full", "d3"])
@@ -185,7 +185,7 @@ NEUTRAL = {
     "keep": whole(StreamingLLM(window=64, sinks=1, every=4)),
     "select": whole(TopKOracle(k=64, first=0)),
 }
-"""Parts that are there and change nothing, since texts here have fewer than 64 tokens."""
+"""Components that are there and change nothing, since texts here have fewer than 64 tokens."""
 
 
 @dataclass(frozen=True)
@@ -198,16 +198,16 @@ class AsItIs(Store, KVForm):
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         return (values,)
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        return parts[0]
+    def decode(self, components: Sequence[Tensor]) -> Tensor:
+        return components[0]
 
 
 @pytest.mark.parametrize("part", NEUTRAL)
 @on_backends("llama", "hybrid")
-def test_a_part_that_changes_nothing_is_the_identity(backend: Backend, name: str, part: str) -> None:
+def test_a_part_that_changes_nothing_is_the_identity(backend: Backend, name: str, component: str) -> None:
     for ids in PROMPTS:
-        recipes = (DepthPlan.full(LAYERS), NEUTRAL[part])
-        plain, parted = (decode(None, [ids], recipe, NEW, stack=backend.stack(name)) for recipe in recipes)
+        recipes = (DepthPlan.full(LAYERS), NEUTRAL[component])
+        plain, parted = (decode(None, [ids], recipe, NEW, runner=backend.runner(name)) for recipe in recipes)
         assert torch.equal(plain.logits(0), parted.logits(0))
 
 
@@ -217,7 +217,7 @@ def test_a_form_that_changes_nothing_is_the_identity(backend: Backend, name: str
     """Where windows slide, they do so when storage is full, which is not at the same time: sums differ in order."""
     store = Recipe(DepthPlan.full(LAYERS), store=AsItIs())
     for ids in PROMPTS:
-        plain, formed = (decode(None, [ids], one, NEW, stack=backend.stack(name)) for one in (store.plan, store))
+        plain, formed = (decode(None, [ids], one, NEW, runner=backend.runner(name)) for one in (store.plan, store))
         assert gap(plain.logits(0), formed.logits(0)) <= (1e-12 if sliding(name) else 0)
 
 
@@ -231,12 +231,12 @@ MIXED = [
 
 @on_backends("llama", "hybrid")
 def test_rows_with_parts_share_steps_with_others(backend: Backend, name: str) -> None:
-    """Each row of a batch, whatever parts its mates have and however its prompt is cut, is its own run."""
-    stack = backend.stack(name)
+    """Each sequence of a batch, whatever components its mates have and however its prompt is cut, is its own run."""
+    runner = backend.runner(name)
     for chunk in (2048, 4):
         together = run_of(backend, name, MIXED, chunk=chunk)
         for number, recipe in enumerate(MIXED):
-            alone = decode(None, [PROMPTS[number]], recipe, NEW, stack=stack)
+            alone = decode(None, [PROMPTS[number]], recipe, NEW, runner=runner)
             assert gap(together.logits(number), alone.logits(0)) <= (1e-6 if backend == NATIVE else backend.exact)
 
 
@@ -244,18 +244,18 @@ def test_rows_with_parts_share_steps_with_others(backend: Backend, name: str) ->
 @on_backends("llama", "hybrid")
 @pytest.mark.quick(4)
 def test_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
-    """Blocks of guesses are cut where columns are rewritten, and each node reads its own columns."""
+    """Blocks of guesses are cut where slots are rewritten, and each node reads its own slots."""
     for ids in PROMPTS:
-        plain = decode(None, [ids], recipe, NEW, stack=backend.stack(name))
+        plain = decode(None, [ids], recipe, NEW, runner=backend.runner(name))
         guesses = Planted({0: plain.tokens[0]}, depth=4, tree=True)
-        fast = decode(None, [ids], replace(recipe, proposer=guesses), NEW, stack=backend.stack(name))
+        fast = decode(None, [ids], replace(recipe, proposer=guesses), NEW, runner=backend.runner(name))
         assert plain.tokens == fast.tokens
         assert guesses.met["some"] + guesses.met["all"] > 2, "nothing was guessed right, so nothing was shown"
 
 
 @dataclass(frozen=True)
 class Halve(Reading):
-    """At the prompt's end every pair of columns becomes one, their mean, which counts for two."""
+    """At the prompt's end every pair of slots becomes one, their mean, which counts for two."""
 
     begin: int
 
@@ -271,32 +271,32 @@ class Halve(Reading):
 
 @dataclass(frozen=True)
 class Merge(Keep):
-    """The same as a part: of every pair the first column stays, with a bias."""
+    """The same as a component: of every pair the first slot stays, with a bias."""
 
-    def begin(self, stack: Any, cache: Any) -> Merger:
+    def begin(self, runner: Any, cache: Any) -> Merger:
         return Merger()
 
-    def most_columns(self, length: int) -> int:
+    def most_slots(self, length: int) -> int:
         return length
 
 
 class Merger(Keeper):
-    def next_length(self, row: Row, length: int) -> int:
-        return row.prompt_length if length < row.prompt_length else 1 << 40
+    def next_length(self, seq: SequenceState, length: int) -> int:
+        return seq.prompt_length if length < seq.prompt_length else 1 << 40
 
-    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
         for _, layer in layers:
-            stored = layer.stored(row.slot)
+            stored = layer.stored(seq.seq_id)
             kept = torch.tensor([*range(0, stored // 2 * 2, 2), *range(stored // 2 * 2, stored)])
-            keys, values = layer.read(row.slot, stored, torch.float64)
+            keys, values = layer.read(seq.seq_id, stored, torch.float64)
             bias = torch.full((len(keys), len(kept)), 0.7)
             bias[:, stored // 2 :] = 0
-            layer.rewrite(row.slot, keys[:, kept], values[:, kept], bias)
+            layer.rewrite(seq.seq_id, keys[:, kept], values[:, kept], bias)
 
 
 @on_backends("llama", "qwen3")
 def test_columns_with_a_bias(backend: Backend, name: str) -> None:
-    """Rewriting with another weight per column, rows of other lengths beside it."""
+    """Rewriting with another weight per slot, sequences of other lengths beside it."""
     recipe = Recipe(D3_PLAN, keep=Merge())
     run = run_of(backend, name, recipe)
     check(run, [Halve(len(ids)) for ids in PROMPTS], name, backend.exact)
@@ -304,9 +304,9 @@ def test_columns_with_a_bias(backend: Backend, name: str) -> None:
 
 @each_backend
 def test_going_back_ends_where_columns_were_rewritten(backend: Backend) -> None:
-    run = make_run(None, [PROMPTS[3]], MIXED[1], NEW, stack=backend.stack("llama"))
+    run = make_run(None, [PROMPTS[3]], MIXED[1], NEW, runner=backend.runner("llama"))
     steps = run.steps()
-    while len(run.rows[0].steps) < 5:
+    while len(run.seqs[0].steps) < 5:
         next(steps)
     length = run.cache.positions[0]
     assert length == 37 + 4 and {layer.rewritten[0] for layer in run.cache.layers} == {40}
@@ -314,7 +314,7 @@ def test_going_back_ends_where_columns_were_rewritten(backend: Backend) -> None:
 
 
 Shown = list[tuple[int, Tensor, int]]
-"""Layer, queries and columns of each call."""
+"""Layer, queries and slots of each call."""
 
 
 class Listening(Merger):
@@ -323,8 +323,8 @@ class Listening(Merger):
     def __init__(self, shown: Shown) -> None:
         self._shown = shown
 
-    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
-        return [None if row.emitted else self._note for row in rows]
+    def query_hooks(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+        return [None if seq.emitted else self._note for seq in seqs]
 
     def _note(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> None:
         self._shown.append((layer, queries, keys.shape[1]))
@@ -332,26 +332,26 @@ class Listening(Merger):
 
 @dataclass(frozen=True)
 class Listen(Merge):
-    """A part `keep` that looks at the prompt's queries before it rewrites."""
+    """A component `keep` that looks at the prompt's queries before it rewrites."""
 
     shown: Shown
 
-    def begin(self, stack: Any, cache: Any) -> Merger:
+    def begin(self, runner: Any, cache: Any) -> Merger:
         return Listening(self.shown)
 
 
 @each_backend
 def test_a_keeper_is_shown_the_prompts_queries(backend: Backend) -> None:
-    """Looking changes nothing; it sees each piece of the prompt in each layer, with all columns up to it."""
-    stack, part = backend.stack("llama"), Listen([])
-    recipes = [Recipe(D3_PLAN, keep=keep) for keep in (Merge(), part)]
-    runs = [decode(None, PROMPTS[3:], recipe, NEW, stack=stack, chunk=20) for recipe in recipes]
+    """Looking changes nothing; it sees each piece of the prompt in each layer, with all slots up to it."""
+    runner, component = backend.runner("llama"), Listen([])
+    recipes = [Recipe(D3_PLAN, keep=keep) for keep in (Merge(), component)]
+    runs = [decode(None, PROMPTS[3:], recipe, NEW, runner=runner, chunk=20) for recipe in recipes]
     assert gap(runs[0].logits(0), runs[1].logits(0)) <= backend.exact
-    calls = [(layer, tuple(queries.shape), end) for layer, queries, end in part.shown]
+    calls = [(layer, tuple(queries.shape), end) for layer, queries, end in component.shown]
     assert calls == [(layer, (4, size, 8), end) for size, end in ((20, 20), (17, 37)) for layer in range(LAYERS)]
-    twin = Listen([])
-    decode(None, PROMPTS[3:], Recipe(D3_PLAN, keep=twin), NEW, stack=HF.stack("llama"), chunk=20)
-    for (_, found, _), (_, expected, _) in zip(part.shown, twin.shown, strict=True):
+    child = Listen([])
+    decode(None, PROMPTS[3:], Recipe(D3_PLAN, keep=child), NEW, runner=HF.runner("llama"), chunk=20)
+    for (_, found, _), (_, expected, _) in zip(component.shown, child.shown, strict=True):
         assert gap(found.to(expected.dtype), expected) <= backend.exact, "what was kept has changed since"
 
 
@@ -382,22 +382,22 @@ def test_bad_rewrites_are_refused() -> None:
     layer = KVLayer(1, window=8)
     layer.append(*torch.ones(2, 1, 2, 4, 8), [0], [4])
     with pytest.raises(ValueError, match="that are not; rewrite after a commit"):
-        KVLayer(1).keep_columns(0, torch.arange(3))
+        KVLayer(1).keep_slots(0, torch.arange(3))
     layer.keep(0, 4)
     with pytest.raises(ValueError, match="sliding window of 8 positions"):
-        layer.keep_columns(0, torch.arange(3))
+        layer.keep_slots(0, torch.arange(3))
     with pytest.raises(ValueError, match="has stored 4 positions; a form is set before"):
         layer.set_form(0, Int8())
 
 
 def test_new_columns_have_no_bias() -> None:
-    """Not even where one stood before columns were moved."""
+    """Not even where one stood before slots were moved."""
     layer, entries = KVLayer(1), torch.ones(2, 1, 2, 6, 8)
     layer.append(*entries, [0], [6])
     layer.keep(0, 6)
     layer.rewrite(0, entries[0, 0], entries[1, 0], torch.full((2, 6), 0.5))
     assert not layer.restorable(0, 6), "other columns are no beginning of another text"
-    layer.keep_columns(0, [1, 4])
+    layer.keep_slots(0, [1, 4])
     for count in (3, 6):
         layer.append(*entries[..., :count, :], [0], [count])
         bias = layer.bias[0]

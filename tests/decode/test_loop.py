@@ -1,4 +1,4 @@
-"""Rows of one batch are independent of each other, whatever their prompts, plans, limits and seeds."""
+"""Sequences of one batch are independent of each other, whatever their prompts, plans, limits and seeds."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NEW = [12, 7, 10, 3]
 
 
 def alone(backend: Backend, name: str, index: int, **options: object) -> Run:
-    numbers, stack = [index] if "sampling" in options else None, backend.stack(name)
-    return decode(None, [PROMPTS[index]], PLANS[index], NEW[index], stack=stack, numbers=numbers, **options)
+    numbers, runner = [index] if "sampling" in options else None, backend.runner(name)
+    return decode(None, [PROMPTS[index]], PLANS[index], NEW[index], runner=runner, numbers=numbers, **options)
 
 
 @pytest.mark.parametrize("chunk", [3, 2048])
 @on_backends("llama", "hybrid", "gpt2", "gemma3", "gpt_neox", "gemma2", "granite", "phi3", "qwen2", "smollm3")
 def test_each_row_of_a_batch_is_its_own_run(backend: Backend, name: str, chunk: int) -> None:
-    together = decode(None, PROMPTS, PLANS, NEW, stack=backend.stack(name), chunk=chunk)
+    together = decode(None, PROMPTS, PLANS, NEW, runner=backend.runner(name), chunk=chunk)
     for index in range(4):
         single = alone(backend, name, index)
         assert together.tokens[index] == single.tokens[0]
@@ -48,32 +48,32 @@ def test_each_row_of_a_batch_is_its_own_run(backend: Backend, name: str, chunk: 
 
 @on_backends("llama", "hybrid")
 def test_the_order_of_the_rows_does_not_matter(backend: Backend, name: str) -> None:
-    expected, stack = [alone(backend, name, index).tokens[0] for index in range(4)], backend.stack(name)
+    expected, runner = [alone(backend, name, index).tokens[0] for index in range(4)], backend.runner(name)
     for order in itertools.islice(itertools.permutations(range(4)), 1, None, 5):
-        run = decode(None, *([one[i] for i in order] for one in (PROMPTS, PLANS, NEW)), stack=stack)
+        run = decode(None, *([one[i] for i in order] for one in (PROMPTS, PLANS, NEW)), runner=runner)
         assert run.tokens == [expected[i] for i in order]
 
 
 @on_backends("llama")
 def test_rows_leave_when_they_are_done(backend: Backend, name: str) -> None:
-    run = make_run(None, PROMPTS, PLANS, NEW, stack=backend.stack(name))
-    widths = [(len(steps), run.cache.rows) for steps in run.steps()]
+    run = make_run(None, PROMPTS, PLANS, NEW, runner=backend.runner(name))
+    widths = [(len(steps), run.cache.seqs) for steps in run.steps()]
     assert [width for width, _ in widths] == [sum(new > report for new in NEW) for report in range(max(NEW))]
-    assert [rows for _, rows in widths[:-1]] == [sum(new > report + 1 for new in NEW) for report in range(max(NEW) - 1)]
-    assert [row.finish_reason for row in run.rows] == ["length"] * 4
+    assert [seqs for _, seqs in widths[:-1]] == [sum(new > report + 1 for new in NEW) for report in range(max(NEW) - 1)]
+    assert [seq.finish_reason for seq in run.seqs] == ["length"] * 4
 
 
 def test_a_row_without_room_never_runs() -> None:
     run = decode(tiny("llama"), PROMPTS[:3], DepthPlan.full(6), [4, 0, 5])
     assert [len(tokens) for tokens in run.tokens] == [4, 0, 5]
-    assert run.rows[1].ledger.target_forwards == 0
+    assert run.seqs[1].ledger.target_forwards == 0
     assert run.tokens[2] == decode(tiny("llama"), [PROMPTS[2]], DepthPlan.full(6), 5).tokens[0]
     nothing = decode(tiny("llama"), PROMPTS[:2], DepthPlan.full(6), 0)
     assert nothing.tokens == [[], []]
 
 
 def test_eos_that_is_also_a_padding_or_prompt_token() -> None:
-    """An end token in the prompts, or in other rows' padding, ends nothing; each row ends on its own."""
+    """An end token in the prompts, or in other sequences' padding, ends nothing; each sequence ends on its own."""
     model, full = tiny("llama"), DepthPlan.full(6)
     free = decode(model, PROMPTS, full, 12).tokens
     eos = free[0][5]
@@ -84,7 +84,7 @@ def test_eos_that_is_also_a_padding_or_prompt_token() -> None:
     for index, tokens in enumerate(together.tokens):
         ends = [place for place, token in enumerate(free[index]) if token in chosen]
         assert tokens == free[index][: ends[0] + 1 if ends else 12]
-        assert together.rows[index].finish_reason == ("stop" if ends else "length")
+        assert together.seqs[index].finish_reason == ("stop" if ends else "length")
     assert len({len(tokens) for tokens in together.tokens}) > 1
 
 
@@ -95,47 +95,47 @@ def test_sampled_rows_do_not_depend_on_their_mates(backend: Backend) -> None:
     together = decode(reference("hybrid"), PROMPTS, PLANS, NEW, sampling=hot, seed=5)
     for index in range(4):
         assert together.tokens[index] == alone(backend, "hybrid", index, sampling=hot, seed=5).tokens[0]
-    stack = backend.stack("hybrid")
-    twins = decode(None, [PROMPTS[0]] * 3, PLANS[0], 8, stack=stack, sampling=hot, seed=5).tokens
-    assert len({tuple(tokens) for tokens in twins}) == 3
+    runner = backend.runner("hybrid")
+    children = decode(None, [PROMPTS[0]] * 3, PLANS[0], 8, runner=runner, sampling=hot, seed=5).tokens
+    assert len({tuple(tokens) for tokens in children}) == 3
 
 
 @on_backends("hybrid")
 def test_random_batches(backend: Backend, name: str) -> None:
     """Any mix of lengths, plans and limits, some of them equal."""
-    dice, stack = random.Random(3), backend.stack(name)
+    dice, runner = random.Random(3), backend.runner(name)
     for _ in range(6):
         picks = [dice.randrange(4) for _ in range(dice.randint(2, 6))]
         plans = [PLANS[dice.randrange(4)] for _ in picks]
         news = [dice.randint(1, 9) for _ in picks]
-        run = decode(None, [PROMPTS[i] for i in picks], plans, news, stack=stack, chunk=dice.randint(1, 12))
+        run = decode(None, [PROMPTS[i] for i in picks], plans, news, runner=runner, chunk=dice.randint(1, 12))
         for index, (pick, plan, new) in enumerate(zip(picks, plans, news, strict=True)):
-            single = decode(None, [PROMPTS[pick]], plan, new, stack=stack)
+            single = decode(None, [PROMPTS[pick]], plan, new, runner=runner)
             assert gap(run.logits(index), single.logits(0)) <= backend.exact
 
 
 @on_backends("hybrid")
 def test_a_cache_that_holds_the_beginning_already(backend: Backend, name: str) -> None:
-    stack, full = backend.stack(name), DepthPlan.full(6)
-    first = decode(None, [PROMPTS[3]], full, 1, stack=stack)
+    runner, full = backend.runner(name), DepthPlan.full(6)
+    first = decode(None, [PROMPTS[3]], full, 1, runner=runner)
     cache: KVCache = first.cache
     cache.truncate(0, 11)
-    rest = make_run(None, [PROMPTS[3]], PLANS[0], 9, stack=stack)
-    for _ in run(begin(None, rest.batch.stack, cache, rest.rows), rest.batch.stack.prefill_chunk):
+    rest = make_run(None, [PROMPTS[3]], PLANS[0], 9, runner=runner)
+    for _ in run(begin(None, rest.batch.runner, cache, rest.seqs), rest.batch.runner.prefill_chunk):
         pass
-    assert rest.rows[0].ledger.prefill_tokens == 6
-    fresh = decode(None, [PROMPTS[3]], PLANS[0], 9, stack=stack)
+    assert rest.seqs[0].ledger.prefill_tokens == 6
+    fresh = decode(None, [PROMPTS[3]], PLANS[0], 9, runner=runner)
     assert gap(rest.logits(0), fresh.logits(0)) <= backend.exact
 
 
 @on_backends("llama")
 def test_leaving_early_keeps_committed_positions_only(backend: Backend, name: str) -> None:
-    run = make_run(None, PROMPTS[:1], DepthPlan.full(6), 9, stack=backend.stack(name))
+    run = make_run(None, PROMPTS[:1], DepthPlan.full(6), 9, runner=backend.runner(name))
     steps = run.steps()
     for _ in range(4):
         next(steps)
     steps.close()
-    assert run.cache.positions == [len(run.rows[0].tokens) - 1]
+    assert run.cache.positions == [len(run.seqs[0].tokens) - 1]
     assert all(layer.scratch == [0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
 
 
@@ -155,14 +155,14 @@ def test_a_failing_forward_leaves_committed_positions_only(call: int) -> None:
             list(run.steps())
     finally:
         handle.remove()
-    assert run.cache.positions == ([0, 0] if call == 1 else [len(row.tokens) - 1 for row in run.rows])
+    assert run.cache.positions == ([0, 0] if call == 1 else [len(seq.tokens) - 1 for seq in run.seqs])
     assert all(layer.scratch == [0, 0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
 
 
 @on_backends("llama")
 def test_one_layer_one_token_one_row(backend: Backend, name: str) -> None:
     for plan in (DepthPlan.full(1), DepthPlan.whole_layers([1])):
-        run = decode(None, [[7]], plan, 3, stack=backend.stack(name, layers=1))
+        run = decode(None, [[7]], plan, 3, runner=backend.runner(name, layers=1))
         expected = oracle_logits(reference(name, layers=1), [7], plan, run.tokens[0])
         assert gap(run.logits(0), expected) <= backend.exact
 

@@ -22,7 +22,7 @@ from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model.kv.cache import KVCache, RowCopy, copy_in, copy_out
+from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, copy_out
 from test_matrix import engine_of
 
 METHODS: dict[str, Any] = {
@@ -52,12 +52,12 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new(family: str, method: str
     talk, known = prompt(11, 5), 0
     for turn in range(3):
         handle = answer(scheduler, talk, **options)
-        row, result = handle.entries[0].row, handle.results[0]
+        seq, result = handle.entries[0].seq, handle.results[0]
         assert result.tokens == engine(family).generate(talk, **options).tokens
-        assert row.ledger.prefill_tokens == len(talk) - row.cached
+        assert seq.ledger.prefill_tokens == len(talk) - seq.cached
         if turn:
             # of an answer at full depth all is there but the last token, whose KV was never made
-            assert row.cached == (known if method == "d3" else known + 5)
+            assert seq.cached == (known if method == "d3" else known + 5)
         known = len(talk)
         talk = [*talk, *result.tokens, *prompt(4, 20 + turn)]
 
@@ -72,12 +72,12 @@ def test_turns_are_found_again_whatever_decodes(method: Method) -> None:
     talk, known = prompt(11, 5), 0
     for turn in range(3):
         handle = answer(scheduler, talk, method=method, max_new_tokens=6)
-        (result,), row = handle.results, handle.entries[0].row
+        (result,), seq = handle.results, handle.entries[0].seq
         assert result.tokens == made.generate(talk, method=method, max_new_tokens=6).tokens
         if method in LAGGING:
-            assert row.cached <= known
+            assert seq.cached <= known
         else:
-            assert row.cached == (0 if own else known)
+            assert seq.cached == (0 if own else known)
         talk = [*talk, *result.tokens, *prompt(4, 20 + turn)]
         known = len(talk) - 4 - 1 if deep else len(talk) - 4 - 6
 
@@ -88,10 +88,10 @@ def test_a_common_beginning_serves_those_who_go_on_otherwise() -> None:
     answer(scheduler, [*common, 5], max_new_tokens=3)
     ids = [*common, 9, 8]
     handle = answer(scheduler, ids, max_new_tokens=5)
-    assert handle.entries[0].row.cached == 20
+    assert handle.entries[0].seq.cached == 20
     assert handle.results[0].tokens == engine().generate(ids, max_new_tokens=5).tokens
     again = answer(scheduler, common, max_new_tokens=2)
-    assert again.entries[0].row.cached == 19, "the last token is run for its logits"
+    assert again.entries[0].seq.cached == 19, "the last token is run for its logits"
 
 
 def test_what_was_generated_with_fewer_layers_is_not_taken_over() -> None:
@@ -100,7 +100,7 @@ def test_what_was_generated_with_fewer_layers_is_not_taken_over() -> None:
     first = answer(scheduler, prompt(9, 3), method=shallow, max_new_tokens=8)
     ids = [*prompt(9, 3), *first.results[0].tokens]
     handle = answer(scheduler, ids, max_new_tokens=6)
-    assert handle.entries[0].row.cached == 9
+    assert handle.entries[0].seq.cached == 9
     assert handle.results[0].tokens == engine().generate(ids, max_new_tokens=6).tokens
 
 
@@ -112,7 +112,7 @@ def test_an_answer_that_became_shallow_is_kept_as_far_as_it_was_deep() -> None:
     handle = answer(scheduler, ids, max_new_tokens=6)
     shallow = engine().recipe(method, 10).plan.first_shallow_step
     assert 1 < shallow < 9
-    assert handle.entries[0].row.cached == 9 + shallow - 1
+    assert handle.entries[0].seq.cached == 9 + shallow - 1
     assert handle.results[0].tokens == engine().generate(ids, max_new_tokens=6).tokens
 
 
@@ -124,9 +124,9 @@ def test_memory_is_bounded_and_the_last_used_stays() -> None:
     for seed in (1, 2, 1, 3):
         answer(scheduler, prompt(10, seed), max_new_tokens=2)
         assert scheduler.prefixes.bytes <= 2 * one
-    assert [answer(scheduler, prompt(10, seed), max_new_tokens=2).entries[0].row.cached for seed in (3, 1)] == [9, 9]
-    assert answer(scheduler, prompt(10, 2), max_new_tokens=2).entries[0].row.cached == 0
-    assert answer(scheduler, prompt(90, 2), max_new_tokens=2).entries[0].row.cached <= 10
+    assert [answer(scheduler, prompt(10, seed), max_new_tokens=2).entries[0].seq.cached for seed in (3, 1)] == [9, 9]
+    assert answer(scheduler, prompt(10, 2), max_new_tokens=2).entries[0].seq.cached == 0
+    assert answer(scheduler, prompt(90, 2), max_new_tokens=2).entries[0].seq.cached <= 10
     assert scheduler.prefixes.bytes <= 2 * one
 
 
@@ -155,13 +155,13 @@ def test_a_longer_text_takes_the_place_of_its_beginning() -> None:
 def test_room_is_made_before_there_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a store that is full would hold its limit and one text more."""
     at_once: list[int] = []
-    copied = RowCopy.copied
+    copied = SequenceCopy.copied
 
-    def noted(self: RowCopy) -> RowCopy:
+    def noted(self: SequenceCopy) -> SequenceCopy:
         at_once.append(scheduler.prefixes.bytes + self.bytes)
         return copied(self)
 
-    monkeypatch.setattr(RowCopy, "copied", noted)
+    monkeypatch.setattr(SequenceCopy, "copied", noted)
     scheduler = Scheduler(engine(), start=False)
     answer(scheduler, prompt(30, 1), max_new_tokens=2)
     scheduler.prefixes.limit = int(2.5 * at_once[0])
@@ -174,7 +174,7 @@ def test_room_is_made_before_there_is_a_copy(monkeypatch: pytest.MonkeyPatch) ->
 def test_none_is_kept_when_there_is_no_memory_for_it() -> None:
     scheduler = Scheduler(engine(), prefix_bytes=0, start=False)
     for _ in range(2):
-        assert answer(scheduler, prompt(10, 1), max_new_tokens=2).entries[0].row.cached == 0
+        assert answer(scheduler, prompt(10, 1), max_new_tokens=2).entries[0].seq.cached == 0
     assert scheduler.prefixes.bytes == 0
     with pytest.raises(ValueError, match="prefix_bytes is -1"):
         Scheduler(engine(), prefix_bytes=-1, start=False)
@@ -182,7 +182,7 @@ def test_none_is_kept_when_there_is_no_memory_for_it() -> None:
 
 def test_a_window_that_has_moved_on_is_not_taken_over_for_a_shorter_beginning() -> None:
     hybrid = engine("hybrid")
-    windows = [window for window in hybrid.stack.windows if window is not None]
+    windows = [window for window in hybrid.runner.windows if window is not None]
     assert max(windows) < 200
     scheduler = Scheduler(hybrid, start=False)
     long = prompt(400, 4)
@@ -192,7 +192,7 @@ def test_a_window_that_has_moved_on_is_not_taken_over_for_a_shorter_beginning() 
 
 
 def test_a_copy_holds_what_the_row_holds() -> None:
-    stack = engine().stack
+    runner = engine().runner
     scheduler = Scheduler(engine(), prefix_bytes=0, start=False)
     scheduler.submit(prompt(12, 2), max_new_tokens=9)
     for _ in range(4):
@@ -208,7 +208,7 @@ def test_a_copy_holds_what_the_row_holds() -> None:
             assert torch.equal(store[0, :, : held.length - 2], store[1, :, : held.length - 2])
         assert layer.lengths == [held.length, held.length - 2]
     assert held.bytes == 2 * sum(layer.keys.nbytes for layer in held.layers)
-    assert len(held.layers) == stack.num_layers
+    assert len(held.layers) == runner.num_layers
 
 
 @settings(max_examples=200)

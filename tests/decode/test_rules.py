@@ -134,7 +134,7 @@ def test_a_law_that_was_not_drawn_from_is_seen() -> None:
 def test_going_on_after_a_rejection_is_seen() -> None:
     target, draft = random_model(3, HORIZON, 1, 1.5), random_model(3, HORIZON, 2, 1.5)
 
-    def go_on(dice: Dice) -> Words:
+    def resume(dice: Dice) -> Words:
         """Each guess of a chain is judged by itself; a refused one is replaced and the next one judged all the same."""
         tree, out = drawn_tree(draft, (1, 1), dice), []
         for node in (1, 2):
@@ -143,13 +143,13 @@ def test_going_on_after_a_rejection_is_seen() -> None:
             view = TableTarget(branch, target, dice)
             short = TokenTree((0, branch.tokens[node]), (-1, 0), (None, branch.draft_probs[node]))  # type: ignore[index]
             here = TableTarget(
-                short, lambda words, view=view, node=node: view.model((*view.words(node - 1), *words)), dice
+                short, lambda argv, view=view, node=node: view.model((*view.argv(node - 1), *argv)), dice
             )
             outcome = Rejection().walk(short, here)
             out.append(short.tokens[1] if len(outcome.path) > 1 else outcome.token)
         return tuple(out)
 
-    wrong = distance(law_of_words(go_on, target, HORIZON), plain_law(target, HORIZON))
+    wrong = distance(law_of_words(resume, target, HORIZON), plain_law(target, HORIZON))
     assert wrong > 0.01
 
 
@@ -172,7 +172,7 @@ def chain_target(
 ) -> tuple[TokenTree, TableTarget]:
     tree = TokenTree.chain([0, *tokens])
     table = [torch.tensor(probs, dtype=torch.float64) for probs in draft_probs]
-    return tree, TableTarget(tree, lambda words: table[len(words)], Dice([]), greedy)
+    return tree, TableTarget(tree, lambda argv: table[len(argv)], Dice([]), greedy)
 
 
 def test_lenient_keeps_what_is_near_enough() -> None:
@@ -244,8 +244,8 @@ def test_a_law_that_denies_its_own_token_is_refused(tokens: tuple[int, ...]) -> 
         (lambda: Typical(1.5), r"epsilon is 1.5.*\(0, 1\]"),
     ],
 )
-def test_settings_out_of_range(make: Callable[[], Rule], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_settings_out_of_range(make: Callable[[], Rule], argv: str) -> None:
+    with pytest.raises(ValueError, match=argv):
         make()
 
 

@@ -1,4 +1,4 @@
-"""SnapKV: which columns of a prompt stay, on every executor, against transformers' own uncached pass."""
+"""SnapKV: which slots of a prompt stay, on every executor, against transformers' own uncached pass."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ METHOD = SnapKV(budget=12, window=5, pool=3)
 
 @dataclass(frozen=True)
 class Snapped(Reading):
-    """What a query behind the prompt sees: columns that are counted one by one, and all that came later."""
+    """What a query behind the prompt sees: slots that are counted one by one, and all that came later."""
 
     knobs: SnapKV
     begin: int
     sliding: tuple[int, ...]
 
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
-        budget, window, begin = self.knobs.budget or 0, self.knobs.window, self.begin
+        budget, window, begin = self.method.budget or 0, self.method.window, self.begin
         if layer in self.sliding or begin <= budget:
             return seen
         weights = scores[:, :, begin - window : begin, :begin].softmax(-1)
         kept = torch.ones(len(scores), len(seen), dtype=torch.bool)
         for head, counts in enumerate(weights.sum((1, 2)).tolist()):
-            counts, half = counts[: begin - window], self.knobs.pool // 2
+            counts, half = counts[: begin - window], self.method.pool // 2
             pooled = [max(counts[max(0, at - half) : at + half + 1]) for at in range(len(counts))]
             order = sorted(range(len(pooled)), key=lambda at: (-pooled[at], -counts[at]))
             kept[head, order[budget - window :]] = False
@@ -64,9 +64,9 @@ plans = pytest.mark.parametrize("plan", [DepthPlan.full(LAYERS), D3_PLAN], ids=[
 @plans
 @on_backends("gemma2", "hybrid", "olmo2", "granite")
 def test_what_stays_is_what_the_window_attends_to(backend: Backend, name: str, plan: DepthPlan) -> None:
-    stack = backend.stack(name)
-    sliding = tuple(layer for layer, window in enumerate(stack.windows) if window is not None)
-    run = decode(None, PROMPTS, replace(METHOD.recipe(INFO), plan=plan), NEW, stack=stack)
+    runner = backend.runner(name)
+    sliding = tuple(layer for layer, window in enumerate(runner.windows) if window is not None)
+    run = decode(None, PROMPTS, replace(METHOD.recipe(INFO), plan=plan), NEW, runner=runner)
     for number, ids in enumerate(PROMPTS):
         model = reading_model(reference(name), Snapped(METHOD, len(ids), sliding))
         expected = oracle_logits(model, ids, plan, run.tokens[number])
@@ -85,28 +85,28 @@ RECIPES = {
 @on_one_backend("recipe", RECIPES, "llama", "hybrid")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     """The window may lie in several pieces of the prompt, and in a forward with others."""
-    stack = backend.stack(name)
+    runner = backend.runner(name)
     most = 1e-5 if backend == NATIVE else backend.exact
-    alone = check_mates(recipe, PROMPTS, NEW, stack, (2048, 4, 3), most)
-    check_guesses(recipe, PROMPTS[3:], NEW, stack, alone[3:])
+    alone = check_mates(recipe, PROMPTS, NEW, runner, (2048, 4, 3), most)
+    check_guesses(recipe, PROMPTS[3:], NEW, runner, alone[3:])
 
 
 @on_backends("llama", "hybrid")
 def test_a_budget_that_holds_the_prompt_is_the_identity(backend: Backend, name: str) -> None:
-    check_identity(replace(METHOD, budget=70).recipe(INFO), PROMPTS, NEW, backend.stack(name))
+    check_identity(replace(METHOD, budget=70).recipe(INFO), PROMPTS, NEW, backend.runner(name))
 
 
 @pytest.mark.parametrize("after", [0, 9])
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend, after: int) -> None:
-    check_fork(METHOD.recipe(INFO), PROMPTS[3], NEW, backend.stack("llama"), after)
+    check_fork(METHOD.recipe(INFO), PROMPTS[3], NEW, backend.runner("llama"), after)
 
 
 @each_backend
 def test_going_back_ends_at_the_prompt(backend: Backend) -> None:
-    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, stack=backend.stack("llama"))
+    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, runner=backend.runner("llama"))
     steps = run.steps()
-    while len(run.rows[0].steps) < 5:
+    while len(run.seqs[0].steps) < 5:
         next(steps)
     assert run.cache.positions[0] == 37 + 4 and {layer.rewritten[0] for layer in run.cache.layers} == {37}
     assert [layer.stored(0) for layer in run.cache.layers] == [12 + 4] * LAYERS
@@ -122,7 +122,7 @@ def test_memory_of_what_goes_is_given_back() -> None:
     layer = KVLayer(1)
     layer.append(*torch.ones(2, 1, 2, GIVEN_BACK + 8, 4), [0], [GIVEN_BACK + 8])
     layer.keep(0, GIVEN_BACK + 8)
-    layer.keep_columns(0, range(8))
+    layer.keep_slots(0, range(8))
     assert layer.keys is not None and layer.keys[0, :, :8].eq(1).all() and layer.keys[0, :, 8:].eq(0).all()
 
 
@@ -144,7 +144,7 @@ def test_bad_options(name: str) -> None:
 def test_layers_that_keep_different_columns_share_no_choice_of_them() -> None:
     with pytest.raises(Unsupported, match="share a choice of columns, Tidal.*: what stays differs"):
         make([METHOD, Tidal(5)]).recipe(INFO)
-    assert make([StreamingLLM(), Tidal(5)]).recipe(INFO).parts == ("keep", "select")
+    assert make([StreamingLLM(), Tidal(5)]).recipe(INFO).components == ("keep", "select")
 
 
 def test_a_model_that_does_not_show_its_queries() -> None:

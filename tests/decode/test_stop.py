@@ -19,7 +19,7 @@ PROMPT = [5, 6, 7]
 RULES = StopRules(max_new_tokens=100)
 
 
-def twin(rules: StopRules, tok: Any, prompt: list[int], tokens: list[int]) -> tuple[list[int], str, str | None]:
+def slow(rules: StopRules, tok: Any, prompt: list[int], tokens: list[int]) -> tuple[list[int], str, str | None]:
     """Token by token, everything decoded anew each time: kept tokens, final text, reason."""
     room = min(rules.max_new_tokens, 10**9 if rules.max_length is None else rules.max_length - len(prompt))
     for count in range(1, min(len(tokens), room) + 1):
@@ -80,7 +80,7 @@ def test_blocks_end_where_the_slow_twin_ends(name: str, data: st.DataObject) -> 
     tok = tokenizer(name)
     rules, tokens, sizes = data.draw(cases(tok, "ab é" if name != "metaspace" else "ab"))
     pieces, state = run(rules, tok, tokens, sizes)
-    kept, text, reason = twin(rules, tok, PROMPT, tokens)
+    kept, text, reason = slow(rules, tok, PROMPT, tokens)
     assert tokens[: len(pieces)] == kept
     assert state.finish_reason == reason
     shown = "".join(pieces)

@@ -24,7 +24,7 @@ from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.tidal import Tidal
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.choice import ALL, CHOOSES, CHOSEN, Ranking, TopColumns
+from shoal.model.kv.choice import ALL, CHOOSES, CHOSEN, Ranking, TopSlots
 from shoal.model.packed import native
 from shoal.types import ModelInfo
 
@@ -69,7 +69,7 @@ class Tides(Reading):
 
 def method_for(backend: Backend, name: str) -> tuple[Tidal, ModelInfo]:
     """One whose layers that select have no sliding window."""
-    windows = backend.stack(name).windows
+    windows = backend.runner(name).windows
     whole = [layer for layer, window in enumerate(windows) if window is None]
     select, reselect = (1, 3) if len(whole) == LAYERS else (whole[0], whole[1] if len(whole) > 2 else LAYERS)
     return Tidal(K, select, reselect), replace(INFO, windows=windows)
@@ -90,7 +90,7 @@ def test_each_query_head_selects_for_itself(backend: Backend, name: str) -> None
 
 def check_layers(backend: Backend, name: str, method: Tidal, info: ModelInfo, plan: DepthPlan) -> None:
     """What the method says on some prompts is what the oracle says."""
-    run = decode(None, PROMPTS, replace(method.recipe(info), plan=plan), NEW, stack=backend.stack(name))
+    run = decode(None, PROMPTS, replace(method.recipe(info), plan=plan), NEW, runner=backend.runner(name))
     for number, ids in enumerate(PROMPTS):
         model = reading_model(reference(name), Tides(method, method.roles(info), plan, len(ids)))
         expected = oracle_logits(model, ids, plan, run.tokens[number])
@@ -115,19 +115,19 @@ RECIPES = {
 
 @on_one_backend("recipe", {one: one for one in RECIPES}, "llama", "hybrid")
 def test_guesses_and_mates_change_nothing(backend: Backend, name: str, recipe: str) -> None:
-    """Each node of a tree chooses for itself; a row's mates and the pieces of its prompt do not matter."""
+    """Each node of a tree chooses for itself; a sequence's mates and the pieces of its prompt do not matter."""
     method, info = method_for(backend, name)
     full = RECIPES[recipe](method.recipe(info).select)
-    stack = backend.stack(name)
+    runner = backend.runner(name)
     most = 1e-6 if backend == NATIVE else backend.exact
-    alone = check_mates(full, PROMPTS, NEW, stack, (2048, 4), most)
-    check_guesses(full, PROMPTS, NEW, stack, alone)
+    alone = check_mates(full, PROMPTS, NEW, runner, (2048, 4), most)
+    check_guesses(full, PROMPTS, NEW, runner, alone)
 
 
 @on_backends("llama", "hybrid")
 def test_as_many_columns_as_there_are_is_the_identity(backend: Backend, name: str) -> None:
     method, info = method_for(backend, name)
-    check_identity(replace(method, k=64).recipe(info), PROMPTS, NEW, backend.stack(name))
+    check_identity(replace(method, k=64).recipe(info), PROMPTS, NEW, backend.runner(name))
 
 
 def test_neutral_settings_have_no_part() -> None:
@@ -137,54 +137,54 @@ def test_neutral_settings_have_no_part() -> None:
 @pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 @pytest.mark.parametrize("share", ["kv_head", "query_head"])
 def test_long_rows_on_the_kernels(share: Literal["kv_head", "query_head"], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More columns than one chunk, and than one task covers: the kernels choose what the twin in torch does."""
-    ids, stack = prompt(1200, 5), NATIVE.stack("llama", max_position_embeddings=2048)
+    """More slots than one chunk, and than one task covers: the kernels choose what the reference in torch does."""
+    ids, runner = prompt(1200, 5), NATIVE.runner("llama", max_position_embeddings=2048)
     recipe = Tidal(200, 1, 3, share).recipe(INFO)
     calls: list[int] = []
-    twin = TopColumns.__call__
+    slow = TopSlots.__call__
 
-    def counted(self: TopColumns, layer: int, *shown: Any) -> Tensor | None:
+    def counted(self: TopSlots, layer: int, *shown: Any) -> Tensor | None:
         calls.append(layer)
-        return twin(self, layer, *shown)
+        return slow(self, layer, *shown)
 
-    monkeypatch.setattr(TopColumns, "__call__", counted)
-    found = decode(None, [ids], recipe, 6, stack=stack)
+    monkeypatch.setattr(TopSlots, "__call__", counted)
+    found = decode(None, [ids], recipe, 6, runner=runner)
     assert not calls, "the kernels asked Python"
-    monkeypatch.setattr("shoal.model.packed.native_stack._choices", lambda *_: None)
-    expected = decode(None, [ids], recipe, 6, stack=stack)
+    monkeypatch.setattr("shoal.model.packed.native_runner._choices", lambda *_: None)
+    expected = decode(None, [ids], recipe, 6, runner=runner)
     assert len(calls) == 5 * LAYERS
     assert gap(found.logits(0), expected.logits(0)) <= 1e-4
-    plain = decode(None, [ids], recipe.plan, 6, stack=stack)
+    plain = decode(None, [ids], recipe.plan, 6, runner=runner)
     assert gap(found.logits(0), plain.logits(0)) > 1e-2, "k was too large to matter"
 
 
 @pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 def test_mates_that_python_is_asked_about_change_nothing_in_bfloat16() -> None:
-    """Beside a prompt that SnapKV listens to, torch ranks the columns that kernels rank otherwise."""
-    stack = packed(tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1024), kernels=True)
+    """Beside a prompt that SnapKV listens to, torch ranks the slots that kernels rank otherwise."""
+    runner = packed(tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1024), kernels=True)
     tidal, snapkv = (method.recipe(INFO) for method in (Tidal(40, 1, 3), SnapKV(budget=40, window=32)))
-    run = make_run(None, [prompt(400, 5), prompt(300, 2)], [tidal, snapkv], [30, 4], stack=stack)
-    first, _ = run.batch.rows
+    run = make_run(None, [prompt(400, 5), prompt(300, 2)], [tidal, snapkv], [30, 4], runner=runner)
+    first, _ = run.batch.seqs
     while first.emitted < 5:
         run.batch.step(64, [first])
-    while run.batch.rows:
+    while run.batch.seqs:
         run.batch.step(64)
-    assert torch.equal(run.logits(0), decode(None, [prompt(400, 5)], tidal, 30, stack=stack).logits(0))
+    assert torch.equal(run.logits(0), decode(None, [prompt(400, 5)], tidal, 30, runner=runner).logits(0))
 
 
 def test_planted_columns_are_found() -> None:
-    """Where all layers share their heavy keys, as many columns as there are of them give what all columns give."""
+    """Where all layers share their heavy keys, as many slots as there are of them give what all slots give."""
     keys = torch.randn(2, 50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     queries = torch.randn(4, 1, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     heavy = [3, 17, 40]
     keys[:, heavy] = 50 * queries.view(2, 2, 1, 4).sum(1)
-    row = KVCache([None] * 2, 1)
-    row.positions[0] = 49
-    choice = TopColumns(4, (CHOOSES, CHOSEN), row, 0, Ranking())
+    seq = KVCache([None] * 2, 1)
+    seq.positions[0] = 49
+    choice = TopSlots(4, (CHOOSES, CHOSEN), seq, 0, Ranking())
     seen = torch.ones(1, 50, dtype=torch.bool)
     assert choice(0, queries, keys, seen) is None
-    columns = choice(1, queries, keys, seen)
-    assert columns is not None and columns.sort(-1).values.tolist() == [[[*heavy, 49]]] * 2
+    slots = choice(1, queries, keys, seen)
+    assert slots is not None and slots.sort(-1).values.tolist() == [[[*heavy, 49]]] * 2
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -225,4 +225,4 @@ def test_layers_that_cannot_select() -> None:
 
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
-    check_fork(Tidal(K, 1, 3).recipe(INFO), PROMPTS[3], NEW, backend.stack("llama"))
+    check_fork(Tidal(K, 1, 3).recipe(INFO), PROMPTS[3], NEW, backend.runner("llama"))

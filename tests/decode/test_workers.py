@@ -1,4 +1,4 @@
-"""What the workers of a recipe's parts are shown and told: prompts and steps, of their own rows alone."""
+"""What the workers of a recipe's parts are shown and told: prompts and steps, of their own sequences alone."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from families import HIDDEN, tiny
 from planted import Planted
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
 from shoal.decode.rules.accept import Match, Outcome
 from shoal.decode.rules.probabilistic import Lenient, Rejection, Typical
+from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, DraftLengthPolicy, Paced, Proposer, StepReport, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.methods.auto import Cautious
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import HiddenStateHook, SequenceChunk
+from shoal.model.runner import HiddenStateHook, SequenceChunk
 from shoal.speculative.cost.policy import CostModel, Goodput, Width
 
 FULL = DepthPlan.full(6)
@@ -35,35 +35,35 @@ IDS = [prompt(11, 1), prompt(5, 2), prompt(8, 3)]
 class Silent(Drafter, Proposer):
     """Guesses nothing."""
 
-    def begin(self, stack: Any, cache: Any) -> Silent:
+    def begin(self, runner: Any, cache: Any) -> Silent:
         return self
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        return [TokenTree.chain(row.tokens[-1:]) for row in rows]
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        return [TokenTree.chain(seq.tokens[-1:]) for seq in seqs]
 
 
 @dataclass
 class Nosy(DraftLengthPolicy):
-    """Allows three guesses and keeps what it is shown: tokens and states by row number, and every step."""
+    """Allows three guesses and keeps what it is shown: tokens and states by sequence number, and every step."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     states: dict[int, list[Tensor]] = field(default_factory=dict)
     reports: list[StepReport] = field(default_factory=list)
 
-    def begin(self, stack: Any, cache: Any) -> Nosy:
+    def begin(self, runner: Any, cache: Any) -> Nosy:
         return self
 
-    def limits(self, rows: Sequence[Row]) -> list[int]:
-        return [3] * len(rows)
+    def limits(self, seqs: Sequence[SequenceState]) -> list[int]:
+        return [3] * len(seqs)
 
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
-        assert len({row.emitted > 0 for row in rows}) == 1
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
+        assert len({seq.emitted > 0 for seq in seqs}) == 1
 
         def keep(layer: int, hidden: Tensor) -> None:
             if layer == 6:
-                for row, chunk, states in zip(rows, chunks, hidden, strict=True):
-                    self.tokens.setdefault(row.number, []).extend(chunk.tokens)
-                    self.states.setdefault(row.number, []).append(states[: len(chunk.tokens)].clone())
+                for seq, chunk, states in zip(seqs, chunks, hidden, strict=True):
+                    self.tokens.setdefault(seq.number, []).extend(chunk.tokens)
+                    self.states.setdefault(seq.number, []).append(states[: len(chunk.tokens)].clone())
 
         return keep
 
@@ -73,22 +73,22 @@ class Nosy(DraftLengthPolicy):
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_a_worker_sees_the_states_of_prompts_and_ticks(chunk: int) -> None:
-    """Those of the rows that have its part, each token once, as an uncached pass computes them."""
-    nosy, stack = Nosy(), stack_of(tiny("llama"))
+    """Those of the sequences that have its part, each token once, as an uncached pass computes them."""
+    nosy, runner = Nosy(), stack_of(tiny("llama"))
     recipes = [Recipe(FULL, Paced(Silent(), nosy)), Recipe(FULL), Recipe(FULL, Paced(Silent(), nosy))]
-    run = decode(None, IDS, recipes, 6, stack=stack, chunk=chunk)
+    run = decode(None, IDS, recipes, 6, runner=runner, chunk=chunk)
     assert set(nosy.tokens) == {0, 2}
     for number, tokens in nosy.tokens.items():
-        assert tokens == run.rows[number].tokens[:-1]
-        seen = uncached(stack, tokens)
+        assert tokens == run.seqs[number].tokens[:-1]
+        seen = uncached(runner, tokens)
         assert (torch.cat(nosy.states[number]) - seen).abs().max() < 1e-10
 
 
-def uncached(stack: Any, tokens: list[int]) -> Tensor:
+def uncached(runner: Any, tokens: list[int]) -> Tensor:
     """States after the last layer [tokens, D]."""
     found: list[Tensor] = []
     chunk = SequenceChunk(0, tokens, [0] * len(tokens), FULL)
-    stack.forward([chunk], KVCache(stack.windows, 1), lambda layer, hidden: found.append(hidden[0].clone()))
+    runner.forward([chunk], KVCache(runner.windows, 1), lambda layer, hidden: found.append(hidden[0].clone()))
     assert found[-1].shape == (len(tokens), HIDDEN)
     return found[-1]
 
@@ -100,40 +100,40 @@ def test_a_worker_hears_of_prompts_and_ticks() -> None:
     run = decode(tiny("llama"), IDS, recipes, 9)
     first, later = nosy.reports[0], nosy.reports[1:]
     assert first.prompt and not any(report.prompt for report in later)
-    assert [row.number for row in first.rows] == [0, 2] and [row.number for row in first.whole.rows] == [0, 1, 2]
+    assert [seq.number for seq in first.seqs] == [0, 2] and [seq.number for seq in first.whole.seqs] == [0, 1, 2]
     assert [outcome.token for outcome in first.outcomes] == [run.tokens[0][0], run.tokens[2][0]]
     assert [len(tree) for tree in first.trees] == [1, 1] and first.target_seconds > 0 == first.draft_seconds
     said = {0: list[int](), 2: list[int]()}
     for report in nosy.reports:
-        for row, tree, outcome in zip(report.rows, report.trees, report.outcomes, strict=True):
-            said[row.number] += [*(tree.tokens[node] for node in outcome.path[1:]), outcome.token]
+        for seq, tree, outcome in zip(report.seqs, report.trees, report.outcomes, strict=True):
+            said[seq.number] += [*(tree.tokens[node] for node in outcome.path[1:]), outcome.token]
     assert said == {number: run.tokens[number] for number in said}
 
 
 def test_an_open_batch_tells_of_every_prompt_once() -> None:
-    nosy, stack = Nosy(), stack_of(tiny("llama"))
-    rows = make_run(None, IDS, Recipe(FULL, Paced(Silent(), nosy)), 4, stack=stack).rows
-    batch = Batch(stack)
-    batch.join(rows[:2])
+    nosy, runner = Nosy(), stack_of(tiny("llama"))
+    seqs = make_run(None, IDS, Recipe(FULL, Paced(Silent(), nosy)), 4, runner=runner).seqs
+    batch = Batch(runner)
+    batch.join(seqs[:2])
     batch.step(7)
     assert not nosy.reports and nosy.tokens == {0: IDS[0][:7]}
     batch.step(7)
-    batch.join(rows[2:])
-    while batch.rows:
+    batch.join(seqs[2:])
+    while batch.seqs:
         batch.step(20)
     shared = [report for report in nosy.reports if report.target_seconds is None]
     assert {report.prompt for report in shared} == {False, True}
-    prompts = [row.number for report in nosy.reports if report.prompt for row in report.rows]
+    prompts = [seq.number for report in nosy.reports if report.prompt for seq in report.seqs]
     assert sorted(prompts) == [0, 1, 2]
-    assert nosy.tokens == {row.number: row.tokens[:-1] for row in rows}
+    assert nosy.tokens == {seq.number: seq.tokens[:-1] for seq in seqs}
 
 
 def test_a_worker_of_another_kind_is_refused() -> None:
     class Duck(Proposer):
-        def begin(self, stack: Any, cache: Any) -> Any:
+        def begin(self, runner: Any, cache: Any) -> Any:
             return self
 
-        def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
             return []
 
     with pytest.raises(TypeError, match=r"Duck.begin gives a Duck; it must be a worker: derive it from a class in"):
@@ -148,26 +148,26 @@ def test_a_worker_that_wants_nothing_costs_no_tap() -> None:
 
 
 def test_a_part_of_a_tick_is_that_of_some_rows() -> None:
-    rows: list[Any] = [object() for _ in range(3)]
+    seqs: list[Any] = [object() for _ in range(3)]
     trees = [TokenTree.chain([1, 2]), TokenTree.chain([3]), TokenTree.chain([4, 5, 6])]
     outcomes = [Outcome((0,), 7), Outcome((0,), 8), Outcome((0, 1), 9)]
-    report = StepReport(rows, trees, outcomes, 1.0, 2.0, prompt=True)
-    part = report.part([rows[1], rows[2]])
-    assert [*part.rows] == rows[1:] and [*part.trees] == trees[1:] and [*part.outcomes] == outcomes[1:]
+    report = StepReport(seqs, trees, outcomes, 1.0, 2.0, prompt=True)
+    part = report.only([seqs[1], seqs[2]])
+    assert [*part.seqs] == seqs[1:] and [*part.trees] == trees[1:] and [*part.outcomes] == outcomes[1:]
     assert (part.draft_seconds, part.target_seconds, part.prompt) == (1.0, 2.0, True)
-    assert part.whole is part.part(rows[2:]).whole is report.part(rows).whole is report
-    assert [item[0] for item in report.guessed()] == [rows[0], rows[2]]
+    assert part.whole is part.only(seqs[2:]).whole is report.only(seqs).whole is report
+    assert [item[0] for item in report.guessed()] == [seqs[0], seqs[2]]
 
 
 @pytest.mark.parametrize("part", [Goodput(), Width(), Cautious(CostModel(), 4)], ids=lambda part: type(part).__name__)
 def test_the_time_of_a_prompt_is_no_step_s(part: Any) -> None:
     worker = part.begin(SimpleNamespace(prefill_chunk=8), None)
     before = pickle.dumps((vars(worker).get("_found"), vars(worker).get("_target"), getattr(part, "judge", None)))
-    rows: list[Any] = [SimpleNamespace(number=0)]
+    seqs: list[Any] = [SimpleNamespace(number=0)]
     for reading in (True, False):
         if isinstance(worker, DraftLengthPolicy):
-            worker.limits(rows)
-        worker.observe(StepReport(rows, [TokenTree.chain([1])], [Outcome((0,), 7)], 0.0, 2.0, reading))
+            worker.limits(seqs)
+        worker.observe(StepReport(seqs, [TokenTree.chain([1])], [Outcome((0,), 7)], 0.0, 2.0, reading))
         after = pickle.dumps((vars(worker).get("_found"), vars(worker).get("_target"), getattr(part, "judge", None)))
         assert (after == before) is reading
 
@@ -184,7 +184,7 @@ def test_the_time_of_a_prompt_is_no_step_s(part: Any) -> None:
 )
 def test_the_rule_says_by_which_number_a_guess_is_drawn(rule: Any, chain: list[str], tree: list[str]) -> None:
     """In a chain, and in a tree: the first and the second child of one node, and the first of another's."""
-    row = make_run(tiny("llama"), IDS[:1], Recipe(FULL, rule=rule), seed=5).rows[0]
-    assert [row.draft_uniform(2)] == [row.uniform(2, purpose) for purpose in chain]
+    seq = make_run(tiny("llama"), IDS[:1], Recipe(FULL, rule=rule), seed=5).seqs[0]
+    assert [seq.draft_uniform(2)] == [seq.uniform(2, purpose) for purpose in chain]
     places = ((0, 0), (1, 0), (0, 2))
-    assert [row.draft_uniform(1, *one) for one in places] == [row.uniform(1, purpose) for purpose in tree]
+    assert [seq.draft_uniform(1, *one) for one in places] == [seq.uniform(1, purpose) for purpose in tree]

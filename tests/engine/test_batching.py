@@ -42,8 +42,8 @@ def test_an_impossible_patience_is_refused(name: str, patience: float) -> None:
 def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[float, list[Any]]:
     """Layers that the forwards of a closed loop of clients went through, each counted once per forward; the answers."""
     one, draw, layers = engine(), random.Random(seed), 0.0
-    scheduler, handles = Scheduler(one, max_rows=CLIENTS, policy=how, start=False), list[Any]()
-    forward = one.stack.forward
+    scheduler, handles = Scheduler(one, max_seqs=CLIENTS, policy=how, start=False), list[Any]()
+    forward = one.runner.forward
 
     def counted(chunks: Any, cache: Any, *hook: Any) -> Any:
         nonlocal layers
@@ -51,7 +51,7 @@ def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[fl
         return forward(chunks, cache, *hook)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.stack, "forward", counted)
+        patch.setattr(one.runner, "forward", counted)
         while len(handles) < ASKED or scheduler.running or scheduler.waiting:
             while len(handles) < ASKED and scheduler.running + scheduler.waiting < CLIENTS:
                 options = {"max_new_tokens": draw.choice(tokens), "method": method, "ignore_eos": True}

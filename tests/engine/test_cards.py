@@ -71,18 +71,18 @@ def test_found_by_the_norms_of_other_weights_which_is_said(backend: str, caplog:
 def test_models_whose_norms_are_stored_as_one_plus_w_have_a_common_key() -> None:
     """GGUF stores Gemma's w as 1 + w, in float32."""
     plain, stored = engine(), engine()
-    for stack, shift in ((plain.stack, 0.0), (stored.stack, 1.0)):
-        for layer in range(stack.num_layers):
-            for module in stack.parts.layers[layer].modules():
+    for runner, shift in ((plain.runner, 0.0), (stored.runner, 1.0)):
+        for layer in range(runner.num_layers):
+            for module in runner.parts.layers[layer].modules():
                 if "norm" in type(module).__name__.lower():
                     module.weight.data.sub_(1.0).add_(shift)
-    assert set(cards.norm_keys(plain.stack)) & set(cards.norm_keys(stored.stack))
+    assert set(cards.norm_keys(plain.runner)) & set(cards.norm_keys(stored.runner))
 
 
 def test_other_norms_or_sizes_do_not_match() -> None:
     cards.keep(made(engine()))
     other = engine()
-    other.stack.parts.layers[2].input_layernorm.weight.data[3] += 0.1
+    other.runner.parts.layers[2].input_layernorm.weight.data[3] += 0.1
     other.__dict__["fingerprint"] = "0" * 16
     assert other.card.empty
     assert engine_for(tiny("llama", layers=4)).card.empty
@@ -122,9 +122,9 @@ def test_a_broken_card_in_the_cache_is_named_and_left(cache: Path, caplog: pytes
         ('{"skips": {"attention": [1]}}', "is no calibration card"),
     ],
 )
-def test_a_broken_card_beside_the_model_is_an_error(tmp_path: Path, text: str, words: str) -> None:
+def test_a_broken_card_beside_the_model_is_an_error(tmp_path: Path, text: str, argv: str) -> None:
     (tmp_path / FILE).write_text(text, "utf-8")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=argv):
         read_card(tmp_path, 6)
 
 

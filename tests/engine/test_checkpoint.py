@@ -18,8 +18,8 @@ from families import tiny
 from gguf_file import write_gguf
 from oracle import hf_greedy
 from shoal.engine.loading.checkpoint import Checkpoint
-from shoal.model.hf import HFStack
-from shoal.model.packed.stack import PackedStack
+from shoal.model.hf import HFRunner
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.parity import chunked_logits
 
 IDS, NEW = prompt(9, 2), 8
@@ -44,7 +44,7 @@ def gguf(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("backend", ["auto", "packed", "hf"])
 def test_gguf(gguf: Path, backend: Any) -> None:
     engine = shoal.load(gguf, chat_tokenizer(), dtype="float32", backend=backend)
-    assert isinstance(engine.stack, HFStack if backend == "hf" else PackedStack)
+    assert isinstance(engine.runner, HFRunner if backend == "hf" else PackedRunner)
     assert (engine.model is None) == (backend != "hf")
     expected = hf_greedy(tiny("llama", dtype=fp32), [IDS], NEW)[0]
     assert list(engine.generate(IDS, max_new_tokens=NEW, ignore_eos=True).tokens) == expected
@@ -54,7 +54,7 @@ def test_gguf_and_its_card(gguf: Path) -> None:
     (gguf.parent / "shoal.json").write_text(json.dumps({"order": [3, 1, 4, 2]}), encoding="utf-8")
     engine = shoal.load(gguf, chat_tokenizer(), dtype="float32", quant="int8")
     assert engine.card.order == (3, 1, 4, 2)
-    assert isinstance(engine.stack, PackedStack)
+    assert isinstance(engine.runner, PackedRunner)
 
 
 def test_the_card_beside_the_files(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ def test_old_checkpoints_are_packed_by_way_of_the_model(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     engine = shoal.load(tmp_path, dtype="float32", backend="packed")
-    assert isinstance(engine.stack, PackedStack)
+    assert isinstance(engine.runner, PackedRunner)
     assert engine.model is None
     expected = chunked_logits(packed(model, kernels=True), IDS, (5, 1, 3))
-    assert torch.equal(chunked_logits(engine.stack, IDS, (5, 1, 3)), expected)
+    assert torch.equal(chunked_logits(engine.runner, IDS, (5, 1, 3)), expected)
 
 
 def test_what_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

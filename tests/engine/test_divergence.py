@@ -14,7 +14,7 @@ from shoal.engine.cards.divergence import DivergenceSums, Judged
 from shoal.engine.cards.quick import Effort, OutOfTime, bearable, measure_card
 from shoal.engine.loading.load import engine_for
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 TEXTS = [([1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2]), ([5, 2], [4, 5, 6, 7, 1, 3, 9, 1, 2])]
 EFFORT = Effort(None, 100, 10)
@@ -24,15 +24,15 @@ def engine(backend: str = "hf", family: str = "llama") -> Any:
     return engine_for(copy.deepcopy(tiny(family)).float(), backend=backend)
 
 
-def slow(stack: Any, text: Any, plan: DepthPlan) -> tuple[float, int]:
+def slow(runner: Any, text: Any, plan: DepthPlan) -> tuple[float, int]:
     """KL and agreement token by token: a fresh cache, the whole text up to the token in one forward each."""
     prompt, answer = text
-    kl, agreed, full = 0.0, 0, DepthPlan.full(stack.num_layers)
+    kl, agreed, full = 0.0, 0, DepthPlan.full(runner.num_layers)
     for place in range(1, len(answer)):
         tokens = [*prompt, *answer[:place]]
         steps = [0] * len(prompt) + list(range(1, place + 1))
         log_probs = [
-            stack.forward([SequenceChunk(0, tokens, steps, chosen)], KVCache(stack.windows, 1))
+            runner.forward([SequenceChunk(0, tokens, steps, chosen)], KVCache(runner.windows, 1))
             .double()
             .log_softmax(-1)[0]
             for chosen in (full, plan)
@@ -44,22 +44,22 @@ def slow(stack: Any, text: Any, plan: DepthPlan) -> tuple[float, int]:
 
 @pytest.mark.parametrize(("backend", "family"), [("hf", "llama"), ("packed", "llama"), ("hf", "gpt_neox")])
 def test_sharing_the_layers_below_changes_nothing(backend: str, family: str) -> None:
-    stack = engine(backend, family).stack
-    judged = Judged(stack, TEXTS[0])
-    for layer in range(stack.num_layers):
-        drops = [NEVER] * stack.num_layers
+    runner = engine(backend, family).runner
+    judged = Judged(runner, TEXTS[0])
+    for layer in range(runner.num_layers):
+        drops = [NEVER] * runner.num_layers
         drops[layer] = 1
         plan = DepthPlan.whole_layers(drops)
-        kl, agreed = slow(stack, TEXTS[0], plan)
+        kl, agreed = slow(runner, TEXTS[0], plan)
         for found in (judged.without(layer), judged.under(plan)):
             assert (found.kl, found.agreed, found.tokens) == (pytest.approx(kl, rel=1e-3), agreed, 7)
 
 
 def test_all_layers_cost_nothing_and_a_part_of_the_tokens_can_be_judged() -> None:
-    stack = engine().stack
-    same = Judged(stack, TEXTS[0]).under(DepthPlan.full(stack.num_layers))
+    runner = engine().runner
+    same = Judged(runner, TEXTS[0]).under(DepthPlan.full(runner.num_layers))
     assert same.mean == pytest.approx(0, abs=1e-6) and same.agreement == 1
-    assert Judged(stack, TEXTS[0], every=3).without(0).tokens == 3
+    assert Judged(runner, TEXTS[0], every=3).without(0).tokens == 3
     sums = DivergenceSums(1.0, 1, 2)
     sums.add(DivergenceSums(3.0, 1, 2))
     assert sums.mean == 1.0
@@ -69,7 +69,7 @@ def test_the_cheapest_layer_goes_first_and_scores_are_means() -> None:
     made = engine()
     card = measure_card(made, TEXTS, EFFORT)
     scores = card["layer_scores"]["leave_one_out"]
-    texts = [Judged(made.stack, text) for text in TEXTS]
+    texts = [Judged(made.runner, text) for text in TEXTS]
     for layer, score in enumerate(scores):
         parts = [text.without(layer) for text in texts]
         assert score == pytest.approx(sum(p.kl for p in parts) / sum(p.tokens for p in parts), abs=1e-4)
@@ -79,7 +79,7 @@ def test_the_cheapest_layer_goes_first_and_scores_are_means() -> None:
 
 def test_a_layer_that_does_nothing_costs_nothing() -> None:
     made = engine()
-    for name, weight in made.stack.parts.layers[3].named_parameters():
+    for name, weight in made.runner.parts.layers[3].named_parameters():
         if "o_proj" in name or "down_proj" in name:
             torch.nn.init.zeros_(weight)
     card = measure_card(made, TEXTS, EFFORT)

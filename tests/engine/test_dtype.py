@@ -142,6 +142,6 @@ def test_eager_attention_in_half_precision() -> None:
 def test_a_model_in_another_dtype_keeps_it() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         engine = engine_for(tiny("llama", dtype=dtype))
-        assert engine.stack.dtype == dtype
+        assert engine.runner.dtype == dtype
         result = engine.generate(PROMPTS[0], max_new_tokens=4)
         assert result.stats.kv_bytes_used == 6 * 8 * 2 * 2 * 8 * dtype.itemsize

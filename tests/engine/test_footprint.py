@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shoal.model.packed.stack as packed_stack
+import shoal.model.packed.runner as packed_stack
 from backends import BACKENDS, HF, NATIVE, TORCH, Backend
 from drive import prompt
 from families import tiny
@@ -22,7 +22,7 @@ from shoal.methods.d3_spec import D3Spec
 from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.tidal import Tidal
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.kv.form import GROWTH
 from shoal.model.packed.native import NativeBatch
 from shoal.model.packed.native.choices import ChoicesAtWork
@@ -31,7 +31,7 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=3)
 
 
 def engine_of(backend: Backend) -> Engine:
-    return Engine(backend.stack("llama")) if backend is not HF else engine_for(tiny("llama"))
+    return Engine(backend.runner("llama")) if backend is not HF else engine_for(tiny("llama"))
 
 
 def run(
@@ -43,8 +43,8 @@ def run(
     request = Request.from_options(options)
     with pytest.MonkeyPatch.context() as patch:
         if chunk is not None:
-            patch.setattr(engine.stack, "prefill_chunk", chunk, raising=False)
-        sizes = footprint(engine, engine.rows(ids, request), make(request.method), new, process)
+            patch.setattr(engine.runner, "prefill_chunk", chunk, raising=False)
+        sizes = footprint(engine, engine.seqs(ids, request), make(request.method), new, process)
         engine.generate(ids, **options)
     return sizes
 
@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_largest_forward(
 ) -> None:
     """Of plain decoding, and of drafts that always guess as much as they may."""
     engine, found = engine_of(backend), list[int]()
-    forward = type(engine.stack).forward
+    forward = type(engine.runner).forward
 
     def seen(self: Any, chunks: Any, *rest: Any, **more: Any) -> Any:
         logits = forward(self, chunks, *rest, **more)
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_largest_forward(
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(engine.stack), "forward", seen)
+        patch.setattr(type(engine.runner), "forward", seen)
         sizes = run(engine, lengths, new, D3Spec(mean=0.5, core=1, length=3) if guessed else "full")
     assert sizes.logits == max(found)
 
@@ -75,7 +75,7 @@ def test_logits_are_those_of_the_largest_forward(
 @settings(max_examples=30, deadline=None)
 def test_masks_of_modules(lengths: list[int], new: int, chunk: int, family: str, guessed: bool) -> None:
     engine, found = engine_for(tiny(family)), [0]
-    forward, mask = HFStack.forward, HFStack.attention_mask
+    forward, mask = HFRunner.forward, HFRunner.attention_mask
 
     def begun(self: Any, *args: Any, **more: Any) -> Any:
         found.append(0)
@@ -87,8 +87,8 @@ def test_masks_of_modules(lengths: list[int], new: int, chunk: int, family: str,
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFStack, "forward", begun)
-        patch.setattr(HFStack, "attention_mask", seen)
+        patch.setattr(HFRunner, "forward", begun)
+        patch.setattr(HFRunner, "attention_mask", seen)
         sizes = run(engine, lengths, new, PromptLookup(length=3) if guessed else "full", chunk)
     assert sizes.masks == max(found) if not guessed else sizes.masks >= max(found)
 
@@ -105,7 +105,7 @@ def test_masks_of_the_packed_stack(lengths: list[int], new: int, chunk: int) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_stack, "mask", seen)
-        sizes = run(Engine(TORCH.stack("llama")), lengths, new, "full", chunk)
+        sizes = run(Engine(TORCH.runner("llama")), lengths, new, "full", chunk)
     assert sizes.masks == max(found)
 
 
@@ -121,17 +121,17 @@ def test_masks_of_the_kernels(lengths: list[int], new: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NativeBatch, "struct", seen)
-        sizes = run(Engine(NATIVE.stack("llama")), lengths, new, "full")
+        sizes = run(Engine(NATIVE.runner("llama")), lengths, new, "full")
     assert sizes.masks == max(found)
 
 
 @pytest.mark.parametrize("outlined", [False, True])
 @pytest.mark.parametrize("lengths", [[40], [30, 60]])
 def test_choosing_columns_takes_scores_and_labels(outlined: bool, lengths: list[int]) -> None:
-    """Beside what the same request takes in full; a token more or less of each row is not counted."""
-    engine, found = Engine(NATIVE.stack("llama")), [0]
-    shape, begin = engine.stack.shape, ChoicesAtWork.__init__
-    channels = (((*range(shape.head_dim),),) * shape.kv_heads,) * engine.stack.num_layers
+    """Beside what the same request takes in full; a token more or less of each sequence is not counted."""
+    engine, found = Engine(NATIVE.runner("llama")), [0]
+    shape, begin = engine.runner.shape, ChoicesAtWork.__init__
+    channels = (((*range(shape.head_dim),),) * shape.kv_heads,) * engine.runner.num_layers
     method = DoubleSparsity(channels, k=16, width=3) if outlined else Tidal(k=16)
 
     def begun(self: Any, choices: Any, *rest: Any) -> None:
@@ -145,8 +145,8 @@ def test_choosing_columns_takes_scores_and_labels(outlined: bool, lengths: list[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChoicesAtWork, "__init__", begun)
         chosen = run(engine, lengths, 12, method).work - run(engine, lengths, 12, "full").work
-    heads = engine.stack.num_layers * shape.kv_heads
-    label = 3 * heads * 32 * engine.stack.dtype.itemsize if outlined else 0
+    heads = engine.runner.num_layers * shape.kv_heads
+    label = 3 * heads * 32 * engine.runner.dtype.itemsize if outlined else 0
     assert 0 < max(found) <= chosen + len(lengths) * label
     assert chosen <= max(found) + len(lengths) * (label + 8 * shape.heads)
     assert run(engine, [3], 4, method).work == run(engine, [3], 4, "full").work

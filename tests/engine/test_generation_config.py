@@ -20,7 +20,15 @@ from families import _build, tiny
 from gguf_file import write_gguf
 from gguf_models import tiny_model, write_model
 from gguf_words import byte_level
-from shoal.engine.loading.generation_config import FALLBACK, FIELDS, eos_ids, filled, of_file, recommended, told_by
+from shoal.engine.loading.generation_config import (
+    FALLBACK,
+    FIELDS,
+    eos_ids,
+    filled,
+    generation_settings,
+    of_file,
+    recommended,
+)
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.types import Sampling
@@ -286,6 +294,6 @@ def test_several_at_once_in_a_packed_model_from_files_and_behind_the_scheduler(t
 
 
 def test_what_is_not_asked_for_costs_nothing() -> None:
-    assert not told_by(GenerationConfig()) and not told_by(None)
+    assert not generation_settings(GenerationConfig()) and not generation_settings(None)
     assert not engine_for(model_with(temperature=0.5, repetition_penalty=1.3))._told([1], 5)
-    assert told_by(GenerationConfig(forced_eos_token_id=0)) == {"forced_eos_token_id": 0}
+    assert generation_settings(GenerationConfig(forced_eos_token_id=0)) == {"forced_eos_token_id": 0}

@@ -20,9 +20,9 @@ from gguf_words import byte_level
 from shoal.engine.loading import gguf_checkpoint
 from shoal.engine.loading.checkpoint import Checkpoint
 from shoal.errors import Unsupported
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.packed import shape
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 
 IDS, NEW = [3, 41, 5, 92, 66], 6
 
@@ -38,9 +38,9 @@ def spoken(folder: Path, kind: str = "Q8_0", **changes: Any) -> Path:
 
 def test_what_comes_from_the_file(tmp_path: Path) -> None:
     engine = shoal.load(spoken(tmp_path), dtype="float32")
-    assert isinstance(engine.stack, PackedStack) and engine.model is None
+    assert isinstance(engine.runner, PackedRunner) and engine.model is None
     assert engine.eos_token_ids == {2, 0}
-    assert engine.stack.max_positions == 512
+    assert engine.runner.max_positions == 512
     chat = engine.session()
     assert chat.send("Hi", max_new_tokens=3).tokens
     assert engine.generate("It's", max_new_tokens=3).tokens
@@ -51,7 +51,7 @@ def test_all_backends_say_the_same(tmp_path: Path) -> None:
     answers = {backend: shoal.load(path, dtype="float32", backend=backend).generate(IDS, max_new_tokens=NEW).tokens
                for backend in ("auto", "packed", "hf")}
     assert len(set(map(tuple, answers.values()))) == 1
-    assert isinstance(shoal.load(path, dtype="float32", backend="hf").stack, HFStack)
+    assert isinstance(shoal.load(path, dtype="float32", backend="hf").runner, HFRunner)
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
@@ -59,13 +59,13 @@ def test_quantising_anew(tmp_path: Path, quant: Any) -> None:
     path = tmp_path / "tiny.gguf"
     write_model("qwen3", path, "Q8_0")
     engine = shoal.load(path, dtype="float32", quant=quant)
-    assert isinstance(engine.stack, PackedStack)
+    assert isinstance(engine.runner, PackedRunner)
     assert len(engine.generate(IDS, max_new_tokens=NEW).tokens) == NEW
 
 
 def test_any_name_will_do(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "sha256-0123", "Q4_0")
-    assert isinstance(shoal.load(tmp_path / "sha256-0123", dtype="float32").stack, PackedStack)
+    assert isinstance(shoal.load(tmp_path / "sha256-0123", dtype="float32").runner, PackedRunner)
 
 
 def test_without_tokenizer(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_unknown_pre_tokenizer_asks_for_a_tokenizer(tmp_path: Path) -> None:
     path = spoken(tmp_path, **{"tokenizer.ggml.pre": "newest"})
     with pytest.raises(Unsupported, match="pre-tokenizer 'newest'.*tokenizer=FOLDER_OR_HUB_ID"):
         shoal.load(path, dtype="float32")
-    assert isinstance(shoal.load(path, chat_tokenizer(), dtype="float32").stack, PackedStack)
+    assert isinstance(shoal.load(path, chat_tokenizer(), dtype="float32").runner, PackedRunner)
 
 
 def test_a_vocabulary_of_another_size(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_what_transformers_alone_reads(tmp_path: Path, caplog: pytest.LogCapture
     path.write_bytes(raw)
     with caplog.at_level(logging.INFO):
         engine = shoal.load(path, chat_tokenizer(), dtype="float32", backend="hf")
-    assert isinstance(engine.stack, HFStack)
+    assert isinstance(engine.runner, HFRunner)
     assert "by way of transformers: tensor 'blk.3.ffn_down.weight' of type Q2_K" in caplog.text
 
 
@@ -139,7 +139,7 @@ def test_what_does_not_fit_the_packed_block_runs_the_modules(
     write_model("qwen3", tmp_path / "tiny.gguf", "Q4_K")
     with caplog.at_level(logging.INFO):
         engine = shoal.load(tmp_path / "tiny.gguf", dtype="float32")
-    assert isinstance(engine.stack, HFStack) and "running the model's own modules" in caplog.text
+    assert isinstance(engine.runner, HFRunner) and "running the model's own modules" in caplog.text
     with pytest.raises(Unsupported, match="the packed block fits"):
         shoal.load(tmp_path / "tiny.gguf", dtype="float32", backend="packed")
 

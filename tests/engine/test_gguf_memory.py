@@ -35,7 +35,7 @@ def test_the_peak_is_little_more_than_the_file(tmp_path: Path) -> None:
             pytest.skip("this system does not restart the count of a process's peak")
         assert done.returncode == 0, done.stderr
         sizes = json.loads(done.stdout.splitlines()[-1])
-        assert sizes["stack"] == "NativeStack"
+        assert sizes["stack"] == "NativeRunner"
         assert large.stat().st_size < sizes["peak"] + 4e6 and sizes["peak"] < 1.2 * large.stat().st_size, start
 
 

@@ -1,4 +1,4 @@
-"""The KV's peak, known before rows run, against what their cache counts in every step, and what the system backs."""
+"""The KV's peak, known before sequences run, against what their cache counts in every step, and what the system backs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from shoal.model.kv.layer import KVLayer
 
 STREAM = StreamingLLM(window=9, sinks=2, every=4)
 DROPPING: list[Any] = [D3(alpha=0.8, core=2), [D3(alpha=0.7, core=2), KVInt8()]]
-"""Of several rows one may have given up a layer before another one comes to be largest: there it is a bound."""
+"""Of several sequences one may have given up a layer before another one comes to be largest: there it is a bound."""
 EXACT: list[Any] = ["full", KVInt8(), KVInt8(first=2), KVInt4(), KVInt4(keys=8), STREAM, [STREAM, KVInt8()], *DROPPING]
 DRAFTED: list[Any] = [PromptLookup(length=3), D3Spec(mean=0.5, core=1, length=3), [PromptLookup(), KVInt8()],
                       [D3(alpha=0.8, core=2), PromptLookup(length=3)]]
@@ -90,14 +90,14 @@ def test_columns_that_settle_late_are_counted_in_both_forms(paged: bool, monkeyp
 
 
 def test_trees_are_counted_with_all_their_nodes() -> None:
-    model = engine_of(BACKENDS[0]).stack
+    model = engine_of(BACKENDS[0]).runner
     branching = DraftModel(draft="any", branching=(3, 2, 1))
     recipe = type("Recipe", (), {"scratch": 64, "loop": None, "proposer": None})()
     assert guesses(branching, recipe) == (3 + 6 + 6, 12)  # type: ignore[arg-type]
     engine = Engine(model)
-    rows = engine.rows([prompt(9)], Request.from_options({"max_new_tokens": 5}))
-    cache = engine.cache_for(rows, 5)
-    plain, tree = peak_of(model, cache, rows), peak_of(model, cache, rows, extra=12)
+    seqs = engine.seqs([prompt(9)], Request.from_options({"max_new_tokens": 5}))
+    cache = engine.cache_for(seqs, 5)
+    plain, tree = peak_of(model, cache, seqs), peak_of(model, cache, seqs, extra=12)
     assert tree.counted - plain.counted == 12 * sum(model.position_bytes)
 
 
@@ -106,7 +106,7 @@ def test_trees_are_counted_with_all_their_nodes() -> None:
 def test_the_system_backs_as_many_pages(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kv_memory, footprints):
         monkeypatch.setattr(module, "SMALL", 1)
-    engine = Engine(NATIVE.stack("llama", max_position_embeddings=2048))
+    engine = Engine(NATIVE.runner("llama", max_position_embeddings=2048))
     found: list[int] = []
     predicted = run(engine, lengths, 6, "full", lambda cache: found.append(sum(map(backed, tensors(cache)))))
     assert predicted.resident == max(found)
@@ -144,7 +144,7 @@ def test_while_storage_grows_one_layers_old_storage_is_there(
 
     monkeypatch.setattr(KVLayer, "replace", noted)
     engine = engine_of(backend, name)
-    run = make_run(None, [prompt(9, 1), prompt(4, 2)], engine.recipe(method, 60), 60, stack=engine.stack)
+    run = make_run(None, [prompt(9, 1), prompt(4, 2)], engine.recipe(method, 60), 60, runner=engine.runner)
     for _ in run.steps():
         pass
     assert (len(replaced) > 0) == (method == "full"), "storage grew"

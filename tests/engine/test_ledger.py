@@ -70,7 +70,7 @@ def test_a_generation_costs_what_it_says(name: str, method: str) -> None:
     with layer_calls(model) as counted, forwards(model) as sizes:
         result = engine.generate(IDS, method=METHODS[method], max_new_tokens=NEW)
     stats = result.stats
-    decoded = sum(counted.rows) - 6 * len(IDS)
+    decoded = sum(counted.seqs) - 6 * len(IDS)
     assert sizes == [len(IDS)] + [1] * (NEW - 1)
     assert stats.target_forwards == len(sizes)
     assert counted.calls == [1 + sum(layer in kept for kept in sets[1:]) for layer in range(6)]
@@ -117,7 +117,7 @@ def test_only_what_ran_is_counted() -> None:
         short = engine.generate(IDS, method=method, max_new_tokens=NEW, stop_token_ids=[free.tokens[5]])
     new = free.tokens.index(free.tokens[5]) + 1
     assert short.stats.new_tokens == new < NEW
-    assert short.stats.layer_tokens == 6 + sum(counted.rows) - 6 * len(IDS) == sum(free.depths[:new])
+    assert short.stats.layer_tokens == 6 + sum(counted.seqs) - 6 * len(IDS) == sum(free.depths[:new])
     assert short.stats.mean_layers == short.stats.layer_tokens / new > free.stats.mean_layers
     assert short.stats.horizon == NEW
 
@@ -127,7 +127,7 @@ def test_only_what_ran_is_counted() -> None:
 def test_prompts_in_chunks_and_split_layers(plan: str, chunk: int) -> None:
     with layer_calls(tiny("hybrid")) as counted, forwards(tiny("hybrid")) as sizes:
         run = decode(tiny("hybrid"), [IDS], PLANS[plan], NEW, chunk=chunk)
-    ledger = run.rows[0].ledger
+    ledger = run.seqs[0].ledger
     assert ledger.target_forwards == len(sizes) == -(-len(IDS) // chunk) + NEW - 1
     assert ledger.prefill_tokens == len(IDS)
     assert ledger.prefill_layer_tokens == 6 * len(IDS)
@@ -141,7 +141,7 @@ def test_drafted_nodes_are_paid_for_whether_kept_or_not(plan: str, tree: bool) -
     planted = Planted({0: truth}, 0.4, tree=tree)
     with layer_calls(tiny("llama")) as counted, forwards(tiny("llama")) as sizes:
         run = decode(tiny("llama"), [IDS], Recipe(PLANS[plan], planted), NEW)
-    ledger, steps = run.rows[0].ledger, run.rows[0].steps
+    ledger, steps = run.seqs[0].ledger, run.seqs[0].steps
     assert ledger.target_forwards == len(sizes)
     assert ledger.drafted == sum(sizes) - len(IDS) - len(sizes) + 1 > 0
     assert ledger.prefill_layer_tokens + ledger.decode_layer_tokens == layer_tokens(counted)
@@ -156,7 +156,7 @@ def test_a_row_pays_for_itself_alone() -> None:
     run = decode(tiny("llama"), prompts, plans, [5, 12], chunk=4)
     for index in range(2):
         single = decode(tiny("llama"), [prompts[index]], plans[index], [[5, 12][index]], chunk=4)
-        assert run.rows[index].ledger == single.rows[0].ledger
+        assert run.seqs[index].ledger == single.seqs[0].ledger
 
 
 def test_seconds_add_up() -> None:
@@ -193,4 +193,4 @@ def test_reports_have_what_single_methods_count_beside_the_rest() -> None:
     assert [*told][-8:] == ["second_tokens", "second_layer_tokens", "switches", "branches", "thrown_away",
                             "judge_calls", "put_tokens", "draft_rounds"]
     assert (told["branches"], told["switches"], told["draft_rounds"]) == (3, 0, ())
-    assert found.beside == {"branches": 3, "thrown_away": told["thrown_away"]} and not {"extras", "records"} & {*told}
+    assert found.extra == {"branches": 3, "thrown_away": told["thrown_away"]} and not {"extras", "records"} & {*told}

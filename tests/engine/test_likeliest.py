@@ -32,10 +32,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     forward = native.NativeModel.forward
 
-    def note(self: Any, batch: Any, *args: Any, likeliest: bool = False, **named: Any) -> Any:
+    def note(self: Any, batch: Any, *args: Any, argmax_only: bool = False, **named: Any) -> Any:
         if batch.wanted:
-            found.append((len(set(batch.rows)), likeliest))
-        return forward(self, batch, *args, likeliest=likeliest, **named)
+            found.append((len(set(batch.seqs)), argmax_only))
+        return forward(self, batch, *args, argmax_only=argmax_only, **named)
 
     monkeypatch.setattr(native.NativeModel, "forward", note)
     return found
@@ -65,8 +65,8 @@ def test_who_asks(file: Path, asked: list[tuple[int, bool]], name: str) -> None:
     engine: Any = shoal.load(file)
     wish, alone = WISHES[name]
     engine.generate([IDS * 8], max_new_tokens=6, **wish)
-    assert asked and {likeliest for _, likeliest in asked} == {alone}
-    assert (engine.stack.bound_bytes == 0) == alone, "bounds are made for those who ask, and for nobody else"
+    assert asked and {argmax_only for _, argmax_only in asked} == {alone}
+    assert (engine.runner.bound_bytes == 0) == alone, "bounds are made for those who ask, and for nobody else"
 
 
 def test_who_shares_a_forward_with_one_who_asks_for_all_gets_all(file: Path, asked: list[tuple[int, bool]]) -> None:
@@ -84,7 +84,7 @@ def test_who_shares_a_forward_with_one_who_asks_for_all_gets_all(file: Path, ask
 def test_a_limit_on_memory_has_no_room_for_bounds(file: Path, asked: list[tuple[int, bool]]) -> None:
     engine: Any = shoal.load(file, memory="64GiB")
     engine.generate([IDS], max_new_tokens=6)
-    assert asked and not any(likeliest for _, likeliest in asked) and engine.stack.bound_bytes == 0
+    assert asked and not any(argmax_only for _, argmax_only in asked) and engine.runner.bound_bytes == 0
 
 
 @pytest.mark.slow
@@ -94,6 +94,6 @@ def test_a_real_model_says_the_same(name: str) -> None:
     ids = engine.tokenizer("The harbour was quiet that morning, and the fishermen")["input_ids"]
     prompts = [ids, ids[3:], ids[:5]]
     found = [one.tokens for one in engine.generate(prompts, max_new_tokens=48)]
-    assert engine.stack.bound_bytes == 0, "no bounds were made"
-    engine.stack.bounds_logits = False
+    assert engine.runner.bound_bytes == 0, "no bounds were made"
+    engine.runner.bounds_logits = False
     assert found == [one.tokens for one in engine.generate(prompts, max_new_tokens=48)]

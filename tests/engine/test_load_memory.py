@@ -51,7 +51,7 @@ def test_the_peak_is_little_more_than_the_result(
         pytest.skip("this system does not restart the count of a process's peak")
     assert done.returncode == 0, done.stderr
     sizes = json.loads(done.stdout.splitlines()[-1])
-    assert sizes["stack"] == ("PackedStack" if executor == "torch" else "NativeStack")
+    assert sizes["stack"] == ("PackedRunner" if executor == "torch" else "NativeRunner")
     layer = PARAMETERS * (4 if dtype == "float32" else 2)
     assert sizes["packed"] > LAYERS * PARAMETERS / 2
     assert sizes["peak"] < 1.3 * sizes["packed"] + layer

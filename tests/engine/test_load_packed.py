@@ -21,12 +21,12 @@ from families import fingerprint, tiny
 from oracle import hf_greedy
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.packed import native
 from shoal.model.packed.build import build
-from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import ModelSource
-from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits
 
 IDS, NEW = prompt(9, 2), 8
@@ -64,7 +64,7 @@ def saved(folder: Path, family: str, dtype: torch.dtype = fp32, shards: str = "5
 
 
 def logits(engine: Engine) -> torch.Tensor:
-    return chunked_logits(engine.stack, IDS, (5, 1, 3))
+    return chunked_logits(engine.runner, IDS, (5, 1, 3))
 
 
 @pytest.mark.usefixtures("no_modules")
@@ -76,9 +76,9 @@ def test_files_are_read_without_the_modules(tmp_path: Path, family: str, tied: b
     saved(tmp_path, family, shards=shards, **changes)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "20KB")
     engine = shoal.load(tmp_path, dtype="float32", backend="packed")
-    assert isinstance(engine.stack, PackedStack)
+    assert isinstance(engine.runner, PackedRunner)
     assert engine.model is None and engine.tokenizer is None
-    assert (engine.stack.weights.embedding is engine.stack.weights.head) == tied
+    assert (engine.runner.weights.embedding is engine.runner.weights.head) == tied
     model = tiny(family, dtype=fp32, **changes)
     assert torch.equal(logits(engine), chunked_logits(packed(model, kernels=True), IDS, (5, 1, 3)))
     assert list(engine.generate(IDS, max_new_tokens=NEW, ignore_eos=True).tokens) == hf_greedy(model, [IDS], NEW)[0]
@@ -129,11 +129,11 @@ def test_text_that_sees_what_follows_is_refused() -> None:
 def test_weights_are_converted(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
     saved(tmp_path, "llama", stored)
     engine = shoal.load(tmp_path, dtype=dtype, backend="packed")
-    assert isinstance(engine.stack, PackedStack) and engine.stack.dtype == dtype
+    assert isinstance(engine.runner, PackedRunner) and engine.runner.dtype == dtype
     model = tiny("llama", dtype=stored)
-    stack = build(model.config, ModelSource(model), dtype, torch.device("cpu"))
-    assert torch.equal(logits(engine), chunked_logits(stack, IDS, (5, 1, 3)))
-    assert engine.stack.weights.layers[0].attention_norm.dtype == fp32, "norms keep what precision they have"
+    runner = build(model.config, ModelSource(model), dtype, torch.device("cpu"))
+    assert torch.equal(logits(engine), chunked_logits(runner, IDS, (5, 1, 3)))
+    assert engine.runner.weights.layers[0].attention_norm.dtype == fp32, "norms keep what precision they have"
 
 
 def test_a_tied_model_whose_file_holds_a_head_as_well(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_tied_model_whose_file_holds_a_head_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_auto_packs_what_fits(tmp_path: Path, dtype: str, said: Lines) -> None:
     saved(tmp_path, "mistral")
-    assert isinstance(shoal.load(tmp_path, dtype=dtype).stack, PackedStack)
+    assert isinstance(shoal.load(tmp_path, dtype=dtype).runner, PackedRunner)
     assert said() == []
 
 
@@ -177,7 +177,7 @@ def test_auto_runs_the_modules_of_what_does_not_fit(tmp_path: Path, family: str,
     engine = shoal.load(source, **options)
     line = only(said())
     assert line.startswith("running the model's own modules: ") and MISFITS[family] in line
-    assert isinstance(engine.stack, HFStack)
+    assert isinstance(engine.runner, HFRunner)
     assert list(engine.generate(IDS, max_new_tokens=NEW, ignore_eos=True).tokens) == hf_greedy(model, [IDS], NEW)[0]
 
 
@@ -186,8 +186,8 @@ def test_auto_runs_the_modules_where_packing_gains_nothing(tmp_path: Path, dtype
     saved(tmp_path, "llama")
     engine = shoal.load(tmp_path, dtype=dtype, device="cpu")
     assert f"in torch.{dtype} on cpu: it gains nothing there" in only(said())
-    assert isinstance(engine.stack, HFStack)
-    assert isinstance(shoal.load(tmp_path, dtype=dtype, device="cpu", backend="packed").stack, PackedStack)
+    assert isinstance(engine.runner, HFRunner)
+    assert isinstance(shoal.load(tmp_path, dtype=dtype, device="cpu", backend="packed").runner, PackedRunner)
 
 
 def test_a_given_model_in_fp64_can_be_packed() -> None:
@@ -283,7 +283,7 @@ def test_files_that_are_not_what_their_config_says(tmp_path: Path, case: str) ->
 
 def test_auto_reads_names_that_only_transformers_knows(tmp_path: Path) -> None:
     engine = shoal.load(changed(tmp_path, "llama", BROKEN["names without a prefix"][0]), dtype="float32")
-    assert isinstance(engine.stack, HFStack)
+    assert isinstance(engine.runner, HFRunner)
     assert list(engine.generate(IDS, max_new_tokens=NEW).tokens) == hf_greedy(tiny("llama", dtype=fp32), [IDS], NEW)[0]
 
 
@@ -296,7 +296,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_guessed(said: Lines) -> None:
     model.config.__class__ = RemoteConfig
     with pytest.raises(Unsupported, match="its code comes with the checkpoint"):
         shoal.load(model, backend="packed")
-    assert isinstance(shoal.load(model).stack, HFStack)
+    assert isinstance(shoal.load(model).runner, HFRunner)
     assert "its code comes with the checkpoint" in only(said())
 
 
@@ -313,7 +313,7 @@ def test_a_model_that_is_not_what_its_config_says(said: Lines) -> None:
         shoal.load(model, backend="packed")
     engine = shoal.load(model)
     assert "its logits differ from the model's own" in only(said())
-    assert isinstance(engine.stack, HFStack)
+    assert isinstance(engine.runner, HFRunner)
     assert list(engine.generate(IDS, max_new_tokens=NEW).tokens) == hf_greedy(model, [IDS], NEW)[0]
 
 
@@ -327,8 +327,8 @@ def test_a_model_without_its_weights() -> None:
 def test_packing_uses_the_kernels_where_it_can(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
     for dtype, fits in {"float32": True, "bfloat16": True, "float16": False, "float64": False}.items():
-        stack = shoal.load(tmp_path, dtype=dtype, device="cpu", backend="packed").stack
-        assert isinstance(stack, NativeStack) == (fits and native.available())
+        runner = shoal.load(tmp_path, dtype=dtype, device="cpu", backend="packed").runner
+        assert isinstance(runner, NativeRunner) == (fits and native.available())
 
 
 def test_an_engine_is_gone_with_its_last_holder(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_an_engine_is_gone_with_its_last_holder(tmp_path: Path) -> None:
         try:
             engine = shoal.load(tmp_path)
             engine.generate([1, 2, 3], max_new_tokens=2)
-            held = ref(engine), ref(engine.stack)
+            held = ref(engine), ref(engine.runner)
             del engine
             left = [one() for one in held]
         finally:

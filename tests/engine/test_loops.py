@@ -1,4 +1,4 @@
-"""Loops of several kinds under one scheduler: each row gives what it gives alone, and a fault stays with its rows."""
+"""Loops of several kinds under one scheduler: each sequence gives what it gives alone, and a fault stays with its sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drive import prompt
 from own_loop import Repeating
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Loop, Recipe
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.depth.plan import DepthPlan
 from shoal.engine.scheduling.batching import Policy
 from shoal.engine.scheduling.request_handle import RequestHandle
@@ -59,17 +59,17 @@ class OddLoop(Loop):
             raise RuntimeError("no batch today")
         return OddBatch
 
-    def check(self, row: Row) -> None:
-        if row.sampling.logprobs is not None:
+    def check(self, seq: SequenceState) -> None:
+        if seq.sampling.logprobs is not None:
             raise Unsupported("logprobs with odd", "it has none", "Leave them out")
 
 
 class OddBatch(Batch):
-    def step(self, budget: int, rows: Any = None, most: Any = None) -> Any:
-        for row in self.rows if rows is None else rows:
-            if row.recipe.loop.fault == "step" and row.seed == 13 and row.emitted == 3:
+    def step(self, budget: int, seqs: Any = None, most: Any = None) -> Any:
+        for seq in self.seqs if seqs is None else seqs:
+            if seq.recipe.loop.fault == "step" and seq.seed == 13 and seq.emitted == 3:
                 raise RuntimeError("this row and no other")
-        return super().step(budget, rows, most)
+        return super().step(budget, seqs, most)
 
 
 def submit(scheduler: Scheduler, method: Any, number: int, **options: Any) -> RequestHandle:
@@ -105,13 +105,13 @@ def test_every_kind_side_by_side_gives_what_it_gives_alone(options: dict[str, An
 def test_rows_of_one_loop_share_forwards_whatever_else_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("llama")
     sizes: list[int] = []
-    forward = engine.stack.forward
+    forward = engine.runner.forward
 
     def counted(chunks: Any, *rest: Any, **options: Any) -> Any:
         sizes.append(len(chunks))
         return forward(chunks, *rest, **options)
 
-    monkeypatch.setattr(engine.stack, "forward", counted)
+    monkeypatch.setattr(engine.runner, "forward", counted)
     scheduler = Scheduler(engine, start=False)
     for number, new in enumerate((20, 21, 22)):
         submit(scheduler, Repeating(n=4), number, max_new_tokens=new)
@@ -166,22 +166,22 @@ def test_a_block_is_counted_in_the_memory_of_a_row() -> None:
     engine = engine_of("llama")
     scheduler = Scheduler(engine, start=False)
     plain, wide = (submit(scheduler, method, 1).entries[0].need for method in (Full(), Repeating(n=9)))
-    assert [more - less for more, less in zip(wide.columns, plain.columns, strict=True)] == [8] * 6
+    assert [more - less for more, less in zip(wide.slots, plain.slots, strict=True)] == [8] * 6
 
 
 def test_caches_share_the_memory_by_what_their_rows_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However each grows, slots that nobody needs yet included."""
+    """However each grows, entries that nobody needs yet included."""
     monkeypatch.setattr(kv_memory, "PAGED", False)
-    stack = engine_of("llama").stack
-    most = 100 * sum(stack.position_bytes)
-    room, caches = KVRoom(stack, most, rows=16), [KVCache(stack.windows, 0) for _ in range(3)]
+    runner = engine_of("llama").runner
+    most = 100 * sum(runner.position_bytes)
+    room, caches = KVRoom(runner, most, seqs=16), [KVCache(runner.windows, 0) for _ in range(3)]
     short, long = (room.need(DepthPlan.full(6), size, 2) for size in (3, 18))
     room.share([(caches[0], [short]), (caches[1], [long, short]), (caches[2], [])])
-    counted = [sum(map(mul, (layer.limit for layer in cache.layers), stack.position_bytes)) for cache in caches[:2]]
-    assert [cache.most_slots for cache in caches] == [2, 4, ENDLESS]
-    assert sum(cache.most_slots * slot for cache, slot in zip(caches, counted, strict=False)) <= most
+    counted = [sum(map(mul, (layer.limit for layer in cache.layers), runner.position_bytes)) for cache in caches[:2]]
+    assert [cache.most_seqs for cache in caches] == [2, 4, ENDLESS]
+    assert sum(cache.most_seqs * seq_id for cache, seq_id in zip(caches, counted, strict=False)) <= most
     room.share([(caches[0], [short])])
-    assert caches[0].most_slots == 16
+    assert caches[0].most_seqs == 16
 
 
 def test_a_loop_that_is_not_exact_makes_the_recipe_so() -> None:

@@ -29,11 +29,11 @@ POSITION = 2 * 2 * (HIDDEN // HEADS) * 8
 def test_bytes_used_and_saved(new: int, plan: DepthPlan, release: bool) -> None:
     size = 5
     run = decode(tiny("llama"), [prompt(size)], plan, new, release=release)
-    held = run.rows[0].bytes
+    held = run.seqs[0].bytes
     assert held is not None
     positions = size + new - 1
     stored = [size + sum(step < drop for step in range(1, new)) for drop in plan.attention]
-    if release:  # a row gives up layers after each token but its last
+    if release:  # a sequence gives up layers after each token but its last
         stored = [0 if drop <= new - 1 else count for count, drop in zip(stored, plan.attention, strict=True)]
     assert held.used == POSITION * sum(stored)
     assert held.used + held.saved == POSITION * 6 * positions
@@ -47,13 +47,13 @@ def test_rows_add_up(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "SMALL", 1)
     run = make_run(tiny("llama"), [prompt(4), prompt(11), prompt(2)], [FULL, D3_PLAN, SPLIT], 12)
     for _ in run.steps():
-        rows = [run.cache.row_bytes(row) for row in range(run.cache.rows)]
+        seqs = [run.cache.seq_bytes(seq) for seq in range(run.cache.seqs)]
         total = run.cache.bytes()
-        assert total.used == sum(row.used for row in rows)
+        assert total.used == sum(seq.used for seq in seqs)
         assert total.used + total.saved == POSITION * 6 * sum(run.cache.positions)
         size = sum(t.nbytes for layer in run.cache.layers for t in tensors(layer))
         assert size >= total.allocated >= total.used
-        assert total.allocated == (sum(row.allocated for row in rows) if paged else size)
+        assert total.allocated == (sum(seq.allocated for seq in seqs) if paged else size)
 
 
 def tensors(layer: kv_layer.KVLayer) -> list[Tensor]:
@@ -63,17 +63,17 @@ def tensors(layer: kv_layer.KVLayer) -> list[Tensor]:
 def test_released_layers_have_no_tensors() -> None:
     run = make_run(tiny("llama"), [prompt(5)], D3_PLAN, 12)
     for report, _ in enumerate(run.steps(), start=1):
-        if run.batch.rows:
+        if run.batch.seqs:
             empty = [layer for layer in range(6) if not tensors(run.cache.layers[layer])]
             assert empty == list(D3_PLAN.dropped(report))
             assert all(run.cache.layers[layer].allocated == 0 for layer in empty)
 
 
 def test_a_layer_is_freed_when_its_last_row_goes() -> None:
-    """Whether that row releases it, or leaves the batch before those that have released it."""
+    """Whether that sequence releases it, or leaves the batch before those that have released it."""
     run = make_run(tiny("llama"), [prompt(4), prompt(6)], [D3_PLAN, FULL], [12, 5])
     for report, _ in enumerate(run.steps(), start=1):
-        if run.batch.rows:
+        if run.batch.seqs:
             kept = [bool(tensors(layer)) for layer in run.cache.layers]
             assert kept == [report < 5 or layer not in D3_PLAN.dropped(report) for layer in range(6)]
 
@@ -148,9 +148,9 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     evict = kv_layer.KVLayer._evict
 
-    def counted(self: kv_layer.KVLayer, row: int) -> None:
-        evict(self, row)
-        counts.append(self.stored(row))
+    def counted(self: kv_layer.KVLayer, seq: int) -> None:
+        evict(self, seq)
+        counts.append(self.stored(seq))
 
     monkeypatch.setattr(kv_layer.KVLayer, "_evict", counted)
     return counts

@@ -40,12 +40,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     for module in (limits, footprints):
         monkeypatch.setattr(module, "resident", lambda: PROCESS)
     monkeypatch.setattr(footprints, "_work", lambda *_: 0)
-    return Engine(NATIVE.stack("llama"))
+    return Engine(NATIVE.runner("llama"))
 
 
 def sized(engine: Engine, ids: list[list[int]], **options: Any) -> Footprint:
     request = Request.from_options({"max_new_tokens": 20, **options})
-    return footprint(engine, engine.rows(ids, request), make(request.method), request.max_new_tokens)
+    return footprint(engine, engine.seqs(ids, request), make(request.method), request.max_new_tokens)
 
 
 def limit(total: int, *lossy: str) -> MemoryLimit:
@@ -100,15 +100,15 @@ def test_every_method_can_be_made_shorter(method: Method) -> None:
 def test_what_fits_is_left_as_it_is(engine: Engine) -> None:
     whole = sized(engine, IDS, method="prompt_lookup")
     found = plan(engine, limit(whole.total), method="prompt_lookup")
-    assert (found.method, found.rows, found.changed, found.sizes) == (make("prompt_lookup"), 3, "", whole)
+    assert (found.method, found.seqs, found.changed, found.sizes) == (make("prompt_lookup"), 3, "", whole)
 
 
 def test_guesses_go_first_then_rows_then_what_is_allowed(engine: Engine) -> None:
     whole = sized(engine, IDS, method="prompt_lookup")
     fewer = plan(engine, limit(whole.total - 1), method="prompt_lookup")
-    assert (fewer.rows, fewer.method.length) == (3, 5)  # type: ignore[attr-defined]
+    assert (fewer.seqs, fewer.method.length) == (3, 5)  # type: ignore[attr-defined]
     pair = plan(engine, limit(sized(engine, IDS).total - 1))
-    assert (pair.rows, pair.method.name, pair.changed) == (1, "full", "prompts at a time: 1")
+    assert (pair.seqs, pair.method.name, pair.changed) == (1, "full", "prompts at a time: 1")
     smallest = limit(sized(engine, IDS[1:2]).total - 1, "kv_int8")
     lossy = plan(engine, smallest)
     assert lossy.method.name == "full+kv_int8" or lossy.method.name == "kv_int8"
@@ -122,7 +122,7 @@ def test_more_memory_never_gives_less(engine: Engine) -> None:
     least, most = sized(engine, IDS[1:2]).total, sized(engine, IDS, method="prompt_lookup").total
     steps = [*range(least, most, (most - least) // 24), most]
     found = [plan(engine, limit(size), method="prompt_lookup") for size in steps]
-    rank = [(one.rows, getattr(one.method, "length", 0)) for one in found]
+    rank = [(one.seqs, getattr(one.method, "length", 0)) for one in found]
     assert rank == sorted(rank)
     assert len(set(rank)) > 4
     assert all(one.sizes.total <= size for one, size in zip(found, steps, strict=True))
@@ -133,7 +133,7 @@ def test_a_refusal_names_the_parts_and_a_length_that_fits(engine: Engine) -> Non
     with pytest.raises(OutOfMemory, match=r"kv \d.*max_new_tokens of 11 or less") as refused:
         plan(engine, tight)
     assert "max_new_tokens=20" in str(refused.value)
-    assert plan(engine, tight, max_new_tokens=11).rows == 1
+    assert plan(engine, tight, max_new_tokens=11).seqs == 1
     with pytest.raises(OutOfMemory, match="smaller model"):
         plan(engine, MemoryLimit(PROCESS))
 
@@ -153,9 +153,9 @@ def test_groups_give_the_same_tokens(engine: Engine) -> None:
 
 def test_a_scheduler_lets_rows_wait_and_refuses_what_never_fits(engine: Engine) -> None:
     need = Scheduler(engine, start=False).submit(IDS[0], max_new_tokens=20).entries[0].need
-    logits = engine.stack.vocab_size * 4
-    room = 2 * (sum(map(int.__mul__, need.columns, engine.stack.position_bytes)) + logits)
-    used = MemoryLimit(1 << 30).for_rows(engine, 256)
+    logits = engine.runner.vocab_size * 4
+    room = 2 * (sum(map(int.__mul__, need.slots, engine.runner.position_bytes)) + logits)
+    used = MemoryLimit(1 << 30).for_seqs(engine, 256)
     engine.limit = MemoryLimit(int((room + limits.MemoryLimit(1 << 30).usable - used) / (1 - SPARE)) + 2)
     scheduler = Scheduler(engine, prefix_bytes=0, start=False, prefill_chunk=256)
     assert room <= scheduler.kv_bytes <= room + 4
@@ -177,7 +177,7 @@ def test_a_scheduler_lets_rows_wait_and_refuses_what_never_fits(engine: Engine) 
 
 def test_a_scheduler_s_rows_need_what_choosing_takes(engine: Engine) -> None:
     engine.limit = MemoryLimit(1 << 30)
-    scheduler, shape = Scheduler(engine, start=False), engine.stack.shape
+    scheduler, shape = Scheduler(engine, start=False), engine.runner.shape
     plain, tidal = (scheduler.submit(IDS[0], max_new_tokens=20, method=method).entries[0].need.second
                     for method in ("full", {"method": "tidal", "method_args": {"k": 16}}))
     assert tidal - plain == 4 * (shape.heads * (60 + ROOM_BESIDE) + shape.kv_heads * 16)

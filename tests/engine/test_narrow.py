@@ -54,7 +54,7 @@ def zeroed(family: str, kept: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def logits(engine: Any) -> Tensor:
-    return chunked_logits(engine.stack, IDS, (5, 1, 6))
+    return chunked_logits(engine.runner, IDS, (5, 1, 6))
 
 
 @pytest.mark.parametrize("equal", [False, True], ids=["widths differ", "one width"])
@@ -71,7 +71,7 @@ def test_every_road_gives_the_logits_of_zeroed_activations(tmp_path: Path, famil
         assert gap(logits(modules), wanted) < 1e-10
         packed = shoal.load(path, dtype="float32", backend="packed", transform=transform)
         assert gap(logits(packed).double(), wanted) < 2e-3
-        assert packed.stack.shape.ffns == tuple(map(len, kept))
+        assert packed.runner.shape.ffns == tuple(map(len, kept))
         assert packed.fingerprint == modules.fingerprint != shoal.load(whole, dtype="float32").fingerprint
     if equal:
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype=torch.float64)
@@ -94,7 +94,7 @@ def test_a_narrower_model_is_narrowed_again(tmp_path: Path) -> None:
     twice = shoal.load(tmp_path / "narrow", dtype="float64", transform=NarrowMLPs(then))
     assert gap(logits(twice), zeroed("llama", tuple(layer[::2] for layer in first))) < 1e-10
     fewer = shoal.load(tmp_path / "narrow", dtype="float32", backend="packed", transform=shoal.DropLayers((1, 2)))
-    assert fewer.stack.shape.ffns == tuple(len(layer) for number, layer in enumerate(first) if number not in (1, 2))
+    assert fewer.runner.shape.ffns == tuple(len(layer) for number, layer in enumerate(first) if number not in (1, 2))
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
@@ -104,7 +104,7 @@ def test_narrow_layers_are_quantised(tmp_path: Path, quant: str) -> None:
     narrow, wide = (shoal.load(whole, dtype="float32", quant=quant, transform=t) for t in (NarrowMLPs(kept), None))
     lost = gap(logits(wide).double(), hf_logits(tiny("llama", dtype=torch.float64)))
     assert gap(logits(narrow).double(), zeroed("llama", kept)) < 1.5 * lost
-    assert narrow.stack.shape.ffns == tuple(map(len, kept))
+    assert narrow.runner.shape.ffns == tuple(map(len, kept))
 
 
 def test_neurons_of_a_gguf_file(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_neurons_of_a_gguf_file(tmp_path: Path) -> None:
     kept = some(tiny_model("llama"), 1)
     packed, modules = (shoal.load(path, dtype="float32", backend=backend, transform=NarrowMLPs(kept))
                        for backend in ("packed", "hf"))
-    assert gap(logits(packed), logits(modules)) < 2e-3 and packed.stack.shape.ffns == tuple(map(len, kept))
+    assert gap(logits(packed), logits(modules)) < 2e-3 and packed.runner.shape.ffns == tuple(map(len, kept))
     assert packed.changes == f"NarrowMLPs({min(map(len, kept))} to {max(map(len, kept))} neurons)"
 
 
@@ -124,8 +124,8 @@ def test_neurons_of_a_gguf_file(tmp_path: Path) -> None:
     (((0, 1),) * 5, "the neurons of 5 layers; the model has 6"),
     (((0, 9999),) * 6, r"kept\[0\] names neuron 9999; that layer has 0 to"),
 ])
-def test_bad_numbers_are_refused(tmp_path: Path, kept: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_numbers_are_refused(tmp_path: Path, kept: Any, argv: str) -> None:
+    with pytest.raises(ValueError, match=argv):
         shoal.load(saved(tmp_path / "whole", "llama"), transform=NarrowMLPs(kept))
 
 

@@ -38,7 +38,7 @@ IDS = [prompt(5, 1), prompt(19, 2)]
 
 
 def engine(backend: Backend, family: str = "hybrid") -> Engine:
-    return Engine(backend.stack(family), chat_tokenizer())
+    return Engine(backend.runner(family), chat_tokenizer())
 
 
 @contextmanager

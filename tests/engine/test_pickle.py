@@ -27,7 +27,7 @@ def engine(backend: Any) -> Engine:
 @pytest.mark.parametrize("backend", ["hf", "packed"])
 def test_what_holds_a_model_is_not_pickled(backend: Any) -> None:
     one = engine(backend)
-    for thing in (one, one.stack, one.session(), [one], {"engine": one}):
+    for thing in (one, one.runner, one.session(), [one], {"engine": one}):
         for way in (pickle.dumps, copy.deepcopy):
             with pytest.raises(TypeError, match=SAID):
                 way(thing)  # type: ignore[operator]
@@ -50,7 +50,7 @@ def test_what_goes_in_and_comes_out_is_pickled() -> None:
 
 
 def test_a_stack_with_other_layers_still_shares_the_rest(tmp_path: Path) -> None:
-    stack: Any = engine("packed").stack
-    twin = stack.with_layers(stack.weights.layers[:3])
-    assert type(twin) is type(stack) and len(twin.weights.layers) == 3 and len(stack.weights.layers) == 6
-    assert twin.weights.embedding is stack.weights.embedding
+    runner: Any = engine("packed").runner
+    slow = runner.with_layers(runner.weights.layers[:3])
+    assert type(slow) is type(runner) and len(slow.weights.layers) == 3 and len(runner.weights.layers) == 6
+    assert slow.weights.embedding is runner.weights.embedding

@@ -70,7 +70,7 @@ def alone(family: str, job: int) -> list[tuple[int, ...]]:
     found = []
     for number in range(count):
         row = engine(family).rows([ids] * count, request)[number]
-        row.slot = 0
+        row.seq_id = 0
         with Stream(engine(family), [row], engine(family).cache_for([row], request.max_new_tokens)) as stream:
             found.append(tuple(step.token for step in stream))
     return found
@@ -109,7 +109,7 @@ def test_every_row_gives_what_it_gives_alone(
     most = max((memory(family, job) for job in asked), default=1)
     rows = max([rows, *(width(family, job) for job in asked)])
     scheduler = Scheduler(
-        engine(family), max_rows=rows, kv_bytes=2 * most if tight else 1 << 30, prefix_bytes=kept,
+        engine(family), max_seqs=rows, kv_bytes=2 * most if tight else 1 << 30, prefix_bytes=kept,
         prefill_chunk=chunk, policy=POLICIES[how], start=False,
     )
     follow(scheduler, JOBS, todo, functools.partial(alone, family))

@@ -1,4 +1,4 @@
-"""Rows that join, leave and are cancelled at random give what each gives alone; nothing is dropped or left behind."""
+"""Sequences that join, leave and are cancelled at random give what each gives alone; nothing is dropped or left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from own_loop import Repeating
 from schedules import Action, Job, actions, follow
 from searches import Given
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
@@ -82,36 +82,36 @@ def finish(scheduler: Scheduler) -> None:
 @given(
     family=st.sampled_from(["llama", "hybrid"]),
     todo=actions(len(JOBS), 14),
-    rows=st.integers(1, 5),
+    seqs=st.integers(1, 5),
     chunk=st.integers(1, 24),
     how=st.sampled_from(["join", "waves"]),
 )
 def test_every_row_gives_what_it_gives_alone(
-    family: str, todo: list[Action], rows: int, chunk: int, how: str
+    family: str, todo: list[Action], seqs: int, chunk: int, how: str
 ) -> None:
-    scheduler = Scheduler(engine(family), max_rows=rows, prefill_chunk=chunk, policy=Policy(how), start=False)
+    scheduler = Scheduler(engine(family), max_seqs=seqs, prefill_chunk=chunk, policy=Policy(how), start=False)
     follow(scheduler, JOBS, todo, lambda job: [alone(family, job)])
 
 
 @given(
     family=st.sampled_from(["llama", "hybrid"]),
     jobs=st.lists(st.integers(0, len(JOBS) - 1), min_size=1, max_size=12),
-    rows=st.integers(1, 6),
+    seqs=st.integers(1, 6),
     times=st.floats(1, 4),
     paged=st.booleans(),
 )
 @settings(max_examples=max(25, SCHEDULES // 5))
 def test_the_storage_stays_within_what_was_counted(
-    family: str, jobs: list[int], rows: int, times: float, paged: bool
+    family: str, jobs: list[int], seqs: int, times: float, paged: bool
 ) -> None:
-    """With free slots, and with columns that no row under way needs any more."""
+    """With free entries, and with slots that no sequence under way needs any more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_memory, "PAGED", paged)
         patch.setattr(kv_memory, "SMALL", 1)
         probe = Scheduler(engine(family), start=False)
         most = int(times * max(probe._room.bytes([submit(probe, job).entries[0].need]) for job in jobs))
         scheduler = Scheduler(
-            engine(family), max_rows=rows, kv_bytes=most, prefix_bytes=0, prefill_chunk=8, start=False
+            engine(family), max_seqs=seqs, kv_bytes=most, prefix_bytes=0, prefill_chunk=8, start=False
         )
         for job in jobs:
             submit(scheduler, job)
@@ -119,16 +119,16 @@ def test_the_storage_stays_within_what_was_counted(
             scheduler.turn()
             caches = [batch.cache for batch in scheduler._batches]
             assert sum(cache.bytes().allocated for cache in caches) <= most
-            assert sum(cache.rows for cache in caches) == scheduler.running
-            assert all(cache.rows <= cache.slots <= rows for cache in caches)
+            assert sum(cache.seqs for cache in caches) == scheduler.running
+            assert all(cache.seqs <= cache.slots <= seqs for cache in caches)
 
 
 @pytest.mark.parametrize(("paged", "most"), [(True, 5), (False, 2)])
 def test_short_rows_need_little_beside_a_long_one(paged: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a slot takes what its row writes, and not what the longest does."""
+    """Where a entry takes what its sequence writes, and not what the longest does."""
     monkeypatch.setattr(kv_memory, "PAGED", paged)
     monkeypatch.setattr(kv_memory, "SMALL", 1)
-    scheduler = Scheduler(engine("llama"), kv_bytes=72 * sum(engine("llama").stack.position_bytes), start=False)
+    scheduler = Scheduler(engine("llama"), kv_bytes=72 * sum(engine("llama").runner.position_bytes), start=False)
     handles = [scheduler.submit(prompt(size, size), max_new_tokens=4) for size in (30, 2, 3, 4, 5, 6)]
     scheduler.turn()
     assert scheduler.running == most
@@ -139,7 +139,7 @@ def test_short_rows_need_little_beside_a_long_one(paged: bool, most: int, monkey
 
 
 def test_windows_of_short_rows_are_counted_by_the_longest() -> None:
-    """They move on when the slot is full, and a mate's prompt has made it long."""
+    """They move on when the cache is full, and a mate's prompt has made it long."""
     scheduler = Scheduler(engine("hybrid"), prefill_chunk=400, start=False)
     handles = [scheduler.submit(prompt(size, size), max_new_tokens=200) for size in (300, 3, 4, 5, 6)]
     needs = [handle.entries[0].need for handle in handles]
@@ -165,20 +165,20 @@ def test_prompts_are_read_in_small_pieces_beside_rows_that_decode(monkeypatch: p
 
 
 def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots for a longer row, then columns for more rows; the row that stays goes on as if nothing had happened."""
+    """Slots for a longer sequence, then slots for more sequences; the sequence that stays goes on as if nothing had happened."""
     monkeypatch.setattr(kv_memory, "PAGED", False)
-    stack = engine("llama").stack
-    most = 64 * sum(stack.position_bytes)
-    scheduler = Scheduler(engine("llama"), max_rows=8, kv_bytes=most, prefix_bytes=0, prefill_chunk=64, start=False)
+    runner = engine("llama").runner
+    most = 64 * sum(runner.position_bytes)
+    scheduler = Scheduler(engine("llama"), max_seqs=8, kv_bytes=most, prefix_bytes=0, prefill_chunk=64, start=False)
     cache, handles = scheduler._batches.plain.cache, list[Any]()
 
     def come(*jobs: tuple[int, int]) -> tuple[int, int, int]:
-        """Rows, slots and columns once prompts of these lengths for that many tokens have joined."""
+        """Sequences, entries and slots once prompts of these lengths for that many tokens have joined."""
         for size, new in jobs:
             handles.append(scheduler.submit(prompt(size, len(handles)), max_new_tokens=new))
         scheduler.turn()
         assert cache.bytes().allocated <= most
-        return cache.rows, cache.slots, max(layer.capacity for layer in cache.layers)
+        return cache.seqs, cache.slots, max(layer.capacity for layer in cache.layers)
 
     jobs = [(2, 8), *[(2, 1)] * 5]
     assert come(*jobs)[:2] == (1, 6)
@@ -194,7 +194,7 @@ def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.Monke
 
 def test_rows_wait_for_memory_and_come_in_turn() -> None:
     probe = Scheduler(engine("llama"), start=False)
-    need = probe._room.bytes([probe._need(row) for row in engine("llama").rows([prompt(5, 1)], request(7))])
+    need = probe._room.bytes([probe._need(seq) for seq in engine("llama").seqs([prompt(5, 1)], request(7))])
     scheduler = Scheduler(engine("llama"), kv_bytes=2 * need, start=False)
     handles = [submit(scheduler, 0) for _ in range(5)]
     scheduler.turn()
@@ -234,17 +234,17 @@ def test_a_long_prompt_stalls_nobody_beyond_the_chunk(monkeypatch: pytest.Monkey
     scheduler.turn()
     scheduler.submit(prompt(50, 11), max_new_tokens=2)
     fed: list[int] = []
-    forward = engine("llama").stack.forward
+    forward = engine("llama").runner.forward
 
     def watched(chunks: Any, cache: KVCache, *hook: Any) -> Tensor:
         fed.append(sum(len(chunk.tokens) for chunk in chunks))
         return forward(chunks, cache, *hook)
 
-    monkeypatch.setattr(engine("llama").stack, "forward", watched)
+    monkeypatch.setattr(engine("llama").runner, "forward", watched)
     for _ in range(3):
-        before = len(short.entries[0].row.steps)
+        before = len(short.entries[0].seq.steps)
         scheduler.turn()
-        assert len(short.entries[0].row.steps) == before + 1
+        assert len(short.entries[0].seq.steps) == before + 1
     assert fed == [4] * 3
     monkeypatch.undo()
     finish(scheduler)
@@ -257,30 +257,30 @@ def test_rows_of_a_wave_are_at_the_same_step() -> None:
     late = None
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
-        decoding = {row.emitted for row in scheduler._batches.plain.rows if row.emitted > 1}
+        decoding = {seq.emitted for seq in scheduler._batches.plain.seqs if seq.emitted > 1}
         assert len(decoding) <= 1
         if decoding and late is None:
             late = submit(scheduler, 0)
         if late is not None and late.entries[0].joined is not None:
-            assert not any(row.emitted > late.entries[0].row.emitted + 1 for row in scheduler._batches.plain.rows)
+            assert not any(seq.emitted > late.entries[0].seq.emitted + 1 for seq in scheduler._batches.plain.seqs)
     assert late is not None and late.results[0].tokens == alone("llama", 0)
 
 
 def test_a_row_that_comes_while_the_first_prompt_is_read_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(engine("llama"), policy=Policy("waves"), start=False)
     first = submit(scheduler, 0)
-    handles, forward = [first], engine("llama").stack.forward
+    handles, forward = [first], engine("llama").runner.forward
 
     def meanwhile(chunks: Any, cache: KVCache, *hook: Any) -> Tensor:
         if len(handles) < 3:
             handles.append(submit(scheduler, len(handles)))
         return forward(chunks, cache, *hook)
 
-    monkeypatch.setattr(engine("llama").stack, "forward", meanwhile)
+    monkeypatch.setattr(engine("llama").runner, "forward", meanwhile)
     for _ in range(3):
         scheduler.turn()
     assert scheduler.running == 3
-    assert len({row.emitted for row in scheduler._batches.plain.rows}) == 1
+    assert len({seq.emitted for seq in scheduler._batches.plain.seqs}) == 1
     monkeypatch.undo()
     finish(scheduler)
     assert [handle.results[0].tokens for handle in handles] == [alone("llama", job) for job in range(3)]
@@ -332,10 +332,10 @@ def test_a_row_that_cannot_join_takes_nobody_with_it(together: bool, monkeypatch
     scheduler = Scheduler(engine("hybrid"), start=False)
     fill, long = scheduler.prefixes.fill, prompt(23)
 
-    def broken(cache: KVCache, slot: int, tokens: Sequence[int]) -> int:
+    def broken(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> int:
         if list(tokens) == long:
             raise MemoryError
-        return fill(cache, slot, tokens)
+        return fill(cache, seq_id, tokens)
 
     monkeypatch.setattr(scheduler.prefixes, "fill", broken)
     good = [submit(scheduler, job) for job in (0, 1)]
@@ -401,10 +401,10 @@ class _Breaks(Keep):
 
     every: int
 
-    def begin(self, stack: Any, cache: Any) -> _Breaking:
+    def begin(self, runner: Any, cache: Any) -> _Breaking:
         return _Breaking(self.every)
 
-    def most_columns(self, length: int) -> int:
+    def most_slots(self, length: int) -> int:
         return length
 
 
@@ -412,10 +412,10 @@ class _Breaking(Keeper):
     def __init__(self, every: int) -> None:
         self._every, self._calls = every, 0
 
-    def next_length(self, row: Row, length: int) -> int:
+    def next_length(self, seq: SequenceState, length: int) -> int:
         return (length // self._every + 1) * self._every
 
-    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
         self._calls += 1
         if self._calls == 2:
             raise ZeroDivisionError
@@ -436,7 +436,7 @@ def test_a_row_whose_rewrite_fails_ends_with_its_error(length: int) -> None:
 
 
 def test_threads_submit_and_leave_while_one_works() -> None:
-    with Scheduler(engine("hybrid"), max_rows=3) as scheduler:
+    with Scheduler(engine("hybrid"), max_seqs=3) as scheduler:
         results: dict[int, tuple[int, ...]] = {}
 
         def ask(place: int) -> None:
@@ -459,14 +459,14 @@ def test_threads_submit_and_leave_while_one_works() -> None:
 
 
 def test_closing_finishes_what_runs() -> None:
-    scheduler = Scheduler(engine("llama"), max_rows=2)
+    scheduler = Scheduler(engine("llama"), max_seqs=2)
     handles = [submit(scheduler, 0) for _ in range(4)]
     assert scheduler.close(timeout=120)
     assert [handle.results[0].tokens for handle in handles] == [alone("llama", 0)] * 4
 
 
 def test_closing_in_a_hurry_cancels() -> None:
-    scheduler = Scheduler(engine("llama"), max_rows=1)
+    scheduler = Scheduler(engine("llama"), max_seqs=1)
     handles = [scheduler.submit(prompt(5), max_new_tokens=300) for _ in range(3)]
     scheduler.close(drain=False)
     assert {handle.results[0].finish_reason for handle in handles} == {"cancelled"}

@@ -1,4 +1,4 @@
-"""Thousands of random searches under the scheduler: branches are what fresh rows are, and leave nothing behind."""
+"""Thousands of random searches under the scheduler: branches are what fresh sequences are, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -75,22 +75,22 @@ class Wild:
         return draw.choice(alive)
 
     def fork(self, one: Branch, count: int) -> list[Branch]:
-        twins, cache = one.fork(count), one._search.batch.cache
-        for twin in twins:
-            self.known[twin.number] = list(self.drawn(one))
-            assert twin.tokens == one.tokens
-            assert twin.row.seed == branch_seed(one._search.root.seed, 0, twin.number)
-            assert cache.positions[twin.row.slot] == cache.positions[one.row.slot]
+        children, cache = one.fork(count), one._search.batch.cache
+        for child in children:
+            self.known[child.number] = list(self.drawn(one))
+            assert child.tokens == one.tokens
+            assert child.seq.seed == branch_seed(one._search.root.seed, 0, child.number)
+            assert cache.positions[child.seq.seq_id] == cache.positions[one.seq.seq_id]
             for layer in cache.layers:
-                pairs = zip(layer.row_tensors(twin.row.slot), layer.row_tensors(one.row.slot), strict=True)
+                pairs = zip(layer.row_tensors(child.seq.seq_id), layer.row_tensors(one.seq.seq_id), strict=True)
                 assert all(torch.equal(mine, its) for mine, its in pairs)
-            assert cache.row_bytes(twin.row.slot).used == cache.row_bytes(one.row.slot).used
-        self.forks += len(twins)
-        return twins
+            assert cache.seq_bytes(child.seq.seq_id).used == cache.seq_bytes(one.seq.seq_id).used
+        self.forks += len(children)
+        return children
 
     def drawn(self, one: Branch) -> list[int | None]:
         seeds = self.known.setdefault(one.number, [])
-        seeds += [one.row.seed] * (len(one.tokens) - len(seeds))
+        seeds += [one.seq.seed] * (len(one.tokens) - len(seeds))
         return seeds
 
     def note(self, one: Branch) -> None:
@@ -98,7 +98,7 @@ class Wild:
 
 
 def check(family: str, ids: list[int], plan: DepthPlan, tokens: list[int], seeds: list[int | None]) -> None:
-    """A fresh row of that seed, fed the same, would have drawn each of the tokens."""
+    """A fresh sequence of that seed, fed the same, would have drawn each of the tokens."""
     if not tokens:
         return
     for place, (logits, token, seed) in enumerate(
@@ -110,11 +110,11 @@ def check(family: str, ids: list[int], plan: DepthPlan, tokens: list[int], seeds
 
 
 def run(number: int) -> int:
-    """One schedule: searches and plain rows that come and go, checked one by one; how often there was a fork."""
+    """One schedule: searches and plain sequences that come and go, checked one by one; how often there was a fork."""
     draw = random.Random(number)
     family = draw.choice(("llama", "hybrid"))
     made = engine(family)
-    scheduler = Scheduler(made, max_rows=2 * MOST + 1, prefill_chunk=draw.choice((2, 5, 64)), start=False,
+    scheduler = Scheduler(made, max_seqs=2 * MOST + 1, prefill_chunk=draw.choice((2, 5, 64)), start=False,
                           prefix_bytes=draw.choice((0, 1 << 14, 1 << 24)))
     stem, jobs = prompt(draw.randrange(1, 9), number % 5), list[Any]()
     for one in range(draw.randrange(1, 4)):
@@ -147,7 +147,7 @@ def run(number: int) -> int:
             ends = [one for one, _ in wild.found]
             assert unwanted or any(tokens[: len(end)] == end for end in ends)
     plain, again = scheduler._batches.plain, [*stem, *prompt(2, number)]
-    assert (scheduler.running, scheduler.kv_use, plain.cache.rows) == (0, 0.0, 0) and not plain.searches
+    assert (scheduler.running, scheduler.kv_use, plain.cache.seqs) == (0, 0.0, 0) and not plain.searches
     assert plain.cache.bytes().allocated == 0
     for later in (again, [*jobs[0][0], *jobs[0][4].results[0].tokens, 3]):
         handle = scheduler.submit(later, max_new_tokens=2)

@@ -1,4 +1,4 @@
-"""Searches under the scheduler: whatever they do, they come to an end, and other rows notice nothing."""
+"""Searches under the scheduler: whatever they do, they come to an end, and other sequences notice nothing."""
 
 from __future__ import annotations
 

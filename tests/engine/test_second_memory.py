@@ -1,4 +1,4 @@
-"""What a second model stores of a row is counted where rows are admitted."""
+"""What a second model stores of a sequence is counted where sequences are admitted."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ METHODS = [*FILLING, Auto(draft=SMALL), BestOf(2, inner=DraftModel(SMALL, length
 
 
 def second(engine: Engine, method: Method) -> tuple[int, int]:
-    """Bytes that are counted for a row's second model, and positions of it that these are."""
+    """Bytes that are counted for a sequence's second model, and positions of it that these are."""
     entry = Scheduler(engine, start=False).submit(IDS, method=method, max_new_tokens=NEW, temperature=1.0).entries[0]
     own = sum(need.own_bytes for need in entry.needs)
-    return own, own // sum(engine_for(SMALL).stack.position_bytes)
+    return own, own // sum(engine_for(SMALL).runner.position_bytes)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one.name)

@@ -22,7 +22,7 @@ from shoal.engine.loading.load import engine_for
 from shoal.engine.session import Session
 from shoal.methods.d3 import D3
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.kv.layer import KVLayer
 from turns import by_turns
 
@@ -169,7 +169,7 @@ def check(chat: Session, engine: Engine, question: str, method: Any) -> None:
 
     transformers' own norms round float64 to float32: there a last bit that differs may become one of float32.
     """
-    close = 1e-5 if isinstance(engine.stack, HFStack) else 1e-9
+    close = 1e-5 if isinstance(engine.runner, HFRunner) else 1e-9
     if chat._last is not None:
         chat._last.close()  # as the chat would itself, but before its transcript is copied
     new = engine.session(**chat._options)

@@ -22,11 +22,11 @@ from shoal import DropLayers
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.kv.cache import KVCache
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.parity import chunked_logits
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from transformed_files import write_transformed
 
 IDS = prompt(12, 3)
@@ -45,7 +45,7 @@ def written(source: Path, folder: Path, *layers: int) -> Path:
 
 
 def logits(engine: Engine) -> Tensor:
-    return chunked_logits(engine.stack, IDS, (5, 1, 6))
+    return chunked_logits(engine.runner, IDS, (5, 1, 6))
 
 
 @torch.no_grad()
@@ -71,10 +71,10 @@ def by_hand(family: str, **changes: Any) -> Tensor:
 
 def by_plan(folder: Path) -> Tensor:
     """Logits of the whole model under a plan that never runs these layers."""
-    stack = shoal.load(folder, dtype="float64", backend="hf").stack
-    plan = DepthPlan.whole_layers([1 if layer in GONE else NEVER for layer in range(stack.num_layers)])
-    cache = KVCache(stack.windows, rows=1)
-    return stack.forward([SequenceChunk(0, IDS, [1] * len(IDS), plan, wanted=len(IDS))], cache)  # no prompt but step 1
+    runner = shoal.load(folder, dtype="float64", backend="hf").runner
+    plan = DepthPlan.whole_layers([1 if layer in GONE else NEVER for layer in range(runner.num_layers)])
+    cache = KVCache(runner.windows, seqs=1)
+    return runner.forward([SequenceChunk(0, IDS, [1] * len(IDS), plan, wanted=len(IDS))], cache)  # no prompt but step 1
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -90,12 +90,12 @@ def test_every_road_gives_the_logits_of_surgery_by_hand(tmp_path: Path, family: 
     assert read.config.num_hidden_layers == 4 and gap(hf_logits(read.eval()), wanted) < 1e-10
     for path, transform in ((whole, DropLayers(GONE)), (fewer, None)):
         modules = shoal.load(path, dtype="float64", backend="hf", transform=transform)
-        assert isinstance(modules.stack, HFStack) and modules.stack.num_layers == 4
+        assert isinstance(modules.runner, HFRunner) and modules.runner.num_layers == 4
         assert gap(logits(modules), wanted) < 1e-10
         packed = shoal.load(path, dtype="float32", backend="packed", transform=transform)
-        assert isinstance(packed.stack, PackedStack) and packed.model is None
+        assert isinstance(packed.runner, PackedRunner) and packed.model is None
         assert gap(logits(packed).double(), wanted) < 2e-3
-        assert packed.stack.windows == modules.stack.windows
+        assert packed.runner.windows == modules.runner.windows
         assert packed.fingerprint == modules.fingerprint == shoal.load(fewer, dtype="float32").fingerprint
         assert packed.fingerprint != shoal.load(whole, dtype="float32").fingerprint
 
@@ -174,8 +174,8 @@ def test_gguf_files(tmp_path: Path, architecture: str, kind: str) -> None:
     scale = hf_logits(read).abs().max()
     assert gap(hf_logits(read), logits(modules)) < 1e-9 * scale
     assert gap(hf_logits(read), logits(packed)) < (1e-4 if kind == "F32" else 0.1) * scale
-    matrix = packed.stack.weights.layers[0].matrices()[0]
-    assert matrix.nbytes < 0.5 * matrix.rows * matrix.columns * 4 or kind == "F32"  # it keeps the file's type
+    matrix = packed.runner.weights.layers[0].matrices()[0]
+    assert matrix.nbytes < 0.5 * matrix.seqs * matrix.columns * 4 or kind == "F32"  # it keeps the file's type
 
 
 def test_woven_weights_of_some_layers_are_not_kept_for_the_whole_file(tmp_path: Path, monkeypatch: Any) -> None:
@@ -232,7 +232,7 @@ def test_a_layer_that_depends_on_its_place_is_refused(tmp_path: Path) -> None:
     whole = saved(tmp_path, "gpt2", scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(Unsupported, match=r"model type 'gpt2': its layer 3 would be another one as layer 1"):
         shoal.load(whole, transform=DropLayers(GONE))
-    assert shoal.load(whole, transform=DropLayers((5,)), dtype="float64").stack.num_layers == 5
+    assert shoal.load(whole, transform=DropLayers((5,)), dtype="float64").runner.num_layers == 5
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from shoal.model.packed.shape import FAMILIES as PACKED
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.weights import tensors
 from shoal.model.transform import DropLayers
-from shoal.speculative.part_file import CARD, TENSORS, TOKENS
+from shoal.speculative.draft_head_file import CARD, TENSORS, TOKENS
 
 IDS = prompt(9, 2)
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -47,23 +47,23 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature":
 @functools.cache
 def engine() -> Engine:
     """A tiny model that would rather not close anything."""
-    words = tokenizer("byte_level")
-    made = engine_for(tiny("llama", vocab_size=len(words) + 5, layers=2, dtype=torch.float32), words)
-    made.eos_token_ids = frozenset({words.eos_token_id})
+    argv = tokenizer("byte_level")
+    made = engine_for(tiny("llama", vocab_size=len(argv) + 5, layers=2, dtype=torch.float32), argv)
+    made.eos_token_ids = frozenset({argv.eos_token_id})
     return made
 
 
 @functools.cache
 def never() -> dict[int, float]:
     """Bias against what closes a text."""
-    words = tokenizer("byte_level")
-    return {**{words(one)["input_ids"][0]: -60.0 for one in '"]}'}, words.eos_token_id: -60.0}
+    argv = tokenizer("byte_level")
+    return {**{argv(one)["input_ids"][0]: -60.0 for one in '"]}'}, argv.eos_token_id: -60.0}
 
 
 def mask(wanted: Any, limit: int | None, name: str = "byte_level") -> Mask:
-    words = tokenizer(name)
-    eos = frozenset({words.eos_token_id})
-    return compiler(name, len(words), eos)(wanted, limit)()
+    argv = tokenizer(name)
+    eos = frozenset({argv.eos_token_id})
+    return compiler(name, len(argv), eos)(wanted, limit)()
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def test_without_it_they_are_cut() -> None:
 
 
 def test_the_contexts_end_is_a_limit_too() -> None:
-    room = engine().stack.max_positions
+    room = engine().runner.max_positions
     assert room is not None
     prompt = [5] * (room - 12)
     result = engine().generate(prompt, constraint=LIST, max_new_tokens=500, logit_bias=never())
@@ -179,12 +179,12 @@ def test_the_quick_answers_are_those_of_the_whole_mask(name: str) -> None:
 
 def test_what_is_kept_is_what_trying_every_text_keeps() -> None:
     """Lists of lists, by their characters: the shortest end is as many brackets as are open."""
-    limit, words = 9, tokenizer("byte_level")
-    openers, found = words("[")["input_ids"], mask(JsonSchema(LIST), limit)
+    limit, argv = 9, tokenizer("byte_level")
+    openers, found = argv("[")["input_ids"], mask(JsonSchema(LIST), limit)
     for depth in range(1, 9):
         text = openers * depth
         left = limit - depth
-        allowed = {words.decode([token]) for token in found(text).nonzero().flatten().tolist()}
+        allowed = {argv.decode([token]) for token in found(text).nonzero().flatten().tolist()}
         if left < depth + 1:
             assert allowed > {"[", "]"}, "no end fits, so nothing is taken away"
         else:
@@ -198,8 +198,8 @@ def test_patterns_are_cut_unless_they_ask_for_it() -> None:
     assert cut.finish_reason == "length" and ended.text.endswith("!") and ended.finish_reason == "stop"
 
 
-def _against(words: str) -> dict[int, float]:
-    return dict.fromkeys(tokenizer("byte_level")(words)["input_ids"], -60.0)
+def _against(argv: str) -> dict[int, float]:
+    return dict.fromkeys(tokenizer("byte_level")(argv)["input_ids"], -60.0)
 
 
 @pytest.mark.parametrize("tokens", [16, 40])

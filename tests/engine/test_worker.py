@@ -66,14 +66,14 @@ def outcome(handle: Any) -> tuple[int, ...] | None:
 
 def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(prompt(5, 1), max_new_tokens=LENGTH).tokens
-    with patient(Scheduler(engine, max_rows=2)) as scheduler:
+    with patient(Scheduler(engine, max_seqs=2)) as scheduler:
         step, calls, submitted = scheduler._batches.plain.step, iter(range(100)), threading.Event()
 
-        def deadly(budget: int, rows: Any = None) -> Any:
+        def deadly(budget: int, seqs: Any = None) -> Any:
             assert submitted.wait(30)  # else the first answer might end before the second begins
             if next(calls) == 5:
                 raise SystemExit
-            return step(budget, rows)
+            return step(budget, seqs)
 
         monkeypatch.setattr(scheduler._batches.plain, "step", deadly)
         handles = [scheduler.submit(prompt(5, 1), max_new_tokens=LENGTH) for _ in range(5)]
@@ -82,16 +82,16 @@ def test_what_waits_is_served_after_the_worker_has_died(engine: Engine, monkeypa
         scheduler.worker._hurry.set()
         until(lambda: scheduler.worker.well)
         assert [outcome(handle) for handle in handles] == [None, None, expected, expected, expected]
-        assert {entry.row.finish_reason for handle in handles[:2] for entry in handle.entries} == {"cancelled"}
+        assert {entry.seq.finish_reason for handle in handles[:2] for entry in handle.entries} == {"cancelled"}
         until(lambda: not scheduler._open)
         assert (scheduler.running, scheduler.waiting, scheduler.kv_use) == (0, 0, 0)
-        assert scheduler._batches.plain.cache.rows == 0
+        assert scheduler._batches.plain.cache.seqs == 0
     assert not scheduler.worker.well
 
 
 def test_whatever_moment_it_dies_at_nobody_waits_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(prompt(5, 1), max_new_tokens=10).tokens
-    scheduler = Scheduler(engine, max_rows=2, start=False)
+    scheduler = Scheduler(engine, max_seqs=2, start=False)
     scheduler.worker._pause = 0.0
     endanger(scheduler, monkeypatch, times=8)  # each takes six answers with it at most
     handles = [scheduler.submit(prompt(5, 1), max_new_tokens=10) for _ in range(6)]
@@ -120,7 +120,7 @@ def test_a_fault_that_stays_fails_those_that_wait_too(engine: Engine, monkeypatc
     def broken() -> None:
         raise RuntimeError("broken for good")
 
-    scheduler = Scheduler(engine, max_rows=1)
+    scheduler = Scheduler(engine, max_seqs=1)
     scheduler.worker._pause = 0.05
     monkeypatch.setattr(scheduler, "_admit", broken)
     handles = [scheduler.submit(prompt(5, 1), max_new_tokens=4) for _ in range(3)]

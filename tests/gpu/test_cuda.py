@@ -25,9 +25,9 @@ from shoal.model.packed.cuda.form import ForwardForm
 from shoal.model.packed.cuda.graphs import OFTEN
 from shoal.model.packed.cuda.products import multiplied
 from shoal.model.packed.linear import Dense, Quantised
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import ModelSource
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,50 +43,50 @@ GAPS = {torch.float32: 2e-3, torch.bfloat16: 3.0}
 """How far logits of up to 20 may lie from the flat forward's, whose sublayers round to the narrow type in between."""
 
 
-def stack_on_gpu(name: str, dtype: torch.dtype, quant: Any = None) -> PackedStack:
+def stack_on_gpu(name: str, dtype: torch.dtype, quant: Any = None) -> PackedRunner:
     model = tiny(name, dtype=dtype)
     return build(model.config, ModelSource(model), dtype, CUDA, quant)
 
 
-def filled(stack: PackedStack, rows: list[list[int]]) -> KVCache:
-    """A cache that holds the rows' tokens at full depth."""
-    cache = KVCache(stack.windows, len(rows), [64] * stack.num_layers)
-    plan = DepthPlan.full(stack.num_layers)
-    for row, ids in enumerate(rows):
-        stack.forward([SequenceChunk(row, ids, [0] * len(ids), plan)], cache)
-        cache.commit(row, range(len(ids)))
+def filled(runner: PackedRunner, seqs: list[list[int]]) -> KVCache:
+    """A cache that holds the sequences' tokens at full depth."""
+    cache = KVCache(runner.windows, len(seqs), [64] * runner.num_layers)
+    plan = DepthPlan.full(runner.num_layers)
+    for seq, ids in enumerate(seqs):
+        runner.forward([SequenceChunk(seq, ids, [0] * len(ids), plan)], cache)
+        cache.commit(seq, range(len(ids)))
     return cache
 
 
 @pytest.mark.parametrize("dtype", GAPS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_captured_steps_are_the_flat_forward(name: str, dtype: torch.dtype) -> None:
-    flat, stack = stack_on_gpu(name, dtype), stack_on_gpu(name, dtype)
+    flat, runner = stack_on_gpu(name, dtype), stack_on_gpu(name, dtype)
     flat.graphs = None
-    caches = [filled(flat, SHORT), filled(stack, SHORT)]
-    assert stack.graphs is not None
+    caches = [filled(flat, SHORT), filled(runner, SHORT)]
+    assert runner.graphs is not None
     turns = [(1, DepthPlan.full(6)), (1, D3), (3, D3), *[(1, D3)] * (OFTEN + 3)]
     for turn, (queries, plan) in enumerate(turns):
         step = 1 if turn == 0 else 3
         chunks = [SequenceChunk(r, prompt(queries, r), [step] * queries, plan, wanted=queries) for r in range(3)]
-        expected, logits = flat.forward(chunks, caches[0]), stack.forward(chunks, caches[1])
+        expected, logits = flat.forward(chunks, caches[0]), runner.forward(chunks, caches[1])
         assert float((expected - logits).abs().max()) <= GAPS[dtype], (turn, queries)
         for cache in caches:
-            for row in range(3):
-                cache.commit(row, range(queries))
-    assert ForwardForm(3, 1, True) in stack.graphs.forms and ForwardForm(3, 3, True) in stack.graphs.forms
+            for seq in range(3):
+                cache.commit(seq, range(queries))
+    assert ForwardForm(3, 1, True) in runner.graphs.forms and ForwardForm(3, 3, True) in runner.graphs.forms
 
 
 def test_rows_of_several_kinds_are_the_flat_forward() -> None:
-    """A row that decodes at a smaller depth, and pieces of prompts, one of which ends later."""
-    flat, stack = stack_on_gpu("llama", torch.float32), stack_on_gpu("llama", torch.float32)
+    """A sequence that decodes at a smaller depth, and pieces of prompts, one of which ends later."""
+    flat, runner = stack_on_gpu("llama", torch.float32), stack_on_gpu("llama", torch.float32)
     flat.graphs = None
     kinds = [(0, 1, 3, 1, D3), (1, 9, 0, 0, DepthPlan.full(6)), (2, 2, 0, 1, DepthPlan.full(6))]
-    chunks = [SequenceChunk(row, prompt(size, row), [step] * size, plan, wanted=wanted)
-              for row, size, step, wanted, plan in kinds]  # fmt: skip
-    expected, logits = (one.forward(chunks, filled(one, SHORT)) for one in (flat, stack))
+    chunks = [SequenceChunk(seq, prompt(size, seq), [step] * size, plan, wanted=wanted)
+              for seq, size, step, wanted, plan in kinds]  # fmt: skip
+    expected, logits = (one.forward(chunks, filled(one, SHORT)) for one in (flat, runner))
     assert len(logits) == 2 and float((expected - logits).abs().max()) <= GAPS[torch.float32]
-    assert stack.graphs is not None and ForwardForm(1, 1, True) in stack.graphs.forms
+    assert runner.graphs is not None and ForwardForm(1, 1, True) in runner.graphs.forms
 
 
 @functools.cache
@@ -128,22 +128,22 @@ def test_a_token_gets_the_same_bits_in_any_company(quant: Any, count: int) -> No
     x = torch.randn(count, 1024, device=CUDA, dtype=torch.bfloat16)
     together = matrix(x) if quant == "int4" else multiplied(x, matrix)
     assert together is not None
-    for row in range(count):
-        one = x[row : row + 1]
+    for seq in range(count):
+        one = x[seq : seq + 1]
         alone = matrix(one) if quant == "int4" else multiplied(one, matrix)
-        assert alone is not None and torch.equal(alone[0], together[row])
+        assert alone is not None and torch.equal(alone[0], together[seq])
     true = x.double() @ (weight if quant is None else matrix.dequantised()).double().t()
     assert float((together - true).norm() / true.norm()) < 4e-3
 
 
 def test_guesses_change_no_bit_in_bfloat16() -> None:
-    stack = stack_on_gpu("llama", torch.bfloat16)
+    runner = stack_on_gpu("llama", torch.bfloat16)
     ids, tokens = prompt(9, 4), prompt(6, 5)
-    caches = [filled(stack, [ids]), filled(stack, [ids])]
+    caches = [filled(runner, [ids]), filled(runner, [ids])]
     plan = DepthPlan.full(6)
-    together = stack.forward([SequenceChunk(0, tokens, [1] * 6, plan, wanted=6)], caches[0])
+    together = runner.forward([SequenceChunk(0, tokens, [1] * 6, plan, wanted=6)], caches[0])
     for number, token in enumerate(tokens):
-        alone = stack.forward([SequenceChunk(0, [token], [1], plan)], caches[1])
+        alone = runner.forward([SequenceChunk(0, [token], [1], plan)], caches[1])
         caches[1].commit(0, [0])
         assert torch.equal(alone[0], together[number])
 
@@ -157,13 +157,13 @@ def test_quantised_models_decode(quant: Any) -> None:
 
 
 def test_a_long_text_and_new_storage_use_the_same_graphs() -> None:
-    stack = stack_on_gpu("llama", torch.float32)
-    engine = Engine(stack)
+    runner = stack_on_gpu("llama", torch.float32)
+    engine = Engine(runner)
     long = [prompt(200, 9), prompt(3, 2)]
-    assert stack.graphs is not None
+    assert runner.graphs is not None
     first = [r.tokens for r in engine.generate(long, max_new_tokens=100)]
-    forms = stack.graphs.forms
+    forms = runner.graphs.forms
     cpu = engine_on("cpu").generate(long, max_new_tokens=100)
     assert first == [r.tokens for r in cpu]
     assert [r.tokens for r in engine.generate(long, max_new_tokens=100)] == first
-    assert stack.graphs.forms == forms
+    assert runner.graphs.forms == forms

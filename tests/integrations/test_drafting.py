@@ -16,7 +16,7 @@ from generate_calls import PROMPTS, an_eos, batch, generate, single
 from method_matrix import drafting_of_lab
 from shoal import Unsupported
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.depth.plan import DepthPlan
@@ -31,19 +31,19 @@ from shoal.types import ModelInfo
 
 @dataclass(frozen=True)
 class Foretell(Drafter, Proposer):
-    """Proposes a row's own answer, with every fourth token wrong."""
+    """Proposes a sequence's own answer, with every fourth token wrong."""
 
     answers: tuple[tuple[int, ...], ...]
 
-    def begin(self, stack: Any, cache: Any) -> Foretell:
+    def begin(self, runner: Any, cache: Any) -> Foretell:
         return self
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        return [TokenTree.chain([row.tokens[-1], *self._guess(row)]) for row in rows]
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        return [TokenTree.chain([seq.tokens[-1], *self._guess(seq)]) for seq in seqs]
 
-    def _guess(self, row: Row) -> list[int]:
-        answer = self.answers[row.number]
-        places = range(row.emitted, min(row.emitted + 3, len(answer)))
+    def _guess(self, seq: SequenceState) -> list[int]:
+        answer = self.answers[seq.number]
+        places = range(seq.emitted, min(seq.emitted + 3, len(answer)))
         return [(answer[i] + (i % 4 == 3)) % VOCAB for i in places]
 
     def observe(self, report: StepReport) -> None:
@@ -70,7 +70,7 @@ def _drafting(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) ->
     torch.manual_seed(3)
     plain = generate(model, **inputs, **options, custom_generate=Full())
     ids = plain if isinstance(plain, torch.Tensor) else plain.sequences
-    answers = tuple(tuple(row[inputs["input_ids"].shape[1] :].tolist()) for row in ids)
+    answers = tuple(tuple(seq[inputs["input_ids"].shape[1] :].tolist()) for seq in ids)
     left_over.clear()
     torch.manual_seed(3)
     drafted = generate(model, **inputs, **options, custom_generate=Drafting(answers))

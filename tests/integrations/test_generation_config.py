@@ -19,7 +19,7 @@ from families import VOCAB, tiny
 from generate_calls import PROMPTS, an_eos, batch, both, generate, single
 from shoal import D3, Unsupported
 from shoal.integrations import generation_config as table
-from shoal.integrations._rows import RowProcessors
+from shoal.integrations._sequences import SequenceProcessors
 from shoal.integrations.generation_config import HONOURED, MEANINGLESS, check
 from shoal.methods.full import Full
 
@@ -212,11 +212,11 @@ def test_what_is_honoured_gives_the_tokens_of_transformers(
     theirs, ours = both(llama, **copy.deepcopy({**inputs, **options}))
     assert torch.equal(theirs, ours)
     if padded or name != "pad_token_id":
-        without = generate(llama, **inputs, **_beside(name, options))
+        without = generate(llama, **inputs, **_extra(name, options))
         assert not _equal(without, ours), f"{name} had no effect, so equality shows nothing"
 
 
-def _beside(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def _extra(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options that a case needs in addition to its own."""
     kept = {"eos_token_id", "input_ids", "max_new_tokens", "sequence_bias"} - {name}
     if name == "max_length":
@@ -380,5 +380,5 @@ def test_processors_run_where_the_prompt_is() -> None:
         return scores
 
     padding = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    RowProcessors(padding, (note,))(torch.ones(1, 3).long(), torch.ones(1, 9))
+    SequenceProcessors(padding, (note,))(torch.ones(1, 3).long(), torch.ones(1, 9))
     assert devices == ["meta", "meta"]

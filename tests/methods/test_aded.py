@@ -50,9 +50,9 @@ def all_paths(probs, pair: tuple[int, int], depth: int) -> dict[tuple[int, ...],
     level = {(): 1.0}
     for _ in range(depth):
         level = {
-            (*words, token): chance * share
-            for words, chance in level.items()
-            for token, share in probs((*pair, *words)[-2:])
+            (*argv, token): chance * share
+            for argv, chance in level.items()
+            for token, share in probs((*pair, *argv)[-2:])
         }
         found.update(level)
     return found
@@ -66,7 +66,7 @@ def test_best_first_takes_the_likeliest_paths(seed: int, nodes: int, depth: int)
     found = paths(best_first(probs, (0, 1), nodes, depth))
     assert len(set(found)) == len(found) == min(nodes, len(every))
     best = sorted(every.values(), reverse=True)[:nodes]
-    assert sorted((every[words] for words in found), reverse=True) == pytest.approx(best)
+    assert sorted((every[argv] for argv in found), reverse=True) == pytest.approx(best)
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,7 +91,7 @@ def test_a_search_finds_what_is_likely() -> None:
     found = paths(monte_carlo(probs, (0, 1), 12, 3, 400, "key"))
     assert len(found) == 12
     best = sum(sorted(every.values(), reverse=True)[:12])
-    assert sum(every[words] for words in found) > 0.9 * best
+    assert sum(every[argv] for argv in found) > 0.9 * best
     assert found == paths(monte_carlo(probs, (0, 1), 12, 3, 400, "key"))
 
 
@@ -129,7 +129,7 @@ def test_what_the_row_says_moves_the_law() -> None:
 
 def test_a_table_does_not_grow_without_bound() -> None:
     table = Trigrams({}, 0.5)
-    table.read([token for follower in range(50) for token in (1, 2, follower + 3)])
+    table.read([token for matcher in range(50) for token in (1, 2, matcher + 3)])
     probs = table.probs((1, 2))
     assert len(probs) == FOLLOWERS and probs[0][0] == 52
 
@@ -137,11 +137,11 @@ def test_a_table_does_not_grow_without_bound() -> None:
 def test_a_corpus_is_read_in_pieces(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("ab a b\n" * 30_000, encoding="utf-8")
-    words = byte_level()
-    tokens = tokens_of(str(file), words, "corpus")
-    assert tokens == words("ab a b\n")["input_ids"] * 30_000
-    assert trigrams_of(str(file), words) == count(tokens)
-    assert trigrams_of(str(file), words) is trigrams_of(str(file), words)
+    argv = byte_level()
+    tokens = tokens_of(str(file), argv, "corpus")
+    assert tokens == argv("ab a b\n")["input_ids"] * 30_000
+    assert trigrams_of(str(file), argv) == count(tokens)
+    assert trigrams_of(str(file), argv) is trigrams_of(str(file), argv)
 
 
 def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:

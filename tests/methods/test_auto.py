@@ -24,7 +24,7 @@ from shoal.errors import Unsupported
 from shoal.methods.auto import Auto
 from shoal.methods.eagle import Eagle
 from shoal.model.kv.cache import KVCache
-from shoal.speculative import part_file
+from shoal.speculative import draft_head_file
 from shoal.speculative.cost import policy
 from shoal.types import ModelInfo, Result
 
@@ -41,11 +41,11 @@ def repeating(length: int, seed: int, period: int = 25) -> list[int]:
     return [passage[place % period] for place in range(length)]
 
 
-def cheap(rows: int, tokens: int) -> float:
+def cheap(seqs: int, tokens: int) -> float:
     return 1 + 0.02 * (tokens - 1)
 
 
-def dear(rows: int, tokens: int) -> float:
+def dear(seqs: int, tokens: int) -> float:
     return 1.0 * tokens
 
 
@@ -113,7 +113,7 @@ def test_the_length_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_of_a_batch_are_told_apart_and_the_width_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [[row, *(repeating(229, row) if row % 2 else new_text(229, row))] for row in range(1, 13)]
+    texts = [[seq, *(repeating(229, seq) if seq % 2 else new_text(229, seq))] for seq in range(1, 13)]
     machine = Scripted(monkeypatch, texts, cheap)
     results = machine.engine.generate(
         [text[:30] for text in texts], method="auto", max_new_tokens=200, ignore_eos=True
@@ -121,7 +121,7 @@ def test_rows_of_a_batch_are_told_apart_and_the_width_is_bounded(monkeypatch: py
     assert [list(result.tokens) for result in results] == [text[30:] for text in texts]
     forwards = [result.stats.target_forwards for result in results]
     assert max(forwards[::2]) < 80 and min(forwards[1::2]) > 180
-    limit = machine.engine.stack.prefill_chunk
+    limit = machine.engine.runner.prefill_chunk
     assert max(tokens for _, tokens in machine.forwards[1:]) <= limit
 
 
@@ -130,7 +130,7 @@ def test_rows_that_join_and_leave_give_what_plain_decoding_gives(options: dict[s
     engine = engine_for(tiny("llama", dtype=torch.float64))
     prompts = [[4, 8, 15, 8] * size + [size] for size in (2, 5, 3, 7, 4)]
     plain = [engine.generate(prompt, max_new_tokens=20 + number, **options) for number, prompt in enumerate(prompts)]
-    with Scheduler(engine, max_rows=3, start=False) as scheduler:
+    with Scheduler(engine, max_seqs=3, start=False) as scheduler:
         handles = []
         for number, prompt in enumerate(prompts):
             method = "full" if number == 3 else "auto"  # the switch of one request
@@ -165,7 +165,7 @@ def test_calibrated_self_drafting_changes_no_token(sampling: dict[str, object]) 
             return replace(super().info(max_new_tokens), skips=((1, 2, 3, 4), (1, 2, 3, 4)))
 
     base = engine_for(tiny("llama", dtype=torch.float64))
-    engine = Calibrated(base.stack, eos_token_ids=base.eos_token_ids, model=base.model)
+    engine = Calibrated(base.runner, eos_token_ids=base.eos_token_ids, model=base.model)
     prompts = [[5, 17, 80, 3, 41], [60, 2, 33]]
     plain = engine.generate(prompts, max_new_tokens=60, **sampling)
     found = engine.generate(prompts, method="auto", max_new_tokens=60, **sampling)
@@ -177,7 +177,7 @@ def test_calibrated_self_drafting_changes_no_token(sampling: dict[str, object]) 
 def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
     """A model for which a part comes with Shoal."""
     shutil.copytree(eagle_part("llama"), tmp_path / "tiny")
-    monkeypatch.setattr(part_file, "SHIPPED", tmp_path)
+    monkeypatch.setattr(draft_head_file, "SHIPPED", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     return engine_for(reference("llama"))
 
@@ -206,16 +206,16 @@ def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkey
     again = shipped.generate(prompt, method=Auto(), max_new_tokens=40, ignore_eos=True)
     assert again.stats.draft_forwards == 0  # where no guess could pay, another text is no other matter
     proposer = Auto().recipe(shipped.info()).proposer
-    drafter = proposer.begin(shipped.stack, KVCache(shipped.stack.windows, 0))
+    drafter = proposer.begin(shipped.runner, KVCache(shipped.runner.windows, 0))
     reading, decoding = ([type("Standing", (), {"emitted": emitted})()] for emitted in (0, 1))
-    assert proposer.judge.helper.rests and drafter.watch(decoding, []) is None  # nothing is collected for it meanwhile
+    assert proposer.judge.drafter.rests and drafter.watch(decoding, []) is None  # nothing is collected for it meanwhile
     with pytest.raises(AttributeError):
         drafter.watch(reading, [object()])
 
 
 def test_the_part_is_that_of_the_model_and_of_no_other(shipped: Engine) -> None:
-    assert Auto().recipe(shipped.info()).proposer.helper.part.name.endswith("tiny")
-    assert Auto().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info()).proposer.helper is None
+    assert Auto().recipe(shipped.info()).proposer.drafter.part.name.endswith("tiny")
+    assert Auto().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info()).proposer.drafter is None
     assert Eagle().recipe(shipped.info()).proposer.part.name.endswith("tiny")
     with pytest.raises(ValueError, match="eagle has no trained part, and none is known for this model"):
         Eagle().recipe(engine_for(tiny("gpt2", dtype=torch.float64)).info())
@@ -227,30 +227,30 @@ def test_a_part_in_the_users_cache_is_found_before_that_which_ships(
     mine = tmp_path / "cache" / "shoal" / "parts"
     shutil.copytree(eagle_part("llama"), mine / "zebra")
     (mine / "damaged").mkdir()
-    (mine / "damaged" / part_file.CARD).write_text("{")
+    (mine / "damaged" / draft_head_file.CARD).write_text("{")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     engine = engine_for(reference("llama"))
-    assert Auto().recipe(engine.info()).proposer.helper.part.name == str(mine / "zebra")
-    assert str(mine / "damaged" / part_file.CARD) in caplog.text
+    assert Auto().recipe(engine.info()).proposer.drafter.part.name == str(mine / "zebra")
+    assert str(mine / "damaged" / draft_head_file.CARD) in caplog.text
 
 
 def test_a_part_that_was_named_is_the_helper_and_no_other_beside_it(shipped: Engine, tmp_path: Path) -> None:
     named = eagle_part("llama")
-    assert Auto(part=named).recipe(shipped.info()).proposer.helper.part.name == named
-    assert Auto().recipe(shipped.info()).proposer.helper.part.name.endswith("tiny")
+    assert Auto(part=named).recipe(shipped.info()).proposer.drafter.part.name == named
+    assert Auto().recipe(shipped.info()).proposer.drafter.part.name.endswith("tiny")
     with pytest.raises(ValueError, match="draft is 'small' and part 'trained'; only one helper drafts"):
         Auto(draft="small", part="trained")
     other = tmp_path / "other"
     shutil.copytree(named, other)
-    card = json.loads((other / part_file.CARD).read_text("utf-8"))
-    (other / part_file.CARD).write_text(json.dumps({**card, "part": "medusa"}), "utf-8")
+    card = json.loads((other / draft_head_file.CARD).read_text("utf-8"))
+    (other / draft_head_file.CARD).write_text(json.dumps({**card, "part": "medusa"}), "utf-8")
     with pytest.raises(ValueError, match="is of kind 'medusa'; eagle needs"):
         Auto(part=str(other)).recipe(shipped.info())
 
 
 def test_only_a_search_that_found_sublayers_to_skip_gives_a_helper() -> None:
     found, nothing = (Auto().recipe(ModelInfo(6, skips=skips)).proposer for skips in (((2,), (2,)), ((), ())))
-    assert found.helper is not None and nothing.helper is None
+    assert found.drafter is not None and nothing.drafter is None
 
 
 def test_where_processes_must_decide_alike_it_is_plain_decoding() -> None:

@@ -1,4 +1,4 @@
-"""Best of n against its slow twin: n separate runs, of which the likeliest is taken by hand."""
+"""Best of n against its slow reference: n separate runs, of which the likeliest is taken by hand."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def by_hand(engine: Engine, prompts: Sequence[Any], n: int, method: Method | str
         for branch in range(n):
             seed = branch_seed(options["seed"], number, branch)
             request = Request.from_options({**options, "method": method, "seed": seed, "logprobs": 0})
-            row = engine.rows(prompts, request)[number]
-            row.slot = 0
-            with Stream(engine, [row], engine.cache_for([row], request.max_new_tokens)) as stream:
-                assert all(step.row == number for step in stream)
+            seq = engine.seqs(prompts, request)[number]
+            seq.seq_id = 0
+            with Stream(engine, [seq], engine.cache_for([seq], request.max_new_tokens)) as stream:
+                assert all(step.seq == number for step in stream)
                 results.append(stream.result)
         found.append(max(results, key=_mean))
     return found
@@ -146,13 +146,13 @@ JOBS: list[Job] = [
 
 @pytest.mark.slow
 @settings(max_examples=30)
-@given(todo=actions(len(JOBS), 14), rows=st.integers(3, 8), chunk=st.integers(1, 24),
+@given(todo=actions(len(JOBS), 14), seqs=st.integers(3, 8), chunk=st.integers(1, 24),
        how=st.sampled_from(["join", "waves"]), kept=st.sampled_from((0, 1 << 14, 1 << 24)))
-def test_searches_come_and_go_among_other_rows(todo: list[Action], rows: int, chunk: int, how: str, kept: int) -> None:
-    """Each answer is what it is alone, no more rows are stored than were announced, and nothing is left behind."""
+def test_searches_come_and_go_among_other_rows(todo: list[Action], seqs: int, chunk: int, how: str, kept: int) -> None:
+    """Each answer is what it is alone, no more sequences are stored than were announced, and nothing is left behind."""
     engine = engine_of("hybrid")
     scheduler = Scheduler(
-        engine, max_rows=rows, prefill_chunk=chunk, policy=Policy(how), prefix_bytes=kept, start=False
+        engine, max_seqs=seqs, prefill_chunk=chunk, policy=Policy(how), prefix_bytes=kept, start=False
     )
     follow(scheduler, JOBS, todo, lambda job: [engine.generate(JOBS[job][0], **JOBS[job][1]).tokens])
 
@@ -161,7 +161,7 @@ def test_the_scheduler_counts_every_branch() -> None:
     engine, ids = engine_of("llama"), prompt(9, 2)
     options: dict[str, Any] = {"method": BestOf(3), "temperature": 1.0, "max_new_tokens": 8}
     with pytest.raises(Unsupported, match="a search of 3 branches: there is room for 2 rows"):
-        Scheduler(engine, max_rows=2, start=False).submit(ids, **options)
+        Scheduler(engine, max_seqs=2, start=False).submit(ids, **options)
     need = Scheduler(engine, start=False).submit(ids, **options).entries[0].needs
     size = Scheduler(engine, start=False)._room.bytes(need)
     with pytest.raises(Unsupported, match="in 3 branches: its KV can take"):
@@ -181,7 +181,7 @@ def test_the_scheduler_counts_every_branch() -> None:
 def test_a_greedy_request_takes_one_row() -> None:
     """It is decoded once, so no more is counted for it; the need is the same for all answers."""
     engine, ids = engine_of("llama"), prompt(9, 2)
-    scheduler = Scheduler(engine, max_rows=2, start=False)
+    scheduler = Scheduler(engine, max_seqs=2, start=False)
     handle = scheduler.submit(ids, method=BestOf(3), max_new_tokens=8, n=2)
     assert [len(entry.needs) for entry in handle.entries] == [1, 1]
     scheduler.turn()
@@ -207,18 +207,18 @@ def test_a_search_that_fails_or_is_cancelled_frees_its_rows_and_disturbs_nobody(
         scheduler = Scheduler(engine, prefix_bytes=0, start=False)
         plain = scheduler.submit(ids, max_new_tokens=12)
         search = scheduler.submit(ids, method=BestOf(3), **WARM, **more)
-        rows = list[int]()
+        seqs = list[int]()
         for _ in range(6):
             scheduler.turn()
-            rows.append(scheduler._batches.plain.cache.rows)
-        assert max(rows) == 4
+            seqs.append(scheduler._batches.plain.cache.seqs)
+        assert max(seqs) == 4
         if more:
-            assert rows[-1] == 1
+            assert seqs[-1] == 1
             with pytest.raises(RuntimeError, match="broken processor"):
                 list(search)
         search.cancel()
         scheduler.turn()
-        assert scheduler._batches.plain.cache.rows == 1 and not scheduler._batches.plain.searches
+        assert scheduler._batches.plain.cache.seqs == 1 and not scheduler._batches.plain.searches
         assert search.results[0].finish_reason == "cancelled" and search.results[0].tokens == ()
         while scheduler.running:
             scheduler.turn()
@@ -239,12 +239,12 @@ def test_a_chat_goes_on_from_the_winner() -> None:
         expected = engine.generate(ids, **{**options, "seed": seed})
         result = chat.send(question, seed=seed)
         assert (result.tokens, result.text) == (expected.tokens, expected.text)
-        assert chat._cache.rows == 1 and chat._cached[: len(ids)] == ids
+        assert chat._cache.seqs == 1 and chat._cached[: len(ids)] == ids
         assert len(chat._cached) == len(ids) + len(result.tokens) - 1
     left = chat.stream("ok")
     left.close()
     assert chat.send("ok", seed=5).tokens
-    assert chat._cache.rows == 1
+    assert chat._cache.seqs == 1
 
 
 def test_transformers_generate() -> None:

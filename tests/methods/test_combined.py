@@ -58,7 +58,7 @@ class Filling(Method):
     parts: tuple[str, ...]
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        return replace(Recipe(DepthPlan.full(info.num_layers)), **{part: SENTINELS[part] for part in self.parts})
+        return replace(Recipe(DepthPlan.full(info.num_layers)), **{part: SENTINELS[part] for part in self.components})
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Telling(Full):
     """A method that has something to say, and wants a card."""
 
     name: ClassVar[str] = "telling"
-    words: str = "beware"
+    argv: str = "beware"
 
     def notice(self, info: ModelInfo) -> str | None:
-        return self.words
+        return self.argv
 
     @property
     def wants_card(self) -> bool:
@@ -98,9 +98,9 @@ def tokens(method: Any, **options: Any) -> list[tuple[int, ...]]:
 def test_every_pair_combines_or_is_refused_naming_the_part(first: str, second: str) -> None:
     both = [default(first), default(second)]
     recipes = [method.recipe(NOMINAL) for method in both]
-    parts = [recipe.parts for recipe in recipes]
+    parts = [recipe.components for recipe in recipes]
     shared = [part for part in parts[1] if part in parts[0]]
-    excluded = [part for one, other in (recipes, recipes[::-1]) for part in one.parts if part in other.excludes]
+    excluded = [part for one, other in (recipes, recipes[::-1]) for part in one.components if part in other.excludes]
     if excluded:
         with pytest.raises(ValueError, match=f"has a loop of its own, without a place for the part {excluded[0]!r}"):
             make(both).recipe(NOMINAL)
@@ -114,7 +114,7 @@ def test_every_pair_combines_or_is_refused_naming_the_part(first: str, second: s
             make(both).recipe(NOMINAL)
         return
     if not shared:
-        assert set(make(both).recipe(NOMINAL).parts) == {*parts[0], *parts[1]}
+        assert set(make(both).recipe(NOMINAL).components) == {*parts[0], *parts[1]}
         return
     with pytest.raises(ValueError, match=f"{first} and {second} both fill the part {shared[0]!r}.*leave {first} or"):
         make(both).recipe(NOMINAL)
@@ -124,7 +124,7 @@ def test_each_part_comes_from_who_fills_it() -> None:
     drafter = DraftModel("some/model", branching=(2, 2), rule="rejection", control="width")
     several = make([D3(alpha=0.98, horizon=64), Filling(("keep", "select")), drafter])
     recipe, alone = several.recipe(NOMINAL), drafter.recipe(NOMINAL)
-    assert recipe.parts == ("plan", "proposer", "rule", "keep", "select")
+    assert recipe.components == ("plan", "proposer", "rule", "keep", "select")
     assert (recipe.plan, recipe.horizon) == (D3(alpha=0.98, horizon=64).recipe(NOMINAL).plan, 64)
     assert (recipe.proposer, recipe.rule) == (alone.proposer, alone.rule)
     assert recipe.keep is SENTINELS["keep"] and recipe.select is SENTINELS["select"] and recipe.store is None
@@ -210,8 +210,8 @@ def test_a_list_of_one_is_that_method() -> None:
         ("combined", "unknown method 'combined'"),
     ],
 )
-def test_lists_that_are_refused(spec: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_lists_that_are_refused(spec: Any, argv: str) -> None:
+    with pytest.raises(ValueError, match=argv):
         make(spec)
 
 
@@ -250,11 +250,11 @@ def test_what_a_class_says_it_fills_is_what_it_fills(method: Method) -> None:
 def test_a_drafting_method_in_a_list_has_the_recipe_that_inner_gives(method: DraftingMethod) -> None:
     info = engine().info(NEW)
     assert method.inner is not None
-    within, beside = method.recipe(info), make([method.inner, replace(method, inner=None)]).recipe(info)
+    within, extra = method.recipe(info), make([method.inner, replace(method, inner=None)]).recipe(info)
     for field in fields(Recipe):
         if field.name != "proposer":  # some hold the method itself, and so its inner
-            assert getattr(beside, field.name) == getattr(within, field.name), field.name
-    assert type(beside.proposer) is type(within.proposer)
+            assert getattr(extra, field.name) == getattr(within, field.name), field.name
+    assert type(extra.proposer) is type(within.proposer)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "sampled"])

@@ -15,9 +15,9 @@ from shoal.methods.base import Method
 from shoal.methods.best_of import BestOf
 from shoal.methods.d3 import D3
 from shoal.methods.eagle import Eagle
-from shoal.speculative import part_file
+from shoal.speculative import draft_head_file
 from shoal.speculative.eagle import EagleProposer
-from shoal.speculative.growth import Branching, Likeliest, TreeShape
+from shoal.speculative.growth import Branching, DynamicTree, TreeShape
 from shoal.types import Sampling
 from turns import by_turns
 from watched import Watched
@@ -48,14 +48,14 @@ def test_no_sample_changes(method: str, sampling: str) -> None:
 
 
 def test_branches_of_a_search_and_turns_of_a_chat_guess_as_well() -> None:
-    """Twins of a row know nothing of its states, and a turn takes over what the turns before have stored."""
+    """Twins of a sequence know nothing of its states, and a turn takes over what the turns before have stored."""
     engine, layer = target("llama"), Eagle(eagle_part("llama"), stop=0.0)
     options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logit_bias": ECHO}
     plain = engine.generate(BATCHES[4], method=BestOf(3), **options)
     found = engine.generate(BATCHES[4], method=BestOf(3, inner=layer), **options)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     assert sum(one.stats.accepted for one in found) > 0
-    with Scheduler(engine, max_rows=2) as scheduler:
+    with Scheduler(engine, max_seqs=2) as scheduler:
         for turn in range(1, 4):  # each prompt begins with what the one before has left
             ids = prompt(30, 5)[: 10 * turn]
             answers = []
@@ -68,19 +68,19 @@ def test_branches_of_a_search_and_turns_of_a_chat_guess_as_well() -> None:
 
 @pytest.mark.parametrize(("family", "shape"), [
     ("llama", Branching((1,) * 3)), ("qwen2", Branching((1,) * 3)), ("llama", Branching((3, 2, 2))),
-    ("llama", Likeliest(3, 3)),
+    ("llama", DynamicTree(3, 3)),
 ], ids=["chain", "chain of another family", "branching", "likeliest"])
 def test_the_layer_guesses_what_transformers_would(family: str, shape: TreeShape) -> None:
     """Through prompts and accepted guesses, with the layer's own outputs in the place of states that are not known."""
-    twin, width = EagleTwin(eagle_part(family), family), shape.width(0)
-    part = part_file.read(eagle_part(family), "eagle", target(family).info())
+    slow, width = EagleTwin(eagle_part(family), family), shape.width(0)
+    part = draft_head_file.read(eagle_part(family), "eagle", target(family).info())
     proposer = Watched(EagleProposer(part, shape))
     recipe = Recipe(DepthPlan.full(6), proposer)
     ids = [prompt(70, 1), prompt(5, 2)]
-    run = decode(None, ids, recipe, stack=HF.stack(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)
+    run = decode(None, ids, recipe, runner=HF.runner(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)
     seen = 0
     for tree in proposer.trees:
-        texts = [row.tokens[: end + 1] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
-                 if row.tokens[end] == tree.tokens[0]]
-        seen += any(twin.agrees(text, tree, ECHO, width) for text in texts)
+        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
+                 if seq.tokens[end] == tree.tokens[0]]
+        seen += any(slow.agrees(text, tree, ECHO, width) for text in texts)
     assert seen == len(proposer.trees) > 4

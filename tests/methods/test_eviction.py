@@ -1,4 +1,4 @@
-"""Methods that define a score: which columns the base classes keep, and when."""
+"""Methods that define a score: which slots the base classes keep, and when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.methods.common.eviction import EvictionMethod
 from shoal.methods.common.limits import Positions
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.streaming_llm import StreamingLLM
-from shoal.model.kv.choice import StoredColumns, best_columns, pooled
+from shoal.model.kv.choice import StoredSlots, best_slots, pooled
 from shoal.types import ModelInfo
 
 INFO = ModelInfo(6, max_new_tokens=24)
@@ -24,7 +24,7 @@ PROMPTS = [prompt(5), prompt(37, 3)]
 
 @dataclass(frozen=True)
 class Newest(EvictionMethod):
-    """Newer columns are worth more, so that the window of `streaming_llm` comes of scores."""
+    """Newer slots are worth more, so that the window of `streaming_llm` comes of scores."""
 
     name: ClassVar[str] = "newest"
 
@@ -34,9 +34,9 @@ class Newest(EvictionMethod):
     window: Positions = 0
     heads: int = 1
 
-    def score(self, columns: StoredColumns) -> Tensor:
-        """In one row for all heads, or in one for each."""
-        return columns.places if self.heads == 1 else columns.places.expand(self.heads, -1)
+    def score(self, slots: StoredSlots) -> Tensor:
+        """In one sequence for all heads, or in one for each."""
+        return slots.places if self.heads == 1 else slots.places.expand(self.heads, -1)
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Attended(EvictionMethod):
         """The window's."""
         return self.window
 
-    def score(self, columns: StoredColumns) -> Tensor:
+    def score(self, slots: StoredSlots) -> Tensor:
         """Scores of the window are there and do not matter."""
-        return columns.attention
+        return slots.attention
 
 
 def logits(method: EvictionMethod) -> list[Tensor]:
@@ -67,7 +67,7 @@ def logits(method: EvictionMethod) -> list[Tensor]:
 def test_scores_by_place_are_a_window(method: Newest) -> None:
     for found, wanted in zip(logits(method), logits(StreamingLLM(window=8, sinks=2, every=3)), strict=True):
         assert torch.equal(found, wanted)
-    assert method.most_columns(60) == StreamingLLM(window=8, sinks=2, every=3).most_columns(60) == 13
+    assert method.most_slots(60) == StreamingLLM(window=8, sinks=2, every=3).most_slots(60) == 13
 
 
 def test_a_pool_of_one_ranks_by_the_attention_itself() -> None:
@@ -79,24 +79,24 @@ def test_what_is_dense_and_what_follows_from_the_length() -> None:
     once, often = Attended(), Newest()
     assert once.dense_prompt and not once.by_length and once.listens == 5 and once.untouched == 12
     assert often.by_length and not often.dense_prompt and often.listens == 1
-    assert once.most_columns(90) == 90 and Attended(budget=None).recipe(INFO).keep is None
+    assert once.most_slots(90) == 90 and Attended(budget=None).recipe(INFO).keep is None
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 0), (2, 0), (0, 3), (2, 3)])
 def test_the_best_columns(sinks: int, window: int) -> None:
     scores = torch.randint(0, 5, (3, 20), generator=torch.Generator().manual_seed(1))
-    found = best_columns(scores, 9, 20, sinks, window)
-    for row, own in zip(scores.tolist(), found.tolist(), strict=True):
-        middle = sorted(range(sinks, 20 - window), key=lambda place: (-row[place], place))[: 9 - sinks - window]
+    found = best_slots(scores, 9, 20, sinks, window)
+    for seq, own in zip(scores.tolist(), found.tolist(), strict=True):
+        middle = sorted(range(sinks, 20 - window), key=lambda place: (-seq[place], place))[: 9 - sinks - window]
         assert own == sorted([*range(sinks), *middle, *range(20 - window, 20)])
-    assert torch.equal(best_columns(scores[0], 9, 20, sinks, window), found[0])
-    assert torch.equal(best_columns(scores[:, : 20 - window], 9, 20, sinks, window), found)
+    assert torch.equal(best_slots(scores[0], 9, 20, sinks, window), found[0])
+    assert torch.equal(best_slots(scores[:, : 20 - window], 9, 20, sinks, window), found)
 
 
 @pytest.mark.parametrize("pool", [1, 3, 7])
 def test_pooled_scores_rank_by_neighbours_then_by_themselves(pool: int) -> None:
     scores = torch.randint(0, 4, (2, 15), generator=torch.Generator().manual_seed(2)).float()
-    for row, ranks in zip(scores.tolist(), pooled(scores, pool).tolist(), strict=True):
-        largest = [max(row[max(0, at - pool // 2) : at + pool // 2 + 1]) for at in range(15)]
-        order = sorted(range(15), key=lambda at: (-largest[at], -row[at], at))
+    for seq, ranks in zip(scores.tolist(), pooled(scores, pool).tolist(), strict=True):
+        largest = [max(seq[max(0, at - pool // 2) : at + pool // 2 + 1]) for at in range(15)]
+        order = sorted(range(15), key=lambda at: (-largest[at], -seq[at], at))
         assert sorted(range(15), key=lambda at: -ranks[at]) == order

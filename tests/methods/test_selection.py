@@ -1,4 +1,4 @@
-"""Methods that define what a column is worth to a query: what the base class lets be read."""
+"""Methods that define what a slot is worth to a query: what the base class lets be read."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def test_nothing_is_no_number_of_columns(method: type[Apart]) -> None:
 
 
 def test_kernels_choose_only_where_layers_have_roles() -> None:
-    stack = stack_of(tiny("llama"))
-    assert Apart().label_bytes(stack, 9) is None and Tidal(k=3).label_bytes(stack, 9) == 0
+    runner = stack_of(tiny("llama"))
+    assert Apart().label_bytes(runner, 9) is None and Tidal(k=3).label_bytes(runner, 9) == 0

@@ -30,7 +30,7 @@ from shoal.methods.full import Full
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.build import build
 from shoal.model.packed.source import ModelSource
-from shoal.model.stack import Stack
+from shoal.model.runner import ModelRunner
 from shoal.types import ModelInfo, Sampling
 from toy_tokenizers import metaspace
 
@@ -64,32 +64,32 @@ def mild(name: str, dtype: torch.dtype, factor: float = 0.3, peak: float = 1.0) 
     return model
 
 
-def mild_stack(backend: Backend, name: str, peak: float = 1.0, factor: float = 0.3) -> Stack:
-    backend.stack(name)  # skips where it cannot run
+def mild_stack(backend: Backend, name: str, peak: float = 1.0, factor: float = 0.3) -> ModelRunner:
+    backend.runner(name)  # skips where it cannot run
     return _mild_stack(backend, name, peak, factor)
 
 
 @functools.cache
-def _mild_stack(backend: Backend, name: str, peak: float, factor: float) -> Stack:
+def _mild_stack(backend: Backend, name: str, peak: float, factor: float) -> ModelRunner:
     model = mild(name, backend.dtype, factor, peak)
     if backend.name == "hf":
         return stack_of(model)
     return build(model.config, ModelSource(model), model.dtype, CPU, None, kernels=backend.name == "native")
 
 
-def recipe_of(method: Method, new: int = NEW, stack: Stack | None = None) -> tuple[Recipe, Watched]:
+def recipe_of(method: Method, new: int = NEW, runner: ModelRunner | None = None) -> tuple[Recipe, Watched]:
     info = ModelInfo(6, new, head_layers=0.5, can_split=True)
-    if stack is not None:
-        info = replace(info, num_layers=stack.num_layers, head_layers=stack.head_layers)
+    if runner is not None:
+        info = replace(info, num_layers=runner.num_layers, head_layers=runner.head_layers)
     return watched(method.recipe(info))
 
 
 def both(
-    method: Method, stack: Stack, ids: list[list[int]], new: Any = NEW, **options: Any
+    method: Method, runner: ModelRunner, ids: list[list[int]], new: Any = NEW, **options: Any
 ) -> tuple[Run, Run, Watched]:
     """A plain run of the recipe's plan, and the run with drafts."""
-    recipe, watch = recipe_of(method, stack=stack)
-    options = {"new": new, "stack": stack, "watch": False, **options}
+    recipe, watch = recipe_of(method, runner=runner)
+    options = {"new": new, "stack": runner, "watch": False, **options}
     return decode(None, ids, recipe.plan, **options), decode(None, ids, recipe, **options), watch
 
 
@@ -97,12 +97,12 @@ def both(
 @on_backends("llama", "hybrid")
 @pytest.mark.quick(3)
 def test_no_token_changes(backend: Backend, name: str, method: str) -> None:
-    for stack, ids in [
-        (backend.stack(name), IDS[:1]),
+    for runner, ids in [
+        (backend.runner(name), IDS[:1]),
         (mild_stack(backend, name), IDS),
         (mild_stack(backend, name, 4.0), IDS[1:2]),
     ]:
-        plain, run, watch = both(METHODS[method], stack, ids)
+        plain, run, watch = both(METHODS[method], runner, ids)
         assert run.tokens == plain.tokens
         assert watch.trees
 
@@ -111,8 +111,8 @@ def test_no_token_changes(backend: Backend, name: str, method: str) -> None:
 @on_backends("hybrid", backends=(HF,))
 def test_every_outcome_is_met(backend: Backend, name: str, method: str) -> None:
     met: Counter[str] = Counter()
-    for stack in (backend.stack(name), mild_stack(backend, name), mild_stack(backend, name, factor=0.12)):
-        met += both(METHODS[method], stack, IDS)[2].met
+    for runner in (backend.runner(name), mild_stack(backend, name), mild_stack(backend, name, factor=0.12)):
+        met += both(METHODS[method], runner, IDS)[2].met
     wanted = {"all"} if "all layers" in method else {"none", "some", "all"}
     if method.startswith("del"):  # its drafts are short here
         wanted.remove("some")
@@ -126,7 +126,7 @@ def test_every_outcome_is_met(backend: Backend, name: str, method: str) -> None:
 def test_no_sample_changes(backend: Backend, name: str, method: str, sampling: str) -> None:
     plain, run, _ = both(METHODS[method], mild_stack(backend, name), IDS, 16, sampling=SAMPLINGS[sampling], seed=5)
     assert run.tokens == plain.tokens
-    assert sum(row.ledger.drafted for row in run.rows) > 0
+    assert sum(seq.ledger.drafted for seq in run.seqs) > 0
 
 
 @each_method
@@ -135,7 +135,7 @@ def test_under_a_plan_of_the_target(backend: Backend, method: str) -> None:
     """Verification is exact to the target's own plan, whose dropped layers have no KV to draft on."""
     inner = D3(alpha=0.93, core=2)
     plain, run, watch = both(replace(METHODS[method], inner=inner), mild_stack(backend, "hybrid"), IDS, 30)
-    full = decode(None, IDS, DepthPlan.full(6), 30, stack=mild_stack(backend, "hybrid"))
+    full = decode(None, IDS, DepthPlan.full(6), 30, runner=mild_stack(backend, "hybrid"))
     assert run.tokens == plain.tokens != full.tokens
     assert watch.trees
 
@@ -143,8 +143,8 @@ def test_under_a_plan_of_the_target(backend: Backend, method: str) -> None:
 @brief_methods
 @on_backends("hybrid")
 def test_the_cache_is_that_of_a_plain_run(backend: Backend, name: str, method: str) -> None:
-    stack, ids = mild_stack(backend, name), [prompt(21, 1)]
-    plain, run, _ = both(METHODS[method], stack, ids, release=False)
+    runner, ids = mild_stack(backend, name), [prompt(21, 1)]
+    plain, run, _ = both(METHODS[method], runner, ids, release=False)
     assert run.cache.positions == plain.cache.positions
     assert run.cache.first_shallow(0) == plain.cache.first_shallow(0) == run.cache.positions[0]
     for one, other in zip(run.cache.layers, plain.cache.layers, strict=True):
@@ -188,12 +188,12 @@ def test_there_is_no_second_cache(backend: str, method: str, monkeypatch: pytest
 @each_backend
 def test_an_exception_while_drafting(backend: Backend, method: str) -> None:
     """Cache and model are as before, and a new run on them gives what it always gave."""
-    stack = mild_stack(backend, "hybrid")
+    runner = mild_stack(backend, "hybrid")
     recipe, watch = recipe_of(METHODS[method])
-    plain = decode(None, IDS[:1], recipe.plan, NEW, stack=stack, watch=False)
+    plain = decode(None, IDS[:1], recipe.plan, NEW, runner=runner, watch=False)
     before = fingerprint(mild("hybrid", backend.dtype))
     watch.fail_at = 3
-    run = make_run(None, IDS[:1], recipe, NEW, stack=stack, watch=False)
+    run = make_run(None, IDS[:1], recipe, NEW, runner=runner, watch=False)
     with pytest.raises(RuntimeError, match="the drafter broke"):
         for _ in run.steps():
             pass
@@ -203,14 +203,14 @@ def test_an_exception_while_drafting(backend: Backend, method: str) -> None:
     assert all(layer.scratch == [0] and layer.lengths == run.cache.positions for layer in run.cache.layers)
     assert fingerprint(mild("hybrid", backend.dtype)) == before
     watch.fail_at = None
-    assert decode(None, IDS[:1], recipe, NEW, stack=stack, watch=False).tokens == plain.tokens
+    assert decode(None, IDS[:1], recipe, NEW, runner=runner, watch=False).tokens == plain.tokens
 
 
 @each_method
 def test_a_forward_that_fails_while_drafting(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of the draft's scratch stands, some not; the engine goes on afterwards as if nothing had happened."""
     engine = engine_for(mild("llama", torch.float64))
-    forward, calls, seen = engine.stack.forward, [0], []
+    forward, calls, seen = engine.runner.forward, [0], []
     want = engine.generate(IDS[:2], max_new_tokens=12)
 
     def broken(chunks: Any, cache: KVCache, *others: Any) -> Any:
@@ -220,7 +220,7 @@ def test_a_forward_that_fails_while_drafting(method: str, monkeypatch: pytest.Mo
             raise RuntimeError("no more")
         return forward(chunks, cache, *others)
 
-    monkeypatch.setattr(engine.stack, "forward", broken)
+    monkeypatch.setattr(engine.runner, "forward", broken)
     with pytest.raises(RuntimeError, match="no more"):
         engine.generate(IDS[:2], method=METHODS[method], max_new_tokens=12)
     assert all(layer.scratch == [0, 0] and layer.lengths == seen[0].positions for layer in seen[0].layers)
@@ -249,40 +249,40 @@ def test_the_context_is_never_passed(method: str) -> None:
 @pytest.mark.parametrize("place", (0, 4, 9, 15))
 @each_method
 def test_eos_ends_a_block_exactly_there(method: str, place: int) -> None:
-    stack = mild_stack(HF, "hybrid")
-    free = decode(None, IDS[:1], DepthPlan.full(6), 24, stack=stack).tokens[0]
+    runner = mild_stack(HF, "hybrid")
+    free = decode(None, IDS[:1], DepthPlan.full(6), 24, runner=runner).tokens[0]
     rules = StopRules(eos_token_ids=frozenset([free[place]]), max_new_tokens=24)
-    plain, run, _ = both(METHODS[method], stack, IDS[:1], rules=lambda _: rules)
+    plain, run, _ = both(METHODS[method], runner, IDS[:1], rules=lambda _: rules)
     assert run.tokens == plain.tokens == [free[: free.index(free[place]) + 1]]
-    assert run.rows[0].finish_reason == "stop"
+    assert run.seqs[0].finish_reason == "stop"
     assert run.cache.positions == [len(IDS[0]) + len(run.tokens[0]) - 1]
 
 
 @each_method
 def test_stop_strings_end_a_block_exactly_there(method: str) -> None:
-    words = metaspace()
-    ids, model = prompt(5, 1, len(words)), tiny("llama", vocab_size=len(words))
-    steps = decode(model, [ids], DepthPlan.full(6), 24, tokenizer=words).rows[0].steps
+    argv = metaspace()
+    ids, model = prompt(5, 1, len(argv)), tiny("llama", vocab_size=len(argv))
+    steps = decode(model, [ids], DepthPlan.full(6), 24, tokenizer=argv).seqs[0].steps
     text = "".join(step.text for step in steps)
     for stop in sorted({text[at : at + size] for at in (3, 8, 14) for size in (1, 3)}):
         rules = StopRules(stop_strings=(stop,), max_new_tokens=24)
-        options = {"rules": lambda _, rules=rules: rules, "tokenizer": words}
+        options = {"rules": lambda _, rules=rules: rules, "tokenizer": argv}
         plain, run, _ = both(METHODS[method], stack_of(model), [ids], **options)
         assert run.tokens == plain.tokens
-        assert "".join(step.text for step in run.rows[0].steps) == text[: text.index(stop)]
+        assert "".join(step.text for step in run.seqs[0].steps) == text[: text.index(stop)]
 
 
 @brief_methods
 def test_rows_are_independent(method: str) -> None:
     """Neither tokens nor what drafting brought depend on batch-mates."""
-    stack = mild_stack(HF, "hybrid")
+    runner = mild_stack(HF, "hybrid")
     for probs in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
         recipe, _ = recipe_of(METHODS[method])
-        batch = decode(None, IDS, recipe, [14, 9, 18, 11], stack=stack, sampling=probs, watch=False)
-        for row, new in enumerate((14, 9, 18, 11)):
-            one = decode(None, [IDS[row]], recipe, new, stack=stack, sampling=probs, watch=False, numbers=[row])
-            assert one.tokens[0] == batch.tokens[row]
-            ledgers = [one.rows[0].ledger, batch.rows[row].ledger]
+        batch = decode(None, IDS, recipe, [14, 9, 18, 11], runner=runner, sampling=probs, watch=False)
+        for seq, new in enumerate((14, 9, 18, 11)):
+            one = decode(None, [IDS[seq]], recipe, new, runner=runner, sampling=probs, watch=False, numbers=[seq])
+            assert one.tokens[0] == batch.tokens[seq]
+            ledgers = [one.seqs[0].ledger, batch.seqs[seq].ledger]
             if method.startswith("del"):  # it judges its exits whenever it is asked to draft for anybody
                 ledgers = [replace(ledger, heads_read=0) for ledger in ledgers]
             if not method.startswith("swift"):  # how far back its search looks depends on when windows were shifted
@@ -294,11 +294,11 @@ def test_layer_tokens_of_drafts_are_counted(method: str) -> None:
     """Against the forwards themselves, seen by hooks."""
     model = mild("llama", torch.float64)
     recipe, _ = recipe_of(METHODS[method])
-    run = make_run(None, IDS[:1], recipe, NEW, stack=stack_of(model), watch=False)
+    run = make_run(None, IDS[:1], recipe, NEW, runner=stack_of(model), watch=False)
     with layer_calls(model) as calls:
         for _ in run.steps():
             pass
-    ledger = run.rows[0].ledger
+    ledger = run.seqs[0].ledger
     counted = ledger.prefill_layer_tokens + ledger.decode_layer_tokens + ledger.draft_layer_tokens
     assert sum(calls.attention_rows) + sum(calls.mlp_rows) == 2 * counted
     assert ledger.accepted <= ledger.drafted
@@ -310,7 +310,7 @@ def test_layer_tokens_of_drafts_are_counted(method: str) -> None:
 def test_every_rule_takes_the_drafts(method: str, kind: Any) -> None:
     margin = 0.5 if kind == "lenient" else None
     recipe, watch = recipe_of(replace(METHODS[method], rule=kind, margin=margin))
-    run = decode(None, IDS, recipe, 20, stack=mild_stack(HF, "llama"), sampling=SAMPLINGS["sampled"], watch=False)
+    run = decode(None, IDS, recipe, 20, runner=mild_stack(HF, "llama"), sampling=SAMPLINGS["sampled"], watch=False)
     assert recipe.exact_to == ("full" if kind in ("match", "rejection") else "none")
     assert [len(tokens) for tokens in run.tokens] == [20] * 4
     assert all(tree.draft_probs is not None for tree in watch.trees if len(tree) > 1)
@@ -321,9 +321,9 @@ def test_all_layers_accept_everything() -> None:
     for kind in ("match", "rejection"):
         for name, probs in SAMPLINGS.items():
             recipe, watch = recipe_of(D3Spec(alpha=1.0, length=4, rule=kind))
-            run = decode(None, IDS, recipe, 21, stack=stack_of(tiny("hybrid")), sampling=probs, watch=False)
+            run = decode(None, IDS, recipe, 21, runner=stack_of(tiny("hybrid")), sampling=probs, watch=False)
             assert {*watch.met} == {"all"}, (kind, name)
-            assert [row.ledger.target_forwards for row in run.rows] == [1 + 4] * 4
+            assert [seq.ledger.target_forwards for seq in run.seqs] == [1 + 4] * 4
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
@@ -360,8 +360,8 @@ def test_trained_weights(backend: str, method: str, sampling: str) -> None:
         (lambda: D3Spec(stop=-0.1), r"stop is -0\.1"),
     ],
 )
-def test_bad_knobs_are_named(build: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_knobs_are_named(build: Any, argv: str) -> None:
+    with pytest.raises(ValueError, match=argv):
         build()
 
 

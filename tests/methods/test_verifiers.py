@@ -103,8 +103,8 @@ def test_long_prompts_are_looked_at_quickly(begins: str, part: str) -> None:
 
 
 def test_a_value_may_be_long_and_words_may_follow_a_short_one() -> None:
-    rows = "\n".join(["[", *["1,"] * 60, "]"])
-    for text, wanted in ((f"{rows}\n", rows), ("[\n1]\nand so on\n", "[\n1]")):
+    seqs = "\n".join(["[", *["1,"] * 60, "]"])
+    for text, wanted in ((f"{seqs}\n", seqs), ("[\n1]\nand so on\n", "[\n1]")):
         assert examples.examples(f">>> f(1)\n{text}") == (Example("f(1)", wanted),)
 
 
@@ -133,9 +133,9 @@ def test_programs_have_their_time_from_when_they_are_begun(monkeypatch: pytest.M
     clock, given = [0.0], list[float]()
 
     class Pool(ThreadPoolExecutor):
-        def submit(self, *words: Any) -> Any:  # type: ignore[override]
+        def submit(self, *argv: Any) -> Any:  # type: ignore[override]
             clock[0] += 100
-            return super().submit(*words)
+            return super().submit(*argv)
 
     def run(program: object, seconds: float) -> str:
         given.append(seconds)
@@ -218,7 +218,7 @@ BAD: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("kind", [BestOf(2), *SEARCHES], ids=lambda one: one.name)
 @pytest.mark.parametrize(("said", "words"), BAD, ids=[str(number) for number in range(len(BAD))])
-def test_a_bad_endpoint_fails_its_own_request_alone(kind: Method, said: Any, words: str) -> None:
+def test_a_bad_endpoint_fails_its_own_request_alone(kind: Method, said: Any, argv: str) -> None:
     let_go = threading.Event()
     plain = engine_of("llama").generate(SHORT[1], max_new_tokens=9).tokens
     with endpoint(lambda _: let_go.wait(30) if said == "hang" else said) as url:
@@ -230,10 +230,10 @@ def test_a_bad_endpoint_fails_its_own_request_alone(kind: Method, said: Any, wor
         while scheduler.running or scheduler.waiting:
             scheduler.turn()
         let_go.set()
-    with pytest.raises((ValueError, TimeoutError), match=words):
+    with pytest.raises((ValueError, TimeoutError), match=argv):
         list(bad)
     assert good.results[0].tokens == plain
-    assert scheduler._batches.plain.cache.rows == 0, "nothing is left of it"
+    assert scheduler._batches.plain.cache.seqs == 0, "nothing is left of it"
 
 
 def test_nobody_there() -> None:
@@ -244,7 +244,7 @@ def test_nobody_there() -> None:
 
 @pytest.mark.parametrize("kind", [BestOf, *map(type, SEARCHES)])
 def test_other_rows_go_on_while_a_verdict_is_waited_for(kind: Callable[..., Method]) -> None:
-    """The verifier answers only when another row has come to its end: it would never, if that one had to wait."""
+    """The verifier answers only when another sequence has come to its end: it would never, if that one had to wait."""
     over = threading.Event()
 
     def verifier(attempt: Attempt) -> float:
@@ -274,7 +274,7 @@ def test_a_request_whose_verifier_hangs_can_be_cancelled() -> None:
     handle.cancel()
     scheduler.turn()
     let_go.set()
-    assert not scheduler.running and scheduler._batches.plain.cache.rows == 0
+    assert not scheduler.running and scheduler._batches.plain.cache.seqs == 0
 
 
 def test_a_verdict_is_there_in_its_time() -> None:

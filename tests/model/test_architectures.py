@@ -21,10 +21,10 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.kv.cache import KVCache
 from shoal.model.parity import check_parity, settle_layout
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.runner import ModelRunner, SequenceChunk
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -88,17 +88,17 @@ def build(model_type: str, others: dict[str, Any]) -> Any:
     return model
 
 
-def stored_bytes(stack: Stack) -> tuple[int, ...]:
+def stored_bytes(runner: ModelRunner) -> tuple[int, ...]:
     """Of a position of each layer, once something is stored."""
-    cache = KVCache(stack.windows, 1)
-    stack.forward([SequenceChunk(0, [1, 2], [0, 0], DepthPlan.full(stack.num_layers))], cache)
+    cache = KVCache(runner.windows, 1)
+    runner.forward([SequenceChunk(0, [1, 2], [0, 0], DepthPlan.full(runner.num_layers))], cache)
     return tuple(layer.bytes_per_position for layer in cache.layers)
 
 
 @on_backends("llama", "qwen3", "gemma3", "hybrid")
 def test_the_bytes_of_a_position_are_known_beforehand(backend: Backend, name: str) -> None:
-    stack = backend.stack(name)
-    assert stack.position_bytes == stored_bytes(stack)
+    runner = backend.runner(name)
+    assert runner.position_bytes == stored_bytes(runner)
 
 
 @pytest.mark.parametrize("case", RUN)
@@ -114,7 +114,7 @@ def test_run_as_transformers_runs_them(case: str) -> None:
         assert result.tokens == alone.tokens
         assert result.stats.mean_layers < 4
     assert fingerprint(model) == before
-    assert engine.stack.position_bytes == stored_bytes(engine.stack)
+    assert engine.runner.position_bytes == stored_bytes(engine.runner)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -128,7 +128,7 @@ def test_refused_with_a_reason(case: str) -> None:
 
 
 def test_a_rotary_table_that_changes_with_the_length_bounds_the_context() -> None:
-    """Else a long row would change the table of its mates."""
+    """Else a long sequence would change the table of its mates."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     model = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=16, max_position_embeddings=64)
@@ -142,30 +142,30 @@ def test_a_rotary_table_that_changes_with_the_length_bounds_the_context() -> Non
 
 
 class _Off:
-    """A stack whose logits are off by a relative error in one place."""
+    """A runner whose logits are off by a relative error in one place."""
 
-    def __init__(self, stack: Any, call: int, row: int) -> None:
-        self._stack, self._call, self._row = stack, call, row
+    def __init__(self, runner: Any, call: int, seq: int) -> None:
+        self._runner, self._call, self._seq = runner, call, seq
         self._calls = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stack, name)
+        return getattr(self._runner, name)
 
     def forward(self, *args: Any) -> Any:
-        logits = self._stack.forward(*args)
+        logits = self._runner.forward(*args)
         if self._calls == self._call:
-            logits[self._row] += 1e-6 * logits.abs().max()
+            logits[self._seq] += 1e-6 * logits.abs().max()
         self._calls += 1
         return logits
 
 
 @pytest.mark.parametrize(("call", "row"), [(0, 4), (1, 0), (2, 2), (3, 0), (3, 5), (4, 2), (5, 0), (5, 3), (5, 4)])
-def test_the_check_at_load_sees_every_logit(call: int, row: int) -> None:
+def test_the_check_at_load_sees_every_logit(call: int, seq: int) -> None:
     """In chunks, in a ragged batch, in a tree; the tree's wrong guess alone is free."""
     model = tiny("llama")
     assert check_parity(stack_of(model), model) < 1e-12
     with pytest.raises(Unsupported, match="differ from the model's own by .*e-0. of the largest logit"):
-        check_parity(_Off(stack_of(model), call, row), model)
+        check_parity(_Off(stack_of(model), call, seq), model)
     check_parity(_Off(stack_of(model), 5, 1), model)
 
 
@@ -173,21 +173,21 @@ GLOBAL = RUN["global attention that masks by itself"]
 
 
 def test_attention_that_tells_positions_by_columns_has_each_row_alone() -> None:
-    """Beside a longer row with fewer new tokens, padding would hide a row's own tokens from it."""
+    """Beside a longer sequence with fewer new tokens, padding would hide a sequence's own tokens from it."""
     model = build(*GLOBAL)
-    stack = HFStack(model)
-    stack.prepacks = False
+    runner = HFRunner(model)
+    runner.prepacks = False
     with pytest.raises(Unsupported, match="differ from the model's own"):
-        check_parity(stack, model)
-    assert settle_layout(stack, model) < 1e-5
-    assert stack.alone and not stack.prepacks
+        check_parity(runner, model)
+    assert settle_layout(runner, model) < 1e-5
+    assert runner.alone and not runner.prepacks
 
 
 def test_what_a_model_rounds_itself_it_may_differ_by() -> None:
     """Its weights are float64, its attention computes in float32: so it does with a cache and without."""
     model = build(*GLOBAL).double()
-    stack = HFStack(model)
-    assert 1e-9 < settle_layout(stack, model) < 1e-6
+    runner = HFRunner(model)
+    assert 1e-9 < settle_layout(runner, model) < 1e-6
     engine = engine_for(model)
     ids = [prompt(11, 1, 50), prompt(3, 2, 50)]
     results = engine.generate(ids, method="prompt_lookup", max_new_tokens=12, ignore_eos=True)
@@ -229,9 +229,9 @@ def test_a_factor_before_the_head(shift: float) -> None:
     model = _Scaled(config).double().eval()
     if shift:
         with pytest.raises(Unsupported, match="changes its hidden states before the LM head"):
-            HFStack(model)
+            HFRunner(model)
     else:
-        assert check_parity(HFStack(model), model) < 1e-12
+        assert check_parity(HFRunner(model), model) < 1e-12
 
 
 def test_what_transformers_cannot_run_is_named() -> None:

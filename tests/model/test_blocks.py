@@ -1,4 +1,4 @@
-"""Splitting a sequence into blocks, or sharing beginnings in a tree, changes no logit; nor does the company of rows."""
+"""Splitting a sequence into blocks, or sharing beginnings in a tree, changes no logit; nor does the company of sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from families import VOCAB
 from shoal.decode.tree import TokenTree
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 PROMPT, NEW = 7, 14
 PLANS = {
@@ -31,15 +31,15 @@ TOKENS = prompt(PROMPT + NEW, 5)
 
 def blocks(backend: Backend, name: str, plan: DepthPlan, sizes: Sequence[int]) -> Tensor:
     """Logits [NEW, V] of the last tokens of TOKENS, fed in blocks of these sizes."""
-    stack = backend.stack(name)
-    cache, pieces, done = KVCache(stack.windows, 1), [], 0
+    runner = backend.runner(name)
+    cache, pieces, done = KVCache(runner.windows, 1), [], 0
     for size in sizes:
         chosen = range(done, min(done + size, len(TOKENS)))
         if not chosen:
             break
         steps = [max(0, place - PROMPT + 1) for place in chosen]
         chunk = SequenceChunk(0, [TOKENS[place] for place in chosen], steps, plan, wanted=len(chosen))
-        pieces.append(stack.forward([chunk], cache))
+        pieces.append(runner.forward([chunk], cache))
         cache.commit(0, range(len(chosen)))
         done += len(chosen)
     return torch.cat(pieces)[PROMPT:]
@@ -73,18 +73,18 @@ def random_tree(dice: random.Random, nodes: int) -> TokenTree:
 @pytest.mark.parametrize("plan", PLANS)
 @on_backends("llama", "hybrid", "mistral", "gpt2", "gemma2")
 def test_every_node_of_a_tree_sees_its_own_path_alone(backend: Backend, name: str, plan: str) -> None:
-    model, dice, stack = reference(name), random.Random(3), backend.stack(name)
+    model, dice, runner = reference(name), random.Random(3), backend.runner(name)
     for nodes, given_steps in ((9, 1), (14, 4)):
         tree = random_tree(dice, nodes)
         assert not tree.is_chain
         before = TOKENS[: PROMPT + given_steps - 1]
-        cache = KVCache(stack.windows, 1)
-        stack.forward(
+        cache = KVCache(runner.windows, 1)
+        runner.forward(
             [SequenceChunk(0, before, [max(0, i - PROMPT + 1) for i in range(len(before))], PLANS[plan])], cache
         )
         cache.commit(0, range(len(before)))
         steps = [given_steps + depth for depth in tree.depths]
-        logits = stack.forward(
+        logits = runner.forward(
             [SequenceChunk(0, tree.tokens, steps, PLANS[plan], tree.parents, tree.depths, wanted=nodes)], cache
         )
         for node in range(nodes):
@@ -96,7 +96,7 @@ def test_every_node_of_a_tree_sees_its_own_path_alone(backend: Backend, name: st
 @on_backends("hybrid", "gemma2")
 def test_blocks_and_trees_of_different_rows_in_one_forward(backend: Backend, name: str) -> None:
     """Each feed of a forward comes out as if it were alone: chain, tree, one token, prompt, under different plans."""
-    stack, tree = backend.stack(name), random_tree(random.Random(5), 10)
+    runner, tree = backend.runner(name), random_tree(random.Random(5), 10)
     plans = list(PLANS.values())
     befores = [prompt(3, 1), prompt(12, 2), prompt(8, 3), []]
     chunks = [
@@ -106,17 +106,17 @@ def test_blocks_and_trees_of_different_rows_in_one_forward(backend: Backend, nam
         SequenceChunk(3, prompt(6, 7), [0] * 6, plans[0], wanted=6),
     ]
 
-    def filled(rows: Sequence[int]) -> KVCache:
-        cache = KVCache(stack.windows, len(rows))
-        for slot, row in enumerate(rows):
-            if befores[row]:
-                stack.forward([SequenceChunk(slot, befores[row], [0] * len(befores[row]), plans[0])], cache)
-                cache.commit(slot, range(len(befores[row])))
+    def filled(seqs: Sequence[int]) -> KVCache:
+        cache = KVCache(runner.windows, len(seqs))
+        for seq_id, seq in enumerate(seqs):
+            if befores[seq]:
+                runner.forward([SequenceChunk(seq_id, befores[seq], [0] * len(befores[seq]), plans[0])], cache)
+                cache.commit(seq_id, range(len(befores[seq])))
         return cache
 
-    together = stack.forward(chunks, filled(range(4))).split([chunk.wanted for chunk in chunks])
-    for row, chunk in enumerate(chunks):
+    together = runner.forward(chunks, filled(range(4))).split([chunk.wanted for chunk in chunks])
+    for seq, chunk in enumerate(chunks):
         single = SequenceChunk(0, chunk.tokens, chunk.steps, chunk.plan, chunk.parents, chunk.depths, chunk.wanted)
-        assert gap(stack.forward([single], filled([row])), together[row]) <= backend.exact
-    some = stack.forward([chunks[1], chunks[3]], filled(range(4)))
+        assert gap(runner.forward([single], filled([seq])), together[seq]) <= backend.exact
+    some = runner.forward([chunks[1], chunks[3]], filled(range(4)))
     assert gap(some, torch.cat([together[1], together[3]])) <= backend.exact

@@ -12,7 +12,7 @@ from torch import Tensor
 import shoal.model.hf as hf
 import shoal.model.kv.layer as kv_layer
 import shoal.model.masks as masks
-import shoal.model.stack as stack_module
+import shoal.model.runner as stack_module
 from drive import decode, gap, make_run, oracle_logits, prompt, stack_of
 from families import fingerprint, tiny
 from planted import Planted
@@ -20,7 +20,7 @@ from shoal.decode.recipe import Recipe
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal.model.stack import RowView, SequenceChunk
+from shoal.model.runner import SequenceChunk, SequenceView
 
 D3 = DepthPlan.whole_layers([NEVER, 9, 2, 4, 6, NEVER])
 FULL = DepthPlan.full(6)
@@ -44,28 +44,28 @@ def test_the_intact_engine_is_exact(name: str) -> None:
 
 
 def _without_window(original: Any) -> Any:
-    return lambda rows, window, device, square=True: original(rows, None, device, square)
+    return lambda seqs, window, device, square=True: original(seqs, None, device, square)
 
 
 def _window_of(change: int) -> Any:
-    return lambda original: lambda rows, window, device, square=True: original(
-        rows, window and window + change, device, square
+    return lambda original: lambda seqs, window, device, square=True: original(
+        seqs, window and window + change, device, square
     )
 
 
 def _blind_to_the_last_key(original: Any) -> Any:
-    def seen(rows: Sequence[RowView], window: int | None, device: Any, square: bool = True) -> Tensor | None:
-        table = original(rows, window, device, square)
+    def seen(seqs: Sequence[SequenceView], window: int | None, device: Any, square: bool = True) -> Tensor | None:
+        table = original(seqs, window, device, square)
         if table is None:
-            table = torch.ones(len(rows), 1, 1, rows[0].columns, dtype=torch.bool)
-        return table.index_fill(-1, torch.tensor([rows[0].base - rows[0].start - 1]).clamp(min=0), False)
+            table = torch.ones(len(seqs), 1, 1, seqs[0].slots, dtype=torch.bool)
+        return table.index_fill(-1, torch.tensor([seqs[0].base - seqs[0].start - 1]).clamp(min=0), False)
 
     return seen
 
 
 def _looks_ahead(original: Any) -> Any:
-    def seen(rows: Sequence[RowView], window: int | None, device: Any, square: bool = True) -> Tensor | None:
-        table = original(rows, window, device, False)
+    def seen(seqs: Sequence[SequenceView], window: int | None, device: Any, square: bool = True) -> Tensor | None:
+        table = original(seqs, window, device, False)
         return table if table is None else torch.ones_like(table)
 
     return seen
@@ -101,7 +101,7 @@ def test_positions_off_by_one_are_seen(name: str, monkeypatch: pytest.MonkeyPatc
     right = hf.positions
 
     def wrong(chunk: SequenceChunk, cache: KVCache, *rest: int) -> list[int]:
-        return [place + (cache.positions[chunk.row] > 0) for place in right(chunk, cache, *rest)]
+        return [place + (cache.positions[chunk.seq] > 0) for place in right(chunk, cache, *rest)]
 
     monkeypatch.setattr(hf, "positions", wrong)
     assert error(name) > FAR
@@ -111,7 +111,7 @@ def test_tree_positions_by_node_number_are_seen(monkeypatch: pytest.MonkeyPatch)
     draft, right = truth("llama"), hf.positions
 
     def wrong(chunk: SequenceChunk, *rest: Any) -> list[int]:
-        return right(SequenceChunk(chunk.row, chunk.tokens, chunk.steps, chunk.plan), *rest)
+        return right(SequenceChunk(chunk.seq, chunk.tokens, chunk.steps, chunk.plan), *rest)
 
     monkeypatch.setattr(hf, "positions", wrong)
     assert error("llama", draft=draft) > FAR
@@ -135,17 +135,17 @@ def test_a_stale_entry_is_seen(layer: int) -> None:
 
 def test_a_commit_that_keeps_the_wrong_nodes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, right = truth("llama"), KVLayer.commit
-    monkeypatch.setattr(KVLayer, "commit", lambda self, row, path: right(self, row, range(len(path))))
+    monkeypatch.setattr(KVLayer, "commit", lambda self, seq, path: right(self, seq, range(len(path))))
     assert error("llama", draft=draft) > FAR
 
 
 def test_a_window_that_drops_one_position_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = KVLayer._evict
 
-    def wrong(self: KVLayer, row: int) -> None:
+    def wrong(self: KVLayer, seq: int) -> None:
         with pytest.MonkeyPatch.context() as narrower:
             narrower.setattr(self, "window", (self.window or 0) - 1)
-            right(self, row)
+            right(self, seq)
 
     monkeypatch.setattr(KVLayer, "_evict", wrong)
     ids = prompt(5)
@@ -163,54 +163,54 @@ def test_growth_that_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def grown_feed() -> tuple[SequenceChunk, KVCache]:
     """A cache whose layer 2 skipped a token, and a feed that wants layer 2 back."""
-    stack = stack_of(tiny("llama"))
-    cache = KVCache(stack.windows, 1)
+    runner = stack_of(tiny("llama"))
+    cache = KVCache(runner.windows, 1)
     shallow = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, NEVER, NEVER])
     for tokens, steps, plan in ((IDS, [0] * 9, FULL), ([4], [1], shallow)):
-        stack.forward([SequenceChunk(0, tokens, steps, plan)], cache)
+        runner.forward([SequenceChunk(0, tokens, steps, plan)], cache)
         cache.commit(0, range(len(tokens)))
     return SequenceChunk(0, [5], [2], FULL), cache
 
 
 def test_a_plan_that_grows_is_refused_and_nothing_is_harmed() -> None:
-    stack, before = stack_of(tiny("llama")), fingerprint(tiny("llama"))
+    runner, before = stack_of(tiny("llama")), fingerprint(tiny("llama"))
     chunk, cache = grown_feed()
     with pytest.raises(RuntimeError, match="layer 2 holds the KV of 9 positions of row 0, but 10 precede.*not nested"):
-        stack.forward([chunk], cache)
+        runner.forward([chunk], cache)
     cache.rollback(0)
     shallow = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, NEVER, NEVER])
-    logits = stack.forward([SequenceChunk(0, [5], [2], shallow)], cache)
+    logits = runner.forward([SequenceChunk(0, [5], [2], shallow)], cache)
     assert gap(logits, oracle_logits(tiny("llama"), IDS, shallow, [4, 5, 0])[-1:]) <= 1e-10
     assert fingerprint(tiny("llama")) == before
 
 
 def test_a_grown_attention_is_refused_but_a_lone_mlp_may_return() -> None:
-    stack = stack_of(tiny("llama"))
+    runner = stack_of(tiny("llama"))
     chunk, cache = grown_feed()
     mlp_only = DepthPlan((NEVER, NEVER, 1, NEVER, NEVER, NEVER), (NEVER,) * 6)
-    stack.forward([SequenceChunk(0, [5], [2], mlp_only)], cache)
+    runner.forward([SequenceChunk(0, [5], [2], mlp_only)], cache)
     cache.rollback(0)
     attention_only = DepthPlan((NEVER,) * 6, (NEVER, NEVER, 1, NEVER, NEVER, NEVER))
     with pytest.raises(RuntimeError, match="not nested"):
-        stack.forward([SequenceChunk(0, [5], [2], attention_only)], cache)
+        runner.forward([SequenceChunk(0, [5], [2], attention_only)], cache)
 
 
 def test_without_the_check_a_grown_plan_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal is needed: what the layer would compute is silently different."""
-    stack = stack_of(tiny("llama"))
+    runner = stack_of(tiny("llama"))
     chunk, cache = grown_feed()
     monkeypatch.setattr(stack_module, "check_lengths", lambda *_: None)
-    monkeypatch.setattr(hf.HFStack, "attention_mask", lambda *_: None)
-    logits = stack.forward([chunk], cache)
+    monkeypatch.setattr(hf.HFRunner, "attention_mask", lambda *_: None)
+    logits = runner.forward([chunk], cache)
     right = oracle_logits(tiny("llama"), IDS, FULL, [4, 5, 0])[-1:]
     assert gap(logits, right) > FAR
 
 
 def test_a_released_layer_refuses_to_run() -> None:
-    stack = stack_of(tiny("llama"))
-    cache = KVCache(stack.windows, 1)
-    stack.forward([SequenceChunk(0, IDS, [0] * 9, FULL)], cache)
+    runner = stack_of(tiny("llama"))
+    cache = KVCache(runner.windows, 1)
+    runner.forward([SequenceChunk(0, IDS, [0] * 9, FULL)], cache)
     cache.commit(0, range(9))
     cache.release(0, [3])
     with pytest.raises(RuntimeError, match="released"):
-        stack.forward([SequenceChunk(0, [5], [1], FULL)], cache)
+        runner.forward([SequenceChunk(0, [5], [1], FULL)], cache)

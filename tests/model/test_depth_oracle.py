@@ -45,7 +45,7 @@ def laid_out(budget: str, order: str) -> DepthPlan:
 
 
 def check(model: PreTrainedModel, plan: DepthPlan, length: int, exact: float = EXACT, **options: Any) -> None:
-    """One row under `plan` against the oracle: tokens and the logits behind them."""
+    """One sequence under `plan` against the oracle: tokens and the logits behind them."""
     ids = prompt(length, seed=length)
     run = decode(model, [ids], plan, NEW, **options)
     logits = oracle_logits(model, ids, plan, run.tokens[0])
@@ -56,7 +56,7 @@ def check(model: PreTrainedModel, plan: DepthPlan, length: int, exact: float = E
 
 def check_on(backend: Backend, name: str, plan: DepthPlan, length: int, **options: Any) -> None:
     """`check` of a backend, against the reference that all backends share."""
-    check(reference(name), plan, length, backend.exact, stack=backend.stack(name), **options)
+    check(reference(name), plan, length, backend.exact, runner=backend.runner(name), **options)
 
 
 @by_turns("budget, order, backend", BUDGETS, ORDERS, BACKENDS)

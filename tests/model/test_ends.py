@@ -15,24 +15,24 @@ from families import tiny
 from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 
 @on_backends("llama", "gemma3", "gpt2", "granite", "opt")
 def test_the_ends_are_those_of_the_model(backend: Backend, name: str) -> None:
     """The states are transformers' own: its first one, and its last one, which is normed already."""
-    model, stack, ids = reference(name), backend.stack(name), prompt(9)
+    model, runner, ids = reference(name), backend.runner(name), prompt(9)
     with torch.no_grad():
         own = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     seen: list[Tensor] = []
-    chunk = SequenceChunk(0, ids, [0] * len(ids), DepthPlan.full(stack.num_layers), wanted=len(ids))
-    logits = stack.forward([chunk], KVCache(stack.windows, 1), lambda layer, hidden: seen.append(hidden[0].clone()))
+    chunk = SequenceChunk(0, ids, [0] * len(ids), DepthPlan.full(runner.num_layers), wanted=len(ids))
+    logits = runner.forward([chunk], KVCache(runner.windows, 1), lambda layer, hidden: seen.append(hidden[0].clone()))
     places = torch.arange(len(ids))
-    entered = stack.embed(torch.tensor(ids), places)
+    entered = runner.embed(torch.tensor(ids), places)
     assert gap(entered.double(), seen[0].double()) <= backend.exact
     assert gap(entered.double(), own[0][0]) <= backend.exact
-    assert gap(stack.normed(seen[-1]).double(), own[-1][0]) <= backend.exact
-    assert gap(stack.exit_logits(seen[-1]).double(), logits.double()) <= backend.exact
+    assert gap(runner.normed(seen[-1]).double(), own[-1][0]) <= backend.exact
+    assert gap(runner.exit_logits(seen[-1]).double(), logits.double()) <= backend.exact
 
 
 def test_trained_tensors_are_read_once_and_anew_where_they_change(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.cuda.form import fit_of
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.runner import ModelRunner, SequenceChunk
 
 FULL = DepthPlan.full(6)
 PLANS = {
@@ -42,11 +42,11 @@ def random_tree(rng: random.Random, chain: bool, size: int) -> TokenTree:
     return TokenTree(tuple(rng.randrange(VOCAB) for _ in parents), tuple(parents))
 
 
-def whole(row: int, tree: TokenTree, plan: DepthPlan) -> SequenceChunk:
+def whole(seq: int, tree: TokenTree, plan: DepthPlan) -> SequenceChunk:
     """All nodes at once, every logit wanted."""
     steps = [1 + depth for depth in tree.depths]
     shape = (None, None) if tree.is_chain else (tree.parents, tree.depths)
-    return SequenceChunk(row, tree.tokens, steps, plan, *shape, wanted=len(tree))
+    return SequenceChunk(seq, tree.tokens, steps, plan, *shape, wanted=len(tree))
 
 
 def piece(chunk: SequenceChunk, first: int, last: int) -> SequenceChunk:
@@ -56,17 +56,17 @@ def piece(chunk: SequenceChunk, first: int, last: int) -> SequenceChunk:
     return replace(chunk, tokens=tokens, steps=steps, parents=parents, depths=depths, wanted=last - first, fed=first)
 
 
-def filled(stack: Stack, lengths: tuple[int, ...] = LENGTHS) -> KVCache:
-    cache = KVCache(stack.windows, len(lengths))
-    for row, length in enumerate(lengths):
-        for token in [prompt(length, row)[i : i + 3] for i in range(0, length, 3)]:
-            stack.forward([SequenceChunk(row, token, [0] * len(token), FULL)], cache)
-            cache.commit(row, range(len(token)))
+def filled(runner: ModelRunner, lengths: tuple[int, ...] = LENGTHS) -> KVCache:
+    cache = KVCache(runner.windows, len(lengths))
+    for seq, length in enumerate(lengths):
+        for token in [prompt(length, seq)[i : i + 3] for i in range(0, length, 3)]:
+            runner.forward([SequenceChunk(seq, token, [0] * len(token), FULL)], cache)
+            cache.commit(seq, range(len(token)))
     return cache
 
 
-def in_pieces(stack: Stack, cache: KVCache, chunks: list[SequenceChunk], rng: random.Random) -> list[Tensor]:
-    """The feeds' logits from forwards of a few nodes each; rows advance at different speeds and end apart."""
+def in_pieces(runner: ModelRunner, cache: KVCache, chunks: list[SequenceChunk], rng: random.Random) -> list[Tensor]:
+    """The feeds' logits from forwards of a few nodes each; sequences advance at different speeds and end apart."""
     done, logits = [0] * len(chunks), [[] for _ in chunks]
     while any(at < len(chunk.tokens) for at, chunk in zip(done, chunks, strict=True)):
         pieces = [
@@ -76,25 +76,25 @@ def in_pieces(stack: Stack, cache: KVCache, chunks: list[SequenceChunk], rng: ra
         ]
         if not pieces:
             continue
-        for one, part in zip(pieces, stack.forward(pieces, cache).split([p.wanted for p in pieces]), strict=True):
-            logits[one.row].append(part)
-            done[one.row] = one.nodes.stop
+        for one, part in zip(pieces, runner.forward(pieces, cache).split([p.wanted for p in pieces]), strict=True):
+            logits[one.seq].append(part)
+            done[one.seq] = one.nodes.stop
     return [torch.cat(parts) for parts in logits]
 
 
 def check(backend: Backend, name: str, plan: DepthPlan, chain: bool, seed: int, most: int = 18) -> None:
-    stack, rng = backend.stack(name), random.Random(seed)
-    caches = filled(stack), filled(stack)
+    runner, rng = backend.runner(name), random.Random(seed)
+    caches = filled(runner), filled(runner)
     for _ in range(2):
         trees = [random_tree(rng, chain, rng.randint(1, most)) for _ in LENGTHS]
-        chunks = [whole(row, tree, plan) for row, tree in enumerate(trees)]
-        expected = stack.forward(chunks, caches[0]).split([len(tree) for tree in trees])
-        for found, wanted in zip(in_pieces(stack, caches[1], chunks, rng), expected, strict=True):
+        chunks = [whole(seq, tree, plan) for seq, tree in enumerate(trees)]
+        expected = runner.forward(chunks, caches[0]).split([len(tree) for tree in trees])
+        for found, wanted in zip(in_pieces(runner, caches[1], chunks, rng), expected, strict=True):
             assert gap(found, wanted) <= backend.exact
         assert [layer.scratch for layer in caches[0].layers] == [layer.scratch for layer in caches[1].layers]
-        for row, tree in enumerate(trees):
+        for seq, tree in enumerate(trees):
             path = tree.path(rng.randrange(len(tree)))
-            shallow = {cache.commit(row, path) or cache.first_shallow(row) for cache in caches}
+            shallow = {cache.commit(seq, path) or cache.first_shallow(seq) for cache in caches}
             assert len(shallow) == 1
         plan = FULL if plan is FULL else _after(plan)
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
@@ -118,15 +118,15 @@ def test_pieces_are_the_whole(backend: Backend, name: str, plan: str, chain: boo
 
 @on_backends("hybrid", "mistral", "gemma3")
 def test_a_window_that_ends_within_a_tree(backend: Backend, name: str) -> None:
-    """Siblings shift the columns: a node may have left the window though its column has not."""
-    stack, tree = backend.stack(name), TokenTree(tuple(range(18)), LATE)
+    """Siblings shift the slots: a node may have left the window though its slot has not."""
+    runner, tree = backend.runner(name), TokenTree(tuple(range(18)), LATE)
     chunk = replace(whole(2, tree, FULL), wanted=3)
     spread = [tree.path(node) for node in range(15, 18)]
     paths = [SequenceChunk(2, [tree.tokens[n] for n in path], range(1, len(path) + 1), FULL) for path in spread]
-    expected = torch.cat([stack.forward([path], filled(stack)) for path in paths])
-    assert gap(stack.forward([chunk], filled(stack)), expected) <= backend.exact
-    pieces, cache = [piece(chunk, at, at + 3) for at in range(0, 18, 3)], filled(stack)
-    assert gap([stack.forward([one], cache) for one in pieces][-1], expected) <= backend.exact
+    expected = torch.cat([runner.forward([path], filled(runner)) for path in paths])
+    assert gap(runner.forward([chunk], filled(runner)), expected) <= backend.exact
+    pieces, cache = [piece(chunk, at, at + 3) for at in range(0, 18, 3)], filled(runner)
+    assert gap([runner.forward([one], cache) for one in pieces][-1], expected) <= backend.exact
 
 
 @hypothesis_settings(max_examples=40, deadline=None)
@@ -137,22 +137,22 @@ def test_any_nested_plan(seed: int, chain: bool, drops: list[int]) -> None:
 
 @on_backends("mistral", backends=(NATIVE,))
 def test_bitwise_on_the_kernels(backend: Backend, name: str) -> None:
-    stack = backend.stack(name)
+    runner = backend.runner(name)
     for seed in range(4):
         rng = random.Random(seed)
-        chunks = [whole(row, random_tree(rng, seed % 2 == 0, 10), FULL) for row in range(3)]
-        expected = stack.forward(chunks, filled(stack))
-        assert torch.equal(torch.cat(in_pieces(stack, filled(stack), chunks, rng)), expected)
+        chunks = [whole(seq, random_tree(rng, seed % 2 == 0, 10), FULL) for seq in range(3)]
+        expected = runner.forward(chunks, filled(runner))
+        assert torch.equal(torch.cat(in_pieces(runner, filled(runner), chunks, rng)), expected)
 
 
 @on_backends("mistral", backends=(NATIVE,))
 def test_a_tree_of_more_nodes_than_a_word_has_bits(backend: Backend, name: str) -> None:
     """Node numbers beyond 63 are run in plain torch."""
-    stack, cache, other = backend.stack(name), *(filled(backend.stack(name)) for _ in range(2))
+    runner, cache, other = backend.runner(name), *(filled(backend.runner(name)) for _ in range(2))
     tree = random_tree(random.Random(3), False, 90)
     chunk = whole(2, tree, FULL)
-    expected = stack.forward([chunk], cache)
-    found = [stack.forward([piece(chunk, at, min(at + 25, 90))], other) for at in range(0, 90, 25)]
+    expected = runner.forward([chunk], cache)
+    found = [runner.forward([piece(chunk, at, min(at + 25, 90))], other) for at in range(0, 90, 25)]
     assert gap(torch.cat(found), expected) <= backend.exact
     assert native.MAX_NODES < 90
 
@@ -162,35 +162,35 @@ def test_a_tree_of_more_nodes_than_a_word_has_bits(backend: Backend, name: str) 
 def test_steps_of_a_gpu_follow_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     static = pytest.importorskip("shoal.model.packed.cuda.static", reason="needs Triton")
     monkeypatch.setattr(static, "SHARES", (2, 2))
-    stack, flat = packed(tiny("llama", dtype=torch.float32)), TORCH.stack("llama")
-    stack.use_graphs(capture=False)
+    runner, flat = packed(tiny("llama", dtype=torch.float32)), TORCH.runner("llama")
+    runner.use_graphs(capture=False)
     lengths, room = (5, 5, 3), [40] * 6
     caches = []
-    for one in (stack, flat):
+    for one in (runner, flat):
         cache = KVCache(one.windows, 3, room)
-        for row, length in enumerate(lengths):
-            one.forward([SequenceChunk(row, prompt(length, row), [0] * length, FULL)], cache)
-            cache.commit(row, range(length))
+        for seq, length in enumerate(lengths):
+            one.forward([SequenceChunk(seq, prompt(length, seq), [0] * length, FULL)], cache)
+            cache.commit(seq, range(length))
         caches.append(cache)
     for fed in range(4):
-        chunks = [SequenceChunk(row, [7 + row + fed], [1 + fed], PLANS["early exit"], fed=fed) for row in range(3)]
+        chunks = [SequenceChunk(seq, [7 + seq + fed], [1 + fed], PLANS["early exit"], fed=fed) for seq in range(3)]
         assert fit_of(chunks, caches[0]) is not None
-        assert gap(stack.forward(chunks, caches[0]), flat.forward(chunks, caches[1])) <= NATIVE.exact
-    wrong = [SequenceChunk(row, [7], [5], PLANS["early exit"], fed=2) for row in range(3)]
+        assert gap(runner.forward(chunks, caches[0]), flat.forward(chunks, caches[1])) <= NATIVE.exact
+    wrong = [SequenceChunk(seq, [7], [5], PLANS["early exit"], fed=2) for seq in range(3)]
     assert fit_of(wrong, caches[0]) is None
     with pytest.raises(RuntimeError, match="4 uncommitted nodes of row 0, but 2 precede"):
-        stack.forward(wrong, caches[0])
+        runner.forward(wrong, caches[0])
 
 
 @on_backends("llama")
 def test_a_hole_before_the_tokens_is_refused(backend: Backend, name: str) -> None:
-    stack = backend.stack(name)
+    runner = backend.runner(name)
     for fed, steps in ((0, [1]), (2, [2]), (3, [3])):
-        cache = filled(stack)
-        stack.forward([SequenceChunk(1, [5], [1], PLANS["early exit"])], cache)
+        cache = filled(runner)
+        runner.forward([SequenceChunk(1, [5], [1], PLANS["early exit"])], cache)
         before = [list(layer.scratch) for layer in cache.layers]
         with pytest.raises(RuntimeError, match=rf"layer 0 .* 1 uncommitted nodes of row 1, but {fed} precede"):
-            stack.forward([SequenceChunk(1, [6], steps, PLANS["early exit"], fed=fed)], cache)
+            runner.forward([SequenceChunk(1, [6], steps, PLANS["early exit"], fed=fed)], cache)
         assert [list(layer.scratch) for layer in cache.layers] == before
         with pytest.raises(RuntimeError, match="layer 2 .* 0 uncommitted nodes of row 1, but 1 precede"):
-            stack.forward([SequenceChunk(1, [6], [2], FULL, fed=1)], cache)
+            runner.forward([SequenceChunk(1, [6], [2], FULL, fed=1)], cache)

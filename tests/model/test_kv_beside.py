@@ -1,4 +1,4 @@
-"""What a row has in a layer beside its slot: another form, and a bias on the scores of its columns."""
+"""What a sequence has in a layer beside the cache: another form, and a bias on the scores of its slots."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from drive import prompt
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.methods.common.stored import Int8, StoredFrom
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.form import KVForm, column_bytes
+from shoal.model.kv.form import KVForm, slot_bytes
 from shoal.model.kv.layer import KVLayer
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 SIZES = (2, 8, 8)
 
@@ -33,12 +33,12 @@ class AsItIs(KVForm):
 
 
 def entries(count: int, seed: int = 0) -> Tensor:
-    """Keys and values [2, 1, heads, count, head_dim] of one row."""
+    """Keys and values [2, 1, heads, count, head_dim] of one sequence."""
     return torch.randn(2, 1, 2, count, 8, generator=torch.Generator().manual_seed(seed))
 
 
 def layer_of(count: int, form: AsItIs | None = None) -> KVLayer:
-    """One row that has committed so many columns."""
+    """One sequence that has committed so many slots."""
     layer = KVLayer(1)
     layer.set_form(0, form)
     layer.append(*entries(count), [0], [count])
@@ -49,25 +49,25 @@ def layer_of(count: int, form: AsItIs | None = None) -> KVLayer:
 @pytest.mark.parametrize("bias", [False, True])
 @each_backend
 def test_what_was_released_stays_free(backend: Backend, bias: bool) -> None:
-    """Another row still runs the layer; nothing is made for the released one, and nothing looked up anew."""
-    stack = backend.stack("llama")
-    cache, full = KVCache(stack.windows, 2, [64] * 6), DepthPlan.full(6)
+    """Another sequence still runs the layer; nothing is made for the released one, and nothing looked up anew."""
+    runner = backend.runner("llama")
+    cache, full = KVCache(runner.windows, 2, [64] * 6), DepthPlan.full(6)
     cache.set_store(0, StoredFrom(0, Int8()), [64] * 6)
-    stack.forward([SequenceChunk(row, prompt(9, row), [0] * 9, full) for row in range(2)], cache)
-    for row in range(2):
-        cache.commit(row, range(9))
+    runner.forward([SequenceChunk(seq, prompt(9, seq), [0] * 9, full) for seq in range(2)], cache)
+    for seq in range(2):
+        cache.commit(seq, range(9))
     layer = cache.layers[3]
     if bias:
-        layer.rewrite(0, *layer.read(0, 9, stack.dtype), torch.ones(stack.kv_sizes[3][0], 9))
+        layer.rewrite(0, *layer.read(0, 9, runner.dtype), torch.ones(runner.kv_sizes[3][0], 9))
     cache.release(0, [3])
-    assert layer.row_bytes(0) == 0
+    assert layer.seq_bytes(0) == 0
     plans, versions = [DepthPlan.whole_layers([*[NEVER] * 3, 1, NEVER, NEVER]), full], []
     for step in range(1, 4):
-        stack.forward([SequenceChunk(row, [step + 4], [step], plans[row]) for row in range(2)], cache)
-        for row in range(2):
-            cache.commit(row, [0])
+        runner.forward([SequenceChunk(seq, [step + 4], [step], plans[seq]) for seq in range(2)], cache)
+        for seq in range(2):
+            cache.commit(seq, [0])
         versions.append(layer.version)
-    assert layer.row_bytes(0) == 0 and len(set(versions)) == 1
+    assert layer.seq_bytes(0) == 0 and len(set(versions)) == 1
     assert layer.lengths == [9, 12]
 
 
@@ -131,17 +131,17 @@ def test_the_bytes_of_a_column_are_those_of_the_models_dtype(dtype: torch.dtype)
     layer = KVLayer(1)
     layer.set_form(0, AsItIs())
     layer.append(*entries(5).to(dtype), [0], [5])
-    assert column_bytes(AsItIs(), SIZES, dtype) == layer.column_bytes(0)
+    assert slot_bytes(AsItIs(), SIZES, dtype) == layer.slot_bytes(0)
 
 
 def test_the_kernels_take_a_bias_of_any_dtype() -> None:
-    stack = NATIVE.stack("llama")
+    runner = NATIVE.runner("llama")
     outcomes = []
     for dtype in (torch.float32, torch.float64):
-        cache, full = KVCache(stack.windows, 1), DepthPlan.full(6)
-        stack.forward([SequenceChunk(0, prompt(9), [0] * 9, full)], cache)
+        cache, full = KVCache(runner.windows, 1), DepthPlan.full(6)
+        runner.forward([SequenceChunk(0, prompt(9), [0] * 9, full)], cache)
         cache.commit(0, range(9))
         for layer in cache.layers:
-            layer.rewrite(0, *layer.read(0, 9, stack.dtype), torch.full((len(layer.keys[0]), 9), 0.5, dtype=dtype))
-        outcomes.append(stack.forward([SequenceChunk(0, [5], [1], full)], cache))
+            layer.rewrite(0, *layer.read(0, 9, runner.dtype), torch.full((len(layer.keys[0]), 9), 0.5, dtype=dtype))
+        outcomes.append(runner.forward([SequenceChunk(0, [5], [1], full)], cache))
     assert torch.equal(*outcomes)

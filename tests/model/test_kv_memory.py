@@ -38,10 +38,10 @@ def stores(layer: KVLayer) -> list[Tensor]:
     return [layer.keys, layer.values]
 
 
-def write(layer: KVLayer, row: int, count: int) -> None:
+def write(layer: KVLayer, seq: int, count: int) -> None:
     new = torch.randn(2, 1, HEADS, count, DIM, dtype=torch.bfloat16)
-    layer.append(*new, [row], [count])
-    layer.keep(row, count)
+    layer.append(*new, [seq], [count])
+    layer.keep(seq, count)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,27 +49,27 @@ def write(layer: KVLayer, row: int, count: int) -> None:
 def test_zeros_and_what_is_cleared(seed: int, dtype: torch.dtype) -> None:
     """As with a plain tensor, for parts of any size at any place."""
     dice, like = random.Random(seed), torch.empty(0, dtype=dtype)
-    rows = dice.choice([1, 40, 30_000])
-    ours, plain = kv_memory.zeros(like, 3, rows, 7), like.new_zeros(3, rows, 7)
+    seqs = dice.choice([1, 40, 30_000])
+    ours, plain = kv_memory.zeros(like, 3, seqs, 7), like.new_zeros(3, seqs, 7)
     for _ in range(30):
         assert torch.equal(ours, plain)
-        ours, plain = (store.copy_(torch.arange(1, 21 * rows + 1).view_as(store)) for store in (ours, plain))
-        first = dice.randrange(rows)
-        last, row = dice.randint(first, rows), dice.randrange(3)
-        kv_memory.clear(ours[row, first:last])
-        plain[row, first:last] = 0
+        ours, plain = (store.copy_(torch.arange(1, 21 * seqs + 1).view_as(store)) for store in (ours, plain))
+        first = dice.randrange(seqs)
+        last, seq = dice.randint(first, seqs), dice.randrange(3)
+        kv_memory.clear(ours[seq, first:last])
+        plain[seq, first:last] = 0
     kv_memory.clear(ours)
     assert not ours.any()
 
 
 @paged
 def test_a_batch_takes_the_memory_of_its_tokens() -> None:
-    """One long row beside short ones, joining in any order, while slots and columns grow."""
+    """One long sequence beside short ones, joining in any order, while entries and slots grow."""
     cache = KVCache([None], 0)
     (layer,), lengths = cache.layers, [SHORT, SHORT, LONG, *[SHORT] * (ROWS - 3)]
-    for row, length in enumerate(lengths):
+    for seq, length in enumerate(lengths):
         cache.extend(1)
-        write(layer, row, length)
+        write(layer, seq, length)
     used = sum(lengths) * layer.bytes_per_position
     assert cache.bytes().allocated == layer.allocated == used
     whole = sum(store.nbytes for store in stores(layer))
@@ -87,7 +87,7 @@ def test_slots_that_take_no_memory_are_made_at_once(
 ) -> None:
     monkeypatch.setattr(kv_memory, "PAGED", paged)
     cache = KVCache([None], 2)
-    cache.most_slots = 6
+    cache.most_seqs = 6
     write(cache.layers[0], 0, SHORT)
     cache.extend(1)
     assert cache.slots == slots
@@ -99,10 +99,10 @@ def test_slots_that_take_no_memory_are_made_at_once(
 def test_what_was_written_is_counted_until_it_is_given_back() -> None:
     cache = KVCache([None], 2)
     (layer,) = cache.layers
-    for row in range(2):
-        write(layer, row, LONG)
+    for seq in range(2):
+        write(layer, seq, LONG)
     layer.truncate(0, SHORT)
-    layer.keep_columns(1, range(SHORT))
+    layer.keep_slots(1, range(SHORT))
     assert layer.allocated == (LONG + SHORT) * layer.bytes_per_position, "many columns go back at once"
     assert sum(map(taken, stores(layer))) >= layer.allocated
     layer.resize(3, layer.capacity)
@@ -121,12 +121,12 @@ def test_memory_that_there_is_not_is_named() -> None:
 
 @pytest.mark.parametrize("paged", [True, False])
 def test_a_row_leaves_nothing_to_the_next(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes its slot, its place in the batch or neither."""
+    """Whoever takes the cache, its place in the batch or neither."""
     monkeypatch.setattr(kv_memory, "PAGED", paged)
     cache = KVCache([None], 4)
     (layer,), short = cache.layers, 5
-    for row, length in enumerate([LONG, short, LONG, short]):
-        write(layer, row, length)
+    for seq, length in enumerate([LONG, short, LONG, short]):
+        write(layer, seq, length)
     last = [store[3, :, :short].clone() for store in stores(layer)]
     assert cache.select([1, 3]) == [3, 1]
     for store, moved in zip(stores(layer), last, strict=True):

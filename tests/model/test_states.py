@@ -12,29 +12,29 @@ from backends import NATIVE, Backend, on_backends
 from drive import gap
 from filled_caches import FULL, SHALLOW, block, filled
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import FromLayer, Start
+from shoal.model.packed.runner import PackedRunner
+from shoal.model.runner import FromLayer, Start
 
 
 @on_backends("llama", "hybrid", "mistral")
 def test_taps_show_the_states_and_exit_logits_read_them(backend: Backend, name: str) -> None:
     """States after a prefix of the layers give the logits of a plan that runs just these."""
-    stack = backend.stack(name)
-    chunks = [block(4), block(2, row=1)]
+    runner = backend.runner(name)
+    chunks = [block(4), block(2, seq=1)]
     seen = {}
-    logits = stack.forward(chunks, filled(stack, (9, 5)), lambda layer, hidden: seen.update({layer: hidden.clone()}))
-    assert gap(logits, stack.forward(chunks, filled(stack, (9, 5)))) == 0
+    logits = runner.forward(chunks, filled(runner, (9, 5)), lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    assert gap(logits, runner.forward(chunks, filled(runner, (9, 5)))) == 0
     assert sorted(seen) == list(range(7)) and all(hidden.shape[:2] == (2, 4) for hidden in seen.values())
-    assert gap(stack.exit_logits(seen[6][0]), logits[:4]) <= backend.exact
+    assert gap(runner.exit_logits(seen[6][0]), logits[:4]) <= backend.exact
     for depth in (1, 4):
         plan = DepthPlan.whole_layers([NEVER if layer < depth else 1 for layer in range(6)])
-        expected = stack.forward([block(4, plan), block(2, plan, 1)], filled(stack, (9, 5)))
-        assert gap(stack.exit_logits(seen[depth][0]), expected[:4]) <= backend.exact
-        assert gap(stack.exit_logits(seen[depth][1, :2]), expected[4:]) <= backend.exact
+        expected = runner.forward([block(4, plan), block(2, plan, 1)], filled(runner, (9, 5)))
+        assert gap(runner.exit_logits(seen[depth][0]), expected[:4]) <= backend.exact
+        assert gap(runner.exit_logits(seen[depth][1, :2]), expected[4:]) <= backend.exact
         shown = {}
         shallow = [block(4, SHALLOW), block(2, SHALLOW, 1)]
-        stack.forward(
-            shallow, filled(stack, (9, 5)), lambda layer, hidden, to=shown: to.update({layer: hidden.clone()})
+        runner.forward(
+            shallow, filled(runner, (9, 5)), lambda layer, hidden, to=shown: to.update({layer: hidden.clone()})
         )
         assert gap(shown[2], shown[3]) == 0 < gap(shown[3], shown[4])
 
@@ -42,13 +42,13 @@ def test_taps_show_the_states_and_exit_logits_read_them(backend: Backend, name: 
 @on_backends("llama", "mistral")
 @pytest.mark.parametrize("plan", [FULL, SHALLOW], ids=["full", "shallow"])
 def test_who_looks_at_later_layers_alone_sees_the_same(backend: Backend, name: str, plan: DepthPlan) -> None:
-    stack = backend.stack(name)
+    runner = backend.runner(name)
     chunks = [block(4, plan), block(2, plan, 1)]
 
     def states(first: int) -> dict[int, torch.Tensor]:
         seen: dict[int, torch.Tensor] = {}
         hook = FromLayer(first, lambda layer, hidden: seen.update({layer: hidden.clone()}))
-        stack.forward(chunks, filled(stack, (9, 5)), hook)
+        runner.forward(chunks, filled(runner, (9, 5)), hook)
         return seen
 
     every = states(0)
@@ -64,20 +64,20 @@ def test_a_forward_from_embeddings_is_that_of_their_tokens(
     backend: Backend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the kernels too, without a detour; and other vectors are read as they are."""
-    stack = backend.stack(name)
-    chunks = [block(4), block(2, row=1)]
-    expected = stack.forward(chunks, filled(stack, (9, 5)))
+    runner = backend.runner(name)
+    chunks = [block(4), block(2, seq=1)]
+    expected = runner.forward(chunks, filled(runner, (9, 5)))
     places = [torch.tensor(chunk.positions(base)) for chunk, base in zip(chunks, (9, 5), strict=True)]
-    vectors = [stack.embed(torch.tensor(chunk.tokens), at) for chunk, at in zip(chunks, places, strict=True)]
+    vectors = [runner.embed(torch.tensor(chunk.tokens), at) for chunk, at in zip(chunks, places, strict=True)]
     fed = pad_sequence(vectors, batch_first=True)
-    cache, other = filled(stack, (9, 5)), filled(stack, (9, 5))
+    cache, other = filled(runner, (9, 5)), filled(runner, (9, 5))
     if backend is NATIVE:
-        monkeypatch.setattr(PackedStack, "forward", None)
+        monkeypatch.setattr(PackedRunner, "forward", None)
     states: dict[int, torch.Tensor] = {}
-    found = stack.forward(chunks, cache, lambda layer, hidden: states.update({layer: hidden.clone()}),
+    found = runner.forward(chunks, cache, lambda layer, hidden: states.update({layer: hidden.clone()}),
                           start=Start(0, fed))
     assert gap(found, expected) <= backend.exact * 1e-2
     assert gap(states[0][1, :2], vectors[1]) == 0
     wrong = [replace(chunk, tokens=[0] * len(chunk.tokens)) for chunk in chunks]
-    assert gap(stack.forward(wrong, other, start=Start(0, fed)), found) == 0
-    assert gap(stack.forward(chunks, filled(stack, (9, 5)), start=Start(0, fed * 2)), found) > backend.exact
+    assert gap(runner.forward(wrong, other, start=Start(0, fed)), found) == 0
+    assert gap(runner.forward(chunks, filled(runner, (9, 5)), start=Start(0, fed * 2)), found) > backend.exact

@@ -14,8 +14,8 @@ from families import tiny
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.packed.runner import PackedRunner
+from shoal.model.runner import ModelRunner, SequenceChunk
 
 LENGTHS = (9, 5)
 PARENTS, DEPTHS = (-1, 0, 0, 1), (0, 1, 1, 2)
@@ -23,23 +23,23 @@ PARENTS, DEPTHS = (-1, 0, 0, 1), (0, 1, 1, 2)
 AFTER, BELOW = (1, 4, 3), (2, 3, 3)
 
 
-def filled(stack: Stack) -> KVCache:
-    cache, plan = KVCache(stack.windows, len(LENGTHS)), DepthPlan.full(stack.num_layers)
-    chunks = [SequenceChunk(row, prompt(length, row), [0] * length, plan) for row, length in enumerate(LENGTHS)]
-    stack.forward(chunks, cache)
-    for row, length in enumerate(LENGTHS):
-        cache.commit(row, range(length))
+def filled(runner: ModelRunner) -> KVCache:
+    cache, plan = KVCache(runner.windows, len(LENGTHS)), DepthPlan.full(runner.num_layers)
+    chunks = [SequenceChunk(seq, prompt(length, seq), [0] * length, plan) for seq, length in enumerate(LENGTHS)]
+    runner.forward(chunks, cache)
+    for seq, length in enumerate(LENGTHS):
+        cache.commit(seq, range(length))
     return cache
 
 
-def tree(stack: Stack) -> SequenceChunk:
-    """Row 0's, without vectors."""
-    return SequenceChunk(0, prompt(4, 7), DEPTHS, DepthPlan.full(stack.num_layers), PARENTS, DEPTHS, wanted=4)
+def tree(runner: ModelRunner) -> SequenceChunk:
+    """Sequence 0's, without vectors."""
+    return SequenceChunk(0, prompt(4, 7), DEPTHS, DepthPlan.full(runner.num_layers), PARENTS, DEPTHS, wanted=4)
 
 
-def beside(stack: Stack) -> SequenceChunk:
-    """Row 1's: a chain of another length."""
-    return SequenceChunk(1, prompt(2, 8), [0, 1], DepthPlan.full(stack.num_layers), wanted=2)
+def extra(runner: ModelRunner) -> SequenceChunk:
+    """Sequence 1's: a chain of another length."""
+    return SequenceChunk(1, prompt(2, 8), [0, 1], DepthPlan.full(runner.num_layers), wanted=2)
 
 
 def with_vectors(chunk: SequenceChunk, vectors: Tensor) -> SequenceChunk:
@@ -47,52 +47,52 @@ def with_vectors(chunk: SequenceChunk, vectors: Tensor) -> SequenceChunk:
                    depths=(*DEPTHS, *BELOW), vectors=vectors)
 
 
-def drawn(stack: Stack) -> Tensor:
-    found = torch.randn(3, stack.head_rows([0]).shape[1], generator=torch.Generator().manual_seed(3))
-    return found.to(stack.dtype)
+def drawn(runner: ModelRunner) -> Tensor:
+    found = torch.randn(3, runner.head_rows([0]).shape[1], generator=torch.Generator().manual_seed(3))
+    return found.to(runner.dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @on_backends("llama", "hybrid", "gpt2", "gemma2")
-def test_no_other_node_sees_a_vector(backend: Backend, name: str, rows: int) -> None:
-    stack = backend.stack(name)
-    plain = [tree(stack), beside(stack)][:rows]
-    expected = stack.forward(plain, filled(stack))
-    cache, other = filled(stack), filled(stack)
-    fed = [with_vectors(plain[0], drawn(stack)), *plain[1:]]
-    found = stack.forward(fed, cache)
+def test_no_other_node_sees_a_vector(backend: Backend, name: str, seqs: int) -> None:
+    runner = backend.runner(name)
+    plain = [tree(runner), extra(runner)][:seqs]
+    expected = runner.forward(plain, filled(runner))
+    cache, other = filled(runner), filled(runner)
+    fed = [with_vectors(plain[0], drawn(runner)), *plain[1:]]
+    found = runner.forward(fed, cache)
     assert found.shape == expected.shape
-    assert gap(found, expected) <= (1e-12 if stack.dtype == torch.float64 else 1e-4)
-    assert gap(stack.forward([replace(fed[0], vectors=-9 * drawn(stack)), *fed[1:]], other), found) == 0
+    assert gap(found, expected) <= (1e-12 if runner.dtype == torch.float64 else 1e-4)
+    assert gap(runner.forward([replace(fed[0], vectors=-9 * drawn(runner)), *fed[1:]], other), found) == 0
     for one in (cache, other):
         one.commit(0, [0, 1, 3])
-    again = replace(tree(stack), tokens=[3], parents=None, depths=None, steps=[3], wanted=1)
-    assert gap(stack.forward([again], cache), stack.forward([again], other)) == 0
+    again = replace(tree(runner), tokens=[3], parents=None, depths=None, steps=[3], wanted=1)
+    assert gap(runner.forward([again], cache), runner.forward([again], other)) == 0
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @on_backends("llama", "hybrid", "gpt2", "gemma2")
 def test_a_vector_is_read_as_the_token_whose_embedding_it_is(
-    backend: Backend, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, name: str, seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack, words = backend.stack(name), torch.tensor(prompt(3, 11))
-    plain = with_vectors(tree(stack), torch.empty(0))
-    ids = replace(plain, tokens=[*plain.tokens[:4], *words.tolist()], vectors=None, wanted=7)
-    vectors = stack.embed(words, torch.tensor(BELOW) + LENGTHS[0])
+    runner, argv = backend.runner(name), torch.tensor(prompt(3, 11))
+    plain = with_vectors(tree(runner), torch.empty(0))
+    ids = replace(plain, tokens=[*plain.tokens[:4], *argv.tolist()], vectors=None, wanted=7)
+    vectors = runner.embed(argv, torch.tensor(BELOW) + LENGTHS[0])
     seen: dict[str, Tensor] = {}
 
     def states(chunk: SequenceChunk, key: str) -> None:
         def hook(layer: int, hidden: Tensor) -> None:
-            if layer == stack.num_layers:
+            if layer == runner.num_layers:
                 seen[key] = hidden[0].clone()
 
-        stack.forward([chunk, beside(stack)][:rows], filled(stack), hook)
+        runner.forward([chunk, extra(runner)][:seqs], filled(runner), hook)
 
     states(ids, "ids")
-    cache = filled(stack)
+    cache = filled(runner)
     if backend is NATIVE:
-        monkeypatch.setattr(PackedStack, "forward", lambda *args, **options: pytest.fail("the kernels did not run it"))
-    assert cache.rows == 2
+        monkeypatch.setattr(PackedRunner, "forward", lambda *args, **options: pytest.fail("the kernels did not run it"))
+    assert cache.seqs == 2
     states(replace(plain, vectors=vectors), "vectors")
     states(replace(plain, vectors=vectors.flip(0)), "others")
     assert seen["ids"].shape == seen["vectors"].shape
@@ -105,7 +105,7 @@ def test_a_vector_is_read_as_the_token_whose_embedding_it_is(
 def test_words_beside_a_vector_enter_quantised_kernels_as_ever(quant: str) -> None:
     if not native.available():
         pytest.skip(f"the native kernels do not run here: {native.why_not()}")
-    stack = packed(tiny("llama", dtype=torch.bfloat16), quant, kernels=True)  # type: ignore[arg-type]
-    expected = stack.forward([tree(stack)], filled(stack))
-    found = stack.forward([with_vectors(tree(stack), drawn(stack))], filled(stack))
+    runner = packed(tiny("llama", dtype=torch.bfloat16), quant, kernels=True)  # type: ignore[arg-type]
+    expected = runner.forward([tree(runner)], filled(runner))
+    found = runner.forward([with_vectors(tree(runner), drawn(runner))], filled(runner))
     assert gap(found, expected) <= 1e-4 * float(expected.abs().max())

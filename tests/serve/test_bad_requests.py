@@ -151,11 +151,11 @@ def test_random_bodies_leave_a_stream_alone(server: Running, bodies: int) -> Non
     expected = server.engine.generate("Some words", max_new_tokens=400).text
     long = json.dumps({**PLAIN, "temperature": 0, "max_tokens": 400})
 
-    def go_on() -> None:
+    def resume() -> None:
         while not done.is_set() and len(kept) < 4:
             kept.append(post(server, long))
 
-    other = threading.Thread(target=go_on)
+    other = threading.Thread(target=resume)
     other.start()
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(httpx.Client(timeout=60))
@@ -169,7 +169,7 @@ def test_random_bodies_leave_a_stream_alone(server: Running, bodies: int) -> Non
             assert answer.status_code in (200, 400, 404), (bytes(body), answer.text)
     assert {answer.json()["choices"][0]["text"] for answer in kept} == {expected}
     wait(lambda: server.scheduler.running == 0)
-    assert server.scheduler._batches.plain.cache.rows == 0
+    assert server.scheduler._batches.plain.cache.seqs == 0
 
 
 def test_a_client_that_vanishes_frees_its_row(server: Running) -> None:

@@ -53,7 +53,7 @@ def calm(server: Running) -> None:
     scheduler = server.scheduler
     wait(lambda: not (scheduler.running or scheduler.waiting or scheduler._open))
     wait(lambda: not ANSWERS or gc.collect() < 0)
-    assert scheduler.kv_use == 0 and scheduler._batches.plain.cache.rows == 0
+    assert scheduler.kv_use == 0 and scheduler._batches.plain.cache.seqs == 0
     assert not any(layer.keys is not None and layer.keys.numel() for layer in scheduler._batches.plain.cache.layers)
 
 

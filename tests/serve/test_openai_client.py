@@ -173,7 +173,7 @@ def test_leaving_a_stream_frees_its_row(server: Running) -> None:
         next(iter(stream))
         assert server.scheduler.running == 1
     wait(lambda: server.scheduler.running == 0)
-    assert server.scheduler._batches.plain.cache.rows == 0
+    assert server.scheduler._batches.plain.cache.seqs == 0
 
 
 def test_leaving_a_whole_answer_frees_its_row(server: Running) -> None:

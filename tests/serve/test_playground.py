@@ -112,7 +112,7 @@ def test_the_model_and_its_methods_are_told(server: Running) -> None:
     methods = {method["name"]: method for method in told["methods"]}
     assert {"full", "d3", "prompt_lookup"} <= set(methods) and "draft_model" not in methods
     knobs = {knob["name"]: knob for knob in methods["d3"]["knobs"]}
-    assert set(knobs) == set(D3.knobs())
+    assert set(knobs) == set(D3.option_names())
     assert knobs["rounding"]["choices"] == ["floor", "ceil", "round"] and knobs["rounding"]["default"] == "floor"
     assert "decay base" in knobs["alpha"]["about"]
     assert "corpus" not in {knob["name"] for knob in methods["aded"]["knobs"]}

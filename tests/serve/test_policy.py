@@ -61,7 +61,7 @@ def test_no_free_text_of_a_request_names_a_file() -> None:
     for name in set(policy.allowed(Settings())) & {method.name for method in CORE}:
         method = methods.get(name)
         hints = get_type_hints(method)
-        free = {knob for knob in method.knobs() if {str, object, Path} & {hints[knob], *get_args(hints[knob])}}
+        free = {knob for knob in method.option_names() if {str, object, Path} & {hints[knob], *get_args(hints[knob])}}
         for knob in sorted(free):
             if (name, knob) in texts_that_name_none:
                 continue

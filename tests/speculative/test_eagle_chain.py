@@ -14,8 +14,8 @@ from drive import Run, decode, prompt
 from eagle_part import IDS, EagleTwin, target, write_eagle
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
+from shoal.speculative import draft_head_file
 from shoal.speculative import eagle as drafting
-from shoal.speculative import part_file
 from shoal.speculative.eagle import EagleProposer
 from shoal.speculative.growth import Branching
 from shoal.types import Sampling
@@ -27,7 +27,7 @@ IDS_OF_PROMPTS = [prompt(70, 1), prompt(5, 2), prompt(1, 3)]
 
 @functools.cache
 def plain(temperature: float = 0.0) -> list[list[int]]:
-    options = {"stack": NATIVE.stack("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
+    options = {"stack": NATIVE.runner("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
     return decode(None, IDS_OF_PROMPTS, DepthPlan.full(6), **options).tokens
 
 
@@ -41,10 +41,10 @@ def drafted(
     tmp_path: Path, few: bool, length: int = 5, temperature: float = 0.0, **options: object
 ) -> tuple[Run, Watched]:
     engine = target("llama")
-    part = part_file.read(str(write_eagle(tmp_path, "llama", ids(few))), "eagle", engine.info())
+    part = draft_head_file.read(str(write_eagle(tmp_path, "llama", ids(few))), "eagle", engine.info())
     proposer = Watched(EagleProposer(part, Branching((1,) * length), **options))
     recipe = Recipe(DepthPlan.full(6), proposer)
-    how = {"stack": NATIVE.stack("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
+    how = {"stack": NATIVE.runner("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
     return decode(None, IDS_OF_PROMPTS, recipe, **how), proposer
 
 
@@ -57,11 +57,11 @@ def test_one_call_guesses_what_forwards_would(
     if "stop" in options:
         options = {"stop": options["stop"][few]}
     quick, proposer = drafted(tmp_path, few, **options)
-    monkeypatch.setattr(drafting.EagleDrafter, "_chained", lambda self, rows: False)
-    slow, twin = drafted(tmp_path, few, **options)
+    monkeypatch.setattr(drafting.EagleDrafter, "_chained", lambda self, seqs: False)
+    slow, child = drafted(tmp_path, few, **options)
     assert quick.tokens == slow.tokens == plain(options.get("temperature", 0.0))
-    assert [tree.tokens for tree in proposer.trees] == [tree.tokens for tree in twin.trees]
-    assert [row.ledger.accepted for row in quick.rows] == [row.ledger.accepted for row in slow.rows]
+    assert [tree.tokens for tree in proposer.trees] == [tree.tokens for tree in child.trees]
+    assert [seq.ledger.accepted for seq in quick.seqs] == [seq.ledger.accepted for seq in slow.seqs]
     lengths = {len(tree) for tree in proposer.trees}
     assert max(lengths) == 3 if "nodes" in options else len(lengths) > 2 if "stop" in options else max(lengths) == 6
     assert not few or proposer.met["all"] + proposer.met["some"] > 1
@@ -70,9 +70,9 @@ def test_one_call_guesses_what_forwards_would(
 
 def test_one_call_guesses_what_transformers_would(tmp_path: Path) -> None:
     run, proposer = drafted(tmp_path, few=True, length=3)
-    twin, seen = EagleTwin(tmp_path, "llama"), 0
+    child, seen = EagleTwin(tmp_path, "llama"), 0
     for tree in proposer.trees:
-        texts = [row.tokens[: end + 1] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
-                 if row.tokens[end] == tree.tokens[0]]
-        seen += any(twin.agrees(text, tree, {}, 1) for text in texts)
+        texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
+                 if seq.tokens[end] == tree.tokens[0]]
+        seen += any(child.agrees(text, tree, {}, 1) for text in texts)
     assert seen == len(proposer.trees) > 10

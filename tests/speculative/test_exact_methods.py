@@ -76,7 +76,7 @@ def watched(method: Method, family: str, new: int = NEW) -> Recipe:
 def both(backend: Backend, name: str, method: str, ids: list[list[int]], **options: Any) -> tuple[Run, Run, Watched]:
     """A plain run under the recipe's plan, the drafted run, and the proposer."""
     recipe = watched(drafting(name)[method], name)
-    options = {"new": NEW, "stack": backend.stack(name), "watch": False, **options}
+    options = {"new": NEW, "stack": backend.runner(name), "watch": False, **options}
     plain, run = decode(None, ids, recipe.plan, **options), decode(None, ids, recipe, **options)
     assert isinstance(recipe.proposer, Watched)
     return plain, run, recipe.proposer
@@ -88,7 +88,7 @@ def same_tokens(backend: Backend, name: str, method: str, sampling: str) -> None
     for size, ids in BATCHES.items():
         plain, run, proposer = both(backend, name, method, ids, sampling=SAMPLINGS[sampling], seed=size)
         assert run.tokens == plain.tokens
-        assert all(row.ledger.target_forwards < NEW for row in run.rows)
+        assert all(seq.ledger.target_forwards < NEW for seq in run.seqs)
         met += proposer.met
     assert {*met} == {"none", "some", "all"}, met
 
@@ -135,6 +135,6 @@ def test_an_end_inside_a_block_cuts_it_there(method: str) -> None:
         rules = StopRules(eos_token_ids=frozenset([end]), max_new_tokens=NEW)
         _, run, _ = both(HF, "llama", method, BATCHES[1], sampling=SAMPLINGS["greedy"], rules=lambda _, r=rules: r)
         assert run.tokens == [tokens[: tokens.index(end) + 1]]
-        assert run.rows[0].finish_reason == "stop"
-        cut += run.rows[0].steps[-1].from_draft
+        assert run.seqs[0].finish_reason == "stop"
+        cut += run.seqs[0].steps[-1].from_draft
     assert cut or "lookup" in method or "aded" in method

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.speculative.follow import LONGEST, Chances, Follower
+from shoal.speculative.suffix_matcher import LONGEST, Chances, SuffixMatcher
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -30,17 +30,17 @@ def slow_follow(tokens: list[int]) -> tuple[int | None, int]:
 @settings(max_examples=200, deadline=None)
 @given(texts, st.data())
 def test_a_growing_text_is_followed_as_if_searched_anew(text: list[int], data: st.DataObject) -> None:
-    follower, size = Follower((Chances(),), 0), 1
+    matcher, size = SuffixMatcher((Chances(),), 0), 1
     while size <= len(text):
-        follower.read(text[:size])
-        assert (follower.place, follower.length) == slow_follow(text[:size])
+        matcher.read(text[:size])
+        assert (matcher.place, matcher.length) == slow_follow(text[:size])
         size += data.draw(st.integers(1, 6))
 
 
 def test_a_long_match_is_capped() -> None:
-    follower = Follower((Chances(),), 0)
-    follower.read([1, 2, 3, 4, 5] * 30)
-    assert (follower.place, follower.length) == (145, LONGEST)
+    matcher = SuffixMatcher((Chances(),), 0)
+    matcher.read([1, 2, 3, 4, 5] * 30)
+    assert (matcher.place, matcher.length) == (145, LONGEST)
 
 
 def test_what_a_token_costs_does_not_grow_with_the_text() -> None:
@@ -51,11 +51,11 @@ def test_what_a_token_costs_does_not_grow_with_the_text() -> None:
             Counted.looks += 1
             return super().__getitem__(key)
 
-    follower, text, costs = Follower((Chances(),), 0), Counted(), []
+    matcher, text, costs = SuffixMatcher((Chances(),), 0), Counted(), []
     for step in range(600):
         text.append(step * step % 7 if step % 50 else 99)
         before = Counted.looks
-        follower.read(text)
+        matcher.read(text)
         costs.append(Counted.looks - before)
     assert max(costs) <= 5 + 2 * LONGEST
 
@@ -65,25 +65,25 @@ def test_chances_are_learned_from_the_answer_alone() -> None:
     chances = {name: Chances() for name in ("prompt", "right", "wrong")}
     before = chances["prompt"].rates()
     for name, text, start in (("prompt", right, 99), ("right", right, 8), ("wrong", wrong, 8)):
-        Follower((chances[name],), start).read([*prompt, *text])
+        SuffixMatcher((chances[name],), start).read([*prompt, *text])
     assert chances["prompt"].rates() == before
     assert chances["right"].rate(0) > before[0] > chances["wrong"].rate(0)
 
 
 def test_chances_fall_with_every_guess_and_rise_with_the_match() -> None:
-    short, long = Follower((Chances(),), 99), Follower((Chances(),), 99)
+    short, long = SuffixMatcher((Chances(),), 99), SuffixMatcher((Chances(),), 99)
     short.read([1, 2, 3, 1, 2])
     long.read([*range(20), *range(18)])
-    for follower in (short, long):
-        found = follower.chances(6)
+    for matcher in (short, long):
+        found = matcher.chances(6)
         assert len(found) == 6 and found == sorted(found, reverse=True) and 0 < found[-1] <= found[0] <= 1
     assert long.chances(1)[0] > short.chances(1)[0]
 
 
 def test_without_a_match_there_is_no_guess() -> None:
-    follower = Follower((Chances(),), 0)
-    follower.read([1, 2, 3])
-    assert follower.place is None and follower.chances(5) == []
+    matcher = SuffixMatcher((Chances(),), 0)
+    matcher.read([1, 2, 3])
+    assert matcher.place is None and matcher.chances(5) == []
 
 
 @pytest.mark.parametrize("hits", [0.1, 0.9])

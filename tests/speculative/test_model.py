@@ -19,7 +19,7 @@ from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.speculative.growth import Branching, Leaf
 from toy_tokenizers import byte_level, metaspace
 
@@ -34,10 +34,10 @@ def home(**options: Any) -> Engine:
 class Fed:
     """Keeps what a stack is fed, and fails when told to."""
 
-    def __init__(self, stack: Any, fail_at: int | None = None) -> None:
-        self._forward, self._fail_at = stack.forward, fail_at
+    def __init__(self, runner: Any, fail_at: int | None = None) -> None:
+        self._forward, self._fail_at = runner.forward, fail_at
         self.chunks: list[Sequence[SequenceChunk]] = []
-        stack.forward = self
+        runner.forward = self
 
     def __call__(self, chunks: Sequence[SequenceChunk], cache: Any, hook: Any = None) -> Any:
         self.chunks.append(chunks)
@@ -48,9 +48,9 @@ class Fed:
 
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_the_draft_reads_nothing_twice(noise: float) -> None:
-    """Per row: the prompt, every emitted token but the last once, and guesses that were refused."""
+    """Per sequence: the prompt, every emitted token but the last once, and guesses that were refused."""
     engine, draft = home(), draft_of("llama", noise)
-    fed = Fed(engine.info().draft_engine(draft).stack)  # type: ignore[misc]
+    fed = Fed(engine.info().draft_engine(draft).runner)  # type: ignore[misc]
     result = engine.generate(PROMPTS[0], method=DraftModel(draft, length=3), max_new_tokens=NEW)
     tokens = sum(len(chunk.tokens) for chunks in fed.chunks for chunk in chunks)
     refused = result.stats.drafted - result.stats.accepted
@@ -77,16 +77,16 @@ def test_a_draft_model_is_found_by_its_folder(tmp_path: Any) -> None:
     assert [r.stats.accepted for r in by_name] == [r.stats.accepted for r in by_object] != [0, 0]
     draft_engine = engine.info().draft_engine
     assert draft_engine is not None and draft_engine(str(tmp_path)) is draft_engine(str(tmp_path))
-    assert draft_engine(str(tmp_path)).stack.dtype == engine.stack.dtype
+    assert draft_engine(str(tmp_path)).runner.dtype == engine.runner.dtype
 
 
 @pytest.mark.parametrize(("sizes"), [(97, 104), (97, 90)])
 @pytest.mark.quick(1)
 def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) -> None:
     """Padded embeddings: the draft says nothing about tokens it has not, and none that the target has not."""
-    words = byte_level()
-    target = engine_for(tiny("llama", vocab_size=sizes[0]), words)
-    other = engine_for(tiny("llama", vocab_size=sizes[1]), words)
+    paths = byte_level()
+    target = engine_for(tiny("llama", vocab_size=sizes[0]), paths)
+    other = engine_for(tiny("llama", vocab_size=sizes[1]), paths)
     draft = target.info().draft_engine
     assert draft is not None
     draft._known["padded"] = "padded", other  # type: ignore[attr-defined]
@@ -97,8 +97,8 @@ def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) ->
             assert [r.tokens for r in found] == [r.tokens for r in plain]
 
 
-def refused(engine: Engine, method: Any, words: str, **options: Any) -> None:
-    with pytest.raises(ValueError, match=words):
+def refused(engine: Engine, method: Any, paths: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=paths):
         engine.generate(prompt(20), method=method, **options)
 
 
@@ -132,8 +132,8 @@ def test_other_tokenizers_are_refused() -> None:
         (lambda: DraftModel("m", rule="lenient"), "margin is None"),
     ],
 )
-def test_settings_out_of_range(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_settings_out_of_range(make: Any, paths: str) -> None:
+    with pytest.raises(ValueError, match=paths):
         make()
 
 
@@ -150,8 +150,8 @@ def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
     before = fingerprint(engine.model)
     draft_engine = engine.info().draft_engine
     assert draft_engine is not None
-    stack = draft_engine(draft).stack
-    fed = Fed(stack, fail_at=call)
+    runner = draft_engine(draft).runner
+    fed = Fed(runner, fail_at=call)
     stream = engine.stream(PROMPTS[0], method=DraftModel(draft), max_new_tokens=NEW)
     with pytest.raises(RuntimeError, match="the draft model broke"):
         list(stream)
@@ -164,10 +164,10 @@ def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
 
 
 def test_stop_strings_inside_a_block() -> None:
-    words = metaspace()
-    engine = engine_for(tiny("llama", vocab_size=len(words)), words)
+    paths = metaspace()
+    engine = engine_for(tiny("llama", vocab_size=len(paths)), paths)
     draft = noisy(engine.model, 0.03)
-    ids = prompt(5, 1, len(words))
+    ids = prompt(5, 1, len(paths))
     text = engine.generate(ids, max_new_tokens=NEW).text
     for stop in {text[at : at + size] for at in (2, 5, 9) for size in (1, 3)}:
         found = engine.generate(ids, method=DraftModel(draft), max_new_tokens=NEW, stop=[stop])
@@ -199,10 +199,10 @@ def test_siblings_are_distinct_and_drawn_with_their_law() -> None:
 
     method = DraftModel(draft, branching=(4, 3, 2), rule="rejection")
     request = Request.from_options({"max_new_tokens": NEW, "temperature": 1.0, "top_k": 3, "seed": 1, "method": method})
-    rows = engine.rows(PROMPTS, request)
-    for row in rows:
-        row.rule = Kept()
-    list(Stream(engine, rows, engine.cache_for(rows, NEW)))
+    seqs = engine.seqs(PROMPTS, request)
+    for seq in seqs:
+        seq.rule = Kept()
+    list(Stream(engine, seqs, engine.cache_for(seqs, NEW)))
     assert any(not tree.is_chain for tree in trees)
     for tree in trees:
         if tree.draft_probs is None:

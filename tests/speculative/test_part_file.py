@@ -18,8 +18,8 @@ from eagle_part import eagle_part, in_whole_numbers, target
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.methods.eagle import Eagle
-from shoal.speculative import part_file
-from shoal.speculative.part_file import CARD, TENSORS, vocabulary
+from shoal.speculative import draft_head_file
+from shoal.speculative.draft_head_file import CARD, TENSORS, vocabulary
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_another_model_is_refused(folder: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(folder: Path) -> None:
-    engine = Engine(target("llama").stack, chat_tokenizer(), model=target("llama").model)
+    engine = Engine(target("llama").runner, chat_tokenizer(), model=target("llama").model)
     rewrite(folder, lambda card: card.update(vocabulary=vocabulary(engine.tokenizer)))
     run(folder, engine)
     rewrite(folder, lambda card: card.update(vocabulary="another"))
@@ -114,8 +114,8 @@ def test_what_is_no_number_is_refused(name: str, folder: Path) -> None:
 
 
 def test_no_part_is_refused() -> None:
-    words = "eagle has no trained part, and none is known for this model; give part"
-    with pytest.raises(ValueError, match=words):
+    paths = "eagle has no trained part, and none is known for this model; give part"
+    with pytest.raises(ValueError, match=paths):
         run(None)
 
 
@@ -130,7 +130,7 @@ def test_knobs_out_of_range_are_refused() -> None:
 def test_whole_numbers_are_close(largest: int, folder: Path) -> None:
     engine, wanted = target("llama"), load_file(folder / TENSORS)["fuse.weight"]
     retensor(folder, lambda tensors: in_whole_numbers(tensors, largest))
-    part = part_file.read(str(folder), "eagle", engine.info())
+    part = draft_head_file.read(str(folder), "eagle", engine.info())
     assert part.tensors["fuse.weight"].dtype == torch.int8
     assert (part.take("fuse.weight", 32, 64) - wanted).abs().max() <= wanted.abs().amax() / largest
 
@@ -139,6 +139,6 @@ def test_a_part_that_was_trained_on_is_read_anew(folder: Path) -> None:
     """The file changes under a running engine."""
     engine = target("llama")
     first = Eagle(str(folder)).recipe(engine.info()).proposer
-    assert Eagle(str(folder)).recipe(engine.info()).proposer is first  # rows of several requests share the layer
+    assert Eagle(str(folder)).recipe(engine.info()).proposer is first  # sequences of several requests share the layer
     retensor(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(32)}))
     assert Eagle(str(folder)).recipe(engine.info()).proposer is not first

@@ -78,7 +78,7 @@ def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
         Place,
         "uniform",
         lambda place, rank: module.sampling.uniform(
-            place.row.seed, place.row.number, place.row.emitted + place.depth, "accept 0"
+            place.seq.seed, place.seq.number, place.seq.emitted + place.depth, "accept 0"
         ),
     )
     assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
@@ -99,8 +99,8 @@ def test_a_law_of_a_trained_layer_that_was_not_drawn_from_is_seen(monkeypatch: p
 def test_a_stale_entry_of_the_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first nodes of a tree stay in the cache, whichever were accepted."""
 
-    def commit(layer: KVLayer, row: int, path: Any) -> None:
-        layer.keep(row, len(path))
+    def commit(layer: KVLayer, seq: int, path: Any) -> None:
+        layer.keep(seq, len(path))
 
     wide = DraftModel(noisy(target().model, 0.4, seed=3), branching=(4, 2, 1), rule="rejection")
     assert chi_square(samples(wide, 1.3)[0], probs(1.3)) > 1e-4

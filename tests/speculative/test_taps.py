@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import DepthPlan
-from shoal.model.stack import SequenceChunk
-from shoal.speculative.taps import Taps
+from shoal.model.runner import SequenceChunk
+from shoal.speculative.hidden_states import HiddenStates
 
 PLAN = DepthPlan.full(2)
 
@@ -27,60 +27,60 @@ class Places:
         self.positions = [0, 0]
 
 
-def row_of(tokens: list[int], prompt: int, slot: int = 0) -> Row:
+def row_of(tokens: list[int], prompt: int, seq_id: int = 0) -> SequenceState:
     stop = StopState(StopRules(max_new_tokens=99), None, tokens)
-    return Row(0, slot, tokens, prompt, stop, PLAN)
+    return SequenceState(0, seq_id, tokens, prompt, stop, PLAN)
 
 
-def feed(taps: Taps, cache: Any, rows: list[Row], chunks: list[SequenceChunk], base: int) -> None:
-    """The state of node n of row r is base + 10 r + n."""
-    hook = taps.watch(rows, chunks)
+def feed(hidden_states: HiddenStates, cache: Any, seqs: list[SequenceState], chunks: list[SequenceChunk], base: int) -> None:
+    """The state of node n of sequence r is base + 10 r + n."""
+    hook = hidden_states.watch(seqs, chunks)
     wide = max(len(chunk.tokens) for chunk in chunks)
-    states = torch.tensor([[[float(base + 10 * row.slot + node)] for node in range(wide)] for row in rows])
+    states = torch.tensor([[[float(base + 10 * seq.seq_id + node)] for node in range(wide)] for seq in seqs])
     for layer in range(3):
         hook(layer, states if layer == 2 else states - 1000)
 
 
 def test_pieces_of_a_prompt_and_accepted_guesses_make_one_text() -> None:
     cache: Any = Places()
-    taps, row = Taps(Plain(), cache), row_of([1, 2, 3, 4, 5], 5)  # type: ignore[arg-type]
-    feed(taps, cache, [row], [SequenceChunk(0, [1, 2, 3], [0] * 3, PLAN)], 0)
+    hidden_states, seq = HiddenStates(Plain(), cache), row_of([1, 2, 3, 4, 5], 5)  # type: ignore[arg-type]
+    feed(hidden_states, cache, [seq], [SequenceChunk(0, [1, 2, 3], [0] * 3, PLAN)], 0)
     cache.positions[0] = 3
-    feed(taps, cache, [row], [SequenceChunk(0, [4, 5], [0] * 2, PLAN)], 100)
-    row.tokens.append(6)
+    feed(hidden_states, cache, [seq], [SequenceChunk(0, [4, 5], [0] * 2, PLAN)], 100)
+    seq.tokens.append(6)
     cache.positions[0] = 5
-    found = taps.take(row)
+    found = hidden_states.take(seq)
     assert found is not None and found[0] == 0 and found[1].flatten().tolist() == [0, 1, 2, 100, 101]
-    assert taps.take(row) is None
+    assert hidden_states.take(seq) is None
     tree = SequenceChunk(0, [6, 7, 8, 9, 7], [1, 2, 2, 3, 3], PLAN, [-1, 0, 0, 2, 2], [0, 1, 1, 2, 2])
-    feed(taps, cache, [row], [tree], 200)
-    row.tokens += [8, 7, 3]
-    found = taps.take(row)
+    feed(hidden_states, cache, [seq], [tree], 200)
+    seq.tokens += [8, 7, 3]
+    found = hidden_states.take(seq)
     assert found is not None and found[0] == 5 and found[1].flatten().tolist() == [200, 202, 204]
 
 
 def test_a_token_that_was_emitted_anew_is_no_accepted_guess() -> None:
     """A lossy rule may refuse a guess and then emit the same token, whose KV was not kept."""
     cache: Any = Places()
-    taps, row = Taps(Plain(), cache), row_of([1, 2], 1)  # type: ignore[arg-type]
-    feed(taps, cache, [row], [SequenceChunk(0, [2, 7, 8], [1, 2, 3], PLAN)], 0)
-    row.tokens[:] = [2]  # the prompt is the root alone
-    row.tokens += [7]
-    found = taps.take(row)
+    hidden_states, seq = HiddenStates(Plain(), cache), row_of([1, 2], 1)  # type: ignore[arg-type]
+    feed(hidden_states, cache, [seq], [SequenceChunk(0, [2, 7, 8], [1, 2, 3], PLAN)], 0)
+    seq.tokens[:] = [2]  # the prompt is the root alone
+    seq.tokens += [7]
+    found = hidden_states.take(seq)
     assert found is not None and found[1].flatten().tolist() == [0]
 
 
 def test_what_is_missing_in_between_starts_anew() -> None:
     cache: Any = Places()
-    taps = Taps(Plain(), cache)  # type: ignore[arg-type]
-    rows = [row_of([1, 2, 3], 2, 0), row_of([4, 5, 6, 7], 3, 1)]
+    hidden_states = HiddenStates(Plain(), cache)  # type: ignore[arg-type]
+    seqs = [row_of([1, 2, 3], 2, 0), row_of([4, 5, 6, 7], 3, 1)]
     chunks = [SequenceChunk(0, [1, 2], [0, 0], PLAN), SequenceChunk(1, [4, 5, 6], [0] * 3, PLAN)]
-    feed(taps, cache, rows, chunks, 0)
+    feed(hidden_states, cache, seqs, chunks, 0)
     cache.positions[:] = [2, 3]
-    rows[1].tokens += [8, 9]
+    seqs[1].tokens += [8, 9]
     cache.positions[1] = 5
-    feed(taps, cache, [rows[1]], [SequenceChunk(1, [9], [2], PLAN)], 50)
-    rows[1].tokens.append(3)
-    first, second = taps.take(rows[0]), taps.take(rows[1])
+    feed(hidden_states, cache, [seqs[1]], [SequenceChunk(1, [9], [2], PLAN)], 50)
+    seqs[1].tokens.append(3)
+    first, second = hidden_states.take(seqs[0]), hidden_states.take(seqs[1])
     assert first is not None and first[0] == 0 and first[1].flatten().tolist() == [0, 1]
     assert second is not None and second[0] == 5 and second[1].flatten().tolist() == [60]

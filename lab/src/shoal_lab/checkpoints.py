@@ -82,8 +82,8 @@ class Dream(Foreign):
         from transformers import Qwen2Config
 
         _check_mask(told)
-        beside = ("model_type", "auto_map", "architectures", "transformers_version", "mask_token_id")
-        rest = {name: value for name, value in told.items() if name not in beside}
+        extra = ("model_type", "auto_map", "architectures", "transformers_version", "mask_token_id")
+        rest = {name: value for name, value in told.items() if name not in extra}
         return Qwen2Config.from_dict({**rest, **_tokens(told), "logit_shift": 1})
 
 

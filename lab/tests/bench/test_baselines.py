@@ -257,13 +257,13 @@ def test_shoal_predicts_and_keeps_its_card(make: Make) -> None:
 
 def test_forwards_of_shoal_leave_its_cache_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     system, seen = make(Shoal), []
-    forward = system.engine.stack.forward
+    forward = system.engine.runner.forward
 
     def watched(chunks: Any, cache: Any) -> Any:
         seen.append((len(chunks[0].tokens), chunks[0].wanted, cache.layers[0].lengths[0], cache.layers[0].scratch[0]))
         return forward(chunks, cache)
 
-    monkeypatch.setattr(system.engine.stack, "forward", watched)
+    monkeypatch.setattr(system.engine.runner, "forward", watched)
     assert len(system.forward(IDS, 8, 3)) == 3
     assert seen == [(60, 1, 0, 0)] + [(8, 8, 60, 0)] * 3
 

@@ -160,8 +160,8 @@ def test_loads_stand_beside_what_was_predicted(tool: ModuleType, tmp_path: Path)
             "in_phase": 1.4}
     plain = {"load": "1 a second", "policy": "join", "of": "mean latency", "measured": {"median": 1.07}}
     aim = {"what": "speed", "measured": 3.125, "aim": 3.0, "reached": True}
-    beside = {**one, "load": "4 at once", "concurrency": 4, "times_the_speed_of": {"peer serve": FIGURE}}
-    file = {**stage, "subject": {"name": "m.gguf"}, "results": [beside, {**beside, "system": "peer", "label": ""}]}
+    extra = {**one, "load": "4 at once", "concurrency": 4, "times_the_speed_of": {"peer serve": FIGURE}}
+    file = {**stage, "subject": {"name": "m.gguf"}, "results": [extra, {**extra, "system": "peer", "label": ""}]}
     (tmp_path / "serving").mkdir()
     for name, found in (("streams", stage), ("load-m-4", file), ("gain", {"aims": [aim], "gains": [gain, plain]})):
         (tmp_path / "serving" / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")

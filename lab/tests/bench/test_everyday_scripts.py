@@ -29,7 +29,7 @@ def test_a_machine_without_kernels_is_measured() -> None:
     environ = {**os.environ, "SHOAL_NATIVE": "off"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["stack"] == "PackedStack" and found["machine"]["native_kernels"].startswith("none")
+    assert found["stack"] == "PackedRunner" and found["machine"]["native_kernels"].startswith("none")
     assert {name: len(times) for name, times in found["seconds"].items()} == {"shoal": 2, "transformers": 2}
     assert found["shoal_over"]["shoal"] == 1
 

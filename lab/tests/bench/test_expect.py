@@ -85,7 +85,7 @@ def test_rows_of_different_ages_undo_what_rows_in_phase_save() -> None:
 def test_every_request_is_answered_in_full(
     clients: int, requests: int, rows: int, waves: bool, answers: list[int], prompt: int
 ) -> None:
-    paper, asked = house(HALF, waves, max_rows=rows, prompt=prompt), Prompts(new_tokens=answers)
+    paper, asked = house(HALF, waves, max_seqs=rows, prompt=prompt), Prompts(new_tokens=answers)
     traces = paper.serve(LoadPhase(Load(concurrency=clients), requests=requests), asked)
     assert [trace.tokens for trace in traces] == [asked[number].new_tokens for number in range(requests)]
     for trace in traces:

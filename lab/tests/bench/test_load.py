@@ -431,7 +431,7 @@ def test_a_server_is_held_released_and_ended() -> None:
     if os.path.exists(stat):
         server.hold()
         _until(lambda: _state(stat) == "T")
-        server.go_on()
+        server.resume()
         _until(lambda: _state(stat) != "T")
         server.hold()
     server.stop()
@@ -489,7 +489,7 @@ def test_llama_cpps_own_server_is_started_on_the_file_and_waited_for(tmp_path: P
     program = tmp_path / "llama-server"
     program.write_text(LLAMA.format(python=sys.executable), "utf-8")
     program.chmod(0o755)
-    config = ServersConfig(baselines=["llama-server"], max_rows=4, llama_server=str(program))
+    config = ServersConfig(baselines=["llama-server"], max_seqs=4, llama_server=str(program))
     with Servers(config) as servers:
         servers._llama_server(MeasuredModel(model="some.gguf"), Setting("bfloat16", threads=2))
         (target,) = servers.targets

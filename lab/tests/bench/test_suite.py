@@ -109,7 +109,7 @@ def test_how_far_a_text_is_from_the_best_one() -> None:
         found = judge.difference(engine, asked, plain, text, 0.25)
         assert found is not None and found.place == 4 and found.agreement == pytest.approx(8 / len(plain))
     # Slow and obvious: token by token, the cost of each against the best one.
-    best, way = [], (engine.stack, engine.recipe("full", 12).plan)
+    best, way = [], (engine.runner, engine.recipe("full", 12).plan)
     for place in range(len(text)):
         again = engine.generate([*task.prompt, *text[:place]], max_new_tokens=1, logprobs=2)
         assert again.logprobs is not None

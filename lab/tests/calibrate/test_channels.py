@@ -16,7 +16,7 @@ from families import tiny
 from shoal.engine.loading.load import engine_for
 from shoal.methods.double_sparsity import Ranking
 from shoal.model.packed import native
-from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.native_runner import NativeRunner
 from shoal_lab.calibrate.channels import BLOCK, rank_channels
 
 LAYERS = 6
@@ -45,7 +45,7 @@ def test_channels_are_ranked_over_all_texts() -> None:
     texts = [prompt(size, seed) for seed, size in enumerate((90, 70, BLOCK + 40, 6))]
     for backend, dtype in (("hf", torch.float64), ("packed", torch.float32)):
         engine = engine_for(tiny("llama", dtype=dtype), backend=backend)
-        assert isinstance(engine.stack, NativeStack) == (backend == "packed" and native.available())
+        assert isinstance(engine.runner, NativeRunner) == (backend == "packed" and native.available())
         assert rank_channels(engine, texts, progress=False) == by_hand(texts)
     assert by_hand(texts) != by_hand(texts[-1:])
     with pytest.raises(ValueError, match="there is no text to read"):

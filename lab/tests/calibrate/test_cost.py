@@ -21,20 +21,20 @@ def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tiny Llama; every forward advances the clock by the cost of its work."""
     made, now = engine_for(llama), [0.0]
     made.slowness, made.spared = lambda seconds: 1.0, 0.0
-    forward = made.stack.forward
+    forward = made.runner.forward
 
     def timed(chunks: Sequence[Any], cache: Any, hook: Any = None) -> Any:
         step, chunk = chunks[0].steps[0], chunks[0]
         if step == 0:
             now[0] += 0.01 + TOKEN * sum(len(one.tokens) for one in chunks)
         else:
-            read = sum(attended(chunk.plan, step, cache.positions[one.row] + 1, made.stack.windows) for one in chunks)
-            whole = chunk.plan.depth(step) < made.stack.num_layers or not chunk.likeliest
+            read = sum(attended(chunk.plan, step, cache.positions[one.row] + 1, made.runner.windows) for one in chunks)
+            whole = chunk.plan.depth(step) < made.runner.num_layers or not chunk.argmax_only
             work = OVERHEAD + LAYER * chunk.plan.depth(step) + KV * read + whole * made.spared
             now[0] += work * made.slowness(now[0])
         return forward(chunks, cache, hook)
 
-    monkeypatch.setattr(made.stack, "forward", timed)
+    monkeypatch.setattr(made.runner, "forward", timed)
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return made
 
@@ -68,7 +68,7 @@ def test_layers_cost_what_they_cost_where_the_full_model_spares_most_of_the_head
 
 
 def test_prompts_leave_room_in_the_context(engine: Any) -> None:
-    engine.stack.max_positions = cost._MOST + 30
+    engine.runner.max_positions = cost._MOST + 30
     card = cost.measure(engine, contexts=(8, 4000), seconds=0.01)
     assert [length for length, _ in card.prefill] == [8, 30]
 

@@ -17,7 +17,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.calibrate.skips import SkipCard, SublayerCosts, _SkipJudge, measure_sublayers, search_skips
 from shoal_lab.drafts.skips import Skips
 
@@ -61,15 +61,15 @@ def test_a_set_is_judged_by_blocks_after_full_depth() -> None:
     """Against the same blocks drafted by hand, in a fresh cache each."""
     judge, skips = _SkipJudge(engine(), PROMPTS, 9, 4, COSTS), Skips((1,), (3,))
 
-    stack, hits, total = engine().stack, 0, 0
+    runner, hits, total = engine().runner, 0, 0
     for ids in PROMPTS:
         tokens = [*ids, *engine().generate(ids, max_new_tokens=9).tokens]
         for end in (len(tokens), len(tokens) - 4):
-            cache = KVCache(stack.windows, 1)
+            cache = KVCache(runner.windows, 1)
             past = tokens[: end - 5]
-            stack.forward([SequenceChunk(0, past, [0] * len(past), DepthPlan.full(6))], cache)
+            runner.forward([SequenceChunk(0, past, [0] * len(past), DepthPlan.full(6))], cache)
             cache.commit(0, range(len(past)))
-            logits = stack.forward(
+            logits = runner.forward(
                 [SequenceChunk(0, tokens[end - 5 : end - 1], [1] * 4, skips.plan(6), wanted=4)], cache
             )
             hits += sum(a == b for a, b in zip(logits.argmax(-1).tolist(), tokens[end - 4 : end], strict=True))

@@ -20,7 +20,7 @@ from shoal.integrations.transformers import attach
 from shoal.methods import make
 from shoal.methods.tidal import Tidal
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.calibrate.reselection import OTHER_SEEDS
 from word_problems import write
 
@@ -71,7 +71,7 @@ def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):
     inner = method.inner
     assert [sorted(head) for layer in inner.channels for head in layer] == [[*range(8)]] * 12
     few = make({**inner.to_dict(), "method_args": {**inner.to_dict()["method_args"], "k": 2, "first": 0}})
-    assert engine.recipe(few, 4).parts == ("select",)
+    assert engine.recipe(few, 4).components == ("select",)
     main(["calibrate", "--for", "double_sparsity", *argv])
     assert f"ranked on 3 texts; it is run by --method {out}" in capsys.readouterr().out
 
@@ -84,7 +84,7 @@ def test_the_layer_that_selects_anew(capsys, tiny_folder, tmp_path):
     ours = ["--for", "tidal", *argv, "--k", "40", "--out", str(out)]
     made = calibrated(capsys, *ours, "--json")
     assert json.loads(out.read_text()) == made
-    layers = shoal.load(tiny_folder).stack.num_layers
+    layers = shoal.load(tiny_folder).runner.num_layers
     assert [*made["agreement"]] == [str(layer) for layer in range(2, layers - 1)] + [str(layers)]
     means = {int(layer): sum(shares) for layer, shares in made["agreement"].items()}
     assert made["reselect"] == max(means, key=means.get) and made["default"] == 2 and len(set(means.values())) > 1
@@ -117,7 +117,7 @@ def test_the_losses_are_those_of_the_engine(capsys, argv, tiny_folder, problems)
     from shoal_lab.eval.items import encode
 
     items = suites.get(problems).items(None, "calibration", 12, 0)
-    samples = encode(items, engine.tokenizer, None, engine.stack.max_positions)
+    samples = encode(items, engine.tokenizer, None, engine.runner.max_positions)
 
     def loss(method: Any) -> float:
         plan = engine.recipe(method, 64).plan
@@ -125,8 +125,8 @@ def test_the_losses_are_those_of_the_engine(capsys, argv, tiny_folder, problems)
         for sample in samples:  # one forward each
             steps = [0] * len(sample.prompt) + list(range(1, len(sample.reference)))
             tokens = [*sample.prompt, *sample.reference[:-1]]
-            cache, wanted = KVCache(engine.stack.windows, rows=1), len(sample.reference)
-            logits = engine.stack.forward([SequenceChunk(0, tokens, steps, plan, wanted=wanted)], cache)
+            cache, wanted = KVCache(engine.runner.windows, seqs=1), len(sample.reference)
+            logits = engine.runner.forward([SequenceChunk(0, tokens, steps, plan, wanted=wanted)], cache)
             values.append(cross_entropy(logits, torch.tensor(sample.reference), reduction="none"))
         return float(torch.cat(values).mean())
 

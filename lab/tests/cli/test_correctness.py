@@ -137,11 +137,11 @@ def test_the_end_of_the_context_ends_the_comparison(capsys):
 @needs_kernels
 def test_ties_are_as_wide_as_the_kernels_round(tiny_folder):
     engine = shoal.load(tiny_folder, dtype="float32", backend="packed")
-    assert engine.stack.activation_dtype == torch.float32
-    assert command.tie_below(engine.stack) == TOLERANCE["float32"]
+    assert engine.runner.activation_dtype == torch.float32
+    assert command.tie_below(engine.runner) == TOLERANCE["float32"]
     quantised = shoal.load(tiny_folder, dtype="float32", quant="int8")
-    assert quantised.stack.activation_dtype == torch.int8
-    assert command.tie_below(quantised.stack) == TOLERANCE["int8"]
+    assert quantised.runner.activation_dtype == torch.int8
+    assert command.tie_below(quantised.runner) == TOLERANCE["int8"]
 
 
 @needs_kernels

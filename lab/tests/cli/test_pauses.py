@@ -85,11 +85,11 @@ def test_what_is_observed_is_what_transformers_says(tiny_folder: str, problems: 
     engine = shoal.load(tiny_folder, dtype="float32")
     items = suites.get(problems).items(None, "calibration", 6, 0)
     found, right = pauses.observe(engine, items, batch=4)
-    twin = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    slow = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     expected: list[tuple[float, bool]] = []
-    for sample in encode(items, engine.tokenizer, min(engine.eos_token_ids, default=None), engine.stack.max_positions):
+    for sample in encode(items, engine.tokenizer, min(engine.eos_token_ids, default=None), engine.runner.max_positions):
         text = [*sample.prompt, *sample.reference]
-        logits = twin(torch.tensor([text])).logits[0, len(sample.prompt) - 1 : -1].double()
+        logits = slow(torch.tensor([text])).logits[0, len(sample.prompt) - 1 : -1].double()
         for line, token in zip(logits, sample.reference, strict=True):
             nats = -float((line.softmax(-1) * line.log_softmax(-1)).sum())
             expected.append((nats, int(line.argmax()) == token))

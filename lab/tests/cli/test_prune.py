@@ -74,7 +74,7 @@ def test_the_layers_that_go(
     engine, wanted = shoal.load(tmp_path / "fewer", dtype="float32"), shoal.load(
         known, dtype="float32", transform=shoal.DropLayers(tuple(gone)))
     ids = engine.tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
-    assert model.config.num_hidden_layers == engine.stack.num_layers == 6 - len(gone)
+    assert model.config.num_hidden_layers == engine.runner.num_layers == 6 - len(gone)
     answer = list(engine.generate("Once upon a time", max_new_tokens=8).tokens)
     assert answer == list(wanted.generate("Once upon a time", max_new_tokens=8).tokens)
     assert answer == model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -148,12 +148,12 @@ def test_a_real_model_still_speaks(capsys: Any, tmp_path: Path) -> None:
     told = pruned(capsys, "--model", path, "--layers", 2, "--dtype", "bfloat16", "--out", tmp_path / "fewer")
     assert len(told["dropped"]) == 2 and "ships with Shoal" in told["card"]
     engine = shoal.load(tmp_path / "fewer", dtype="float32")
-    twin = shoal.load(path, dtype="float32", backend="hf", transform=shoal.DropLayers(tuple(told["dropped"])))
-    assert engine.stack.num_layers == 28 and engine.fingerprint == twin.fingerprint
+    slow = shoal.load(path, dtype="float32", backend="hf", transform=shoal.DropLayers(tuple(told["dropped"])))
+    assert engine.runner.num_layers == 28 and engine.fingerprint == slow.fingerprint
     question = [{"role": "user", "content": "What is the capital of France?"}]
     ids = engine.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     assert "Paris" in engine.generate(ids, max_new_tokens=8).text
-    assert "Paris" in twin.generate(ids, max_new_tokens=8).text
+    assert "Paris" in slow.generate(ids, max_new_tokens=8).text
 
 
 def test_the_folder_still_says_what_it_was_made_of(capsys: Any, known: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_gguf_file_becomes_a_smaller_one(capsys: Any, tiny_file: Path) -> None
     assert told["dropped"] == [1] and told["requantised"] == {} and out.stat().st_size < tiny_file.stat().st_size
     engine, wanted = shoal.load(out, dtype="float32"), shoal.load(
         tiny_file, dtype="float32", backend="hf", transform=shoal.DropLayers((1,)))
-    assert engine.changes == "layers 1 of tiny.gguf were left out" and engine.stack.num_layers == 3
+    assert engine.changes == "layers 1 of tiny.gguf were left out" and engine.runner.num_layers == 3
     assert engine.generate([1, 2], max_new_tokens=4).tokens == wanted.generate([1, 2], max_new_tokens=4).tokens
     narrow = tiny_file.with_name("narrow.gguf")
     assert main(["prune", "ppm", "--model", str(tiny_file), "--share", "0.5", "--out", str(narrow)]) == 0

@@ -52,7 +52,7 @@ def test_what_is_written_is_the_share_that_was_asked_for(
     assert run("--model", tiny_folder, "--out", tmp_path / "uneven", "--text", text, "--steps", 5, *HOW) == 0
     told = json.loads(capsys.readouterr().out)
     assert sum(told["widths"]) == 6 * 48
-    assert shoal.load(tmp_path / "uneven", dtype="float32").stack.shape.ffns == tuple(told["widths"])
+    assert shoal.load(tmp_path / "uneven", dtype="float32").runner.shape.ffns == tuple(told["widths"])
 
 
 def test_no_gate_that_is_open_is_cut_for_a_whole_multiple() -> None:

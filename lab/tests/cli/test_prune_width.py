@@ -145,7 +145,7 @@ def test_a_real_model_still_speaks(capsys: Any, tmp_path: Path) -> None:
     path = real_model("smollm2")
     told = pruned(capsys, "cfsp", "--model", path, "--share", 0.1, "--dtype", "bfloat16", "--out", tmp_path / "narrow")
     engine = shoal.load(tmp_path / "narrow", dtype="float32")
-    assert engine.stack.shape.ffns == tuple(told["widths"]) and len(set(told["widths"])) > 1
+    assert engine.runner.shape.ffns == tuple(told["widths"]) and len(set(told["widths"])) > 1
     question = [{"role": "user", "content": "What is the capital of France?"}]
     ids = engine.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     assert "Paris" in engine.generate(ids, max_new_tokens=8).text

@@ -1,4 +1,4 @@
-"""CentroidKV: which KV slots are merged and what is then read, on every executor, against loops over lists."""
+"""CentroidKV: which KV entries are merged and what is then read, on every executor, against loops over lists."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
 
 
-def by_hand(columns: list[Column], chunk: int, removed: int) -> list[Column]:
+def by_hand(slots: list[Column], chunk: int, removed: int) -> list[Column]:
     """Round by round; links of all chunks, strongest first."""
     while removed:
-        now, links = min(removed, len(columns) // 2), []
-        for first in range(0, len(columns), chunk):
+        now, links = min(removed, len(slots) // 2), []
+        for first in range(0, len(slots), chunk):
             odd = range(first + 1, first + chunk, 2)
             for at in range(first, first + chunk, 2):
-                best = max(odd, key=lambda other, at=at: cosine(columns[at][0], columns[other][0]))
-                links.append((cosine(columns[at][0], columns[best][0]), at, best))
-        clusters = {at: [at] for at in range(len(columns))}
+                best = max(odd, key=lambda other, at=at: cosine(slots[at][0], slots[other][0]))
+                links.append((cosine(slots[at][0], slots[best][0]), at, best))
+        clusters = {at: [at] for at in range(len(slots))}
         for _, at, best in sorted(links, reverse=True)[:now]:
             clusters[best] += clusters.pop(at)
-        columns = [centroid([columns[at] for at in members]) for _, members in sorted(clusters.items())]
+        slots = [centroid([slots[at] for at in members]) for _, members in sorted(clusters.items())]
         removed, chunk = removed - now, chunk // 2
-    return columns
+    return slots
 
 
 def centroid(members: Sequence[Column]) -> Column:
@@ -85,7 +85,7 @@ class Clustered(Reading):
         return torch.stack([torch.stack(group) for group in outputs])
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaled: Scaled) -> Tensor:
-        knobs, out = self.knobs, []
+        knobs, out = self.method, []
         dense: list[Column] = [(k, v, 1.0) for k, v in zip(keys.tolist(), values.tolist(), strict=True)]
         done, clusters, due = 0, list[Column](), self.begin
         for at, query in enumerate(queries):
@@ -105,10 +105,10 @@ class Clustered(Reading):
 @pytest.mark.parametrize("plan", [DepthPlan.full(LAYERS), D3_PLAN], ids=["full", "d3"])
 @on_backends("gemma2", "hybrid", "qwen3")
 def test_what_is_read_are_centroids(backend: Backend, name: str, plan: DepthPlan, method: CentroidKV) -> None:
-    stack = backend.stack(name)
-    sliding = tuple(layer for layer, window in enumerate(stack.windows) if window is not None)
+    runner = backend.runner(name)
+    sliding = tuple(layer for layer, window in enumerate(runner.windows) if window is not None)
     prompts, new = [PROMPTS[1], PROMPTS[3]], 16
-    run = decode(None, prompts, replace(method.recipe(INFO), plan=plan), new, stack=stack)
+    run = decode(None, prompts, replace(method.recipe(INFO), plan=plan), new, runner=runner)
     for number, ids in enumerate(prompts):
         model = reading_model(reference(name), Clustered(method, len(ids), sliding))
         expected = oracle_logits(model, ids, plan, run.tokens[number])
@@ -138,7 +138,7 @@ def test_merging_is_what_loops_say(removed: int) -> None:
 
 
 def test_clusters_stay_within_their_chunks() -> None:
-    """Chunks in another order give the same KV slots in another order, if each removes as many."""
+    """Chunks in another order give the same KV entries in another order, if each removes as many."""
     keys, values, sizes = columns_of(2, 24, 5)
     order = torch.tensor([2, 0, 1])
 
@@ -152,7 +152,7 @@ def test_clusters_stay_within_their_chunks() -> None:
 
 @pytest.mark.parametrize("removed", [5, 12])
 def test_equal_columns_are_merged_without_loss(removed: int) -> None:
-    """Every token twice, side by side: attention over merged slots is unchanged; without the bias it is not."""
+    """Every token twice, side by side: attention over merged entries is unchanged; without the bias it is not."""
     keys, values, _ = (part.repeat_interleave(2, 1) for part in columns_of(2, 12, 6))
     query = torch.randn(2, 1, 6, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     dense = (query @ keys.mT).softmax(-1) @ values
@@ -166,16 +166,16 @@ def test_equal_columns_are_merged_without_loss(removed: int) -> None:
 @each_backend
 def test_sizes_are_as_many_as_tokens(backend: Backend) -> None:
     for method in (METHOD, DEEP):
-        run = make_run(None, [PROMPTS[3]], method.recipe(INFO), NEW, stack=backend.stack("llama"))
+        run = make_run(None, [PROMPTS[3]], method.recipe(INFO), NEW, runner=backend.runner("llama"))
         keeper, shrunk = CentroidKeeper(method, torch.float32), 0
         for _ in run.steps():
-            for layer in run.cache.layers if run.cache.rows else ():
+            for layer in run.cache.layers if run.cache.seqs else ():
                 bias, stored, length = layer.bias[0], layer.stored(0), layer.lengths[0]
                 if bias is not None:
-                    tokens, columns = keeper.compacted(37, length)
-                    assert stored == length - tokens + columns
+                    tokens, slots = keeper.compacted(37, length)
+                    assert stored == length - tokens + slots
                     assert gap(bias[:, :stored].exp().sum(1), torch.full((len(bias),), float(length))) < 1e-3
-                    shrunk = max(shrunk, tokens - columns)
+                    shrunk = max(shrunk, tokens - slots)
         assert shrunk > 10
 
 
@@ -189,27 +189,27 @@ RECIPES = {
 
 @on_one_backend("recipe", RECIPES, "llama", "hybrid")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
-    stack = backend.stack(name)
+    runner = backend.runner(name)
     most = 1e-4 if backend == NATIVE else backend.exact
-    alone = check_mates(recipe, PROMPTS, NEW, stack, (2048, 4), most)
-    check_guesses(recipe, PROMPTS[3:], NEW, stack, alone[3:])
+    alone = check_mates(recipe, PROMPTS, NEW, runner, (2048, 4), most)
+    check_guesses(recipe, PROMPTS[3:], NEW, runner, alone[3:])
 
 
 @on_backends("llama", "hybrid")
 def test_a_window_that_holds_the_text_is_the_identity(backend: Backend, name: str) -> None:
-    check_identity(replace(METHOD, window=100).recipe(INFO), PROMPTS, NEW, backend.stack(name))
+    check_identity(replace(METHOD, window=100).recipe(INFO), PROMPTS, NEW, backend.runner(name))
 
 
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
-    check_fork(METHOD.recipe(INFO), PROMPTS[3], NEW, backend.stack("llama"))
+    check_fork(METHOD.recipe(INFO), PROMPTS[3], NEW, backend.runner("llama"))
 
 
 @each_backend
 def test_going_back_ends_where_columns_were_merged(backend: Backend) -> None:
-    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, stack=backend.stack("llama"))
+    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, runner=backend.runner("llama"))
     steps = run.steps()
-    while len(run.rows[0].steps) < 9:
+    while len(run.seqs[0].steps) < 9:
         next(steps)
     assert run.cache.positions[0] == 37 + 8 and earliest(run.cache, 0) == 42
 

@@ -22,7 +22,7 @@ from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.speculative.part_file import TrainedPart
+from shoal.speculative.draft_head_file import DraftHead
 from shoal.types import ModelInfo
 from shoal_lab.components.gate import BIAS, NORM, WEIGHT, WIDTHS, TokenGate
 from shoal_lab.methods.dynamic_context import DynamicContext, Gated
@@ -35,7 +35,7 @@ D3_PLAN = D3(alpha=0.9, core=2).recipe(INFO).plan
 
 
 @functools.cache
-def gate_part(shift: float = 0.0) -> TrainedPart:
+def gate_part(shift: float = 0.0) -> DraftHead:
     """A random gate that half of the tokens pass; `shift` is added to its scores."""
     generator = torch.Generator().manual_seed(2)
     sizes = (HIDDEN, *WIDTHS, 1)
@@ -44,7 +44,7 @@ def gate_part(shift: float = 0.0) -> TrainedPart:
         tensors[WEIGHT.format(place)] = torch.randn(after, before, generator=generator) * (2 / before) ** 0.5
         tensors[BIAS.format(place)] = 0.1 * torch.randn(after, generator=generator)
     tensors[BIAS.format(len(WIDTHS))] += shift - 0.95
-    return TrainedPart("gate", {"hidden": HIDDEN, "layer": LAYER}, tensors, {"kept": 0.5})
+    return DraftHead("gate", {"hidden": HIDDEN, "layer": LAYER}, tensors, {"kept": 0.5})
 
 
 def recipe(plan: DepthPlan | None = None, every: int = 1, shift: float = 0.0, **knobs: int) -> Recipe:
@@ -52,7 +52,7 @@ def recipe(plan: DepthPlan | None = None, every: int = 1, shift: float = 0.0, **
     return Recipe(plan or DepthPlan.full(LAYERS), keep=keep)
 
 
-def scores(part: TrainedPart, states: Tensor) -> Tensor:
+def scores(part: DraftHead, states: Tensor) -> Tensor:
     """Scores of the gate's modules, in double precision."""
     tensors = {name: tensor.double() for name, tensor in part.tensors.items()}
     norm = nn.LayerNorm(HIDDEN).double()
@@ -92,12 +92,12 @@ def stays(name: str, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("every", [1, 5])
 @on_backends("llama", "gemma2", "hybrid", "olmo2")
 def test_what_stays_is_what_the_gate_wants(backend: Backend, name: str, every: int) -> None:
-    stack = backend.stack(name)
-    sliding = tuple(layer for layer, window in enumerate(stack.windows) if window is not None)
-    run = decode(None, PROMPTS, recipe(every=every), NEW, stack=stack)
+    runner = backend.runner(name)
+    sliding = tuple(layer for layer, window in enumerate(runner.windows) if window is not None)
+    run = decode(None, PROMPTS, recipe(every=every), NEW, runner=runner)
     closed = 0
     for number, ids in enumerate(PROMPTS):
-        wanted = stays(name, run.rows[number].tokens)
+        wanted = stays(name, run.seqs[number].tokens)
         closed += int((~wanted[len(ids) :]).sum())
         model = reading_model(reference(name), Gates(wanted, len(ids), every, sliding))
         expected = oracle_logits(model, ids, DepthPlan.full(LAYERS), run.tokens[number])
@@ -108,11 +108,11 @@ def test_what_stays_is_what_the_gate_wants(backend: Backend, name: str, every: i
 
 @each_backend
 def test_only_layers_from_the_gate_on_keep_less(backend: Backend) -> None:
-    run = make_run(None, [PROMPTS[3]], recipe(every=4), NEW, stack=backend.stack("llama"))
+    run = make_run(None, [PROMPTS[3]], recipe(every=4), NEW, runner=backend.runner("llama"))
     steps = run.steps()
-    while len(run.rows[0].steps) < 13:  # 12 tokens are fed
+    while len(run.seqs[0].steps) < 13:  # 12 tokens are fed
         next(steps)
-    gone = int((~stays("llama", run.rows[0].tokens)[37 : 37 + 12]).sum())
+    gone = int((~stays("llama", run.seqs[0].tokens)[37 : 37 + 12]).sum())
     assert run.cache.positions[0] == 37 + 12 and gone > 2
     assert [layer.stored(0) for layer in run.cache.layers] == [49] * LAYER + [49 - gone] * (LAYERS - LAYER)
 
@@ -128,20 +128,20 @@ RECIPES = {
 
 @on_one_backend("recipe", RECIPES, "llama", "hybrid")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
-    stack = backend.stack(name)
+    runner = backend.runner(name)
     most = 1e-5 if backend == NATIVE else backend.exact
-    alone = check_mates(recipe, PROMPTS, NEW, stack, (2048, 4, 3), most)
-    check_guesses(recipe, PROMPTS[3:], NEW, stack, alone[3:])
+    alone = check_mates(recipe, PROMPTS, NEW, runner, (2048, 4, 3), most)
+    check_guesses(recipe, PROMPTS[3:], NEW, runner, alone[3:])
 
 
 @on_backends("llama", "hybrid")
 def test_a_gate_that_is_always_open_is_the_identity(backend: Backend, name: str) -> None:
-    check_identity(recipe(shift=1e6), PROMPTS, NEW, backend.stack(name))
+    check_identity(recipe(shift=1e6), PROMPTS, NEW, backend.runner(name))
 
 
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
-    check_fork(recipe(every=3), PROMPTS[3], NEW, backend.stack("llama"), 9)
+    check_fork(recipe(every=3), PROMPTS[3], NEW, backend.runner("llama"), 9)
 
 
 def test_the_control_draws_as_many_whatever_the_text() -> None:
@@ -178,4 +178,4 @@ def test_parts_that_do_not_fit_are_refused() -> None:
                           ({"hidden": 48, "layer": LAYER, "kept": 0.5}, r"'norm'.*is \[2, 32\]")):
         shape = {name: broken[name] for name in ("hidden", "layer")}
         with pytest.raises(ValueError, match=message):
-            TokenGate(TrainedPart("gate", shape, gate_part().tensors, {"kept": broken["kept"]}))  # type: ignore[arg-type]
+            TokenGate(DraftHead("gate", shape, gate_part().tensors, {"kept": broken["kept"]}))  # type: ignore[arg-type]

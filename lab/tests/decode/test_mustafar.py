@@ -1,4 +1,4 @@
-"""Mustafar: what is left of settled KV slots and what is then read, on every executor, against loops over lists."""
+"""Mustafar: what is left of settled KV entries and what is then read, on every executor, against loops over lists."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.snapkv import SnapKV
 from shoal.methods.tidal import Tidal
 from shoal.methods.topk_oracle import TopKOracle
-from shoal.model.kv.form import column_bytes
-from shoal.model.stack import Stack
+from shoal.model.kv.form import slot_bytes
+from shoal.model.runner import ModelRunner
 from shoal.types import ModelInfo
 from shoal_lab.components.rewind import earliest
 from shoal_lab.methods.mustafar import Bitmap, Mustafar
@@ -41,9 +41,9 @@ METHOD = Mustafar(sparsity=0.6, window=3, every=5)
 HALF = Mustafar(sparsity=0.5, window=1, every=9)
 
 
-def info_of(stack: Stack) -> ModelInfo:
+def info_of(runner: ModelRunner) -> ModelInfo:
     """Info of a model with these windows."""
-    return replace(INFO, windows=tuple(stack.windows))
+    return replace(INFO, windows=tuple(runner.windows))
 
 
 def by_hand(vector: list[float], sparsity: float) -> list[float]:
@@ -64,11 +64,11 @@ class Pruned(Reading):
     def mixed(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaled: Scaled) -> Tensor | None:
         if layer in self.sliding:
             return None
-        small = [torch.tensor([[by_hand(one, self.knobs.sparsity) for one in head] for head in whole.tolist()],
+        small = [torch.tensor([[by_hand(one, self.method.sparsity) for one in head] for head in whole.tolist()],
                               dtype=whole.dtype) for whole in (keys, values)]
         out = torch.empty(*queries.shape[:3], values.shape[2], dtype=queries.dtype)
         for at in range(queries.shape[2]):
-            done = 0 if at < self.begin else at - (at - self.begin) % self.knobs.every - self.knobs.window
+            done = 0 if at < self.begin else at - (at - self.begin) % self.method.every - self.method.window
             k, v = (torch.cat([some[:, : max(0, done)], whole[:, max(0, done) : at + 1]], 1)
                     for some, whole in zip(small, (keys, values), strict=True))
             scores = scaled(torch.einsum("ghd,gcd->ghc", queries[:, :, at], k))
@@ -80,11 +80,11 @@ class Pruned(Reading):
 @pytest.mark.parametrize("plan", [DepthPlan.full(LAYERS), D3_PLAN], ids=["full", "d3"])
 @on_backends("gemma2", "hybrid", "qwen3")
 def test_what_is_read_is_pruned(backend: Backend, name: str, plan: DepthPlan, method: Mustafar) -> None:
-    stack = backend.stack(name)
-    sliding = tuple(layer for layer, window in enumerate(stack.windows) if window is not None)
-    recipe = replace(method.recipe(info_of(stack)), plan=plan)
+    runner = backend.runner(name)
+    sliding = tuple(layer for layer, window in enumerate(runner.windows) if window is not None)
+    recipe = replace(method.recipe(info_of(runner)), plan=plan)
     prompts, new = [PROMPTS[1], PROMPTS[3]], 16
-    run = decode(None, prompts, recipe, new, stack=stack)
+    run = decode(None, prompts, recipe, new, runner=runner)
     for number, ids in enumerate(prompts):
         model = reading_model(reference(name), Pruned(method, len(ids), sliding))
         expected = oracle_logits(model, ids, plan, run.tokens[number])
@@ -133,73 +133,73 @@ RECIPES: dict[str, Callable[[ModelInfo], Recipe]] = {
 def test_pieces_mates_and_guesses_change_nothing(
     backend: Backend, name: str, recipe_of: Callable[[ModelInfo], Recipe]
 ) -> None:
-    stack = backend.stack(name)
+    runner = backend.runner(name)
     most = 1e-4 if backend == NATIVE else backend.exact
-    recipe = recipe_of(info_of(stack))
-    alone = check_mates(recipe, PROMPTS, NEW, stack, (2048, 4), most)
-    check_guesses(recipe, PROMPTS[3:], NEW, stack, alone[3:])
+    recipe = recipe_of(info_of(runner))
+    alone = check_mates(recipe, PROMPTS, NEW, runner, (2048, 4), most)
+    check_guesses(recipe, PROMPTS[3:], NEW, runner, alone[3:])
 
 
 @on_backends("llama", "hybrid")
 def test_a_window_that_holds_the_text_is_the_identity(backend: Backend, name: str) -> None:
-    stack = backend.stack(name)
-    check_identity(replace(METHOD, window=100).recipe(info_of(stack)), PROMPTS, NEW, stack)
+    runner = backend.runner(name)
+    check_identity(replace(METHOD, window=100).recipe(info_of(runner)), PROMPTS, NEW, runner)
 
 
 @each_backend
 def test_a_form_that_keeps_all_numbers_changes_nothing_of_what_is_read(backend: Backend) -> None:
-    """The sparsity removes less than one number of a vector, so settled slots are unchanged."""
-    check_identity(replace(METHOD, sparsity=0.001).recipe(INFO), PROMPTS, NEW, backend.stack("llama"))
+    """The sparsity removes less than one number of a vector, so settled entries are unchanged."""
+    check_identity(replace(METHOD, sparsity=0.001).recipe(INFO), PROMPTS, NEW, backend.runner("llama"))
 
 
 @pytest.mark.parametrize("after", [9, 0])
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend, after: int) -> None:
-    check_fork(METHOD.recipe(INFO), PROMPTS[3], NEW, backend.stack("llama"), after)
+    check_fork(METHOD.recipe(INFO), PROMPTS[3], NEW, backend.runner("llama"), after)
 
 
 @each_backend
 def test_going_back_ends_where_columns_settled(backend: Backend) -> None:
-    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, stack=backend.stack("llama"))
+    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, runner=backend.runner("llama"))
     steps = run.steps()
-    while len(run.rows[0].steps) < 9:
+    while len(run.seqs[0].steps) < 9:
         next(steps)
     assert run.cache.positions[0] == 37 + 8 and earliest(run.cache, 0) == 42
     before = [layer.settled[0].settled for layer in run.cache.layers if layer.settled[0]]
     assert before == [39] * LAYERS
     assert run.cache.truncate(0, 41) == 0
-    assert not any(layer.first_in_slot(0) for layer in run.cache.layers)
+    assert not any(layer.first_stored(0) for layer in run.cache.layers)
 
 
 @each_backend
 def test_every_position_is_stored_once_and_bytes_are_the_formula(backend: Backend) -> None:
-    stack, seen = backend.stack("llama"), 0
-    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, stack=stack)
-    heads, dim, _ = stack.kv_sizes[0]
-    kept, size = dim - math.floor(0.6 * dim), stack.dtype.itemsize
+    runner, seen = backend.runner("llama"), 0
+    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, runner=runner)
+    heads, dim, _ = runner.kv_sizes[0]
+    kept, size = dim - math.floor(0.6 * dim), runner.dtype.itemsize
     packed, dense = 2 * heads * (2 * math.ceil(dim / 16) + kept * size), 2 * heads * dim * size
-    assert column_bytes(Bitmap(0.6), stack.kv_sizes[0], stack.dtype) == packed
+    assert slot_bytes(Bitmap(0.6), runner.kv_sizes[0], runner.dtype) == packed
     for _ in run.steps():
-        if not run.cache.rows:
+        if not run.cache.seqs:
             break
         length = run.cache.positions[0]
         done = max(0, length - (length - 37) % 5 - 3) if length >= 37 else 0
-        assert [layer.first_in_slot(0) for layer in run.cache.layers] == [done] * LAYERS
+        assert [layer.first_stored(0) for layer in run.cache.layers] == [done] * LAYERS
         for layer in run.cache.layers:
             assert layer.keys is not None and not layer.keys[0, :, :done].any(), "the slot has given them up"
             assert layer.values is not None and not layer.values[0, :, :done].any()
-        assert run.cache.row_bytes(0).used == LAYERS * (done * packed + (length - done) * dense)
+        assert run.cache.seq_bytes(0).used == LAYERS * (done * packed + (length - done) * dense)
         seen = max(seen, done)
     assert seen > 50
 
 
 def test_rows_that_move_and_go_leave_settled_columns_where_they_are() -> None:
-    """When a row ends, the last one takes its slot, with many settled KV entries."""
-    stack = NATIVE.stack("llama")
+    """When a sequence ends, the last one takes the cache, with many settled KV entries."""
+    runner = NATIVE.runner("llama")
     prompts, new = [PROMPTS[3], prompt(50, 5), PROMPTS[4]], [4, 9, NEW]
-    together = decode(None, prompts, METHOD.recipe(INFO), new, stack=stack)
+    together = decode(None, prompts, METHOD.recipe(INFO), new, runner=runner)
     for number, ids in enumerate(prompts):
-        alone = decode(None, [ids], METHOD.recipe(INFO), new[number], stack=stack)
+        alone = decode(None, [ids], METHOD.recipe(INFO), new[number], runner=runner)
         assert together.tokens[number] == alone.tokens[0]
 
 
@@ -208,11 +208,11 @@ def test_memory_falls_by_what_is_pruned(sparsity: float) -> None:
     engine, ids = engine_for(tiny("llama", max_position_embeddings=4096)), prompt(3000, 1)
     plain, less = (engine.generate(ids, method=one, max_new_tokens=4).stats
                    for one in ("full", Mustafar(sparsity=sparsity)))
-    heads, dim, _ = engine.stack.kv_sizes[0]
-    line = engine.stack.dtype.itemsize * (dim - math.floor(sparsity * dim)) + 2 * math.ceil(dim / 16)
-    used = LAYERS * 2 * heads * (2968 * line + 35 * dim * engine.stack.dtype.itemsize)
+    heads, dim, _ = engine.runner.kv_sizes[0]
+    line = engine.runner.dtype.itemsize * (dim - math.floor(sparsity * dim)) + 2 * math.ceil(dim / 16)
+    used = LAYERS * 2 * heads * (2968 * line + 35 * dim * engine.runner.dtype.itemsize)
     assert less.kv_bytes_used == used < plain.kv_bytes_used * 0.65
-    assert less.kv_bytes_allocated < (line / (dim * engine.stack.dtype.itemsize) + 0.1) * plain.kv_bytes_allocated
+    assert less.kv_bytes_allocated < (line / (dim * engine.runner.dtype.itemsize) + 0.1) * plain.kv_bytes_allocated
 
 
 def test_drafts_change_no_token() -> None:
@@ -249,12 +249,12 @@ def test_models_that_it_cannot_serve() -> None:
 
 
 def test_what_has_settled_is_not_rewritten() -> None:
-    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, stack=NATIVE.stack("llama"))
+    run = make_run(None, [PROMPTS[3]], METHOD.recipe(INFO), NEW, runner=NATIVE.runner("llama"))
     steps = run.steps()
-    while len(run.rows[0].steps) < 2:
+    while len(run.seqs[0].steps) < 2:
         next(steps)
     layer = run.cache.layers[0]
     with pytest.raises(ValueError, match="34 columns of row 0 have settled; they cannot be rewritten"):
-        layer.keep_columns(0, [0, 1])
+        layer.keep_slots(0, [0, 1])
     with pytest.raises(ValueError, match="39 columns for row 0, which has 38 committed ones"):
         layer.settle(0, 39)

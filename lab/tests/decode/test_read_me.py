@@ -26,7 +26,7 @@ from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
-from shoal.speculative.part_file import TrainedPart
+from shoal.speculative.draft_head_file import DraftHead
 from shoal.types import ModelInfo
 from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT, TABLE, ExpertRouter, bits
 from shoal_lab.methods.jacobi import Jacobi
@@ -40,7 +40,7 @@ D3_PLAN = D3(alpha=0.9, core=2).recipe(INFO).plan
 
 
 @functools.cache
-def random_part(shared: int = 1) -> TrainedPart:
+def random_part(shared: int = 1) -> DraftHead:
     generator = torch.Generator().manual_seed(7)
     draw = functools.partial(torch.randn, generator=generator)
     scores = LAYERS * (GROUPS - shared)
@@ -51,7 +51,7 @@ def random_part(shared: int = 1) -> TrainedPart:
     }
     shape = {"layers": LAYERS, "groups": GROUPS, "shared": shared, "neurons": FFN // GROUPS, "window": WINDOW,
              "vocab": VOCAB, "width": WIDTH, "hidden": HIDDEN}
-    return TrainedPart("experts", shape, tensors, {})
+    return DraftHead("experts", shape, tensors, {})
 
 
 @functools.cache
@@ -95,9 +95,9 @@ def masked(name: str, masks: Sequence[Tensor]) -> Iterator[PreTrainedModel]:
 @pytest.mark.parametrize("plan", [None, D3_PLAN], ids=["full", "d3"])
 @on_backends("llama", "gemma2", "qwen2", "phi3", "granite", "olmo2")
 def test_a_token_runs_what_the_router_chose(backend: Backend, name: str, plan: DepthPlan | None) -> None:
-    run = decode(None, PROMPTS, recipe(plan), NEW, stack=backend.stack(name))
+    run = decode(None, PROMPTS, recipe(plan), NEW, runner=backend.runner(name))
     for number, ids in enumerate(PROMPTS):
-        masks = open_neurons(run.rows[number].tokens, len(ids))
+        masks = open_neurons(run.seqs[number].tokens, len(ids))
         with masked(name, masks) as model:
             expected = oracle_logits(model, ids, plan or DepthPlan.full(LAYERS), run.tokens[number])
         assert gap(run.logits(number).to(expected.dtype), expected) <= backend.exact, number
@@ -119,29 +119,29 @@ RECIPES = {
 
 @on_one_backend("recipe", RECIPES, "llama", "gemma2")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
-    stack = backend.stack(name)
-    alone = check_mates(recipe, PROMPTS, NEW, stack, (2048, 4, 3), 1e-5 if backend == NATIVE else backend.exact)
-    check_guesses(recipe, PROMPTS[3:], NEW, stack, alone[3:])
+    runner = backend.runner(name)
+    alone = check_mates(recipe, PROMPTS, NEW, runner, (2048, 4, 3), 1e-5 if backend == NATIVE else backend.exact)
+    check_guesses(recipe, PROMPTS[3:], NEW, runner, alone[3:])
 
 
 @each_backend
 def test_a_fork_goes_on_as_its_row_would(backend: Backend) -> None:
-    check_fork(recipe(), PROMPTS[3], NEW, backend.stack("llama"), 9)
+    check_fork(recipe(), PROMPTS[3], NEW, backend.runner("llama"), 9)
 
 
 @each_backend
 def test_rows_with_groups_of_two_routers_share_a_forward(backend: Backend) -> None:
-    recipes, stack = [recipe(), recipe(experts=1, shared=0), Recipe(DepthPlan.full(LAYERS))], backend.stack("llama")
-    together = decode(None, PROMPTS[:3], recipes, NEW, stack=stack)
+    recipes, runner = [recipe(), recipe(experts=1, shared=0), Recipe(DepthPlan.full(LAYERS))], backend.runner("llama")
+    together = decode(None, PROMPTS[:3], recipes, NEW, runner=runner)
     for number, (ids, one) in enumerate(zip(PROMPTS, recipes, strict=False)):
-        alone = decode(None, [ids], one, NEW, stack=stack)
+        alone = decode(None, [ids], one, NEW, runner=runner)
         assert gap(together.logits(number), alone.logits(0)) <= (2e-3 if backend == NATIVE else backend.exact)
 
 
 @each_backend
 def test_twice_the_same(backend: Backend) -> None:
-    one, other = (decode(None, PROMPTS, recipe(), NEW, stack=backend.stack("llama")) for _ in range(2))
-    assert all(torch.equal(one.logits(row), other.logits(row)) for row in range(len(PROMPTS)))
+    one, other = (decode(None, PROMPTS, recipe(), NEW, runner=backend.runner("llama")) for _ in range(2))
+    assert all(torch.equal(one.logits(seq), other.logits(seq)) for seq in range(len(PROMPTS)))
 
 
 def test_the_router_sees_the_last_tokens_and_no_later_one() -> None:
@@ -171,16 +171,16 @@ def test_all_experts_are_the_whole_model() -> None:
     engine, part = target("llama"), part_for("read_me", "llama")
     info = engine.info(NEW)
     for experts in (None, GROUPS):
-        assert ReadME(part, experts).recipe(info).parts == () and ReadME(part, experts).recipe(info).exact_to == "full"
+        assert ReadME(part, experts).recipe(info).components == () and ReadME(part, experts).recipe(info).exact_to == "full"
     some = ReadME(part, 2).recipe(info)
     assert some.parts == ("experts",) and some.exact_to == "none"
 
 
 @each_backend
 def test_what_answers_leave_in_the_kv_is_known_to_be_less_than_the_model_s_own(backend: Backend) -> None:
-    run = make_run(None, [PROMPTS[3]], recipe(), NEW, stack=backend.stack("llama"))
+    run = make_run(None, [PROMPTS[3]], recipe(), NEW, runner=backend.runner("llama"))
     steps = run.steps()
-    while len(run.rows[0].steps) < 6:
+    while len(run.seqs[0].steps) < 6:
         next(steps)
     assert run.cache.positions[0] == 37 + 5 and run.cache.first_shallow(0) == 37
 

@@ -11,7 +11,7 @@ from drive import prompt, stack_of
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.speculative.self_speculation import Threshold
 from shoal_lab.drafts.agreement import agreements
 from shoal_lab.drafts.skip_search import SkipSearch, expected_improvement
@@ -86,20 +86,20 @@ def test_expected_improvement_prefers_the_neighbours_of_the_best() -> None:
 
 
 def test_agreement_is_the_share_of_equal_argmaxes() -> None:
-    stack, plan = stack_of(tiny("llama")), Skips((2,), (3, 4)).plan(6)
+    runner, plan = stack_of(tiny("llama")), Skips((2,), (3, 4)).plan(6)
     texts = [prompt(20, 1), prompt(9, 2)]
-    cache = KVCache(stack.windows, 2)
-    for row, tokens in enumerate(texts):
-        stack.forward([SequenceChunk(row, tokens[:-1], [0] * (len(tokens) - 1), FULL)], cache)
-        cache.commit(row, range(len(tokens) - 1))
-    greedy = stack.forward([SequenceChunk(0, texts[0][-1:], [0], FULL)], cache)
+    cache = KVCache(runner.windows, 2)
+    for seq, tokens in enumerate(texts):
+        runner.forward([SequenceChunk(seq, tokens[:-1], [0] * (len(tokens) - 1), FULL)], cache)
+        cache.commit(seq, range(len(tokens) - 1))
+    greedy = runner.forward([SequenceChunk(0, texts[0][-1:], [0], FULL)], cache)
     cache.rollback(0)
     texts[0] = [*texts[0][:-1], texts[0][-1]]
-    shares = agreements(stack, cache, [(0, texts[0], 7, plan), (1, texts[1], 3, FULL)])
-    for row, count, one in ((0, 7, plan), (1, 3, FULL)):
-        tokens = texts[row]
+    shares = agreements(runner, cache, [(0, texts[0], 7, plan), (1, texts[1], 3, FULL)])
+    for seq, count, one in ((0, 7, plan), (1, 3, FULL)):
+        tokens = texts[seq]
         steps = [0] * (len(tokens) - 1 - count) + [1] * count
-        fresh = stack.forward([SequenceChunk(0, tokens[:-1], steps, one, wanted=count)], KVCache(stack.windows, 1))
+        fresh = runner.forward([SequenceChunk(0, tokens[:-1], steps, one, wanted=count)], KVCache(runner.windows, 1))
         expected = sum(a == b for a, b in zip(fresh.argmax(-1).tolist(), tokens[-count:], strict=True)) / count
-        assert shares[row] == pytest.approx(expected)
-    assert torch.equal(stack.forward([SequenceChunk(0, texts[0][-1:], [0], FULL)], cache), greedy)
+        assert shares[seq] == pytest.approx(expected)
+    assert torch.equal(runner.forward([SequenceChunk(0, texts[0][-1:], [0], FULL)], cache), greedy)

@@ -33,13 +33,13 @@ def home(**options: Any) -> Engine:
 
 
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, Any]]:
-    """Filled while decoding: a row's tokens, places left in its answer, and the drafted tree."""
+    """Filled while decoding: a sequence's tokens, places left in its answer, and the drafted tree."""
     seen: list[tuple[list[int], int, Any]] = []
     real = MaskedDrafter.propose
 
-    def propose(self: MaskedDrafter, rows: Any, limits: Any) -> Any:
-        before = [(list(row.tokens), row.stop.room) for row in rows]
-        trees = real(self, rows, limits)
+    def propose(self: MaskedDrafter, seqs: Any, limits: Any) -> Any:
+        before = [(list(seq.tokens), seq.stop.room) for seq in seqs]
+        trees = real(self, seqs, limits)
         seen.extend((*known, tree) for known, tree in zip(before, trees, strict=True))
         return trees
 
@@ -88,7 +88,7 @@ def test_a_draft_that_knows_the_answer_is_kept_whole(monkeypatch: pytest.MonkeyP
 
     companion = engine.info().draft_engine
     assert companion is not None
-    monkeypatch.setattr(companion(draft).stack, "forward", knows)
+    monkeypatch.setattr(companion(draft).runner, "forward", knows)
     found = engine.generate(PROMPTS[0], method=DEER(draft, length=K), **options)
     assert found.tokens == plain.tokens and found.stats.accepted == found.stats.drafted
     assert found.stats.target_forwards == 1 + -(-(NEW - 1) // (K + 1))
@@ -102,10 +102,10 @@ def test_rows_that_do_not_fit_into_a_forward_take_several(monkeypatch: pytest.Mo
     engine, draft = home(), masked_model(dtype=torch.float64)
     companion = engine.info().draft_engine
     assert companion is not None
-    stack, counts = companion(draft).stack, list[int]()
-    forward = stack.forward
-    monkeypatch.setattr(stack, "prefill_chunk", 30, raising=False)
-    monkeypatch.setattr(stack, "forward", lambda chunks, cache: counts.append(len(chunks)) or forward(chunks, cache))
+    runner, counts = companion(draft).runner, list[int]()
+    forward = runner.forward
+    monkeypatch.setattr(runner, "prefill_chunk", 30, raising=False)
+    monkeypatch.setattr(runner, "forward", lambda chunks, cache: counts.append(len(chunks)) or forward(chunks, cache))
     prompts = [*PROMPTS, prompt(20, 3)]
     found = engine.generate(prompts, method=DEER(draft, length=K), max_new_tokens=NEW)
     assert {1, 2} <= {*counts}

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import silu
 
 from backends import BACKENDS, Backend
-from shoal.speculative import part_file
+from shoal.speculative import draft_head_file
 from shoal_lab.drafts.medusa import MedusaHeads, RankTree
 from trained_parts import medusa, part_for, target
 
@@ -49,10 +49,10 @@ def test_a_tree_is_filled_by_depth_and_rank() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_heads_are_what_was_trained(backend: Backend) -> None:
-    module, stack = medusa(target("llama")), backend.stack("llama")
-    part = part_file.read(part_for("medusa", "llama"), "medusa", target("llama").info())
+    module, runner = medusa(target("llama")), backend.runner("llama")
+    part = draft_head_file.read(part_for("medusa", "llama"), "medusa", target("llama").info())
     states = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    found = MedusaHeads(stack, part)(states)
+    found = MedusaHeads(runner, part)(states)
     for head in range(3):
         moved = states + silu(states @ module.weight[head].T + module.bias[head])
         assert torch.allclose(found[:, head].double(), (moved @ module.head.rows.T).double(), atol=1e-3, rtol=1e-4)

@@ -20,7 +20,7 @@ from shoal.methods.d3 import D3
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.model.packed.native import MAX_NODES
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.types import Result
 from shoal_lab.drafts import mirror
 from shoal_lab.drafts.mirror import DraftRound
@@ -44,7 +44,7 @@ def home(family: str = "llama") -> Engine:
 def stack_of_draft(engine: Engine, draft: Any) -> Any:
     draft_engine = engine.info().draft_engine
     assert draft_engine is not None
-    return draft_engine(draft).stack
+    return draft_engine(draft).runner
 
 
 def work(result: Result) -> tuple[Any, ...]:
@@ -92,14 +92,14 @@ def test_a_pool_of_several_trees() -> None:
     """More branches than the kernels take at a time: the window is fed again with each part."""
     engine, draft = home(), draft_of("llama")
     seen: list[SequenceChunk] = []
-    stack = stack_of_draft(engine, draft)
-    forward = stack.forward
+    runner = stack_of_draft(engine, draft)
+    forward = runner.forward
 
     def watched(chunks: Sequence[SequenceChunk], *rest: Any) -> Any:
         seen.extend(chunks)
         return forward(chunks, *rest)
 
-    stack.forward = watched
+    runner.forward = watched
     plain = engine.generate(PROMPTS[:2], method=DraftModel(draft, length=9), max_new_tokens=NEW)
     found = engine.generate(PROMPTS[:2], method=MirrorSD(draft, k=3, exit_layer=5, length=9), max_new_tokens=NEW)
     assert list(map(work, found)) == list(map(work, plain))
@@ -112,14 +112,14 @@ def test_a_pool_of_several_trees() -> None:
 def test_a_draft_made_anew_reads_one_token() -> None:
     """The window was read with the branches, and its first token too if that came from a branch."""
     engine, draft = home(), draft_of("llama")
-    stack, seen = stack_of_draft(engine, draft), list[SequenceChunk]()
-    forward = stack.forward
+    runner, seen = stack_of_draft(engine, draft), list[SequenceChunk]()
+    forward = runner.forward
 
     def watched(chunks: Sequence[SequenceChunk], *rest: Any) -> Any:
         seen.extend(chunks)
         return forward(chunks, *rest)
 
-    stack.forward = watched
+    runner.forward = watched
     result = engine.generate(PROMPTS[0], method=MirrorSD(draft, k=2, exit_layer=5, length=3), max_new_tokens=NEW)
     missed = [not one for one in reused(result)]
     reads = [len(chunk.tokens) for chunk in seen if chunk.parents is None]
@@ -148,24 +148,24 @@ def test_a_controller_may_change_the_length(control: Any) -> None:
 
 
 def test_rows_that_join_one_another() -> None:
-    """One drafter for rows that come and go: each decodes as it does alone."""
+    """One drafter for sequences that come and go: each decodes as it does alone."""
     engine = home()
     recipe = MirrorSD(draft_of("llama"), k=3, exit_layer=5, length=3).recipe(engine.info(NEW))
     lengths = [5, NEW, 9, 20]
-    alone = [decode(engine.model, [ids], recipe, new, watch=False, numbers=[number]).rows[0]
+    alone = [decode(engine.model, [ids], recipe, new, watch=False, numbers=[number]).seqs[0]
              for number, (ids, new) in enumerate(zip(PROMPTS, lengths, strict=True))]
     run = make_run(engine.model, PROMPTS[:1], recipe, lengths[:1], watch=False)
-    later = make_run(engine.model, PROMPTS, recipe, lengths, watch=False).rows
-    rows = [run.rows[0], *later[1:]]
-    for row in later[1:]:
+    later = make_run(engine.model, PROMPTS, recipe, lengths, watch=False).seqs
+    seqs = [run.seqs[0], *later[1:]]
+    for seq in later[1:]:
         run.batch.step(64)
-        run.batch.join([row])
-    while run.batch.rows:
+        run.batch.join([seq])
+    while run.batch.seqs:
         run.batch.step(64)
-    for row, one in zip(rows, alone, strict=True):
-        assert row.tokens == one.tokens
-        assert (row.ledger.drafted, row.ledger.accepted) == (one.ledger.drafted, one.ledger.accepted)
-        assert [r.reused for r in row.ledger.draft_rounds] == [r.reused for r in one.ledger.draft_rounds]
+    for seq, one in zip(seqs, alone, strict=True):
+        assert seq.tokens == one.tokens
+        assert (seq.ledger.drafted, seq.ledger.accepted) == (one.ledger.drafted, one.ledger.accepted)
+        assert [r.reused for r in seq.ledger.draft_rounds] == [r.reused for r in one.ledger.draft_rounds]
 
 
 # Which drafts are ready.
@@ -244,8 +244,8 @@ class Planted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Any, draft: Any) -> None:
         self.now, self.drafts = 0.0, 0
         monkeypatch.setattr(mirror.time, "perf_counter", lambda: self.now)
-        for stack, name, seconds in ((target, "forward", 80.0), (target, "exit_logits", 0.5), (draft, "forward", 10.0)):
-            monkeypatch.setattr(stack, name, self._moving(getattr(stack, name), seconds, stack is draft))
+        for runner, name, seconds in ((target, "forward", 80.0), (target, "exit_logits", 0.5), (draft, "forward", 10.0)):
+            monkeypatch.setattr(runner, name, self._moving(getattr(runner, name), seconds, runner is draft))
 
     def _moving(self, real: Any, seconds: float, drafting: bool) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -259,8 +259,8 @@ class Planted:
 @pytest.mark.parametrize(("exit_layer", "k"), [(2, 0), (2, 1), (5, 3), (LAYERS, 1)])
 def test_seconds_are_those_that_were_planted(monkeypatch: pytest.MonkeyPatch, exit_layer: int, k: int) -> None:
     engine, draft, length = home(), draft_of("llama"), 3
-    head = engine.stack.head_layers
-    clock = Planted(monkeypatch, engine.stack, stack_of_draft(engine, draft))
+    head = engine.runner.head_layers
+    clock = Planted(monkeypatch, engine.runner, stack_of_draft(engine, draft))
     method = MirrorSD(draft, exit_layer=exit_layer, k=k, length=length)
     result = engine.generate(PROMPTS[0], method=method, max_new_tokens=NEW)
     rounds = result.stats.records["draft_rounds"]
@@ -281,7 +281,7 @@ def test_seconds_are_those_that_were_planted(monkeypatch: pytest.MonkeyPatch, ex
 def test_the_share_of_the_layers_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, draft = home(), draft_of("llama")
     plan = D3(alpha=0.8, core=2).recipe(engine.info(NEW)).plan
-    Planted(monkeypatch, engine.stack, stack_of_draft(engine, draft))
+    Planted(monkeypatch, engine.runner, stack_of_draft(engine, draft))
     method = MirrorSD(draft, exit_layer=4, k=1, length=2, inner=D3(alpha=0.8, core=2))
     stream = engine.stream(PROMPTS[0], method=method, max_new_tokens=NEW)
     ends = [place for place, step in enumerate(stream) if not step.from_draft]  # the next window begins there
@@ -290,7 +290,7 @@ def test_the_share_of_the_layers_that_run(monkeypatch: pytest.MonkeyPatch) -> No
     for step, one in zip([place + 1 for place in ends], rounds, strict=False):
         layers = plan.layers(step)
         below = sum(layer < 4 for layer in layers)
-        shares.append(below / (len(layers) + engine.stack.head_layers))
+        shares.append(below / (len(layers) + engine.runner.head_layers))
         assert one.before == pytest.approx(80 * shares[-1]) and one.before + one.after == pytest.approx(80)
     assert len(set(shares)) > 1
 
@@ -302,8 +302,8 @@ def test_the_share_of_the_layers_that_run(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.quick(2)
 def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
     engine, draft = home(), noisy(tiny("llama"), 0.03)
-    stack, calls = stack_of_draft(engine, draft), 0
-    forward = stack.forward
+    runner, calls = stack_of_draft(engine, draft), 0
+    forward = runner.forward
 
     def breaking(*args: Any) -> Any:
         nonlocal calls
@@ -312,7 +312,7 @@ def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
             raise RuntimeError("the draft model broke")
         return forward(*args)
 
-    stack.forward = breaking
+    runner.forward = breaking
     method = MirrorSD(draft, k=2, exit_layer=5, length=3)
     stream = engine.stream(PROMPTS[0], method=method, max_new_tokens=NEW)
     with pytest.raises(RuntimeError, match="the draft model broke"):

@@ -22,8 +22,8 @@ from shoal.engine.memory.shorter import guesses, shorter
 from shoal.errors import Unsupported
 from shoal.methods import make
 from shoal.methods.base import Method
-from shoal.speculative import part_file
-from shoal.speculative.part_file import CARD
+from shoal.speculative import draft_head_file
+from shoal.speculative.draft_head_file import CARD
 from shoal.types import Sampling
 from shoal_lab.drafts.medusa import RankTree
 from shoal_lab.drafts.ppd import PromptedTree, PromptProposer, _asides, _behind, with_asides
@@ -130,17 +130,17 @@ def test_a_tree_within_some_nodes_keeps_their_prompts() -> None:
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_guesses_are_those_of_an_uncached_forward(backend: Backend, trees: PromptTrees) -> None:
     """Text and prompt tokens one after the other, through transformers' own forward."""
-    engine, stack = target("llama"), backend.stack("llama")
-    part = part_file.read(part_for("ppd", "llama"), "ppd", engine.info())
+    engine, runner = target("llama"), backend.runner("llama")
+    part = draft_head_file.read(part_for("ppd", "llama"), "ppd", engine.info())
     proposer = Watched(PromptProposer(part, trees))
     ids, recipe = [prompt(20, 1), prompt(5, 2)], Recipe(DepthPlan.full(6), proposer)
-    run = decode(None, ids, recipe, stack=stack, new=16, sampling=Sampling(logit_bias=ECHO), watch=False)
+    run = decode(None, ids, recipe, runner=runner, new=16, sampling=Sampling(logit_bias=ECHO), watch=False)
     vectors = torch.stack([one.detach() for one in ppd(engine).prompts]).double()
     seen = 0
     for tree in proposer.trees:
         depth = max(tree.depths)
-        texts = [row.tokens[:end] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
-                 if row.tokens[end] == tree.tokens[0]]
+        texts = [seq.tokens[:end] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
+                 if seq.tokens[end] == tree.tokens[0]]
         seen += any(tree.tokens[1:] == guessed(tree, text, vectors[:depth]) for text in texts) if depth else 0
     assert seen == sum(len(tree) > 1 for tree in proposer.trees) > 4
 
@@ -175,10 +175,10 @@ def test_a_part_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (copy / CARD).write_text(json.dumps({key: value for key, value in card.items() if key != "ranks"}), "utf-8")
     with pytest.raises(ValueError, match="how often guesses of each rank were right"):
         engine.generate(prompt(5, 1), method=PPD(str(copy), nodes=5), max_new_tokens=4)
-    wide = PromptProposer(part_file.read(folder, "ppd", engine.info()), PromptTrees.chain(2))
+    wide = PromptProposer(draft_head_file.read(folder, "ppd", engine.info()), PromptTrees.chain(2))
     wide._vectors = torch.zeros(2, 33)
     with pytest.raises(Unsupported, match="it is for states of 33 numbers; the model's have 32"):
-        wide.begin(HF.stack("llama"), None)  # type: ignore[arg-type]
+        wide.begin(HF.runner("llama"), None)  # type: ignore[arg-type]
     for knobs in ({"length": 0}, {"nodes": 0}, {"nodes": 61}):
         with pytest.raises(ValueError, match="it must be"):
             PPD(folder, **knobs)
@@ -203,17 +203,17 @@ def test_under_a_controller_that_measures_prompts_get_to_guess() -> None:
 
 def test_prompts_run_no_more_layers_than_the_last_guess() -> None:
     """With a falling plan, a forward could take the wrong nodes for those that run a layer."""
-    row = SimpleNamespace(slot=0, tokens=[1, 2, 7], emitted=4, plan=None, takes_likeliest=True)
+    seq = SimpleNamespace(seq_id=0, tokens=[1, 2, 7], emitted=4, plan=None, takes_argmax=True)
     tree = with_asides(TokenTree.chain([7, 8, 9]), [0, 3, 2], torch.zeros(3, 2))
-    chunk = _guesses(row, tree, 0).chunk  # type: ignore[arg-type]
-    assert list(chunk.steps) == [4, 5, 6, 6, 6, 7] and chunk.wanted == chunk.words == 3
+    chunk = _guesses(seq, tree, 0).chunk  # type: ignore[arg-type]
+    assert list(chunk.steps) == [4, 5, 6, 6, 6, 7] and chunk.wanted == chunk.with_ids == 3
     assert chunk.parents == (-1, 0, 1, 0, 3, 2) and chunk.positions(10) == [10, 11, 12, 11, 12, 13]
 
 
 @pytest.mark.parametrize("inner", [ReadME(part_for("read_me", "llama"), experts=2),
                                    First(part_for("first", "llama"), layers=4, core=2)], ids=repr)
 def test_prompts_beside_what_lets_tokens_run_less(inner: Method) -> None:
-    """Prompt tokens have no ids, by which groups of neurons are chosen, and follow rows with plans of their own."""
+    """Prompt tokens have no ids, by which groups of neurons are chosen, and follow sequences with plans of their own."""
     for ids in (prompt(11, 1), prompt(30, 2)):
         alone = target("llama").generate(ids, method=inner, max_new_tokens=20).tokens
         for nodes in (None, 8):

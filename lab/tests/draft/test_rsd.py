@@ -23,10 +23,10 @@ NEW = 24
 def test_the_draft_reads_nothing_twice() -> None:
     """The draft reads the prompt, every emitted token except the last, and refused guesses, each once."""
     engine, draft = engine_for(tiny("llama")), draft_of("llama", 0.03)
-    stack, sizes = engine.info().draft_engine(draft).stack, list[int]()
-    forward = stack.forward
+    runner, sizes = engine.info().draft_engine(draft).runner, list[int]()
+    forward = runner.forward
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stack, "forward", lambda chunks, *rest: (
+        patch.setattr(runner, "forward", lambda chunks, *rest: (
             sizes.append(sum(len(chunk.tokens) for chunk in chunks)), forward(chunks, *rest))[1])
         result = engine.generate(prompt(9, 1), method=RSD(draft, length=3), max_new_tokens=NEW)
     assert result.stats.accepted > 0 and len(sizes) == result.stats.draft_forwards

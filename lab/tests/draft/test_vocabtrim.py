@@ -43,12 +43,12 @@ def test_all_tokens_are_the_whole_head(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("backend", [HF, NATIVE], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("shape", [Branching((1, 1, 1)), Beam(3, 3)], ids=repr)
 def test_only_kept_tokens_are_drafted_with_a_law_that_knows_it(backend: Backend, shape: Any) -> None:
-    stack, ids = backend.stack("llama"), tuple(range(1, 97, 2))
+    runner, ids = backend.runner("llama"), tuple(range(1, 97, 2))
     for sampling in (Sampling(), Sampling(temperature=1.0)):
-        proposer = Watched(CutHeadProposer(stack, shape, "", stack.cut_head(ids), ids))
+        proposer = Watched(CutHeadProposer(runner, shape, "", runner.cut_head(ids), ids))
         recipe = Recipe(DepthPlan.full(6), proposer)
-        plain = decode(None, PROMPTS, DepthPlan.full(6), NEW, stack=stack, sampling=sampling, watch=False)
-        run = decode(None, PROMPTS, recipe, NEW, stack=stack, sampling=sampling, watch=False)
+        plain = decode(None, PROMPTS, DepthPlan.full(6), NEW, runner=runner, sampling=sampling, watch=False)
+        run = decode(None, PROMPTS, recipe, NEW, runner=runner, sampling=sampling, watch=False)
         assert run.tokens == plain.tokens
         assert {*proposer.met} >= {"none", "some"}
         for tree in proposer.trees:

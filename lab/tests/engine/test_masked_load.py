@@ -20,9 +20,9 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.build import build
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import FileSource, ModelSource
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.types import MaskedModel
 from shoal_lab.checkpoints import LladaSource
 
@@ -44,12 +44,12 @@ def folder(shape: str, tmp_path: Path) -> Path:
     return write(tmp_path / "model", config, weights())
 
 
-def logits_of(engine: Engine, words: list[int]) -> Tensor:
+def logits_of(engine: Engine, argv: list[int]) -> Tensor:
     """Of the places themselves, as the loop reads them."""
-    stack, masked = engine.stack, engine.masked
+    runner, masked = engine.runner, engine.masked
     assert masked is not None
-    chunk = SequenceChunk(0, words, [0] * len(words), DepthPlan.full(stack.num_layers), wanted=len(words), mutual=True)
-    found = stack.forward([chunk], KVCache(stack.windows, 1))
+    chunk = SequenceChunk(0, argv, [0] * len(argv), DepthPlan.full(runner.num_layers), wanted=len(argv), mutual=True)
+    found = runner.forward([chunk], KVCache(runner.windows, 1))
     return torch.cat([found[:1], found[:-1]]) if masked.shift else found
 
 
@@ -67,10 +67,10 @@ def test_the_packed_block_in_torch_and_in_the_kernels_layout(folder: Path, shape
     """Loading packs for torch, which runs blocks of masks; matrices of the kernels' layout are unpacked for them."""
     config, weights, forward = SHAPES[shape]
     engine = shoal.load(str(folder), dtype="float32", backend="packed")
-    assert type(engine.stack) is PackedStack
+    assert type(engine.runner) is PackedRunner
     model = shoal.load(str(folder), dtype="float32", backend="hf").model
-    engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"))
-    assert native.available() == (type(engine.stack) is not PackedStack)
+    engine.runner = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"))
+    assert native.available() == (type(engine.runner) is not PackedRunner)
     expected = forward(weights(), WORDS)
     assert (logits_of(engine, WORDS).double() - expected).abs().max() <= 2e-4 * expected.abs().max()
 
@@ -109,9 +109,9 @@ def test_tied_heads_and_query_groups_of_llada(tmp_path: Path) -> None:
     ({"mask_token_id": None}, "'llada' without a mask_token_id"),
     ({"mask_token_id": VOCAB}, f"mask_token_id={VOCAB}.*its tokens are 0..{VOCAB - 1}"),
 ])
-def test_a_config_that_is_not_of_the_published_shape(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_a_config_that_is_not_of_the_published_shape(tmp_path: Path, change: dict[str, Any], argv: str) -> None:
     folder = write(tmp_path / "model", {**LLADA, **change}, llada_weights())
-    with pytest.raises(Unsupported, match=words):
+    with pytest.raises(Unsupported, match=argv):
         shoal.load(str(folder), dtype="float32")
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from drive import prompt
 from eagle_part import target
-from shoal.speculative.part_file import CARD, TENSORS, TOKENS
+from shoal.speculative.draft_head_file import CARD, TENSORS, TOKENS
 from trained_parts import MAKERS, part_for
 
 

@@ -49,7 +49,7 @@ def test_kept_tensors_are_written_bit_for_bit_in_files_of_any_size(
     with torch.no_grad():
         found = model(torch.tensor([prompt(12, 3)]), use_cache=False).logits[0]
     engine = shoal.load(whole, dtype="float64", transform=DropLayers((4, 0)))
-    assert gap(found, chunked_logits(engine.stack, prompt(12, 3), (5, 1, 6))) < 1e-10
+    assert gap(found, chunked_logits(engine.runner, prompt(12, 3), (5, 1, 6))) < 1e-10
 
 
 def test_tokenizer_and_generation_config_come_along(tmp_path: Path) -> None:

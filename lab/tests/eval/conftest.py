@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 from families import tiny
 from shoal.engine.engine import Engine
 from shoal.model.packed.build import build
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import ModelSource
-from shoal.model.packed.stack import PackedStack
 
 
-def packed(model: PreTrainedModel) -> PackedStack:
+def packed(model: PreTrainedModel) -> PackedRunner:
     return build(model.config, ModelSource(model), torch.float64, torch.device("cpu"), kernels=False)
 
 

@@ -27,7 +27,7 @@ from shoal.methods.full import Full
 from shoal.methods.kv_int8 import KVInt8
 from shoal.model import hf
 from shoal.model.packed.build import build
-from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.source import ModelSource
 from shoal.types import ModelInfo
 from shoal_lab.eval import scoring
@@ -76,18 +76,18 @@ def test_every_control_is_answered_and_scored_as_its_twin(group: str, tiny_model
         expected = [sum(who.plan.depth(step) for step in range(len(tokens))) for tokens in slow]
         assert [answer.layer_tokens for answer in answers] == pytest.approx(expected), who.label
         for prompt, reference, mine in zip(prompts, references, values, strict=True):
-            twin = slow_losses(tiny_model, prompt, reference, who.plan)
-            assert torch.allclose(mine.double(), twin, atol=1e-5), who.label
+            slow = slow_losses(tiny_model, prompt, reference, who.plan)
+            assert torch.allclose(mine.double(), slow, atol=1e-5), who.label
 
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "granite", "gemma2", "gemma3"])
 def test_losses_are_those_of_an_uncached_pass(name: str, family: str) -> None:
     model, plan = tiny(family), PLANS[name]
-    stack = build(model.config, ModelSource(model), torch.float64, torch.device("cpu"), kernels=False)
-    stack.prefill_chunk = 7  # so that prompts and references are read in several pieces
+    runner = build(model.config, ModelSource(model), torch.float64, torch.device("cpu"), kernels=False)
+    runner.prefill_chunk = 7  # so that prompts and references are read in several pieces
     prompts, references = ids(3, 11, 6), ids(9, 1, 12)
-    (found,) = scoring.losses(prompts, references, [(stack, plan)])
+    (found,) = scoring.losses(prompts, references, [(runner, plan)])
     for prompt, reference, values in zip(prompts, references, found, strict=True):
         assert torch.allclose(values.double(), slow_losses(model, prompt, reference, plan), atol=1e-5), name
 
@@ -96,9 +96,9 @@ def test_losses_are_those_of_an_uncached_pass(name: str, family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_plans_share_a_prompt_without_touching_each_other(backend: Any, family: str) -> None:
     """Texts longer than a window, whose KV one plan may have dropped when the next one begins."""
-    stack = engine_for(tiny(family, dtype=torch.float32), backend=backend).stack
+    runner = engine_for(tiny(family, dtype=torch.float32), backend=backend).runner
     prompts, references = ids(4, 30), ids(300, 7)
-    ways = [(stack, plan) for plan in PLANS.values()]
+    ways = [(runner, plan) for plan in PLANS.values()]
     together = scoring.losses(prompts, references, ways)
     for way, found in zip(ways, together, strict=True):
         (alone,) = scoring.losses(prompts, references, [way])
@@ -107,9 +107,9 @@ def test_plans_share_a_prompt_without_touching_each_other(backend: Any, family: 
 
 def test_more_rows_than_a_forward_takes_are_scored(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, references = ids(*[3] * 5), ids(*range(1, 6))
-    expected = scoring.losses(prompts, references, [(tiny_engine.stack, PLANS["d3"])])[0]
-    monkeypatch.setattr(tiny_engine.stack, "prefill_chunk", 2, raising=False)
-    found = scoring.losses(prompts, references, [(tiny_engine.stack, PLANS["d3"])])[0]
+    expected = scoring.losses(prompts, references, [(tiny_engine.runner, PLANS["d3"])])[0]
+    monkeypatch.setattr(tiny_engine.runner, "prefill_chunk", 2, raising=False)
+    found = scoring.losses(prompts, references, [(tiny_engine.runner, PLANS["d3"])])[0]
     assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -119,8 +119,8 @@ def test_depth_that_rises_agrees_with_passing_by(family: str, kernels: bool) -> 
     model = tiny(family, dtype=torch.float32)
     engine = engine_for(model, backend="packed")
     if not kernels:
-        engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
-    assert isinstance(engine.stack, NativeStack) is kernels
+        engine.runner = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
+    assert isinstance(engine.runner, NativeRunner) is kernels
     engine.eos_token_ids = frozenset()
     who, decoder, prompts = Candidate("reversed d3", {}, RISING), Decoder(engine), ids(6, 3)
     answers = decoder.answers(prompts, who, 14)
@@ -136,7 +136,7 @@ def test_depth_that_rises_agrees_with_passing_by(family: str, kernels: bool) -> 
 
 def test_depth_rises_on_packed_models_only() -> None:
     decoder = Decoder(engine_for(tiny("llama"), backend="hf"))
-    assert isinstance(decoder.engine.stack, hf.HFStack)
+    assert isinstance(decoder.engine.runner, hf.HFRunner)
     with pytest.raises(Unsupported, match='backend="packed"'):
         decoder.answers([[1]], Candidate("reversed d3", {}, RISING), 4)
     with pytest.raises(Unsupported, match="brings layers back"):
@@ -202,14 +202,14 @@ def test_what_prompts_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatc
     (text,) = ids(40)
     prompts = [[*text, number] for number in range(6)]
     read = 0
-    forward = engine.stack.forward
+    forward = engine.runner.forward
 
     def counted(chunks: Any, *rest: Any, **more: Any) -> Tensor:
         nonlocal read
         read += sum(len(chunk.tokens) for chunk in chunks)
         return forward(chunks, *rest, **more)
 
-    monkeypatch.setattr(engine.stack, "forward", counted)
+    monkeypatch.setattr(engine.runner, "forward", counted)
     Decoder(engine, rows=1).answers(prompts, candidate(engine, Full(), 2), 2)
     assert read == 41 + 5 * 1 + 6  # the first prompt, the last token of the others, and a step for each
 

@@ -24,8 +24,8 @@ from shoal.model.experts import ExpertChoice
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.build import build
 from shoal.model.packed.source import ModelSource
-from shoal.model.stack import SequenceChunk
-from shoal.speculative import part_file
+from shoal.model.runner import SequenceChunk
+from shoal.speculative import draft_head_file
 from shoal_lab.components.router import ExpertRouter
 from shoal_lab.eval import distance
 from shoal_lab.eval.controls import GROUPS, controls, setting
@@ -43,8 +43,8 @@ FULL = DepthPlan.full(6)
 
 
 def texts(*lengths: int, prompts: tuple[int, ...] = (3, 11, 6, 1, 4)) -> list[Told]:
-    rows = zip(ids(*prompts[: len(lengths)]), ids(*lengths), strict=True)
-    return [Told("s", str(at), tuple(prompt), tuple(answer)) for at, (prompt, answer) in enumerate(rows)]
+    seqs = zip(ids(*prompts[: len(lengths)]), ids(*lengths), strict=True)
+    return [Told("s", str(at), tuple(prompt), tuple(answer)) for at, (prompt, answer) in enumerate(seqs)]
 
 
 def slow_log_probs(model: Any, text: Told, plan: Any) -> Tensor:
@@ -67,9 +67,9 @@ def test_another_model_is_read_with_all_its_layers(tiny_engine: Engine) -> None:
     found = Distances(tiny_engine).measure(read, [distance.other_model(other, tiny_engine)])[0]
     for text in read:
         truth, said = (slow_log_probs(model, text, FULL) for model in (tiny_engine.model, smaller))
-        row = found[f"s/{text.id}"]
-        assert sum(row["kl"]) == pytest.approx(float((truth.exp() * (truth - said)).sum()), rel=1e-3)
-        assert row["layers"] == 6 * len(text.answer)
+        seq = found[f"s/{text.id}"]
+        assert sum(seq["kl"]) == pytest.approx(float((truth.exp() * (truth - said)).sum()), rel=1e-3)
+        assert seq["layers"] == 6 * len(text.answer)
     assert sum(found["s/0"]["kl"]) > 0.01
     with pytest.raises(Unsupported, match="they have different tokens"):
         distance.other_model(engine_for(tiny("llama", vocab_size=50)), tiny_engine)
@@ -93,7 +93,7 @@ def test_every_control_is_as_far_off_as_its_twin(group: str, tiny_model: Any, ti
     judge = FullReading(tiny_engine, read)
     check(tiny_model, judge.full, read, FULL)
     for who in controls(at, [group]):
-        found = judge.under(executor(tiny_engine.stack, who.plan))
+        found = judge.under(executor(tiny_engine.runner, who.plan))
         check(tiny_model, found, read, who.plan)
         assert sum(map(sum, (one.kl for one in found))) > 0.1
 
@@ -101,32 +101,32 @@ def test_every_control_is_as_far_off_as_its_twin(group: str, tiny_model: Any, ti
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
-    """Answers longer than a block and a window, several plans in a row, on the kernels."""
+    """Answers longer than a block and a window, several plans in a sequence, on the kernels."""
     model = tiny(family, dtype=torch.float32)
     engine, read = engine_for(model, backend="packed"), texts(300, 2, 70, 9, prompts=(30, 11, 6, 1))
     judge = FullReading(engine, read)
     for _ in range(2):
-        check(model, judge.under(executor(engine.stack, PLANS[name])), read, PLANS[name], 2e-3)
+        check(model, judge.under(executor(engine.runner, PLANS[name])), read, PLANS[name], 2e-3)
 
 
 def test_neurons_that_a_router_chooses_are_those_of_decoding() -> None:
     """Token by token, each with the groups that the router chooses from the text up to it; prompts run all groups."""
     engine, read, alone = target("llama"), texts(80, 7), []
-    part = part_file.read(part_for("read_me", "llama"), "read_me", engine.info())
+    part = draft_head_file.read(part_for("read_me", "llama"), "read_me", engine.info())
     router = ExpertRouter(part)
     for text in read:
-        cache, plan = KVCache(engine.stack.windows, 1, [120] * 6), DepthPlan.full(6)
+        cache, plan = KVCache(engine.runner.windows, 1, [120] * 6), DepthPlan.full(6)
         tokens, said = [*text.prompt, *text.answer], []
-        engine.stack.forward([SequenceChunk(0, text.prompt, [0] * len(text.prompt), plan)], cache)
+        engine.runner.forward([SequenceChunk(0, text.prompt, [0] * len(text.prompt), plan)], cache)
         cache.commit(0, range(len(text.prompt)))
         for place in range(len(text.prompt), len(tokens) - 1):
-            choice = ExpertChoice(router.mlps(engine.stack), [router.masks(tokens[: place + 1], 2)])
-            said.append(engine.stack.forward([SequenceChunk(0, [tokens[place]], [1], plan, experts=choice)], cache)[0])
+            choice = ExpertChoice(router.mlps(engine.runner), [router.masks(tokens[: place + 1], 2)])
+            said.append(engine.runner.forward([SequenceChunk(0, [tokens[place]], [1], plan, experts=choice)], cache)[0])
             cache.commit(0, range(1))
         truth, law = slow_log_probs(engine.model, text, FULL), torch.stack(said).log_softmax(-1)
         alone.append((truth.exp() * (truth - law)).sum(-1))
     who = candidate(engine, ReadME(part_for("read_me", "llama"), experts=2), 80)
-    for mine, kl in zip(distance.variant(engine.stack, who).read(FullReading(engine, read)), alone, strict=True):
+    for mine, kl in zip(distance.variant(engine.runner, who).read(FullReading(engine, read)), alone, strict=True):
         assert mine.kl == pytest.approx(kl.tolist(), abs=1e-4) and sum(mine.kl) > 0.01
 
 
@@ -138,9 +138,9 @@ def test_a_token_is_judged_apart_from_its_context(judged: int, context: int, ker
     model = tiny("llama", dtype=torch.float32)
     engine = engine_for(model, backend="packed")
     if not kernels:
-        engine.stack = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
+        engine.runner = build(model.config, ModelSource(model), torch.float32, torch.device("cpu"), kernels=False)
     order, read = (4, 2, 3), texts(40, 2, 9)
-    how = apart(engine.stack, context, judged, order)
+    how = apart(engine.runner, context, judged, order)
     for mine, text in zip(FullReading(engine, read).apart(how), read, strict=True):
         truth = slow_log_probs(model, text, FULL)
         for place in range(1, len(text.answer)):
@@ -170,7 +170,7 @@ def test_bins_add_up() -> None:
 def outcomes_of(engine: Engine, plan: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[dict[str, Any]]:
     read = [Told("s", str(at), tuple(prompt), tuple(answer))
             for at, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
-    return [one.outcome(0.0, True) for one in FullReading(engine, read).under(executor(engine.stack, plan))]
+    return [one.outcome(0.0, True) for one in FullReading(engine, read).under(executor(engine.runner, plan))]
 
 
 def test_common_tokens_are_those_of_free_running_answers(tiny_engine: Engine) -> None:
@@ -193,11 +193,11 @@ def test_common_tokens_are_those_of_free_running_answers(tiny_engine: Engine) ->
 
 def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: Engine,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * tiny_engine.stack.vocab_size * 20)
+    monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * tiny_engine.runner.vocab_size * 20)
     read = texts(18, 7, 12, 15, 9)
     at = setting(tiny_engine, Lengths((18, 7, 12)), 1.2, 18, order="late_middle", core=2)
     rivals = [candidate(tiny_engine, Full(), 18, "full"), *controls(at, ["budgets"])]
-    variants = [distance.variant(tiny_engine.stack, who) for who in rivals]
+    variants = [distance.variant(tiny_engine.runner, who) for who in rivals]
     whole = Distances(tiny_engine, Outcomes(tmp_path / "whole")).measure(read, variants)
     plain, calls = FullReading.under, []
 
@@ -224,7 +224,7 @@ def test_what_was_measured_is_never_measured_again(tmp_path: Path, tiny_engine: 
 
 def test_more_texts_are_put_together_otherwise_and_only_they_are_measured(tmp_path: Path, tiny_engine: Engine) -> None:
     who, read = Candidate("d", {"method": "d"}, PLANS["d3"]), texts(9, 7, 12)
-    variants = [distance.variant(tiny_engine.stack, who)]
+    variants = [distance.variant(tiny_engine.runner, who)]
     first = Distances(tiny_engine, Outcomes(tmp_path / "kept")).measure(read[1:], variants)
     both = Distances(tiny_engine, Outcomes(tmp_path / "kept")).measure(read, variants)
     assert list(both[0]) == ["s/0", "s/1", "s/2"] and first[0] == {key: both[0][key] for key in ("s/1", "s/2")}
@@ -232,10 +232,10 @@ def test_more_texts_are_put_together_otherwise_and_only_they_are_measured(tmp_pa
 
 
 def test_without_time_only_whole_texts_are_compared(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * tiny_engine.stack.vocab_size * 20)
+    monkeypatch.setattr(distance, "_TRUTH_BYTES", 4 * tiny_engine.runner.vocab_size * 20)
     clock = iter(range(100))
     monkeypatch.setattr(distance, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    who = distance.variant(tiny_engine.stack, Candidate("d", {"method": "d"}, PLANS["d3"]))
+    who = distance.variant(tiny_engine.runner, Candidate("d", {"method": "d"}, PLANS["d3"]))
     (found,) = Distances(tiny_engine, until=1.5).measure(texts(18, 7, 12, 15), [who])
     assert list(found) == ["s/0", "s/1", "s/2"]
 
@@ -243,12 +243,12 @@ def test_without_time_only_whole_texts_are_compared(tiny_engine: Engine, monkeyp
 def test_figures_are_ratios_over_prompts_and_differences_are_paired() -> None:
     base = {f"s/{at}": {"kl": [0.1 * at, 0.2], "nll": [1.0, 1.0], "kept": [10, 2], "count": 20, "prefix": 4,
                         "layers": 100} for at in range(1, 9)}
-    other = {name: {**row, "kl": [row["kl"][0] + 0.3, 0.2], "prefix": 6} for name, row in base.items()}
-    row = figures(other, base, 6, 1.0)
-    assert row["kl"]["mean"] == pytest.approx((sum(0.1 * at for at in range(1, 9)) + 8 * 0.5) / 160)
-    assert row["by_position"][1]["kl"]["mean"] == pytest.approx(0.2 / 5) and row["by_position"][0]["tokens"] == 120
-    assert row["kl"]["low"] < row["kl"]["mean"] < row["kl"]["high"] and row["mean_layers"] == pytest.approx(100 / 21)
-    assert row["kept"]["mean"] == pytest.approx(12 / 20) and row["prefix"]["never_parts"] == 0
+    other = {name: {**seq, "kl": [seq["kl"][0] + 0.3, 0.2], "prefix": 6} for name, seq in base.items()}
+    seq = figures(other, base, 6, 1.0)
+    assert seq["kl"]["mean"] == pytest.approx((sum(0.1 * at for at in range(1, 9)) + 8 * 0.5) / 160)
+    assert seq["by_position"][1]["kl"]["mean"] == pytest.approx(0.2 / 5) and seq["by_position"][0]["tokens"] == 120
+    assert seq["kl"]["low"] < seq["kl"]["mean"] < seq["kl"]["high"] and seq["mean_layers"] == pytest.approx(100 / 21)
+    assert seq["kept"]["mean"] == pytest.approx(12 / 20) and seq["prefix"]["never_parts"] == 0
     paired = compared(base, other)
     assert paired["kl"]["mean"] == pytest.approx(0.3 / 20) == paired["kl"]["low"]  # prompts differ, differences do not
     assert paired["kl_by_position"][0]["mean"] == pytest.approx(0.3 / 15)

@@ -166,19 +166,19 @@ PROMPTS = [[*COMMON, *prompt(size, 20 + size)] for size in (4, 9, 26, 13)]
 def test_answers_are_those_without_sharing(tiny_engine: Engine, name: str) -> None:
     method, options = make(METHODS[name]), {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.0}
     alone = [list(tiny_engine.generate(ids, method=method, **options).tokens) for ids in PROMPTS]
-    shared = SharedPrompts(tiny_engine, PROMPTS, rows=3)
+    shared = SharedPrompts(tiny_engine, PROMPTS, seqs=3)
     shared.under(make("full"), 16).close()  # the dense prompt is read before the method comes
     forks = shared.under(method, 16)
-    rows = forks.run(PROMPTS, [{"max_new_tokens": 16, "ignore_eos": True}] * 4)
-    assert [row.tokens[row.prompt_length :] for row in rows] == alone
-    read = sum(row.ledger.prefill_tokens for row in rows)
+    seqs = forks.run(PROMPTS, [{"max_new_tokens": 16, "ignore_eos": True}] * 4)
+    assert [seq.tokens[seq.prompt_length :] for seq in seqs] == alone
+    read = sum(seq.ledger.prefill_tokens for seq in seqs)
     assert read < sum(map(len, PROMPTS)) - 3 * 60, "nothing was shared"
     forced = [Forced(said) for said in reversed(alone)]
     forks.run(PROMPTS, [{"max_new_tokens": 16, "ignore_eos": True, "logits_processor": [one]} for one in forced])
     for ids, one, said in zip(PROMPTS, forced, reversed(alone), strict=True):
-        twin = Forced(said)
-        tiny_engine.generate(ids, method=method, **options, logits_processor=[twin])
-        assert one.argmax == twin.argmax and one.nll == pytest.approx(twin.nll, abs=1e-6)
+        slow = Forced(said)
+        tiny_engine.generate(ids, method=method, **options, logits_processor=[slow])
+        assert one.argmax == slow.argmax and one.nll == pytest.approx(slow.nll, abs=1e-6)
     if name != "full":
         plain = [list(tiny_engine.generate(ids, **options).tokens) for ids in PROMPTS]
         assert plain != alone, "the method changes nothing, so the test has no power"
@@ -188,11 +188,11 @@ def test_answers_are_those_without_sharing(tiny_engine: Engine, name: str) -> No
 @pytest.mark.parametrize("name", METHODS)
 def test_a_row_goes_on_step_by_step(tiny_engine: Engine, name: str) -> None:
     method, options = make(METHODS[name]), {"max_new_tokens": 12, "ignore_eos": True}
-    forks = SharedPrompts(tiny_engine, PROMPTS[2:3], rows=1).under(method, 12)
+    forks = SharedPrompts(tiny_engine, PROMPTS[2:3], seqs=1).under(method, 12)
     step, used = forks.begin(PROMPTS[2], options)
     said = [one.token for _ in range(11) for one in step()]
     assert list(tiny_engine.generate(PROMPTS[2], method=method, **options).tokens)[1:] == said
-    _, dense = SharedPrompts(tiny_engine, PROMPTS[2:3], rows=1).under(make("full"), 12).begin(PROMPTS[2], options)
+    _, dense = SharedPrompts(tiny_engine, PROMPTS[2:3], seqs=1).under(make("full"), 12).begin(PROMPTS[2], options)
     assert (used < dense) == (name in LESS), (used, dense)
     assert not step(), "the row has ended"
 
@@ -208,21 +208,21 @@ def test_the_model_s_own_kv_serves_those_that_rewrite_only_their_fork(tiny_engin
 def test_what_a_window_has_left_behind_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """SnapKV goes back by its window, which may exceed what layers with a sliding window still hold."""
     engine = engine_for(tiny("hybrid", max_position_embeddings=1024))
-    monkeypatch.setattr(engine.stack, "prefill_chunk", 16)
+    monkeypatch.setattr(engine.runner, "prefill_chunk", 16)
     method, options = SnapKV(budget=64, window=32), {"max_new_tokens": 6, "ignore_eos": True}
     for length in (300, 312, 321):
         ids = prompt(length, length)
-        (row,) = SharedPrompts(engine, [ids]).under(method, 6).run([ids], [options])
-        assert row.tokens[length:] == list(engine.generate(ids, method=method, **options).tokens), length
+        (seq,) = SharedPrompts(engine, [ids]).under(method, 6).run([ids], [options])
+        assert seq.tokens[length:] == list(engine.generate(ids, method=method, **options).tokens), length
 
 
 def test_what_says_nothing_about_prompts_is_read_anew(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.methods.streaming_llm import StreamingLLM
 
     monkeypatch.setattr(StreamingLLM, "by_length", False)
-    rows = SharedPrompts(tiny_engine, PROMPTS).under(make(METHODS["streaming_llm"]), 4).run(
+    seqs = SharedPrompts(tiny_engine, PROMPTS).under(make(METHODS["streaming_llm"]), 4).run(
         PROMPTS, [{"max_new_tokens": 4, "ignore_eos": True}] * 4)
-    assert [row.ledger.prefill_tokens for row in rows] == list(map(len, PROMPTS))
+    assert [seq.ledger.prefill_tokens for seq in seqs] == list(map(len, PROMPTS))
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", {"method": "best_of", "method_args": {"n": 2}}])
@@ -261,7 +261,7 @@ class Scripted(LongEvaluator):
 
 
 def engine_with_words(tiny_engine: Engine) -> Engine:
-    return Engine(tiny_engine.stack, byte_level(), model=tiny_engine.model)
+    return Engine(tiny_engine.runner, byte_level(), model=tiny_engine.model)
 
 
 def test_figures_are_those_by_hand(tiny_engine: Engine, maker: Maker) -> None:
@@ -289,8 +289,8 @@ def test_a_run_of_all_on_a_model(tiny_engine: Engine, maker: Maker) -> None:
     tokens = [LongContext(one.name, tuple(_small(sample) for sample in one.samples)) for one in maker.make(plan)]
     found = evaluator.run(plan, tokens, {"all": make({"method": "tidal", "method_args": {"k": 10_000}})})
     assert STRANGE not in found
-    for item, row in found[FULL].items():
-        assert row["nll"] == found["all"][item]["nll"] and row["argmax"] == found["all"][item]["argmax"]
+    for item, seq in found[FULL].items():
+        assert seq["nll"] == found["all"][item]["nll"] and seq["argmax"] == found["all"][item]["argmax"]
     assert run(evaluator, plan, tokens, {})["rows"][0]["perplexity"] > 1
 
 
@@ -310,7 +310,7 @@ def test_a_random_choice_keeps_as_much_and_the_window() -> None:
     keys = torch.zeros(3, 50, 4)
     kept = drawn("0/1", keys, 8, 20)
     assert kept.shape == (3, 20) and kept[:, -8:].tolist() == [list(range(42, 50))] * 3
-    assert all(sorted(set(row)) == row and row[-9] < 42 for row in kept.tolist())
+    assert all(sorted(set(seq)) == seq and seq[-9] < 42 for seq in kept.tolist())
     assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept, drawn("1/1", keys, 8, 20))
     assert torch.equal(kept, drawn("0/1", keys, 8, 20))
 
@@ -375,5 +375,5 @@ def test_a_folder_without_novels_is_refused(tmp_path: Path) -> None:
 
 
 def test_words_are_enough_and_different() -> None:
-    rows, asked = tasks.pairs(Random(0), 5, tasks.MOST_PAIRS)
-    assert len(set(rows)) == len(rows) == tasks.MOST_PAIRS > 4000 and len(asked) == 5
+    seqs, asked = tasks.pairs(Random(0), 5, tasks.MOST_PAIRS)
+    assert len(set(seqs)) == len(seqs) == tasks.MOST_PAIRS > 4000 and len(asked) == 5

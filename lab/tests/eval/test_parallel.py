@@ -21,7 +21,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.methods.base import Method
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.eval import judges, suites
 from shoal_lab.eval.items import Item
 from shoal_lab.eval.sources import parallel
@@ -44,7 +44,7 @@ class Ideal:
         self.answers = torch.tensor(answers)
         self.engine: Engine = engine_for(masked_model(dtype=torch.float32))
         self._random = torch.Generator().manual_seed(1)
-        monkeypatch.setattr(self.engine.stack, "forward", self._forward)
+        monkeypatch.setattr(self.engine.runner, "forward", self._forward)
 
     def _forward(self, chunks: Sequence[SequenceChunk], cache: KVCache, *_: Any) -> Tensor:
         lines = []
@@ -52,7 +52,7 @@ class Ideal:
             decided = torch.tensor(list(chunk.tokens))[len(PROMPT) :]
             fits = ((self.answers == decided) | (decided == MASK)).all(1)
             held = self.answers[fits] if fits.any() else self.answers  # if decided tokens clash, any answer counts
-            law = torch.nn.functional.one_hot(held, self.engine.stack.vocab_size).float().mean(0)
+            law = torch.nn.functional.one_hot(held, self.engine.runner.vocab_size).float().mean(0)
             lots = 1e-4 * torch.rand(law.shape, generator=self._random)
             lines.append((law.log() + lots)[len(decided) - chunk.wanted :])
         return torch.cat(lines)
@@ -137,11 +137,11 @@ def test_an_evaluation_compares_with_one_word_a_forward(capsys: pytest.CaptureFi
     argv = ["eval", "--model", canvas, "--dtype", "float32", "--suite", "parallel", "--n", "24"]
     argv += ["--max-new-tokens", "12"]
     assert main([*argv, "--measure", "answers", "--methods", "fast_dllm:reuse=none,diffusion:steps=2", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["suites"][0]["answers"]
-    assert [row["label"] for row in rows] == ["diffusion", "fast_dllm:reuse=none", "diffusion:steps=2"]
-    plain, sure, hasty = (row["accuracy"] for row in rows)
+    seqs = json.loads(capsys.readouterr().out.splitlines()[-1])["suites"][0]["answers"]
+    assert [seq["label"] for seq in seqs] == ["diffusion", "fast_dllm:reuse=none", "diffusion:steps=2"]
+    plain, sure, hasty = (seq["accuracy"] for seq in seqs)
     assert plain >= 0.8 and sure >= 0.7 and hasty < plain
-    assert rows[2]["ideal_speedup"] > rows[1]["ideal_speedup"] > 1 >= rows[0]["ideal_speedup"] > 0.4
+    assert seqs[2]["ideal_speedup"] > seqs[1]["ideal_speedup"] > 1 >= seqs[0]["ideal_speedup"] > 0.4
     assert main([*argv, "--measure", "answers,loss"]) == 2
     assert "a loss or log-likelihood under diffusion" in capsys.readouterr().err
 

@@ -57,8 +57,8 @@ def test_a_sublayer_is_left_out_alone(tiny_engine: Engine) -> None:
     for part, attention, mlp in (("attention", 1, NEVER), ("mlp", NEVER, 1), ("layer", 1, 1)):
         every = [NEVER] * 6
         plan = DepthPlan((NEVER, NEVER, attention, *every[3:]), (NEVER, NEVER, mlp, *every[3:]))
-        asked = why.without(tiny_engine.stack, 2, part)
-        assert asked.read(judge)[0].kl == judge.under((tiny_engine.stack, plan))[0].kl
+        asked = why.without(tiny_engine.runner, 2, part)
+        assert asked.read(judge)[0].kl == judge.under((tiny_engine.runner, plan))[0].kl
         assert asked.layers(12) == plan.layer_tokens(12)
 
 

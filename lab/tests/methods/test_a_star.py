@@ -69,7 +69,7 @@ class ToyBranch:
 
     def __init__(self, toy: Toy, path: Path) -> None:
         self.toy, self.path, self.alive = toy, path, True
-        self.row = SimpleNamespace(tokens=[], prompt_length=0, drafts=False)
+        self.seq = SimpleNamespace(tokens=[], prompt_length=0, drafts=False)
 
     @property
     def tokens(self) -> list[int]:
@@ -201,7 +201,7 @@ class Way:
 
 
 def by_hand(
-    name: str, ids: Sequence[int], method: AStar, row: int, new: int, how: Sampling, budget: int, *,
+    name: str, ids: Sequence[int], method: AStar, seq: int, new: int, how: Sampling, budget: int, *,
     tokenizer: Any = None, promise: Callable[[list[int]], float] | None = None,
 ) -> tuple[list[int], int, int]:
     """The answer, branches and decoded tokens; every token comes from a forward over its whole text."""
@@ -209,7 +209,7 @@ def by_hand(
 
     def draw(way: Way) -> None:
         logits = tiny(name)(torch.tensor([[*ids, *way.tokens]]), use_cache=False).logits[0, -1]
-        number = sampling.uniform(way.seed, row, len(way.tokens), "sample")
+        number = sampling.uniform(way.seed, seq, len(way.tokens), "sample")
         token = sampling.draw(sampling.probs_of(logits, how), number)
         way.logs.append(float(logits.log_softmax(-1)[token]))
         way.tokens.append(token)
@@ -226,7 +226,7 @@ def by_hand(
     def another(way: Way) -> Way:
         nonlocal made
         made += 1
-        return Way(way.tokens, way.logs, branch_seed(WARM["seed"], row, made - 1))
+        return Way(way.tokens, way.logs, branch_seed(WARM["seed"], seq, made - 1))
 
     waiting: list[list[Any]] = [[h(Way([], [], 0)), 0, 0, Way([], [], 0), True]]
     while True:
@@ -285,14 +285,14 @@ def test_answers_branches_and_work_are_those_of_the_slow_twin(name: str, method:
 def test_on_the_packed_executor_rows_share_forwards_and_change_nothing() -> None:
     engine = engine_of("packed hybrid")
     options: dict[str, Any] = {**WARM, "max_new_tokens": 12, "method": AStar(k=3, step=3, width=2)}
-    scheduler = Scheduler(engine, max_rows=18, prefill_chunk=7, start=False)
+    scheduler = Scheduler(engine, max_seqs=18, prefill_chunk=7, start=False)
     handles = [scheduler.submit(ids, **options) for ids in SHORT] + [scheduler.submit(SHORT[0], max_new_tokens=9)]
     while scheduler.running or scheduler.waiting:
         scheduler.turn()
     for ids, handle in zip(SHORT, handles, strict=False):
         assert handle.results[0].tokens == engine.generate(ids, **options).tokens
     assert handles[-1].results[0].tokens == engine.generate(SHORT[0], max_new_tokens=9).tokens
-    assert scheduler._batches.plain.cache.rows == 0, "nothing is left of them"
+    assert scheduler._batches.plain.cache.seqs == 0, "nothing is left of them"
 
 
 def test_steps_end_at_the_delimiter() -> None:
@@ -411,12 +411,12 @@ def test_what_is_refused() -> None:
     with pytest.raises(Unsupported, match="a callable cannot be written down"):
         AStar(verifier=broken).to_dict()
     with pytest.raises(Unsupported, match="a search of 9 branches: there is room for 8 rows"):
-        Scheduler(engine_of("llama"), max_rows=8, start=False).submit(SHORT[0], method=AStar(), **WARM)
+        Scheduler(engine_of("llama"), max_seqs=8, start=False).submit(SHORT[0], method=AStar(), **WARM)
 
 
 def test_what_it_is() -> None:
     recipe = AStar().recipe(ModelInfo(6, max_new_tokens=10))
-    assert (recipe.exact_to, recipe.parts, recipe.branches(False), recipe.branches(True)) == ("none", ("search",), 9, 1)
+    assert (recipe.exact_to, recipe.components, recipe.branches(False), recipe.branches(True)) == ("none", ("search",), 9, 1)
     assert AStar(k=1).recipe(ModelInfo(6)).exact_to == "full"
     assert make(AStar(k=3, inner=D3(alpha=0.9)).to_dict()) == AStar(k=3, inner=D3(alpha=0.9))
 

@@ -32,7 +32,7 @@ from shoal.methods.full import Full
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.packed.native import MAX_NODES
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.types import ModelInfo, Sampling
 from shoal_lab.loops.adadec import PausingBatch
 from shoal_lab.methods.adadec import AdaDec
@@ -54,7 +54,7 @@ def twin_logits(name: str, text: Sequence[int], prompt_length: int, plan: DepthP
 
 
 def by_hand(
-    name: str, ids: Sequence[int], method: AdaDec, how: Sampling, row: int, new: int = NEW, *,
+    name: str, ids: Sequence[int], method: AdaDec, how: Sampling, seq: int, new: int = NEW, *,
     plan: DepthPlan = FULL, ends: Sequence[int] = (),
 ) -> tuple[list[int], int]:
     """Tokens, and forwards that a cache would need; everything is run anew from its beginning."""
@@ -63,7 +63,7 @@ def by_hand(
         logits = twin_logits(name, text, len(ids), plan)
         logs, forwards = logits.log_softmax(-1), forwards + 1
         probs = sampling.probs_of(logits, how)
-        token = sampling.draw(probs, sampling.uniform(4, row, len(text) - len(ids), "sample"))
+        token = sampling.draw(probs, sampling.uniform(4, seq, len(text) - len(ids), "sample"))
         if -sum(float(log) * math.exp(float(log)) for log in logs) >= method.threshold:
             ranked = sorted(range(len(logs)), key=lambda one: -float(logs[one]))
             ranked = [one for one in ranked if how.greedy or probs[one] > 0][: method.candidates]
@@ -87,11 +87,11 @@ def by_hand(
 @pytest.mark.quick(2)
 def test_tokens_and_forwards_are_the_slow_twins_on_every_executor(backend: Backend, name: str, how: Sampling) -> None:
     method = AdaDec(threshold=1.0, candidates=3, lookahead=3)
-    run = decode(None, SHORT, recipe_of(method), NEW, stack=backend.stack(name), sampling=how, seed=4, watch=False)
-    expected = [by_hand(name, ids, method, how, row) for row, ids in enumerate(SHORT)]
+    run = decode(None, SHORT, recipe_of(method), NEW, runner=backend.runner(name), sampling=how, seed=4, watch=False)
+    expected = [by_hand(name, ids, method, how, seq) for seq, ids in enumerate(SHORT)]
     assert run.tokens == [tokens for tokens, _ in expected]
-    assert [row.ledger.target_forwards for row in run.rows] == [forwards for _, forwards in expected]
-    plain = decode(None, SHORT, FULL, NEW, stack=backend.stack(name), sampling=how, seed=4, watch=False)
+    assert [seq.ledger.target_forwards for seq in run.seqs] == [forwards for _, forwards in expected]
+    plain = decode(None, SHORT, FULL, NEW, runner=backend.runner(name), sampling=how, seed=4, watch=False)
     assert run.tokens != plain.tokens
     pauses = [forwards - NEW for _, forwards in expected]
     assert 0 < sum(pauses) < 3 * NEW * 3, "some steps pause, others do not"
@@ -101,8 +101,8 @@ def test_tokens_and_forwards_are_the_slow_twins_on_every_executor(backend: Backe
 def test_a_pause_under_a_plan_that_drops_layers(name: str) -> None:
     method, depth = AdaDec(threshold=0.5, candidates=2, lookahead=4), D3(alpha=0.85, core=2)
     recipe = make([method, depth]).recipe(engine_of(name).info(NEW))
-    run = decode(None, SHORT, recipe, NEW, stack=HF.stack(name), watch=False, seed=4)
-    expected = [by_hand(name, ids, method, Sampling(), row, plan=recipe.plan) for row, ids in enumerate(SHORT)]
+    run = decode(None, SHORT, recipe, NEW, runner=HF.runner(name), watch=False, seed=4)
+    expected = [by_hand(name, ids, method, Sampling(), seq, plan=recipe.plan) for seq, ids in enumerate(SHORT)]
     assert run.tokens == [tokens for tokens, _ in expected]
 
 
@@ -110,12 +110,12 @@ def test_candidates_end_where_the_answer_would() -> None:
     """Their mean is over their own length."""
     ends = frozenset(range(0, 97, 4))
     method = AdaDec(threshold=0.4, candidates=4, lookahead=6)
-    run = decode(None, SHORT, recipe_of(method), stack=HF.stack("llama"), seed=4, watch=False,
+    run = decode(None, SHORT, recipe_of(method), runner=HF.runner("llama"), seed=4, watch=False,
                  rules=lambda _: StopRules(max_new_tokens=40, eos_token_ids=ends))
-    expected = [by_hand("llama", ids, method, Sampling(), row, 40, ends=tuple(ends)) for row, ids in enumerate(SHORT)]
+    expected = [by_hand("llama", ids, method, Sampling(), seq, 40, ends=tuple(ends)) for seq, ids in enumerate(SHORT)]
     assert run.tokens == [tokens for tokens, _ in expected]
-    assert [row.ledger.target_forwards for row in run.rows] == [forwards for _, forwards in expected]
-    assert all(row.finish_reason == "stop" for row in run.rows)
+    assert [seq.ledger.target_forwards for seq in run.seqs] == [forwards for _, forwards in expected]
+    assert all(seq.finish_reason == "stop" for seq in run.seqs)
 
 
 def test_stop_strings_and_the_contexts_end_stop_a_candidate_and_criteria_see_none_of_it() -> None:
@@ -130,16 +130,16 @@ def test_stop_strings_and_the_contexts_end_stop_a_candidate_and_criteria_see_non
     fed: list[int] = []
 
     recipe = recipe_of(AdaDec(threshold=0.0, candidates=3, lookahead=8))
-    run = make_run(None, [SHORT[1]], recipe, stack=HF.stack("llama"), rules=lambda _: rules, tokenizer=tokenizer,
+    run = make_run(None, [SHORT[1]], recipe, runner=HF.runner("llama"), rules=lambda _: rules, tokenizer=tokenizer,
                    watch=False)
     assert isinstance(run.batch, PausingBatch)
-    forward = run.batch.stack.forward
+    forward = run.batch.runner.forward
 
     def counted(chunks: Any, cache: Any, *rest: Any) -> Tensor:
-        fed.extend(place for chunk in chunks for place in chunk.positions(cache.positions[chunk.row]))
+        fed.extend(place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq]))
         return forward(chunks, cache, *rest)
 
-    run.batch.stack = _Shown(run.batch.stack, counted)
+    run.batch.runner = _Shown(run.batch.runner, counted)
     for _ in run.steps():
         pass
     text = [*SHORT[1], *run.tokens[0]]
@@ -148,13 +148,13 @@ def test_stop_strings_and_the_contexts_end_stop_a_candidate_and_criteria_see_non
 
 
 class _Shown:
-    """A stack whose forwards are reported to a test."""
+    """A runner whose forwards are reported to a test."""
 
-    def __init__(self, stack: Any, forward: Any) -> None:
-        self._stack, self.forward = stack, forward
+    def __init__(self, runner: Any, forward: Any) -> None:
+        self._runner, self.forward = runner, forward
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stack, name)
+        return getattr(self._runner, name)
 
 
 class Told:
@@ -171,23 +171,23 @@ class Told:
 @on_backends("llama", "hybrid")
 def test_a_look_leaves_nothing_in_the_cache(backend: Backend, name: str) -> None:
     """The cache holds, bit for bit, what the plain loop stores of the same text."""
-    stack_here = backend.stack(name)
-    run = make_run(None, SHORT, recipe_of(AdaDec(threshold=0.7)), NEW, stack=stack_here)
+    stack_here = backend.runner(name)
+    run = make_run(None, SHORT, recipe_of(AdaDec(threshold=0.7)), NEW, runner=stack_here)
     for _ in run.steps():
-        for row in run.batch.rows:
-            assert run.cache.positions[row.slot] == len(row.tokens) - 1
-            assert all(layer.scratch[row.slot] == 0 for layer in run.cache.layers)
-    assert all(row.ledger.target_forwards > NEW for row in run.rows)
-    plain = make_run(None, SHORT, FULL, NEW, stack=stack_here)
-    for row, tokens in zip(plain.rows, run.tokens, strict=True):
-        row.processors = (Told(tokens),)
+        for seq in run.batch.seqs:
+            assert run.cache.positions[seq.seq_id] == len(seq.tokens) - 1
+            assert all(layer.scratch[seq.seq_id] == 0 for layer in run.cache.layers)
+    assert all(seq.ledger.target_forwards > NEW for seq in run.seqs)
+    plain = make_run(None, SHORT, FULL, NEW, runner=stack_here)
+    for seq, tokens in zip(plain.seqs, run.tokens, strict=True):
+        seq.processors = (Told(tokens),)
     assert [step.token for steps in plain.steps() for step in steps] and plain.tokens == run.tokens
     for layer, other in zip(run.cache.layers, plain.cache.layers, strict=True):
-        for slot in range(len(SHORT)):
-            ends = layer.stored(slot), other.stored(slot)  # what has left a window may be dropped sooner or later
+        for seq_id in range(len(SHORT)):
+            ends = layer.stored(seq_id), other.stored(seq_id)  # what has left a window may be dropped sooner or later
             count = min(ends)
-            assert layer.lengths[slot] == other.lengths[slot] and count >= min(layer.lengths[slot], 7)
-            for tensors in zip(layer.row_tensors(slot), other.row_tensors(slot), strict=True):
+            assert layer.lengths[seq_id] == other.lengths[seq_id] and count >= min(layer.lengths[seq_id], 7)
+            for tensors in zip(layer.row_tensors(seq_id), other.row_tensors(seq_id), strict=True):
                 assert torch.equal(*(one[:, end - count : end] for one, end in zip(tensors, ends, strict=True)))
     for number, ids in enumerate(SHORT):
         expected = oracle_logits(reference(name), ids, FULL, run.tokens[number])
@@ -234,7 +234,7 @@ def test_a_threshold_that_is_never_reached_gives_plain_decoding_by_its_own_loop(
 
 def test_what_it_is() -> None:
     recipe = recipe_of(AdaDec())
-    assert (recipe.exact_to, recipe.parts, recipe.scratch) == ("none", ("loop",), 15)
+    assert (recipe.exact_to, recipe.components, recipe.scratch) == ("none", ("loop",), 15)
     assert recipe.excludes == ("proposer", "rule", "keep", "select", "experts", "search")
 
 
@@ -300,21 +300,21 @@ def test_over_http_and_in_a_stream() -> None:
 def test_a_long_prompt_in_pieces_changes_nothing() -> None:
     ids = prompt(60, 3)
     method = recipe_of(AdaDec(threshold=0.5))
-    whole, pieces = [decode(None, [ids, *SHORT], method, NEW, stack=HF.stack("hybrid"), chunk=chunk).tokens
+    whole, pieces = [decode(None, [ids, *SHORT], method, NEW, runner=HF.runner("hybrid"), chunk=chunk).tokens
                      for chunk in (2048, 7)]
     assert whole == pieces
 
 
 def test_candidates_never_hang_below_more_tokens_than_the_kernels_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Larger trees are read in plain torch, which would slow down all other rows."""
+    """Larger trees are read in plain torch, which would slow down all other sequences."""
     engine, nodes = engine_for(tiny("llama")), list[int]()
-    forward = engine.stack.forward
+    forward = engine.runner.forward
 
     def seen(chunks: Sequence[SequenceChunk], *args: Any, **options: Any) -> Tensor:
         nodes.extend(chunk.nodes.stop for chunk in chunks if chunk.parents is not None)
         return forward(chunks, *args, **options)
 
-    monkeypatch.setattr(engine.stack, "forward", seen)
+    monkeypatch.setattr(engine.runner, "forward", seen)
     limits = limits_of(AdaDec)
     for size in (20, 60, 100):
         how = AdaDec(threshold=0, candidates=int(limits["candidates"].value), lookahead=int(limits["lookahead"].value))

@@ -50,7 +50,7 @@ def small(dtype: torch.dtype = torch.float64) -> Any:
     return tiny("llama", seed=1, layers=SMALL_LAYERS, dtype=dtype)
 
 
-def replayed(ids: list[int], method: ATTS, how: Sampling, row: int, new: int) -> tuple[list[int], list[bool], int]:
+def replayed(ids: list[int], method: ATTS, how: Sampling, seq: int, new: int) -> tuple[list[int], list[bool], int]:
     """Tokens, whether the small model wrote each, and judged chunks."""
     text, owners, judged = list(ids), list[bool](), 0
 
@@ -60,7 +60,7 @@ def replayed(ids: list[int], method: ATTS, how: Sampling, row: int, new: int) ->
 
     def write(model: Any, count: int, mine: bool) -> None:
         for _ in range(min(count, new - len(owners))):
-            number = sampling.uniform(4, row, len(owners), "sample")
+            number = sampling.uniform(4, seq, len(owners), "sample")
             text.append(sampling.draw(sampling.probs_of(logits(model)[-1], how), number))
             owners.append(mine)
 
@@ -85,16 +85,16 @@ def test_who_writes_what(method: ATTS, how: Sampling, chunk: int) -> None:
     """For any pieces in which the large model reads a chunk."""
     policy = ByChunk(method.alpha, method.draft_tokens, method.target_tokens, method.scores)
     loop = ChunkJudging(policy, stack_of(small()), DepthPlan.full(SMALL_LAYERS), "small")
-    run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 30, stack=HF.stack("llama"), sampling=how, seed=4,
+    run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 30, runner=HF.runner("llama"), sampling=how, seed=4,
                  chunk=chunk)
-    for number, (row, ids) in enumerate(zip(run.rows, SHORT, strict=True)):
+    for number, (seq, ids) in enumerate(zip(run.seqs, SHORT, strict=True)):
         tokens, owners, judged = replayed(ids, method, how, number, 30)
         assert run.tokens[number] == tokens
-        assert [step.from_draft for step in row.steps] == owners
-        assert row.ledger.second_tokens == sum(owners)
-        assert row.ledger.switches == sum(a != b for a, b in zip(owners, owners[1:], strict=False))
-        assert bool(row.ledger.target_forwards) == (judged > 0)
-    mixed = {step.from_draft for row in run.rows for step in row.steps}
+        assert [step.from_draft for step in seq.steps] == owners
+        assert seq.ledger.second_tokens == sum(owners)
+        assert seq.ledger.switches == sum(a != b for a, b in zip(owners, owners[1:], strict=False))
+        assert bool(seq.ledger.target_forwards) == (judged > 0)
+    mixed = {step.from_draft for seq in run.seqs for step in seq.steps}
     assert len(mixed) == 2 or method.alpha == 0
 
 
@@ -102,9 +102,9 @@ def test_who_writes_what(method: ATTS, how: Sampling, chunk: int) -> None:
 def test_on_packed_executors(backend: Backend) -> None:
     model = small(backend.dtype)
     policy = ByChunk(METHOD.alpha, METHOD.draft_tokens, METHOD.target_tokens, METHOD.scores)
-    stack = packed(model, kernels=backend is NATIVE)
-    loop = ChunkJudging(policy, stack, DepthPlan.full(SMALL_LAYERS), "small")
-    run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 24, stack=backend.stack("llama"), seed=4)
+    runner = packed(model, kernels=backend is NATIVE)
+    loop = ChunkJudging(policy, runner, DepthPlan.full(SMALL_LAYERS), "small")
+    run = decode(None, SHORT, Recipe(DepthPlan.full(6), loop=loop), 24, runner=backend.runner("llama"), seed=4)
     for number, ids in enumerate(SHORT):
         assert run.tokens[number] == replayed(ids, METHOD, Sampling(), number, 24)[0]
 

@@ -15,7 +15,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.methods.del_ import DEL, DynamicDrafter, DynamicExit, Exit, best_block, tokens_per_layer
 
 
@@ -60,7 +60,7 @@ def test_estimates_are_those_of_a_naive_computation(blocks: list[list[tuple[bool
 
 def test_shadow_tokens_are_what_the_exits_would_say() -> None:
     """After a run, each exit's estimate is that of uncached passes over the output."""
-    stack, ids = stack_of(tiny("llama")), prompt(9, 1)
+    runner, ids = stack_of(tiny("llama")), prompt(9, 1)
     proposer = DynamicExit(DEL((2, 5), longest=3, memory=1.0, window=4, probe=1), (2, 5))
     drafters: list[DynamicDrafter] = []
 
@@ -69,20 +69,20 @@ def test_shadow_tokens_are_what_the_exits_would_say() -> None:
             drafters.append(proposer.begin(*parts))  # type: ignore[arg-type]
             return drafters[0]
 
-    run = decode(None, [ids], Recipe(DepthPlan.full(6), Kept()), 20, stack=stack, watch=False)
-    row = run.rows[0]
-    state = drafters[0]._states[row]
+    run = decode(None, [ids], Recipe(DepthPlan.full(6), Kept()), 20, runner=runner, watch=False)
+    seq = run.seqs[0]
+    state = drafters[0]._states[seq]
     judged = int(state.exits[2].looks) - 2
     for exit_layer, known in state.exits.items():
-        said = shadow(stack, row.tokens, exit_layer)
-        meant = shadow(stack, row.tokens, 6)
+        said = shadow(runner, seq.tokens, exit_layer)
+        meant = shadow(runner, seq.tokens, 6)
         last = len(ids) - 1 + (judged - 4)
         hits = [said[i] == meant[i] for i in (*range(len(ids) - 5, len(ids) - 1), *range(len(ids), last + 1))]
         assert (known.matches, known.looks) == (1 + sum(hits), 2 + judged)
 
 
-def shadow(stack: object, tokens: list[int], exit_layer: int) -> list[int]:
+def shadow(runner: object, tokens: list[int], exit_layer: int) -> list[int]:
     """Argmax after each position by the first layers, on the full model's KV there."""
     above = range(exit_layer, 6)
     chunk = SequenceChunk(0, tokens, [1] * len(tokens), DepthPlan.skipping(6, above, above), wanted=len(tokens))
-    return stack.forward([chunk], KVCache(stack.windows, 1)).argmax(-1).tolist()  # type: ignore[attr-defined]
+    return runner.forward([chunk], KVCache(runner.windows, 1)).argmax(-1).tolist()  # type: ignore[attr-defined]

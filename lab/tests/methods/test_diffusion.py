@@ -56,10 +56,10 @@ class Replay:
     """
 
     def __init__(self, model: PreTrainedModel, ids: Sequence[int], method: Diffusion, shift: int = 0, new: int = NEW,
-                 how: dict[str, Any] | None = None, row: int = 0) -> None:
+                 how: dict[str, Any] | None = None, seq: int = 0) -> None:
         self.model, self.shift, self.method, self.prompt, self.new = model, shift, method, len(ids), new
         self.text, self.order = [*ids, *[MASK] * new], list[list[int]]()
-        self.how, self.row = Request.from_options({"seed": 7, **(how or {})}), row
+        self.how, self.seq = Request.from_options({"seed": 7, **(how or {})}), seq
         block, steps = method.block or min(32, new), method.steps or new
         for start in range(0, new, block):
             end = min(new, start + block)
@@ -85,7 +85,7 @@ class Replay:
         logits, ranked = self.logits(), list[tuple[float, int, int]]()
         for place in masks:
             probs = logits[place].softmax(-1)
-            key = (self.how.seed, self.row, len(self.order) << 32 | place)
+            key = (self.how.seed, self.seq, len(self.order) << 32 | place)
             if self.how.sampling.greedy:
                 token = int(logits[place].argmax())
             else:
@@ -175,9 +175,9 @@ def test_a_row_is_the_same_alone_in_a_batch_and_in_a_scheduler(method: Method, n
     options: dict[str, Any] = {"method": method, "max_new_tokens": NEW, "temperature": 0.7, "seed": 7}
     together = engine.generate(SHORT, **options)
     for number in range(len(SHORT)):
-        row = engine.rows(SHORT, Request.from_options(options))[number]
-        row.slot = 0
-        stream = Stream(engine, [row], engine.cache_for([row], NEW))
+        seq = engine.seqs(SHORT, Request.from_options(options))[number]
+        seq.seq_id = 0
+        stream = Stream(engine, [seq], engine.cache_for([seq], NEW))
         assert len(list(stream)) == NEW and stream.result.tokens == together[number].tokens
         assert MASK not in stream.result.tokens
     with Scheduler(engine, start=False) as scheduler:
@@ -325,7 +325,7 @@ def test_words_are_streamed_once_none_before_them_is_open_at_the_latest_with_the
     sent = [0] * len(order)
     with engine.stream(ids, method=method, max_new_tokens=NEW) as stream:
         for step in stream:
-            sent[stream._rows[0].ledger.target_forwards - 1] = step.index + 1
+            sent[stream._seqs[0].ledger.target_forwards - 1] = step.index + 1
     assert [max(sent[: at + 1]) for at in range(len(sent))] == ready and len(set(ready)) > 3
     for fewer in (4, 8):
         with engine.stream(ids, method=method, max_new_tokens=NEW) as part:
@@ -352,9 +352,9 @@ def test_a_forward_that_fails_leaves_the_canvas_as_it_was(monkeypatch: pytest.Mo
     for method in (Diffusion(block=4), Diffusion(block=4, reuse="prefix"), Diffusion(block=4, reuse="dual")):
         engine = masked_engine()
         whole = answer(engine, SHORT[0], method)
-        rows = engine.rows([SHORT[0]], Request.from_options({"method": method, "max_new_tokens": NEW, "seed": 7}))
-        batch = begin(rows[0].recipe.loop, engine.stack, engine.cache_for(rows, NEW), rows)
-        forward, calls = engine.stack.forward, 0
+        seqs = engine.seqs([SHORT[0]], Request.from_options({"method": method, "max_new_tokens": NEW, "seed": 7}))
+        batch = begin(seqs[0].recipe.loop, engine.runner, engine.cache_for(seqs, NEW), seqs)
+        forward, calls = engine.runner.forward, 0
 
         def torn(*args: Any, forward: Any = forward, **options: Any) -> Tensor:
             nonlocal calls
@@ -365,13 +365,13 @@ def test_a_forward_that_fails_leaves_the_canvas_as_it_was(monkeypatch: pytest.Mo
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.stack, "forward", torn)
-            while batch.rows:
+            patch.setattr(engine.runner, "forward", torn)
+            while batch.seqs:
                 try:
                     batch.step(512)
                 except Torn:
                     batch.rollback()
-        assert tuple(rows[0].tokens[len(SHORT[0]) :]) == whole.tokens
+        assert tuple(seqs[0].tokens[len(SHORT[0]) :]) == whole.tokens
         assert calls > whole.stats.target_forwards
 
 
@@ -466,8 +466,8 @@ def test_in_transformers_generate() -> None:
     ids = torch.tensor([SHORT[0], prompt(len(SHORT[0]), 3, VOCAB - 1)])
     options: dict[str, Any] = {"max_new_tokens": NEW, "custom_generate": Diffusion(block=4), "pad_token_id": 0}
     out = generate(masked_model(), input_ids=ids, **options)
-    expected = [answer(masked_engine(), row, Diffusion(block=4)).tokens for row in ids.tolist()]
-    assert [tuple(row) for row in out[:, ids.shape[1] :].tolist()] == expected
+    expected = [answer(masked_engine(), seq, Diffusion(block=4)).tokens for seq in ids.tolist()]
+    assert [tuple(seq) for seq in out[:, ids.shape[1] :].tolist()] == expected
 
 
 def test_a_chat_and_the_server() -> None:

@@ -186,11 +186,11 @@ def test_what_cannot_be_is_refused() -> None:
         masked_engine().generate([5, MASK], method=DiffusionGrammar(rules='a ::= "b"'), max_new_tokens=3)
     with pytest.raises(Unsupported, match="a grammar over 300 words: it is tried in plain Python, for up to 256"):
         engine = canvas()
-        engine.stack.max_positions, before = 1000, engine.stack.max_positions
+        engine.runner.max_positions, before = 1000, engine.runner.max_positions
         try:
             engine.generate("sum : 1 2 3 =", method=DiffusionGrammar(rules=PAIRS), max_new_tokens=300)
         finally:
-            engine.stack.max_positions = before
+            engine.runner.max_positions = before
     with pytest.raises(ValueError, match="is no rule of a grammar"):
         DiffusionGrammar(rules="nonsense")
 

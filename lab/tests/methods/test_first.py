@@ -20,7 +20,7 @@ from shoal.methods import make
 from shoal.methods.d3 import D3
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.streaming_llm import StreamingLLM
-from shoal.speculative.part_file import TrainedPart
+from shoal.speculative.draft_head_file import DraftHead
 from shoal.types import ModelInfo
 from shoal_lab.components.layer_router import BIAS, WEIGHT, LayerRouters
 from shoal_lab.eval.decoders import check_scored
@@ -36,7 +36,7 @@ INFO = ModelInfo(LAYERS, max_new_tokens=NEW)
 def routers(shift: float = 0.0) -> LayerRouters:
     generator = torch.Generator().manual_seed(5)
     tensors = {WEIGHT: torch.randn(LAYERS, HIDDEN, generator=generator), BIAS: torch.full((LAYERS,), shift)}
-    return LayerRouters(TrainedPart("routers", {"hidden": HIDDEN, "layers": LAYERS}, tensors, {}), LAYERS)
+    return LayerRouters(DraftHead("routers", {"hidden": HIDDEN, "layers": LAYERS}, tensors, {}), LAYERS)
 
 
 def recipe(shift: float = 0.0, **knobs: Any) -> Recipe:
@@ -51,7 +51,7 @@ def scores(name: str, ids: list[int]) -> list[float]:
         states = reference(name)(torch.tensor([ids]), output_hidden_states=True).hidden_states[:LAYERS]
         norm = nn.LayerNorm(HIDDEN, elementwise_affine=False).double()
         weight = routers()._weight.double()
-        found = [float(norm(state[0, -1].double()) @ row) for state, row in zip(states, weight, strict=True)]
+        found = [float(norm(state[0, -1].double()) @ seq) for state, seq in zip(states, weight, strict=True)]
     assert min(map(abs, found)) > 1e-4, "too close to tell"
     return found
 
@@ -88,38 +88,38 @@ WAYS: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @on_backends("llama", "gemma2", "hybrid", "olmo2")
 def test_answers_run_the_layers_that_their_prompts_ask_for(backend: Backend, name: str, way: str) -> None:
-    knobs, twin = WAYS[way]
-    run = decode(None, PROMPTS, recipe(**knobs), NEW, stack=backend.stack(name))
-    plans = [twin(scores(name, ids)) for ids in PROMPTS]
+    knobs, slow = WAYS[way]
+    run = decode(None, PROMPTS, recipe(**knobs), NEW, runner=backend.runner(name))
+    plans = [slow(scores(name, ids)) for ids in PROMPTS]
     assert len(set(plans)) > 1, "all prompts ask for the same"
     for number, (ids, plan) in enumerate(zip(PROMPTS, plans, strict=True)):
-        assert run.rows[number].plan == plan
+        assert run.seqs[number].plan == plan
         expected = oracle_logits(reference(name), ids, plan, run.tokens[number])
         assert gap(run.logits(number).to(expected.dtype), expected) <= backend.exact, number
-        assert [step.depth for step in run.rows[number].steps] == [plan.depth(step) for step in range(NEW)]
+        assert [step.depth for step in run.seqs[number].steps] == [plan.depth(step) for step in range(NEW)]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_backends("llama", "hybrid")
 def test_neither_mates_nor_pieces_nor_guesses_change_anything(backend: Backend, name: str, way: str) -> None:
-    stack, routed = backend.stack(name), recipe(**WAYS[way][0])
-    alone = [decode(None, [ids], routed, NEW, stack=stack) for ids in PROMPTS]
+    runner, routed = backend.runner(name), recipe(**WAYS[way][0])
+    alone = [decode(None, [ids], routed, NEW, runner=runner) for ids in PROMPTS]
     for chunk in (2048, 4, 3):
-        together = decode(None, PROMPTS, [routed, Recipe(DepthPlan.full(LAYERS)), routed, routed], NEW, stack=stack,
+        together = decode(None, PROMPTS, [routed, Recipe(DepthPlan.full(LAYERS)), routed, routed], NEW, runner=runner,
                           chunk=chunk)
         for number in (0, 2, 3):
             assert gap(together.logits(number), alone[number].logits(0)) <= (1e-6 if backend == NATIVE else
                                                                               backend.exact)
     guesses = Planted({0: alone[3].tokens[0]}, depth=4, tree=True)
-    fast = decode(None, PROMPTS[3:], replace(routed, proposer=guesses), NEW, stack=stack)
-    assert fast.tokens == alone[3].tokens and fast.rows[0].ledger.accepted > 0
+    fast = decode(None, PROMPTS[3:], replace(routed, proposer=guesses), NEW, runner=runner)
+    assert fast.tokens == alone[3].tokens and fast.seqs[0].ledger.accepted > 0
 
 
 @each_backend
 def test_routers_that_always_say_yes_are_the_identity(backend: Backend) -> None:
-    stack = backend.stack("llama")
-    plain = decode(None, PROMPTS, DepthPlan.full(LAYERS), NEW, stack=stack)
-    routed = decode(None, PROMPTS, recipe(shift=1e6), NEW, stack=stack)
+    runner = backend.runner("llama")
+    plain = decode(None, PROMPTS, DepthPlan.full(LAYERS), NEW, runner=runner)
+    routed = decode(None, PROMPTS, recipe(shift=1e6), NEW, runner=runner)
     for number in range(len(PROMPTS)):
         assert torch.equal(plain.logits(number), routed.logits(number))
 
@@ -127,10 +127,10 @@ def test_routers_that_always_say_yes_are_the_identity(backend: Backend) -> None:
 @each_backend
 def test_kv_that_is_given_up_beside_layers(backend: Backend) -> None:
     """Other components use the chosen plan as if it had been known from the first token on."""
-    stack, keep = backend.stack("llama"), StreamingLLM(window=9, sinks=2, every=5).recipe(INFO).keep
-    routed = decode(None, PROMPTS, replace(recipe(layers=4), keep=keep), NEW, stack=stack)
+    runner, keep = backend.runner("llama"), StreamingLLM(window=9, sinks=2, every=5).recipe(INFO).keep
+    routed = decode(None, PROMPTS, replace(recipe(layers=4), keep=keep), NEW, runner=runner)
     for number, ids in enumerate(PROMPTS):
-        known = decode(None, [ids], Recipe(routed.rows[number].recipe.plan, keep=keep), NEW, stack=stack)
+        known = decode(None, [ids], Recipe(routed.seqs[number].recipe.plan, keep=keep), NEW, runner=runner)
         assert gap(routed.logits(number), known.logits(0)) <= (1e-6 if backend == NATIVE else backend.exact)
 
 
@@ -162,7 +162,7 @@ def test_refusals(tmp_path: Any) -> None:
         target("llama").recipe(make([D3(mean=0.9), First(part_for("first", "llama"))]), 8)
     with pytest.raises(ValueError, match="first has no trained part"):
         target("llama").generate(PROMPTS[0], method="first", max_new_tokens=2)
-    part = TrainedPart("short", {"hidden": HIDDEN, "layers": 5}, {WEIGHT: Tensor(), BIAS: Tensor()}, {})
+    part = DraftHead("short", {"hidden": HIDDEN, "layers": 5}, {WEIGHT: Tensor(), BIAS: Tensor()}, {})
     with pytest.raises(Unsupported, match="it routes 5 layers, and the model has 6"):
         LayerRouters(part, LAYERS)
     with pytest.raises(Unsupported, match="a loss or log-likelihood under first"):

@@ -1,4 +1,4 @@
-"""Jacobi decoding against a slow reference, and against the plain loop wherever a row may end."""
+"""Jacobi decoding against a slow reference, and against the plain loop wherever a sequence may end."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_the_twin_emits_several_tokens_at_a_time() -> None:
 @on_backends("llama", "hybrid", "gemma3")
 def test_rows_at_different_lengths_on_every_executor(backend: Backend, name: str) -> None:
     for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.95, frequency_penalty=0.4)):
-        options: dict[str, Any] = {"stack": backend.stack(name), "sampling": sampling, "seed": 3}
+        options: dict[str, Any] = {"stack": backend.runner(name), "sampling": sampling, "seed": 3}
         run = decode(None, SHORT, recipe_of(4), [9, 14, 11], **options)
         plain = decode(None, SHORT, FULL, [9, 14, 11], **options)
         assert run.tokens == plain.tokens
-        assert all(gap(run.logits(row), plain.logits(row)) <= backend.exact for row in range(3))
+        assert all(gap(run.logits(seq), plain.logits(seq)) <= backend.exact for seq in range(3))
 
 
 BESIDE: tuple[Method, ...] = (
@@ -121,7 +121,7 @@ def test_a_block_out_of_range(n: int) -> None:
 
 def test_it_is_exact_and_says_what_it_excludes() -> None:
     recipe = recipe_of(8)
-    assert (recipe.exact_to, recipe.parts, recipe.scratch) == ("full", ("loop",), 7)
+    assert (recipe.exact_to, recipe.components, recipe.scratch) == ("full", ("loop",), 7)
     assert recipe.excludes == ("proposer", "rule", "experts", "search")
     assert make([Jacobi(), D3()]).recipe(ModelInfo(6)).exact_to == "plan"
 
@@ -129,7 +129,7 @@ def test_it_is_exact_and_says_what_it_excludes() -> None:
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """A model that knows its text by heart, whatever it is fed: a block is right after one step."""
-    return Scripted(monkeypatch, [WRITTEN], lambda rows, tokens: 1.0)
+    return Scripted(monkeypatch, [WRITTEN], lambda seqs, tokens: 1.0)
 
 
 def ended(engine: Engine, method: Any, **options: Any) -> tuple[Any, ...]:
@@ -171,7 +171,7 @@ def test_a_stop_string_within_a_block(written: Scripted, last: int) -> None:
 
 @pytest.mark.parametrize("context", range(3, 12))
 def test_the_contexts_end_within_a_block(written: Scripted, context: int) -> None:
-    written.engine.stack.max_positions = context
+    written.engine.runner.max_positions = context
     found = ended(written.engine, Jacobi(n=4), max_new_tokens=30)
     assert found == ended(written.engine, Full(), max_new_tokens=30) and len(found[0]) == context - 2
 
@@ -197,11 +197,11 @@ def test_leaving_early_keeps_committed_positions_only() -> None:
     for _ in range(6):
         next(steps)
     steps.close()
-    row = run.rows[0]
-    assert run.cache.positions == [len(row.tokens) - 1] and row.finish_reason is None
+    seq = run.seqs[0]
+    assert run.cache.positions == [len(seq.tokens) - 1] and seq.finish_reason is None
     assert all(layer.lengths == run.cache.positions for layer in run.cache.layers)
-    left = run.logits(0)[: row.emitted]
-    assert gap(left, oracle_logits(tiny("hybrid"), SHORT[0], FULL, row.tokens[row.prompt_length :])) <= 1e-10
+    left = run.logits(0)[: seq.emitted]
+    assert gap(left, oracle_logits(tiny("hybrid"), SHORT[0], FULL, seq.tokens[seq.prompt_length :])) <= 1e-10
 
 
 def test_a_chat_goes_on_from_what_was_kept() -> None:

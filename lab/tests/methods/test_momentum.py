@@ -54,7 +54,7 @@ def longest(text: Sequence[int], token: int, most: int) -> int:
 
 
 def next_token(scores: Tensor, text: Sequence[int], method: Momentum, how: Sampling, dice: tuple[int, int]) -> int:
-    """The choice after `text`, from scores [V]; `dice` are the row's number and the emitted index."""
+    """The choice after `text`, from scores [V]; `dice` are the sequence's number and the emitted index."""
     probs = sampling.probs_of(scores, how)
     first = sampling.draw(probs, sampling.uniform(4, *dice, "sample"))
     if first not in text:
@@ -74,12 +74,12 @@ def next_token(scores: Tensor, text: Sequence[int], method: Momentum, how: Sampl
     return sampling.draw(weights, sampling.uniform(4, *dice, "momentum"))
 
 
-def by_hand(name: str, ids: Sequence[int], method: Momentum, how: Sampling, row: int, new: int) -> list[int]:
+def by_hand(name: str, ids: Sequence[int], method: Momentum, how: Sampling, seq: int, new: int) -> list[int]:
     """Every token from a forward over the whole text, without a cache."""
     text = list(ids)
     for index in range(new):
         logits = reference(name)(torch.tensor([text]), use_cache=False).logits[0, -1]
-        text.append(next_token(logits, text, method, how, (row, index)))
+        text.append(next_token(logits, text, method, how, (seq, index)))
     return text[len(ids) :]
 
 
@@ -92,9 +92,9 @@ def test_the_longest_circuit_is_the_one_that_counting_all_ngrams_finds(text: lis
 @pytest.mark.parametrize("how", SETTINGS, ids=["greedy", "sampled"])
 def test_tokens_are_the_slow_twins_on_every_executor(backend: Backend, name: str, how: Sampling) -> None:
     prompts = [*SHORT, LOOPING]
-    run = decode(None, prompts, recipe_of(STEEP), 20, stack=backend.stack(name), sampling=how, seed=4)
-    assert run.tokens == [by_hand(name, ids, STEEP, how, row, 20) for row, ids in enumerate(prompts)]
-    plain = decode(None, prompts, recipe_of(Momentum(0.0)), 20, stack=backend.stack(name), sampling=how, seed=4)
+    run = decode(None, prompts, recipe_of(STEEP), 20, runner=backend.runner(name), sampling=how, seed=4)
+    assert run.tokens == [by_hand(name, ids, STEEP, how, seq, 20) for seq, ids in enumerate(prompts)]
+    plain = decode(None, prompts, recipe_of(Momentum(0.0)), 20, runner=backend.runner(name), sampling=how, seed=4)
     assert run.tokens != plain.tokens
 
 
@@ -157,7 +157,7 @@ def test_banned_and_impossible_tokens_never_win() -> None:
 
 def test_what_it_is() -> None:
     recipe = recipe_of(Momentum())
-    assert (recipe.exact_to, recipe.parts) == ("none", ("rule",))
+    assert (recipe.exact_to, recipe.components) == ("none", ("rule",))
     assert recipe_of(Momentum(alpha=0.0)).exact_to == "full"
 
 

@@ -25,7 +25,7 @@ def test_neutral_settings_are_the_full_plan(num_layers: int) -> None:
 @pytest.mark.parametrize("num_layers", [16, 30, 32, 80])
 def test_defaults_are_lossy_and_gentle(num_layers: int) -> None:
     recipe = SkipDecode().recipe(info(num_layers))
-    assert recipe.exact_to == "plan" and recipe.parts == ("plan",)
+    assert recipe.exact_to == "plan" and recipe.components == ("plan",)
     assert 0.8 <= recipe.plan.mean_depth(64) / num_layers <= 0.9
 
 

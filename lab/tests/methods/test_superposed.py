@@ -53,10 +53,10 @@ def shares(text: Sequence[int], last: Sequence[int]) -> dict[int, float]:
     """Weighted n-gram shares, by going through the text for each size."""
     found: dict[int, float] = {}
     for size, weight in enumerate(WEIGHTS, start=1):
-        followers = Counter(text[at] for at in range(size, len(text))
+        matchers = Counter(text[at] for at in range(size, len(text))
                             if size <= len(last) and list(text[at - size : at]) == list(last[-size:]))
-        for token, count in followers.items():
-            found[token] = found.get(token, 0.0) + weight * count / followers.total()
+        for token, count in matchers.items():
+            found[token] = found.get(token, 0.0) + weight * count / matchers.total()
     return found
 
 
@@ -132,8 +132,8 @@ def test_one_draft_is_greedy_decoding_bit_for_bit(name: str) -> None:
     request = Request.from_options({**options, "method": Superposed(k=1)})
     loop = Superposing(replace(Superposed(), k=1, alpha=0.0, tokens=1))
     for ids, expected in zip(PROMPTS, plain, strict=True):
-        rows = home.rows([ids], request, Recipe(DepthPlan.full(home.stack.num_layers), loop=loop))
-        stream = Stream(home, rows, home.cache_for(rows, 14))
+        seqs = home.seqs([ids], request, Recipe(DepthPlan.full(home.runner.num_layers), loop=loop))
+        stream = Stream(home, seqs, home.cache_for(seqs, 14))
         assert len(list(stream)) == 14
         assert stream.result.tokens == expected.tokens
         assert "packed" in name or stream.result.logprobs == home.generate(ids, **options).logprobs
@@ -281,7 +281,7 @@ def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
 
 def test_what_it_is_and_what_is_refused() -> None:
     recipe = make([Superposed(), KVInt8(), D3(alpha=0.9)]).recipe(ModelInfo(6))
-    assert (recipe.exact_to, recipe.parts) == ("none", ("plan", "store", "loop"))
+    assert (recipe.exact_to, recipe.components) == ("none", ("plan", "store", "loop"))
     assert Superposed(k=1).recipe(ModelInfo(6)).exact_to == "full"
     assert make(Superposed(k=5, alpha=0.2).to_dict()) == Superposed(k=5, alpha=0.2)
     for other in (PromptLookup(), Jacobi()):

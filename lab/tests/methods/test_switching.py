@@ -91,7 +91,7 @@ def engine(family: str = "llama") -> Engine:
 
 
 class Replay:
-    """One row: every token comes from a forward over the whole text.
+    """One sequence: every token comes from a forward over the whole text.
 
     Attributes:
         owners: whether the large model wrote each token.
@@ -100,10 +100,10 @@ class Replay:
     """
 
     def __init__(
-        self, models: tuple[PreTrainedModel, PreTrainedModel], ids: Sequence[int], method: Any, how: Sampling, row: int,
+        self, models: tuple[PreTrainedModel, PreTrainedModel], ids: Sequence[int], method: Any, how: Sampling, seq: int,
         new: int, plans: tuple[DepthPlan, DepthPlan] = (DepthPlan.full(SMALL_LAYERS), FULL),
     ) -> None:
-        self.models, self.text, self.prompt, self.how, self.row = models, list(ids), len(ids), how, row
+        self.models, self.text, self.prompt, self.how, self.seq = models, list(ids), len(ids), how, seq
         self.plans, self.seen = plans, [0, 0]
         self.fed, self.owners, self.logits = [0, 0], list[bool](), list[Tensor]()
         self.forwards, self.layers = [0, 0], [0, 0]
@@ -126,7 +126,7 @@ class Replay:
 
     def say(self, logits: Tensor, large: bool) -> None:
         probs = sampling.probs_of(logits, self.how)
-        self.text.append(sampling.draw(probs, sampling.uniform(4, self.row, len(self.tokens), "sample")))
+        self.text.append(sampling.draw(probs, sampling.uniform(4, self.seq, len(self.tokens), "sample")))
         self.owners.append(large)
         self.logits.append(logits)
 
@@ -146,13 +146,13 @@ class Replay:
 
     def _by_chance(self, method: RandomSwitching, new: int) -> None:
         for place in range(new):
-            large = sampling.uniform(4, self.row, place, turn_of(self.text[: self.prompt])) < method.share
+            large = sampling.uniform(4, self.seq, place, turn_of(self.text[: self.prompt])) < method.share
             self.say(self.ask(large), large)
 
     def _by_sentence(self, method: FoReaL, new: int) -> None:
         most = math.inf if method.lead is None else method.lead
         while len(self.tokens) < new:
-            led = sampling.uniform(4, self.row, len(self.tokens), turn_of(self.text[: self.prompt])) < method.share
+            led = sampling.uniform(4, self.seq, len(self.tokens), turn_of(self.text[: self.prompt])) < method.share
             sentence = ""
             written = 0
             while len(self.tokens) < new:
@@ -197,21 +197,21 @@ def test_who_writes_what_on_every_executor(backend: Backend, method: Any, how: S
     """Tokens, writers, work, and the logits of a model that has caught up."""
     family, new = "hybrid" if backend is TORCH else "llama", 30
     loop = Switching(policy_of(method), small_stack(backend, family), DepthPlan.full(SMALL_LAYERS), "small")
-    run = decode(None, SHORT, Recipe(FULL, loop=loop), new, stack=backend.stack(family), sampling=how, seed=4)
+    run = decode(None, SHORT, Recipe(FULL, loop=loop), new, runner=backend.runner(family), sampling=how, seed=4)
     models = _exact_small(family), reference(family)
-    for number, (row, ids) in enumerate(zip(run.rows, SHORT, strict=True)):
-        twin = Replay(models, ids, method, how, number, new)
-        assert run.tokens[number] == twin.tokens
-        assert [not step.from_draft for step in row.steps] == twin.owners
-        assert [step.depth for step in row.steps] == [(SMALL_LAYERS, 6)[large] for large in twin.owners]
-        assert gap(run.logits(number).double(), torch.stack(twin.logits)) <= backend.exact
-        ledger = row.ledger
-        assert ledger.second_tokens == twin.owners.count(False)
-        assert ledger.switches == sum(a != b for a, b in zip(twin.owners, twin.owners[1:], strict=False))
-        assert ledger.second_layer_tokens == SMALL_LAYERS * twin.fed[0]
-        assert ledger.prefill_layer_tokens + ledger.decode_layer_tokens == 6 * twin.fed[1]
-        assert [ledger.draft_forwards, ledger.target_forwards] == twin.forwards
-    owners = [step.from_draft for row in run.rows for step in row.steps]
+    for number, (seq, ids) in enumerate(zip(run.seqs, SHORT, strict=True)):
+        slow = Replay(models, ids, method, how, number, new)
+        assert run.tokens[number] == slow.tokens
+        assert [not step.from_draft for step in seq.steps] == slow.owners
+        assert [step.depth for step in seq.steps] == [(SMALL_LAYERS, 6)[large] for large in slow.owners]
+        assert gap(run.logits(number).double(), torch.stack(slow.logits)) <= backend.exact
+        ledger = seq.ledger
+        assert ledger.second_tokens == slow.owners.count(False)
+        assert ledger.switches == sum(a != b for a, b in zip(slow.owners, slow.owners[1:], strict=False))
+        assert ledger.second_layer_tokens == SMALL_LAYERS * slow.fed[0]
+        assert ledger.prefill_layer_tokens + ledger.decode_layer_tokens == 6 * slow.fed[1]
+        assert [ledger.draft_forwards, ledger.target_forwards] == slow.forwards
+    owners = [step.from_draft for seq in run.seqs for step in seq.steps]
     assert len(set(owners)) == 2 or method.name == "foreal" and method.share == 0
 
 
@@ -223,12 +223,12 @@ def test_each_model_has_a_plan_of_its_own(method: Any) -> None:
     assert isinstance(recipe.loop, Switching) and recipe.loop.plan is not None
     found = large.generate(SHORT, method=both, max_new_tokens=30, seed=4)
     for number, (result, ids) in enumerate(zip(found, SHORT, strict=True)):
-        twin = Replay((mine, tiny("hybrid")), ids, method, Sampling(), number, 30, (recipe.loop.plan, recipe.plan))
-        assert list(result.tokens) == twin.tokens
+        slow = Replay((mine, tiny("hybrid")), ids, method, Sampling(), number, 30, (recipe.loop.plan, recipe.plan))
+        assert list(result.tokens) == slow.tokens
         plans = (recipe.loop.plan, recipe.plan)
-        assert result.depths == tuple(plans[who].depth(step) for step, who in enumerate(twin.owners))
-        assert result.stats.extras["second_layer_tokens"] == twin.layers[0]
-        assert result.stats.target_forwards == twin.forwards[1]
+        assert result.depths == tuple(plans[who].depth(step) for step, who in enumerate(slow.owners))
+        assert result.stats.extras["second_layer_tokens"] == slow.layers[0]
+        assert result.stats.target_forwards == slow.forwards[1]
     assert 0 < sum(result.stats.extras["second_tokens"] for result in found) < 90
 
 
@@ -352,7 +352,7 @@ def test_a_chat_goes_on_from_what_was_kept() -> None:
 
 
 def test_what_has_ended_leaves_both_caches() -> None:
-    """Even while only the large model's rows go on."""
+    """Even while only the large model's sequences go on."""
     scheduler = Scheduler(engine(), start=False)
     ends = scheduler.submit(prompt(9, 1), method=EntropyAdaptive(small_model(), tau=50.0), max_new_tokens=3)
     policy = EntropyAdaptive(small_model(), tau=0.0, window=1, dwell=50, start="target")
@@ -361,7 +361,7 @@ def test_what_has_ended_leaves_both_caches() -> None:
         scheduler.turn()
     scheduler.turn()
     assert scheduler.running == 1
-    assert [batch._small.rows for batch in scheduler._batches if hasattr(batch, "_small")] == [0]
+    assert [batch._small.seqs for batch in scheduler._batches if hasattr(batch, "_small")] == [0]
 
 
 def test_a_forced_token_is_no_change_of_hands() -> None:
@@ -387,18 +387,18 @@ def test_a_constraint_binds_both_models() -> None:
 @pytest.mark.parametrize(("large", "mine"), [(97, 60), (60, 97)])
 def test_heads_that_are_padded_to_different_sizes(large: int, mine: int) -> None:
     """A token beyond the small model's vocabulary comes from the large one; the small one's own never occur."""
-    stack, draft = stack_of(tiny("llama", vocab_size=large)), stack_of(tiny("llama", seed=1, layers=4, vocab_size=mine))
+    runner, draft = stack_of(tiny("llama", vocab_size=large)), stack_of(tiny("llama", seed=1, layers=4, vocab_size=mine))
     loop = Switching(policy_of(EAD), draft, DepthPlan.full(4), "small")
     prompts = [[5, 17, 41], [8, large - 1, 3]]
-    run = decode(None, prompts, Recipe(FULL, loop=loop), 30, stack=stack)
+    run = decode(None, prompts, Recipe(FULL, loop=loop), 30, runner=runner)
     assert all(0 <= token < large for tokens in run.tokens for token in tokens)
     if large > mine:
-        assert run.rows[1].ledger.second_tokens == 0
-        assert run.tokens[1] == decode(None, prompts[1:], FULL, 30, stack=stack).tokens[0]
+        assert run.seqs[1].ledger.second_tokens == 0
+        assert run.tokens[1] == decode(None, prompts[1:], FULL, 30, runner=runner).tokens[0]
     readable = [token < mine for token in run.tokens[0]]
     lost = readable.index(False) if False in readable else 30
-    assert all(not step.from_draft for step in run.rows[0].steps[lost + 1 :])
-    assert run.rows[0].ledger.second_tokens > 0
+    assert all(not step.from_draft for step in run.seqs[0].steps[lost + 1 :])
+    assert run.seqs[0].ledger.second_tokens > 0
 
 
 def refused(method: Any, message: str, ask: Callable[[Engine], Engine] = lambda one: one, **options: Any) -> None:

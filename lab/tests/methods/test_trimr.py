@@ -178,7 +178,7 @@ def test_a_judge_that_says_no_changes_nothing(name: str, sampling: str) -> None:
 
 @by_turns("name", ["packed llama", "hybrid", "packed hybrid"])
 def test_rows_do_not_see_each_other_and_every_executor_agrees_with_its_own_plain_text(name: str) -> None:
-    """A row that was closed continues as plain decoding does from the same text."""
+    """A sequence that was closed continues as plain decoding does from the same text."""
     both, long = engine(name), {"max_new_tokens": 200}
     methods = [TrimR(judge=states, **QUIET), TrimR(judge=states, repeats=4, share=None)]
     for method in methods:
@@ -250,13 +250,13 @@ TRACES = [SAME, OTHER, "Hm. Wait, = 1. Wait, 2! Wait, 3; Wait, 4?? Wait, 5. Wait
 
 
 def test_a_model_judges_as_transformers_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its questions are read in pieces, those of several rows together."""
+    """Its questions are read in pieces, those of several sequences together."""
     known, said = Tiny(), set[bool]()
     for text in TRACES:
         slow = engine().generate(OPEN, method=TrimR(judge=known, agree=4, **QUIET), max_new_tokens=150,
                                  logits_processor=[script(text)])
         home = engine()
-        monkeypatch.setattr(type(home.stack), "prefill_chunk", 37, raising=False)
+        monkeypatch.setattr(type(home.runner), "prefill_chunk", 37, raising=False)
         fast = home.generate([OPEN, OPEN], method=TrimR(judge=known.model, agree=4, **QUIET), max_new_tokens=150,
                              logits_processor=[script(text)])
         monkeypatch.undo()
@@ -270,14 +270,14 @@ def test_a_model_judges_as_transformers_would(monkeypatch: pytest.MonkeyPatch) -
 def test_of_a_thought_too_long_the_judge_reads_the_end() -> None:
     home, judge, read = engine(), tiny("qwen3", seed=5), list[str]()
     desk = ModelJudge(engine_for(judge, TOKENIZER), TOKENIZER, 2048)
-    row = home.rows([OPEN], Request())[0]
+    seq = home.seqs([OPEN], Request())[0]
     for size in (10, 3000):
-        desk.ask(row, Question("agrees", "w" * size + " = 1.", "v" * size + " = 2."))
-        (_, ids), = desk._seated
+        desk.ask(seq, Question("agrees", "w" * size + " = 1.", "v" * size + " = 2."))
+        (_, ids), = desk._has_batch
         read.append(TOKENIZER.decode(ids))
-        while not desk.said([row], 100):
-            assert desk._seated
-        assert not desk._seated
+        while not desk.said([seq], 100):
+            assert desk._has_batch
+        assert not desk._has_batch
     assert "wwwwwwwwww = 1." in read[0] and "vvvvvvvvvv = 2." in read[0] and len(read[1]) <= 511 < 3000
     assert "ww = 1." in read[1] and "vv = 2." in read[1]
 
@@ -301,7 +301,7 @@ def test_a_judge_that_cannot_be_asked_fails_the_request() -> None:
 def test_the_kv_of_a_judge_counts() -> None:
     home = engine()
     entry = Scheduler(home, start=False).submit(OPEN, method=TrimR(judge=tiny("qwen3", seed=5)), max_new_tokens=9)
-    sizes = engine_for(tiny("qwen3", seed=5)).stack.position_bytes
+    sizes = engine_for(tiny("qwen3", seed=5)).runner.position_bytes
     assert entry.entries[0].need.second == Trimming.second_reads * sum(sizes)
 
 
@@ -340,7 +340,7 @@ def test_a_bad_judge_fails_its_own_request_in_time(judge: Any, error: type[Excep
 
 
 def test_other_rows_go_on_while_a_judge_thinks() -> None:
-    """Rows of its own batch, and of others."""
+    """Sequences of its own batch, and of others."""
     home, asked, free = engine(), threading.Event(), threading.Event()
 
     def slow(question: Question) -> bool:

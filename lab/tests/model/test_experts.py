@@ -12,14 +12,14 @@ from torch import Tensor
 from backends import BACKENDS, CPU, NATIVE, Backend, on_backends, packed, reference
 from drive import gap, prompt, stack_of
 from families import tiny
-from native_twin import chain_batch
+from native_reference import chain_batch
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.experts import ExpertChoice
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.linear import Quant
-from shoal.model.packed.native_stack import NativeStack
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal_lab.components.experts import NativeExperts, SplitMLPs, group_bytes, split_mlps
 
 LAYERS, FFN, GROUPS = 6, 48, 3
@@ -33,61 +33,61 @@ def neurons(ffn: int = FFN, groups: int = GROUPS, layers: int = LAYERS) -> list[
 
 
 def logits(
-    stack: Stack, masks: Sequence[Any] | None, mlps: SplitMLPs | None = None, rows: int = 1,
+    runner: ModelRunner, masks: Sequence[Any] | None, mlps: SplitMLPs | None = None, seqs: int = 1,
     tokens: Sequence[int] = TOKENS,
 ) -> Tensor:
-    """Of some tokens in each of some rows, which run these groups."""
-    plan, count = DepthPlan.full(stack.num_layers), len(tokens)
+    """Of some tokens in each of some sequences, which run these groups."""
+    plan, count = DepthPlan.full(runner.num_layers), len(tokens)
     choice = None if masks is None or mlps is None else ExpertChoice(mlps, masks)
-    chunks = [SequenceChunk(row, tokens, [0] * count, plan, wanted=count, experts=choice) for row in range(rows)]
-    return stack.forward(chunks, KVCache(stack.windows, rows))
+    chunks = [SequenceChunk(seq, tokens, [0] * count, plan, wanted=count, experts=choice) for seq in range(seqs)]
+    return runner.forward(chunks, KVCache(runner.windows, seqs))
 
 
 @on_backends("llama", "gemma", "qwen2", "phi3", "gemma3", "granite")
 def test_all_groups_are_the_whole(backend: Backend, name: str) -> None:
-    stack = backend.stack(name)
-    mlps = split_mlps(stack, neurons())
-    plain = logits(stack, None)
-    assert gap(logits(stack, [(ALL,) * LAYERS] * len(TOKENS), mlps), plain) <= 0.1 * backend.exact
-    assert torch.equal(logits(stack, [None] * len(TOKENS), mlps), plain), "None is the whole MLP, bit for bit"
+    runner = backend.runner(name)
+    mlps = split_mlps(runner, neurons())
+    plain = logits(runner, None)
+    assert gap(logits(runner, [(ALL,) * LAYERS] * len(TOKENS), mlps), plain) <= 0.1 * backend.exact
+    assert torch.equal(logits(runner, [None] * len(TOKENS), mlps), plain), "None is the whole MLP, bit for bit"
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_a_token_s_groups_do_not_depend_on_its_mates(backend: Backend) -> None:
-    stack = backend.stack("llama")
-    mlps = split_mlps(stack, neurons())
+    runner = backend.runner("llama")
+    mlps = split_mlps(runner, neurons())
     draw = torch.randint(0, ALL + 1, (len(TOKENS), LAYERS), generator=torch.Generator().manual_seed(1))
     masks = [None if not line[0] else tuple(max(1, one) for one in line) for line in draw.tolist()]
-    alone, beside = logits(stack, masks, mlps), logits(stack, masks, mlps, rows=7)
-    assert gap(beside.view(7, *alone.shape), alone.expand(7, -1, -1)) <= (0 if backend == NATIVE else backend.exact)
+    alone, extra = logits(runner, masks, mlps), logits(runner, masks, mlps, seqs=7)
+    assert gap(extra.view(7, *alone.shape), alone.expand(7, -1, -1)) <= (0 if backend == NATIVE else backend.exact)
 
 
 @pytest.mark.parametrize("count", [1, 5, 23])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_the_kernels_run_groups_without_the_fallback(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few tokens, which run the same, all groups together; of many one after the other."""
-    stack = NATIVE.stack(name)
-    mlps = split_mlps(stack, neurons())
+    runner = NATIVE.runner(name)
+    mlps = split_mlps(runner, neurons())
     masks = [(0b101, 0b010, 0b111, 0b001, 0b110, 0b011)] * count
-    slow = super(NativeStack, stack).forward  # type: ignore[misc]
+    slow = super(NativeRunner, runner).forward  # type: ignore[misc]
     plan = DepthPlan.full(LAYERS)
     chunk = SequenceChunk(0, TOKENS[:count], [0] * count, plan, wanted=count, experts=ExpertChoice(mlps, masks))
-    expected = slow([chunk], KVCache(stack.windows, 1))
+    expected = slow([chunk], KVCache(runner.windows, 1))
     monkeypatch.setattr(SplitMLPs, "__call__", None)
-    found = logits(stack, masks, mlps, tokens=TOKENS[:count])
+    found = logits(runner, masks, mlps, tokens=TOKENS[:count])
     assert gap(found, expected) <= NATIVE.exact
-    beside = logits(stack, [*masks[:-1], (ALL,) * LAYERS], mlps, tokens=TOKENS[:count])
-    assert torch.equal(beside[:-1], found[:-1]), "one after the other rounds no differently"
+    extra = logits(runner, [*masks[:-1], (ALL,) * LAYERS], mlps, tokens=TOKENS[:count])
+    assert torch.equal(extra[:-1], found[:-1]), "one after the other rounds no differently"
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "native"])
 def test_groups_of_quantised_matrices_are_quantised(quant: Quant, kernels: bool) -> None:
     model = tiny("llama", dtype=torch.float32, intermediate_size=192, hidden_size=64)
-    stack = packed(model, quant, kernels=kernels)
-    mlps = split_mlps(stack, neurons(192, 3))
-    whole = sum(layer.gate_up.nbytes + layer.down.nbytes for layer in stack.weights.layers)
-    assert 0.9 * whole < mlps.nbytes < 1.15 * whole and group_bytes(stack) == whole
+    runner = packed(model, quant, kernels=kernels)
+    mlps = split_mlps(runner, neurons(192, 3))
+    whole = sum(layer.gate_up.nbytes + layer.down.nbytes for layer in runner.weights.layers)
+    assert 0.9 * whole < mlps.nbytes < 1.15 * whole and group_bytes(runner) == whole
     group = mlps.layers[0][1]
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     plain = model.model.layers[0].mlp.up_proj.weight[neurons(192, 3)[0][1]]
@@ -98,17 +98,17 @@ def test_groups_of_quantised_matrices_are_quantised(quant: Quant, kernels: bool)
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_the_copies_take_what_was_said(backend: Backend) -> None:
     """To what a few small matrices are filled up with."""
-    stack = backend.stack("llama")
-    assert split_mlps(stack, neurons()).nbytes == pytest.approx(group_bytes(stack), rel=0.05)
+    runner = backend.runner("llama")
+    assert split_mlps(runner, neurons()).nbytes == pytest.approx(group_bytes(runner), rel=0.05)
 
 
 def test_a_chunk_is_whole_up_to_its_first_token_with_groups() -> None:
-    stack = stack_of(reference("llama"))
-    mlps, cache = split_mlps(stack, neurons()), KVCache(stack.windows, 1)
+    runner = stack_of(reference("llama"))
+    mlps, cache = split_mlps(runner, neurons()), KVCache(runner.windows, 1)
     choice = ExpertChoice(mlps, [None, None, (1,) * LAYERS, None])
     chunk = SequenceChunk(0, TOKENS[:4], [0, 0, 1, 2], DepthPlan.full(LAYERS), experts=choice)
     assert chunk.whole == 2 and SequenceChunk(0, TOKENS[:4], [0] * 4, DepthPlan.full(LAYERS)).whole == 4
-    stack.forward([chunk], cache)
+    runner.forward([chunk], cache)
     cache.commit(0, range(4))
     assert cache.first_shallow(0) == 2
 
@@ -116,14 +116,14 @@ def test_a_chunk_is_whole_up_to_its_first_token_with_groups() -> None:
 def test_models_without_gated_mlps_and_groups_that_do_not_fit_are_refused() -> None:
     with pytest.raises(Unsupported, match="it has no gated MLP of its own"):
         split_mlps(stack_of(reference("gpt2")), neurons())
-    stack = stack_of(reference("llama"))
+    runner = stack_of(reference("llama"))
     twice = [torch.zeros(3, 16, dtype=torch.long)] * LAYERS
     for wrong, words in ((twice, r"layer 0, of 48 neurons, is divided into \[3, 16\] others"),
                          (neurons(48, 6), "each of a multiple of 16 neurons"),
                          (neurons(layers=5), "they are of 5 layers, and the model has 6"),
                          (neurons(32, 2), "layer 0, of 48 neurons")):
         with pytest.raises(Unsupported, match=words):
-            split_mlps(stack, wrong)
+            split_mlps(runner, wrong)
 
 
 def test_an_mlp_that_does_more_than_to_gate_is_refused() -> None:
@@ -136,23 +136,23 @@ def test_an_mlp_that_does_more_than_to_gate_is_refused() -> None:
 
 
 def test_the_library_refuses_groups_that_are_not_there() -> None:
-    stack = NATIVE.stack("llama")
-    assert isinstance(stack, NativeStack)
-    mlps = split_mlps(stack, neurons())
+    runner = NATIVE.runner("llama")
+    assert isinstance(runner, NativeRunner)
+    mlps = split_mlps(runner, neurons())
     with pytest.raises(ValueError, match="groups of layer 1, token 0 are 0x8; there are 3"):
-        logits(stack, [(1, 8, 1, 1, 1, 1)] * len(TOKENS), mlps)
+        logits(runner, [(1, 8, 1, 1, 1, 1)] * len(TOKENS), mlps)
     assert mlps.native
     with pytest.raises(ValueError, match=r"masks must be \[6 running layers\]\[1 tokens\]"):
-        stack.decoder.forward(
-            chain_batch([1], 0), stack._binding(_room(stack)), experts=(mlps, [[1]] * 5))
+        runner.decoder.forward(
+            chain_batch([1], 0), runner._binding(_room(runner)), experts=(mlps, [[1]] * 5))
     pairs = [[(group.gate_up, group.down) for group in layer] for layer in mlps.layers]  # type: ignore
     for wrong, hidden, ffn in ((pairs, 64, 48), (pairs, 32, 40), ([pairs[0], pairs[1][:2]], 32, 48)):
         with pytest.raises(ValueError, match="has groups of"):
             NativeExperts(wrong, hidden, ffn)
 
 
-def _room(stack: Stack) -> KVCache:
-    cache = KVCache(stack.windows, 1)
-    stack.forward([SequenceChunk(0, [1], [0], DepthPlan.full(LAYERS))], cache)
-    assert stack.device == CPU
+def _room(runner: ModelRunner) -> KVCache:
+    cache = KVCache(runner.windows, 1)
+    runner.forward([SequenceChunk(0, [1], [0], DepthPlan.full(LAYERS))], cache)
+    assert runner.device == CPU
     return cache

@@ -20,7 +20,7 @@ def test_a_model_holds_all_it_needs(name: str) -> None:
     assert held >= {"README.md", "config.json", "model.safetensors", "shoal.json", "tokenizer.json"}
     assert all(path.stat().st_size < 15 * 2**20 for path in folder.iterdir())
     engine = shoal.load(folder, dtype="float32")
-    assert engine.stack.num_layers == (3 if name == DRAFT else 24)
+    assert engine.runner.num_layers == (3 if name == DRAFT else 24)
     assert engine.tokenizer.get_vocab() == shoal.load(FIXTURES / REFERENCE, dtype="float32").tokenizer.get_vocab()
     assert engine.card.order == "leave_one_out"
 

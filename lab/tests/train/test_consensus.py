@@ -28,7 +28,7 @@ HOW = Training(epochs=40, batch=256, rate=0.9, decay=0.0, muon=False)
 
 def module(family: str = "llama", share: float = 0.25, uniform: bool = False) -> ConsensusModule:
     engine = target(family)
-    return ConsensusModule(Base(engine.stack), copy.deepcopy(engine.model).float(), share, uniform)
+    return ConsensusModule(Base(engine.runner), copy.deepcopy(engine.model).float(), share, uniform)
 
 
 def set_to(one: ConsensusModule, kept: tuple[tuple[int, ...], ...]) -> None:
@@ -81,7 +81,7 @@ def test_the_network_cut_out_is_the_gated_one(family: str, tmp_path: Path) -> No
         wanted = gated(one, texts)[0] @ one.head.rows.T
     for backend in ("hf", "packed"):
         cut = shoal.load(tmp_path, dtype="float32", backend=backend, transform=NarrowMLPs(kept))
-        assert gap(chunked_logits(cut.stack, ids, (20,)).float(), wanted) < 1e-5 * max(1.0, float(wanted.abs().max()))
+        assert gap(chunked_logits(cut.runner, ids, (20,)).float(), wanted) < 1e-5 * max(1.0, float(wanted.abs().max()))
 
 
 def test_the_loss_by_its_parts() -> None:

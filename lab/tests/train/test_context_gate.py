@@ -35,7 +35,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def module(keep: float = KEEP, family: str = "llama", layer: int = LAYER) -> ContextGateModule:
     engine = target(family)
-    return ContextGateModule(Base(engine.stack), copy.deepcopy(engine.model), layer, keep, IDS)
+    return ContextGateModule(Base(engine.runner), copy.deepcopy(engine.model), layer, keep, IDS)
 
 
 class Open(Reading):
@@ -111,4 +111,4 @@ def test_models_that_cannot_be_gated_are_refused() -> None:
         module(layer=6)
     windows = engine_for(tiny("mistral"))
     with pytest.raises(Unsupported, match="sees a window alone"):
-        ContextGateModule(Base(windows.stack), windows.model, LAYER, KEEP, IDS)
+        ContextGateModule(Base(windows.runner), windows.model, LAYER, KEEP, IDS)

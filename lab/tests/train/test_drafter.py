@@ -33,7 +33,7 @@ HOW = Training(epochs=2, batch=256, rate=3e-3)
 def module(shape: DrafterShape = SHAPE, seed: int = 0) -> DrafterModule:
     engine = target("llama")
     shape.check(engine)
-    return DrafterModule(Base(engine.stack), engine.model, shape, MASK, seed)
+    return DrafterModule(Base(engine.runner), engine.model, shape, MASK, seed)
 
 
 def trainer(folder: Path, answers: Path, how: Training = HOW) -> Trainer:
@@ -155,14 +155,14 @@ def test_the_window_is_the_text_cut_by_hand(tmp_path: Path, monkeypatch: pytest.
     folder, engine, asked = written(tmp_path / "drafter"), target("llama"), list[list[int]]()
     companion = engine.info().draft_engine
     assert companion is not None
-    stack = companion(folder).stack
-    forward = stack.forward
+    runner = companion(folder).runner
+    forward = runner.forward
 
     def watched(chunks: Any, cache: Any) -> Tensor:
         asked.extend(list(chunk.tokens) for chunk in chunks)
         return forward(chunks, cache)
 
-    monkeypatch.setattr(stack, "forward", watched)
+    monkeypatch.setattr(runner, "forward", watched)
     prompt = PROMPTS[8]
     for window, expected in ((None, 6), (4, 4), (1, 1), (50, 50)):
         asked.clear()
@@ -214,7 +214,7 @@ def test_models_that_cannot_have_one() -> None:
             SHAPE.check(engine)
     other = engine_for(tiny("gpt2"))
     with pytest.raises(Unsupported, match="a drafter for model type 'gpt2'"):
-        DrafterModule(Base(other.stack), other.model, SHAPE, MASK)
+        DrafterModule(Base(other.runner), other.model, SHAPE, MASK)
 
 
 def test_mask_tokens_that_cannot_be(tmp_path: Path) -> None:

@@ -9,27 +9,27 @@ from drive import decode, prompt
 from eagle_part import ECHO, target
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
-from shoal.speculative import part_file
+from shoal.speculative import draft_head_file
 from shoal.speculative.eagle import EagleProposer
-from shoal.speculative.growth import Branching, Likeliest, TreeShape
+from shoal.speculative.growth import Branching, DynamicTree, TreeShape
 from shoal.types import Sampling
-from train_twin import agrees
+from train_reference import agrees
 from trained_parts import eagle, part_for
 from watched import Watched
 
 
 @pytest.mark.parametrize(("family", "shape"), [
     ("llama", Branching((1,) * 3)), ("qwen2", Branching((1,) * 3)), ("llama", Branching((3, 2, 2))),
-    ("llama", Likeliest(3, 3)),
+    ("llama", DynamicTree(3, 3)),
 ], ids=["chain", "chain of another family", "branching", "likeliest"])
 def test_the_layer_guesses_what_its_module_would(family: str, shape: TreeShape) -> None:
     """Through prompts and accepted guesses, with the layer's own outputs in place of unknown states."""
     module, width = eagle(target(family)), shape.width(0)
-    part = part_file.read(part_for("eagle", family), "eagle", target(family).info())
+    part = draft_head_file.read(part_for("eagle", family), "eagle", target(family).info())
     proposer = Watched(EagleProposer(part, shape))
     recipe = Recipe(DepthPlan.full(6), proposer)
     ids = [prompt(70, 1), prompt(5, 2)]
-    run = decode(None, ids, recipe, stack=HF.stack(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)
+    run = decode(None, ids, recipe, runner=HF.runner(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)
     seen = 0
     for tree in proposer.trees:
         texts = [row.tokens[: end + 1] for row in run.rows for end in range(row.prompt_length, len(row.tokens))

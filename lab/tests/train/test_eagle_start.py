@@ -16,7 +16,7 @@ EPS = 1e-5
 
 
 def test_it_is_least_squares_over_the_answers(tmp_path: Path) -> None:
-    corpus, base = made(tmp_path), Base(target("llama").stack)
+    corpus, base = made(tmp_path), Base(target("llama").runner)
     known, wanted = [], []
     for shard in range(len(corpus.shards)):
         for one in corpus.answers(shard, validation=False):
@@ -35,7 +35,7 @@ def test_it_is_least_squares_over_the_answers(tmp_path: Path) -> None:
 
 
 def test_a_fresh_layer_guesses_by_it_alone(tmp_path: Path) -> None:
-    corpus, base = made(tmp_path), Base(target("llama").stack)
+    corpus, base = made(tmp_path), Base(target("llama").runner)
     fresh = EagleModule.fresh(base, corpus, corpus.frequent(60), 2, 0)
     matrix, sizes = linear_start(base, corpus, EPS)
     batch = TextBatch.of(corpus.answers(1, validation=False))

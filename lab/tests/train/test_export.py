@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drive import prompt
-from shoal.speculative import part_file
+from shoal.speculative import draft_head_file
 from shoal_lab.methods.medusa import Medusa
 from shoal_lab.train.export import Weights, export
 from trained_parts import eagle, part_for, target
@@ -18,7 +18,7 @@ from trained_parts import eagle, part_for, target
 def test_whole_numbers_are_close(weights: Weights, largest: int, tmp_path: Path) -> None:
     engine, module = target("llama"), eagle(target("llama"))
     export(tmp_path, engine, module, weights)
-    part = part_file.read(str(tmp_path), "eagle", engine.info())
+    part = draft_head_file.read(str(tmp_path), "eagle", engine.info())
     assert part.tensors["fuse.weight"].dtype == torch.int8
     wanted = module["fuse.weight"].detach()
     assert part.tensors["fuse.weight"].abs().max() == largest

@@ -40,7 +40,7 @@ def module(
     family: str = "llama", plans: dict[str, DepthPlan] = PLANS, rank: int = 4, **how: bool
 ) -> HealModule:
     engine = target(family)
-    return HealModule(Base(engine.stack), copy.deepcopy(engine.model).float(), plans, rank, **how)
+    return HealModule(Base(engine.runner), copy.deepcopy(engine.model).float(), plans, rank, **how)
 
 
 def shaken(one: HealModule) -> HealModule:
@@ -107,7 +107,7 @@ def test_matrices_of_two_bytes_read_nearly_the_same_and_adapters_stay_exact(reco
     half, texts = shaken(module("gemma2", recompute=recompute, half=True)), batch("gemma2")
     rounded = copy.deepcopy(target("gemma2").model).float()
     halve(rounded)
-    wide = shaken(HealModule(Base(target("gemma2").stack), rounded.float(), PLANS, 4))
+    wide = shaken(HealModule(Base(target("gemma2").runner), rounded.float(), PLANS, 4))
     reads = [one.read(texts, PLAN) for one in (half, wide)]
     assert 0 < (reads[0] - reads[1]).norm() < 0.1 * reads[1].norm()
     half.loss(texts)[0].backward()
@@ -137,7 +137,7 @@ def test_what_is_written_decodes_as_the_adapters_said(tmp_path: Path) -> None:
     card = export.model(tmp_path / "healed", target("llama"), one, healed, note="words")
     assert card["part"] == "heal" and card["note"] == "words" and card["fingerprints"] == [target("llama").fingerprint]
     engine, ids = shoal.load(str(tmp_path / "healed"), dtype="float32"), list(range(7, 13))
-    run = decode(None, [ids], Recipe(PLAN), NEW, stack=engine.stack)
+    run = decode(None, [ids], Recipe(PLAN), NEW, runner=engine.runner)
     text = torch.tensor([[*ids, *run.tokens[0][:-1]]])
     texts = TextBatch(text, torch.zeros(1), torch.tensor([len(ids)]), torch.tensor([text.shape[1]]))
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_what_cannot_be_healed() -> None:
     engine, narrow = target("llama"), copy.deepcopy(target("llama").model)
     narrow.config.hidden_size //= 2
     with pytest.raises(ValueError, match="has states of 16 numbers, and the model of 32"):
-        HealModule(Base(engine.stack), narrow, PLANS)
+        HealModule(Base(engine.runner), narrow, PLANS)
     with pytest.raises(ValueError, match="--rank is 0; it must be at least 1"):
         module(rank=0)
 

@@ -29,7 +29,7 @@ from trained_parts import target
 folder, most = Path(sys.argv[1]), int(sys.argv[2])
 corpus = made(folder / "answers")
 folder.joinpath("answers-made").touch()
-module = EagleModule.fresh(Base(target("llama").stack), corpus, corpus.frequent(60), None, 0)
+module = EagleModule.fresh(Base(target("llama").runner), corpus, corpus.frequent(60), None, 0)
 trainer = Trainer(module, corpus, Training(epochs=12, batch=256, half=False), folder)
 if most:
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))

@@ -28,7 +28,7 @@ HOW = Training(epochs=40, batch=256, rate=3e-2, muon=False)
 
 def module(keep: float = KEEP, family: str = "llama", rivals: dict[str, DepthPlan] | None = None) -> LayerRouterModule:
     engine = target(family)
-    return LayerRouterModule(Base(engine.stack), copy.deepcopy(engine.model), keep, IDS, rivals or {})
+    return LayerRouterModule(Base(engine.runner), copy.deepcopy(engine.model), keep, IDS, rivals or {})
 
 
 def shaken(one: LayerRouterModule) -> LayerRouterModule:

@@ -28,7 +28,7 @@ each_kind = pytest.mark.parametrize("kind", [*KINDS, "ppd"])
 def trainer(kind: str, folder: Path, answers: Path, how: Training = HOW) -> Trainer:
     folder.mkdir(exist_ok=True)
     corpus = made(answers)
-    base, module = Base(target("llama").stack), list[ShippedModule]()
+    base, module = Base(target("llama").runner), list[ShippedModule]()
     if kind == "ppd":
         module.append(PromptModule(base, copy.deepcopy(target("llama").model)))
         how = replace(how, rate=10 * how.rate)

@@ -25,7 +25,7 @@ def test_outputs_are_those_of_an_uncached_forward(family: str, attention: str) -
     engine = target(family)
     model = copy.deepcopy(engine.model)
     model.set_attn_implementation(attention)
-    module, texts = PromptModule(Base(engine.stack), model, 3, 1), batch(family)
+    module, texts = PromptModule(Base(engine.runner), model, 3, 1), batch(family)
     places = torch.tensor([[2, 9, 18, 3], [0, 14, 5, 6], [17, 12, 1, 11]])
     found = module.outputs(texts.tokens, places)
     vectors = torch.stack(list(module.prompts)).double()
@@ -126,7 +126,7 @@ def test_a_planted_answer_is_right_at_every_depth() -> None:
 def test_some_training_lowers_the_loss(tmp_path: Path) -> None:
     """On its training answers: random weights predict nothing about other texts."""
     engine, corpus = target("llama"), made(tmp_path / "answers")
-    module = PromptModule(Base(engine.stack), copy.deepcopy(engine.model), 3)
+    module = PromptModule(Base(engine.runner), copy.deepcopy(engine.model), 3)
     trainer = Trainer(module, corpus, Training(epochs=12, batch=512, rate=0.1), tmp_path)
     texts = TextBatch.of(corpus.answers(0, validation=False))
 
@@ -140,7 +140,7 @@ def test_some_training_lowers_the_loss(tmp_path: Path) -> None:
 
 
 def test_numbers_of_prompts_that_no_step_could_feed_are_refused() -> None:
-    base, model = Base(target("llama").stack), copy.deepcopy(tiny("llama"))
+    base, model = Base(target("llama").runner), copy.deepcopy(tiny("llama"))
     for depths in (0, 7):
         with pytest.raises(ValueError, match=f"--depths is {depths}; it must be 1 to 6 prompts"):
             PromptModule(base, model, depths)

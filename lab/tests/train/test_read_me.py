@@ -122,9 +122,9 @@ def test_what_ships_chooses_what_was_trained(tmp_path: Path) -> None:
     engine, some = target("llama"), batch()
     module = experts(engine)
     export(tmp_path, engine, module, "float32")
-    from shoal.speculative import part_file
+    from shoal.speculative import draft_head_file
 
-    router = ExpertRouter(part_file.read(str(tmp_path), "read_me", engine.info()))
+    router = ExpertRouter(draft_head_file.read(str(tmp_path), "read_me", engine.info()))
     chosen = module.routed(some, 2)
     for row, place in ((0, 0), (0, 5), (1, 12), (2, 19)):
         masks = router.masks(some.tokens[row, : place + 1].tolist(), 2)
@@ -160,7 +160,7 @@ def test_what_the_card_says_is_measured_by_closing_neurons() -> None:
 def test_the_router_learns_what_tokens_need(tmp_path: Path) -> None:
     answers, engine = made(tmp_path / "answers"), target("llama")
     neurons = group_neurons(engine.model, some_answers(answers), GROUPS, 0)
-    module = ReadMEModule(Base(engine.stack), copy.deepcopy(engine.model), neurons, 0, 1)
+    module = ReadMEModule(Base(engine.runner), copy.deepcopy(engine.model), neurons, 0, 1)
     shown = TextBatch.of([*answers.answers(0, validation=False), *answers.answers(1, validation=False)])
     before = module.costs([shown], {"router": lambda one: module.routed(one, 1)})["router"]
     Trainer(module, answers, Training(epochs=30, batch=256, rate=3e-3), tmp_path).train()

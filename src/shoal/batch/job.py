@@ -119,7 +119,7 @@ class BatchRunner:
         self._tokenizer = scheduler.engine.tokenizer
         self._ended: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         self._open: dict[int, tuple[Name, Sequence[str], RequestHandle]] = {}
-        self._most = scheduler.max_rows + min(scheduler.max_rows, scheduler.max_waiting)
+        self._most = scheduler.max_seqs + min(scheduler.max_seqs, scheduler.max_waiting)
 
     def answers(self, lines: Iterable[Line]) -> Iterator[Record]:
         """One record for every line. A line in error gets a record that says why; the others go on.

@@ -188,7 +188,7 @@ def answered(line: int, name: str | int | None, result: Result, *, with_tokens: 
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,
         "mean_layers": round(stats.mean_layers, 4),
-        **stats.beside,
+        **stats.extra,
         "seed": result.seed,
         **({"alternatives": [text for text, *_ in result.alternatives]} if result.alternatives else {}),
         **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),

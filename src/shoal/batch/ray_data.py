@@ -32,17 +32,17 @@ class Actors:
     Attributes:
         number: how many.
         device: where they compute; None for CUDA if there is a GPU.
-        max_rows: most rows under way in each.
+        max_seqs: most rows under way in each.
     """
 
     number: int
     device: str | None
-    max_rows: int
+    max_seqs: int
 
     @property
     def blocks(self) -> int:
         """Blocks at once in a process: enough that for each row under way another one waits."""
-        return -(-2 * self.max_rows // _BLOCK)
+        return -(-2 * self.max_seqs // _BLOCK)
 
 
 def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], actors: Actors) -> Iterator[Record]:

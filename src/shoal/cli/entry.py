@@ -105,7 +105,7 @@ def _call(name: str, argv: list[str]) -> int:
         args = parse(parser, argv)
     except SystemExit as leave:  # argparse ends the process after --help
         return int(leave.code or 0)
-    args.words = ["shoal", name, *argv]
+    args.argv = ["shoal", name, *argv]
     return int(command.run(args))
 
 

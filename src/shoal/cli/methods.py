@@ -74,7 +74,7 @@ def _layers(engine: Engine) -> str:
     if card.empty:
         return ("Nothing is known about this model's layers: depth methods drop them by position. The first use of one "
                 "with `shoal generate` measures them.")
-    bears = "" if card.bears is None else f" It bears {card.bears:g} of {engine.stack.num_layers} layers on average."
+    bears = "" if card.bears is None else f" It bears {card.bears:g} of {engine.runner.num_layers} layers on average."
     return f"What its layers are worth is known: {card.origin}.{bears}"
 
 
@@ -100,7 +100,7 @@ def _fit(one: Recipe | None, other: Recipe | None) -> bool:
     if one is None or other is None:
         return True
     try:
-        dataclasses.replace(one, **{part: getattr(other, part) for part in other.parts})
+        dataclasses.replace(one, **{part: getattr(other, part) for part in other.components})
     except Unsupported:
         return False
     return True
@@ -122,7 +122,7 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
     try:
         cls = methods.get(name)
         recipe = _default(cls)
-        parts = cls.fills or None if recipe is None else recipe.parts
+        parts = cls.fills or None if recipe is None else recipe.components
         row = {
             "name": name,
             "family": cls.family or None if parts is None else family_of(cls, parts),

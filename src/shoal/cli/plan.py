@@ -87,7 +87,7 @@ def _memory(args: argparse.Namespace) -> int:
     """Print the planned memory of a request."""
     if args.layers is not None or args.plot is not None:
         raise ValueError("--memory needs a model and draws no picture; leave --layers and --plot out")
-    for option, value in (("--prompt-tokens", args.prompt_tokens), ("--rows", args.rows)):
+    for option, value in (("--prompt-tokens", args.prompt_tokens), ("--rows", args.seqs)):
         if value < 1:
             raise ValueError(f"{option} is {value}; it must be >= 1")
     from shoal.engine.request import Request
@@ -95,12 +95,12 @@ def _memory(args: argparse.Namespace) -> int:
     engine = common.load_engine(args)
     assert engine.limit is not None
     request = Request.from_options({"method": args.method, "max_new_tokens": args.max_new_tokens})
-    plan = engine.limit.plan(engine, [[0] * args.prompt_tokens] * args.rows, request)
+    plan = engine.limit.plan(engine, [[0] * args.prompt_tokens] * args.seqs, request)
     if args.json:
-        common.print_json({**plan.method.to_dict(), "memory": engine.limit.memory, "rows": plan.rows,
+        common.print_json({**plan.method.to_dict(), "memory": engine.limit.memory, "rows": plan.seqs,
                            "changed": plan.changed, "bytes": plan.sizes.to_dict()})
     else:
-        fits = f"{plan.method.name}, {plan.rows} of {args.rows} prompts at a time: fits into {args.memory}"
+        fits = f"{plan.method.name}, {plan.seqs} of {args.seqs} prompts at a time: fits into {args.memory}"
         print("\n".join([fits, plan.sizes.table(), *([f"given up: {plan.changed}"] if plan.changed else [])]))
     return 0
 
@@ -120,11 +120,11 @@ def text(name: str, plan: DepthPlan, info: ModelInfo, head_known: bool = True) -
     caveat = "" if head_known else " before the cost of the LM head"
     head = (f"{name}: {mean:.2f} of {info.num_layers} layers on average over {info.max_new_tokens} tokens, "
             f"ideal speed-up {speedup:.2f}x{caveat}")
-    rows = bands(plan, info.max_new_tokens)
-    spans = [f"{band.first}" if band.first == band.last else f"{band.first}-{band.last}" for band in rows]
+    seqs = bands(plan, info.max_new_tokens)
+    spans = [f"{band.first}" if band.first == band.last else f"{band.first}-{band.last}" for band in seqs]
     width = max(map(len, spans))
     return "\n".join([head, *(f"steps {span:>{width}}: {band.depth:>4g} layers  {_row(plan, band.first)}"
-                              for span, band in zip(spans, rows, strict=True))])
+                              for span, band in zip(spans, seqs, strict=True))])
 
 
 def _row(plan: DepthPlan, step: int) -> str:

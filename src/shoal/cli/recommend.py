@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         told["not_known"] = ["what drafts bring: `shoal bench-drafts --model M`", "what fewer layers lose: `shoal eval "
                              "--suite S --data DIR --model M --controls 1.05,1.1`, or `shoal calibrate` for a card"]
     if not args.json:
-        print(_text(told, engine.card.bears, engine.stack.num_layers))
+        print(_text(told, engine.card.bears, engine.runner.num_layers))
     common.print_json(told)
     return 0
 
@@ -62,7 +62,7 @@ def _text(told: dict[str, Any], bears: float | None, layers: int) -> str:
                      "where that pays.")
     if bears is not None:
         lines.append(f"A D3 schedule moves its distribution by 0.1 nats a token at {bears:.1f} of {layers} layers.")
-    lines.append("Not known:\n" + "\n".join(f"  - {words}" for words in told["not_known"]))
+    lines.append("Not known:\n" + "\n".join(f"  - {argv}" for argv in told["not_known"]))
     if told["machine"]:
         lines.append(f"Times were taken on {told['machine']}.")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
-"""Rows that share forwards: propose -> run -> accept -> commit -> emit, for rows that come and go between steps.
+"""Sequences that share forwards: propose -> run -> accept -> commit -> emit, for sequences that come and go between steps.
 
-A step is one forward in which some rows verify their guesses and others read pieces of their prompts. Rows are
-independent of each other: they may have different prompts, plans, rules and lengths. What is here sees protocols only;
+A step is one forward in which some sequences verify their guesses and others read pieces of their prompts. Sequences
+are independent of each other: they may have different prompts, plans, rules and lengths. What is here sees protocols
+    only;
 it knows no architecture and no paper.
 """
 
@@ -13,18 +14,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from shoal.decode.branches.run import SearchRun, score_forced
+from shoal.decode.components import Components
 from shoal.decode.ledger import Clock
-from shoal.decode.parts import PartsAtWork
 from shoal.decode.prefixes import Prefixes
 from shoal.decode.recipe import Loop
-from shoal.decode.recipe_row import RecipeRow
-from shoal.decode.row import Row
 from shoal.decode.rules.accept import Outcome
-from shoal.decode.target import RowTarget
+from shoal.decode.running_sequence import RunningSequence
+from shoal.decode.sequence import SequenceState
+from shoal.decode.target import SequenceTarget
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import StepReport
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.types import Step
 
 _LEAST_SHARE = 4
@@ -35,345 +36,348 @@ _DOZE = 0.002
 
 
 class Batch:
-    """Rows that run on one cache. A row that has emitted nothing reads its prompt; the others decode.
+    """Sequences that run on one cache. A sequence that has emitted nothing reads its prompt; the others decode.
 
     A search may let branches rest, which do neither, and force tokens upon others, which these then read.
 
     Args:
-        stack: the model.
-        cache: one cache row per row, in the order of `rows`; may hold the beginning of a row's prompt already. None for
-            a cache of the batch's own, which lasts as long as it has rows.
-        rows: the rows to begin with, each with at least one token that is not in the cache; those that have ended are
-            left out.
-        prefixes: keeps what rows have stored for later rows, which look it up there.
-        release: whether a dropped layer's KV is freed at once; a row that is resumed later must keep it.
+        runner: the model.
+        cache: one cache sequence per sequence, in the order of `sequences`; may hold the beginning of a sequence's
+            prompt already. None for a cache of the batch's own, which lasts as long as it has sequences.
+        sequences: the sequences to begin with, each with at least one token that is not in the cache; those that have
+            ended are left out.
+        prefixes: keeps what sequences have stored for later sequences, which look it up there.
+        release: whether a dropped layer's KV is freed at once; a sequence that is resumed later must keep it.
 
     Attributes:
-        rows: running rows, in the order of their slots; the branches of a searched row stand in its place.
+        sequences: running sequences, in the order of their entries; the branches of a searched sequence stand in its
+            place.
         searches: the running searches.
         clock: seconds spent.
-        parts: the workers of the rows' recipes.
+        components: the workers of the sequences' recipes.
     """
 
     def __init__(
         self,
-        stack: Stack,
+        runner: ModelRunner,
         cache: KVCache | None = None,
-        rows: Sequence[RecipeRow] = (),
+        seqs: Sequence[RunningSequence] = (),
         *,
         prefixes: Prefixes | None = None,
         release: bool = True,
     ) -> None:
-        self.stack, self.searches = stack, list[SearchRun]()
-        self.rows = [self._begun(row) for row in rows if row.finish_reason is None]
-        self.cache = KVCache(stack.windows, 0) if cache is None else cache
+        self.runner, self.searches = runner, list[SearchRun]()
+        self.seqs = [self._begun(seq) for seq in seqs if seq.finish_reason is None]
+        self.cache = KVCache(runner.windows, 0) if cache is None else cache
         self.clock = Clock()
         self._owns_cache, self._release = cache is None, release
         self._prefixes = prefixes or Prefixes(0)
-        self.parts = PartsAtWork(stack, self.cache)
-        self._came = list(self.rows)
-        for row in self.rows:
-            self._set_store(row)
-        if len(self.rows) < self.cache.rows:
-            self._keep_slots()
+        self.components = Components(runner, self.cache)
+        self._came = list(self.seqs)
+        for seq in self.seqs:
+            self._set_store(seq)
+        if len(self.seqs) < self.cache.seqs:
+            self._renumber()
 
     @property
-    def reading(self) -> list[RecipeRow]:
-        """Rows that have not yet read all of their prompt or of their forced tokens, in order of arrival."""
-        return [row for row in self._came if self._reads(row)]
+    def reading(self) -> list[RunningSequence]:
+        """Sequences that have not yet read all of their prompt or of their forced tokens, in order of arrival."""
+        return [seq for seq in self._came if self._reads(seq)]
 
-    def join(self, rows: Sequence[RecipeRow], columns: Sequence[Sequence[int]] | None = None) -> None:
-        """Add rows that have run nothing yet; add none if that fails.
+    def join(self, seqs: Sequence[RunningSequence], slots: Sequence[Sequence[int]] | None = None) -> None:
+        """Add sequences that have run nothing yet; add none if that fails.
 
         Args:
-            rows: the new rows.
-            columns: for each row, how many columns its layers may come to store, if known.
+            sequences: the new sequences.
+            slots: for each sequence, how many slots its layers may come to store, if known.
         """
-        before = list(self.rows), list(self._came), list(self.searches)
+        before = list(self.seqs), list(self._came), list(self.searches)
         try:
-            self._join(rows, columns)
+            self._join(seqs, slots)
         except BaseException:
-            self.rows, self._came, self.searches = before
-            self._keep_slots()
+            self.seqs, self._came, self.searches = before
+            self._renumber()
             raise
 
-    def _join(self, rows: Sequence[RecipeRow], columns: Sequence[Sequence[int]] | None) -> None:
-        first = self.cache.rows
-        self.cache.extend(len(rows))
-        for slot, row in enumerate(rows, start=first):
-            row.slot = slot
-            self._set_store(row, None if columns is None else columns[slot - first])
-            if not row.recipe.alters_kv:
-                row.cached = self._prefixes.fill(self.cache, slot, row.tokens)
-            self._take([self._begun(row)])
+    def _join(self, seqs: Sequence[RunningSequence], slots: Sequence[Sequence[int]] | None) -> None:
+        first = self.cache.seqs
+        self.cache.extend(len(seqs))
+        for seq_id, seq in enumerate(seqs, start=first):
+            seq.seq_id = seq_id
+            self._set_store(seq, None if slots is None else slots[seq_id - first])
+            if not seq.recipe.alters_kv:
+                seq.cached = self._prefixes.fill(self.cache, seq_id, seq.tokens)
+            self._take([self._begun(seq)])
 
-    def _set_store(self, row: RecipeRow, columns: Sequence[int] | None = None) -> None:
-        """Store the row's KV in the form that its recipe names; KV in another form is dropped and computed again."""
-        slot, store = row.slot, row.recipe.store
-        if row.recipe.alters_kv or self.cache.has_store(slot):
-            self.cache.truncate(slot, 0)
-            self.cache.set_store(slot, store, columns)
+    def _set_store(self, seq: RunningSequence, slots: Sequence[int] | None = None) -> None:
+        """Store the sequence's KV in the form that its recipe names; KV in another form is dropped and computed again."""
+        seq_id, store = seq.seq_id, seq.recipe.store
+        if seq.recipe.alters_kv or self.cache.has_store(seq_id):
+            self.cache.truncate(seq_id, 0)
+            self.cache.set_store(seq_id, store, slots)
 
-    def fork(self, row: RecipeRow, twins: Sequence[RecipeRow]) -> None:
-        """Add rows that continue from the state of `row`."""
-        for twin, slot in zip(twins, self.cache.fork(row.slot, len(twins)), strict=True):
-            twin.slot = slot
-        self.parts.fork(row, twins)
-        self._take(twins)
+    def fork(self, seq: RunningSequence, children: Sequence[RunningSequence]) -> None:
+        """Add sequences that continue from the state of `sequence`."""
+        for child, seq_id in zip(children, self.cache.fork(seq.seq_id, len(children)), strict=True):
+            child.seq_id = seq_id
+        self.components.fork(seq, children)
+        self._take(children)
 
-    def _take(self, rows: Sequence[RecipeRow]) -> None:
-        self.rows += rows
-        self._came += rows
+    def _take(self, seqs: Sequence[RunningSequence]) -> None:
+        self.seqs += seqs
+        self._came += seqs
 
-    def _begun(self, row: RecipeRow) -> RecipeRow:
-        """The row that decodes for `row`: itself, or the first branch of its search."""
-        if row.recipe.search is None:
-            return row
-        search = SearchRun(self, row, row.recipe.search)
+    def _begun(self, seq: RunningSequence) -> RunningSequence:
+        """The sequence that decodes for `sequence`: itself, or the first branch of its search."""
+        if seq.recipe.search is None:
+            return seq
+        search = SearchRun(self, seq, seq.recipe.search)
         self.searches.append(search)
         return next(iter(search.branches.values()))
 
-    def due(self, row: Row) -> int:
-        """How many of the row's tokens are to be fed; a resting row holds its last one back."""
-        return len(row.tokens) - (row.room == 0) - self.cache.positions[row.slot]
+    def due(self, seq: SequenceState) -> int:
+        """How many of the sequence's tokens are to be fed; a resting sequence holds its last one back."""
+        return len(seq.tokens) - (seq.room == 0) - self.cache.positions[seq.seq_id]
 
-    def _reads(self, row: RecipeRow) -> bool:
-        """Whether the row must be fed more than its last token and the tokens that its constraint forced."""
-        if len(row.tokens) == self.cache.positions[row.slot] + 1 and row.emitted:  # the usual case
+    def _reads(self, seq: RunningSequence) -> bool:
+        """Whether the sequence must be fed more than its last token and the tokens that its constraint forced."""
+        if len(seq.tokens) == self.cache.positions[seq.seq_id] + 1 and seq.emitted:  # the usual case
             return False
-        return self.due(row) > (1 + row.forced if row.emitted > 0 and row.room > 0 else 0)
+        return self.due(seq) > (1 + seq.forced if seq.emitted > 0 and seq.room > 0 else 0)
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Cancel rows before their end and free what they stored."""
-        for row in rows:
-            row.stop.finish_reason = row.stop.finish_reason or "cancelled"
+    def leave(self, seqs: Sequence[SequenceState]) -> None:
+        """Cancel sequences before their end and free what they stored."""
+        for seq in seqs:
+            seq.stop.finish_reason = seq.stop.finish_reason or "cancelled"
         for search in self.searches[:]:
             if search.root.finish_reason is not None:
                 search.stop()
         self.retire()
 
-    def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
-        """Run one forward: the guesses of every decoding row, and pieces of prompts in what is left of `budget`.
+    def step(self, budget: int, seqs: Sequence[SequenceState] | None = None, most: int | None = None) -> list[Step]:
+        """Run one forward: the guesses of every decoding sequence, and pieces of prompts in what is left of `budget`.
 
         Earlier prompts come first and do not share with later ones; short prompts that fit together are read together.
-        A row emits its first token when its prompt ends.
+        A sequence emits its first token when its prompt ends.
 
         Args:
-            budget: most tokens of the forward, over all rows; only guesses may exceed it. If guesses leave prompts too
-                little, the prompts get a forward of their own.
-            rows: which rows, in the order of their slots; None for all. A searched row stands for its branches.
-            most: most prompt tokens of a row; None for as many as fit.
+            budget: most tokens of the forward, over all sequences; only guesses may exceed it. If guesses leave prompts
+                too little, the prompts get a forward of their own.
+            sequences: which sequences, in the order of their entries; None for all. A searched sequence stands for its
+                branches.
+            most: most prompt tokens of a sequence; None for as many as fit.
 
         Raises:
-            BaseException: from a part of a row's recipe, such as a search or a processor; call `rollback` then.
+            BaseException: from a part of a sequence's recipe, such as a search or a processor; call `rollback` then.
         """
         start = time.perf_counter()
-        steps, running = self._search(rows)
+        steps, running = self._search(seqs)
         reading, decoding = self._apart(running)
         if not (reading or decoding):
             for search in self.searches[: not steps]:
                 search.doze(_DOZE)
             return steps
-        trees = [tree if tree.is_chain else tree.within(self.stack.most_nodes) for tree in self.propose(decoding)]
+        trees = [tree if tree.is_chain else tree.within(self.runner.most_nodes) for tree in self.propose(decoding)]
         drafting = time.perf_counter() - start
-        shares = [_guesses(row, tree, self.due(row) - 1) for row, tree in zip(decoding, trees, strict=True)]
+        shares = [_guesses(seq, tree, self.due(seq) - 1) for seq, tree in zip(decoding, trees, strict=True)]
         if reading:
             left = budget - sum(len(share.chunk.tokens) for share in shares)
             if left * _LEAST_SHARE >= budget:
-                shares = sorted([*shares, *self._pieces(reading, left, most)], key=lambda share: share.row.slot)
+                shares = sorted([*shares, *self._pieces(reading, left, most)], key=lambda share: share.seq.seq_id)
                 reading = []
         if shares:
             steps += self._forward(shares, drafting)
         if reading:
-            steps += self._forward(self._pieces(reading, budget, most))  # made now: rows that ended moved the others
+            steps += self._forward(self._pieces(reading, budget, most))  # made now: sequences that ended moved the others
         self.clock.draft_seconds += drafting
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
 
-    def _apart(self, rows: Sequence[RecipeRow]) -> tuple[list[RecipeRow], list[RecipeRow]]:
-        """Rows that read and rows that decode; resting rows are neither. Raises the error of a row whose KV failed."""
-        reading, decoding = list[RecipeRow](), list[RecipeRow]()
-        for row in rows:
-            if row.error is not None:
-                raise row.error
-            if self._reads(row):
-                reading.append(row)
-            elif row.room:
-                decoding.append(row)
+    def _apart(self, seqs: Sequence[RunningSequence]) -> tuple[list[RunningSequence], list[RunningSequence]]:
+        """Sequences that read and sequences that decode; resting sequences are neither. Raises the error of a sequence whose KV failed."""
+        reading, decoding = list[RunningSequence](), list[RunningSequence]()
+        for seq in seqs:
+            if seq.error is not None:
+                raise seq.error
+            if self._reads(seq):
+                reading.append(seq)
+            elif seq.room:
+                decoding.append(seq)
         return reading, decoding
 
-    def _search(self, rows: Sequence[Row] | None) -> tuple[list[Step], list[RecipeRow]]:
-        """Advance all searches, or those of `rows`; return what they emit and the rows that may run now."""
-        chosen = None if rows is None else set(rows)
+    def _search(self, seqs: Sequence[SequenceState] | None) -> tuple[list[Step], list[RunningSequence]]:
+        """Advance all searches, or those of `sequences`; return what they emit and the sequences that may run now."""
+        chosen = None if seqs is None else set(seqs)
         if not self.searches:
-            return [], self.rows if chosen is None else [row for row in self.rows if row in chosen]
+            return [], self.seqs if chosen is None else [seq for seq in self.seqs if seq in chosen]
         steps = [step for search in self.searches[:] if chosen is None or search.among(chosen)
                  for step in search.go_on()]
-        return steps, [row for row in self.rows if chosen is None or row in chosen or row.root in chosen]
+        return steps, [seq for seq in self.seqs if chosen is None or seq in chosen or seq.root in chosen]
 
     def rollback(self) -> None:
         """Drop the unfinished state that a failed forward has left.
 
-        Rows that it had reached have advanced; the others can run again. A row whose KV was left half rewritten fails
-        in its next step too.
+        Sequences that it had reached have advanced; the others can run again. A sequence whose KV was left half
+        rewritten fails in its next step too.
         """
-        for row in self.rows:
-            self.cache.rollback(row.slot)
+        for seq in self.seqs:
+            self.cache.rollback(seq.seq_id)
 
     def close(self) -> None:
-        """End all rows where they are. The cache then holds committed tokens only, and the first branch of a search."""
+        """End all sequences where they are. The cache then holds committed tokens only, and the first branch of a search."""
         self.rollback()
         for search in self.searches[:]:
             search.stop(left=1)
-        for row in self.rows:
-            row.note_bytes(self.cache.row_bytes(row.slot))
+        for seq in self.seqs:
+            seq.note_bytes(self.cache.seq_bytes(seq.seq_id))
 
-    def _pieces(self, rows: Sequence[RecipeRow], budget: int, most: int | None) -> list[_Share]:
-        """How much of its prompt each row reads, in the order of the slots."""
+    def _pieces(self, seqs: Sequence[RunningSequence], budget: int, most: int | None) -> list[_Share]:
+        """How much of its prompt each sequence reads, in the order of the entries."""
         pieces: list[_Share] = []
-        for row in self.reading:
-            if row in rows and budget > 0:
-                first = self.cache.positions[row.slot]
-                due = self.due(row)
-                size = self.piece(due, min(due, budget, most or budget, self.parts.ahead(row, first) or budget))
-                pieces.append(_piece(row, first, size))
+        for seq in self.reading:
+            if seq in seqs and budget > 0:
+                first = self.cache.positions[seq.seq_id]
+                due = self.due(seq)
+                size = self.piece(due, min(due, budget, most or budget, self.components.ahead(seq, first) or budget))
+                pieces.append(_piece(seq, first, size))
                 budget -= size
-        return sorted(pieces, key=lambda share: share.row.slot)
+        return sorted(pieces, key=lambda share: share.seq.seq_id)
 
     def piece(self, due: int, size: int) -> int:
-        """How many of its unread tokens a row reads in a forward that has room for `size` of them."""
+        """How many of its unread tokens a sequence reads in a forward that has room for `size` of them."""
         return size
 
     def _forward(self, shares: Sequence[_Share], draft_seconds: float = 0.0) -> list[Step]:
-        """Run the shares of some rows, accept where a token follows, and commit."""
+        """Run the shares of some sequences, accept where a token follows, and commit."""
         start = time.perf_counter()
         chunks = [share.chunk for share in shares]
-        rows = [share.row for share in shares]
-        working = any(row.recipe.has_workers for row in rows)
-        fed, watched = self.parts.looked_at(rows, chunks) if working else (chunks, ())
-        found = self.stack.forward(fed, self.cache, *watched)
+        seqs = [share.seq for share in shares]
+        working = any(seq.recipe.has_workers for seq in seqs)
+        fed, watched = self.components.looked_at(seqs, chunks) if working else (chunks, ())
+        found = self.runner.forward(fed, self.cache, *watched)
         logits = [found] if len(chunks) == 1 else found.split([chunk.wanted for chunk in chunks])
-        ended: list[tuple[_Share, RowTarget]] = []
+        ended: list[tuple[_Share, SequenceTarget]] = []
         for share, values in zip(shares, logits, strict=True):
             share.count()
-            share.row.forced = 0
+            share.seq.forced = 0
             if share.forced:
-                score_forced(share.row, self.cache.positions[share.row.slot], values)
+                score_forced(share.seq, self.cache.positions[share.seq.seq_id], values)
             if share.tree is None:
-                self.commit(share.row, range(len(share.chunk.tokens)))
+                self.commit(share.seq, range(len(share.chunk.tokens)))
             else:
-                ended.append((share, RowTarget(share.row, share.tree, values)))
-        outcomes = self.judge_all([(share.row, target, len(share.chunk.tokens)) for share, target in ended])
+                ended.append((share, SequenceTarget(share.seq, share.tree, values)))
+        outcomes = self.judge_all([(share.seq, target, len(share.chunk.tokens)) for share, target in ended])
         if working:
             mixed = len({share.guesses for share in shares}) > 1
             self._tell(ended, outcomes, draft_seconds, None if mixed else time.perf_counter() - start)
         return self.settle(ended, outcomes)
 
-    def propose(self, rows: Sequence[RecipeRow]) -> list[TokenTree]:
-        """What each decoding row is fed: its last token and the guesses that follow it."""
-        return self.parts.propose(rows)
+    def propose(self, seqs: Sequence[RunningSequence]) -> list[TokenTree]:
+        """What each decoding sequence is fed: its last token and the guesses that follow it."""
+        return self.components.propose(seqs)
 
-    def judge_all(self, rows: Sequence[tuple[RecipeRow, RowTarget, int]]) -> list[Outcome]:
-        """The outcome of each tree whose row emits something now, and how many uncommitted tokens the row holds."""
-        return [self.judge(row, target) for row, target, _ in rows]
+    def judge_all(self, seqs: Sequence[tuple[RunningSequence, SequenceTarget, int]]) -> list[Outcome]:
+        """The outcome of each tree whose sequence emits something now, and how many uncommitted tokens the sequence holds."""
+        return [self.judge(seq, target) for seq, target, _ in seqs]
 
-    def judge(self, row: RecipeRow, target: RowTarget) -> Outcome:
-        """The outcome of a row's tree, which is its last token alone when it has just read its prompt."""
-        return row.rule.walk(target.tree, target)
+    def judge(self, seq: RunningSequence, target: SequenceTarget) -> Outcome:
+        """The outcome of a sequence's tree, which is its last token alone when it has just read its prompt."""
+        return seq.rule.walk(target.tree, target)
 
     def _tell(
-        self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome], drafting: float,
+        self, ended: Sequence[tuple[_Share, SequenceTarget]], outcomes: Sequence[Outcome], drafting: float,
         target: float | None,
     ) -> None:
-        """Report to the workers which prompts ended and which rows decoded."""
-        told = [(share.guesses, share.row, found.tree, outcome)
+        """Report to the workers which prompts ended and which sequences decoded."""
+        told = [(share.guesses, share.seq, found.tree, outcome)
                 for (share, found), outcome in zip(ended, outcomes, strict=True)]
         for guesses in (False, True):
             some = [item[1:] for item in told if item[0] == guesses]
             if some:
-                rows, trees, kept = zip(*some, strict=True)
-                report = StepReport(rows, trees, kept, drafting if guesses else 0.0, target, not guesses)
-                self.parts.observe(rows, report)
+                seqs, trees, kept = zip(*some, strict=True)
+                report = StepReport(seqs, trees, kept, drafting if guesses else 0.0, target, not guesses)
+                self.components.observe(seqs, report)
 
-    def settle(self, ended: Sequence[tuple[_Share, RowTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
+    def settle(self, ended: Sequence[tuple[_Share, SequenceTarget]], outcomes: Sequence[Outcome]) -> list[Step]:
         """Commit and emit what was accepted; a loop that emits otherwise overrides this."""
         steps: list[Step] = []
         for (share, target), outcome in zip(ended, outcomes, strict=True):
-            emitted = _emit(share.row, target, outcome)
+            emitted = _emit(share.seq, target, outcome)
             first, kept = share.before, outcome.path[: len(emitted)]
-            self.commit(share.row, [*range(first), *(first + node for node in kept)] if first else kept)
-            if share.row.allowed is not None:
-                emitted += share.row.force()
-            if share.row.root is None:
+            self.commit(share.seq, [*range(first), *(first + node for node in kept)] if first else kept)
+            if share.seq.allowed is not None:
+                emitted += share.seq.force()
+            if share.seq.root is None:
                 steps += emitted
             else:
-                share.row.ledger.searched += len(emitted)
+                share.seq.ledger.searched += len(emitted)
         self.retire()
         return steps
 
-    def commit(self, row: RecipeRow, path: Sequence[int]) -> None:
-        """Commit the nodes of `path`, and let the row's `keep` rewrite its KV where that is due."""
-        before = self.cache.positions[row.slot]
-        self.cache.commit(row.slot, path)
-        if not row.recipe.alters_kv:
+    def commit(self, seq: RunningSequence, path: Sequence[int]) -> None:
+        """Commit the nodes of `path`, and let the sequence's `keep` rewrite its KV where that is due."""
+        before = self.cache.positions[seq.seq_id]
+        self.cache.commit(seq.seq_id, path)
+        if not seq.recipe.alters_kv:
             return
-        self.cache.mark_shallow(row.slot, before)
+        self.cache.mark_shallow(seq.seq_id, before)
         try:
-            self.parts.rewrite(row, before)
+            self.components.rewrite(seq, before)
         except BaseException as error:
-            row.error = error
+            seq.error = error
             raise
 
     def retire(self) -> None:
-        """Free layers that rows will not run again, keep prefixes for later prompts, remove finished rows."""
-        done: list[RecipeRow] = []
-        for row in self.rows:
-            fed, leaves = self.cache.positions[row.slot] - row.prompt_length, row.leaves
-            given_up = row.root is not None and row.finish_reason == "cancelled"
-            if (leaves and not given_up) or (fed == 0 and row.emitted):  # beyond its prompt a plan may give layers up
-                self._prefixes.keep(self.cache, row.slot, row.tokens)
+        """Free layers that sequences will not run again, keep prefixes for later prompts, remove finished sequences."""
+        done: list[RunningSequence] = []
+        for seq in self.seqs:
+            fed, leaves = self.cache.positions[seq.seq_id] - seq.prompt_length, seq.leaves
+            given_up = seq.root is not None and seq.finish_reason == "cancelled"
+            if (leaves and not given_up) or (fed == 0 and seq.emitted):  # beyond its prompt a plan may give layers up
+                self._prefixes.keep(self.cache, seq.seq_id, seq.tokens)
             if leaves:
-                row.note_bytes(self.cache.row_bytes(row.slot))
-                done.append(row)
-            elif self._release and not row.drafts:
-                self.cache.release(row.slot, row.plan.dropped(max(0, fed + 1)))
+                seq.note_bytes(self.cache.seq_bytes(seq.seq_id))
+                done.append(seq)
+            elif self._release and not seq.drafts:
+                self.cache.release(seq.seq_id, seq.plan.dropped(max(0, fed + 1)))
         if done:
-            self._came = [row for row in self._came if row not in done]
-            self.rows = [row for row in self.rows if row not in done]
-            self.parts.forget_all_but(self.rows)
-            if self.rows or self._owns_cache:
-                self._keep_slots()
+            self._came = [seq for seq in self._came if seq not in done]
+            self.seqs = [seq for seq in self.seqs if seq not in done]
+            self.components.forget_all_but(self.seqs)
+            if self.seqs or self._owns_cache:
+                self._renumber()
 
-    def _keep_slots(self) -> None:
-        """Drop the cache rows of everything that no longer runs."""
-        rows = {row.slot: row for row in self.rows}
-        self.rows = [rows[former] for former in self.cache.select(rows.keys())]
-        for slot, row in enumerate(self.rows):
-            row.slot = slot
+    def _renumber(self) -> None:
+        """Drop the cache sequences of everything that no longer runs."""
+        seqs = {seq.seq_id: seq for seq in self.seqs}
+        self.seqs = [seqs[former] for former in self.cache.select(seqs.keys())]
+        for seq_id, seq in enumerate(self.seqs):
+            seq.seq_id = seq_id
 
 
 def begin(
-    loop: Loop | None, stack: Stack, cache: KVCache | None = None, rows: Sequence[RecipeRow] = (), *,
+    loop: Loop | None, runner: ModelRunner, cache: KVCache | None = None, seqs: Sequence[RunningSequence] = (), *,
     prefixes: Prefixes | None = None, release: bool = True,
 ) -> Batch:
-    """A batch for rows of that loop; None is the plain loop. The arguments are those of `Batch`."""
+    """A batch for sequences of that loop; None is the plain loop. The arguments are those of `Batch`."""
     make: Callable[..., Batch] = Batch if loop is None else loop.batch()
-    return make(stack, cache, rows, prefixes=prefixes, release=release)
+    return make(runner, cache, seqs, prefixes=prefixes, release=release)
 
 
 def run(batch: Batch, budget: int, most: int = 2048) -> Generator[list[Step], None, None]:
-    """Yield what every step emits until all rows have ended.
+    """Yield what every step emits until all sequences have ended.
 
-    All prompts are read first, so that rows decode side by side: rows at the same step run the same layers. If the
+    All prompts are read first, so that sequences decode side by side: sequences at the same step run the same layers.
+        If the
     caller leaves early, the cache holds committed tokens only.
 
     Args:
-        batch: the rows.
+        batch: the sequences.
         budget: tokens of a forward.
-        most: prompt tokens per row and forward.
+        most: prompt tokens per sequence and forward.
     """
     try:
-        while batch.rows:
+        while batch.seqs:
             yield batch.step(budget, batch.reading or None, most)
     finally:
         batch.close()
@@ -381,33 +385,33 @@ def run(batch: Batch, budget: int, most: int = 2048) -> Generator[list[Step], No
 
 @dataclass(slots=True)
 class _Share:
-    """A row's share of a forward.
+    """A sequence's share of a forward.
 
     Attributes:
-        row: the row.
+        sequence: the sequence.
         chunk: its tokens.
         tree: the tokens that are judged; None for a piece that does not end its prompt.
         before: prompt tokens or forced tokens ahead of the tree's root.
     """
 
-    row: RecipeRow
+    seq: RunningSequence
     chunk: SequenceChunk
     tree: TokenTree | None
     before: int = 0
 
     @property
     def guesses(self) -> bool:
-        """Whether the row decodes."""
-        return self.row.emitted > 0
+        """Whether the sequence decodes."""
+        return self.seq.emitted > 0
 
     @property
     def forced(self) -> bool:
-        """Whether some of the tokens were forced upon the row by a search."""
+        """Whether some of the tokens were forced upon the sequence by a search."""
         return (self.tree is None or self.chunk.wanted > len(self.tree)) and self.guesses
 
     def count(self) -> None:
-        """Note the work in the row's ledger."""
-        ledger, plan, size = self.row.ledger, self.chunk.plan, len(self.chunk.tokens)
+        """Note the work in the sequence's ledger."""
+        ledger, plan, size = self.seq.ledger, self.chunk.plan, len(self.chunk.tokens)
         ledger.target_forwards += 1
         if not self.guesses:
             ledger.prefill_forwards += 1
@@ -422,9 +426,9 @@ class _Share:
         ledger.read(depths[0])  # steps never fall, so the first one runs most
 
 
-def _guesses(row: RecipeRow, tree: TokenTree, before: int) -> _Share:
-    """A row's root with its guesses; a chain where tokens before the root came without a forward."""
-    tokens, emitted = (*row.tokens[-1 - before : -1], *tree.tokens), row.emitted
+def _guesses(seq: RunningSequence, tree: TokenTree, before: int) -> _Share:
+    """A sequence's root with its guesses; a chain where tokens before the root came without a forward."""
+    tokens, emitted = (*seq.tokens[-1 - before : -1], *tree.tokens), seq.emitted
     steps = [emitted + depth for depth in (*range(-before, 0), *tree.depths)]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)
     vectors = tree.vectors
@@ -433,34 +437,34 @@ def _guesses(row: RecipeRow, tree: TokenTree, before: int) -> _Share:
         tokens = (*tokens, *tokens[-1:] * len(vectors))
         steps = list(accumulate((emitted + depth for depth in depths), max))  # they may not fall
     chunk = SequenceChunk(
-        row.slot, tokens, steps, row.plan, parents, depths, wanted=len(tree), likeliest=row.takes_likeliest,
+        seq.seq_id, tokens, steps, seq.plan, parents, depths, wanted=len(tree), argmax_only=seq.takes_argmax,
         vectors=vectors,
     )
-    return _Share(row, chunk, tree, before)
+    return _Share(seq, chunk, tree, before)
 
 
-def _piece(row: RecipeRow, first: int, size: int) -> _Share:
-    """`size` tokens of a row's prompt or of its forced tokens, from position `first` on."""
-    tokens, ends = row.tokens[first : first + size], first + size == len(row.tokens)
+def _piece(seq: RunningSequence, first: int, size: int) -> _Share:
+    """`size` tokens of a sequence's prompt or of its forced tokens, from position `first` on."""
+    tokens, ends = seq.tokens[first : first + size], first + size == len(seq.tokens)
     tree = TokenTree.chain(tokens[-1:]) if ends else None
-    steps = [max(0, place + 1 - row.prompt_length) for place in range(first, first + size)]
-    wanted = size if row.emitted else int(ends)
+    steps = [max(0, place + 1 - seq.prompt_length) for place in range(first, first + size)]
+    wanted = size if seq.emitted else int(ends)
     chunk = SequenceChunk(
-        row.slot, tokens, steps, row.plan, wanted=wanted, likeliest=row.takes_likeliest and not row.emitted
+        seq.seq_id, tokens, steps, seq.plan, wanted=wanted, argmax_only=seq.takes_argmax and not seq.emitted
     )
-    return _Share(row, chunk, tree, size - 1)
+    return _Share(seq, chunk, tree, size - 1)
 
 
-def _emit(row: RecipeRow, target: RowTarget, outcome: Outcome) -> list[Step]:
-    """Advance the row by an outcome; return its steps, cut where the row ends."""
+def _emit(seq: RunningSequence, target: SequenceTarget, outcome: Outcome) -> list[Step]:
+    """Advance the sequence by an outcome; return its steps, cut where the sequence ends."""
     tokens = [target.tree.tokens[node] for node in outcome.path[1:]] + [outcome.token]
-    if row.record is not None:
+    if seq.record is not None:
         for node in outcome.path:
-            row.record(target.logits(node), target.scores(node))
+            seq.record(target.logits(node), target.scores(node))
     guessed = len(outcome.path) - 1
-    steps = row.emit(tokens, guessed, lambda offset, token: target.logprob(outcome.path[offset], token))
+    steps = seq.emit(tokens, guessed, lambda offset, token: target.logprob(outcome.path[offset], token))
     if guessed:
         kept = min(len(steps), guessed)
-        row.ledger.accepted += kept
-        row.ledger.accepted_at.update(range(1, kept + 1))
+        seq.ledger.accepted += kept
+        seq.ledger.accepted_at.update(range(1, kept + 1))
     return steps

@@ -1,4 +1,4 @@
-"""The one place where work is counted. Rows share forwards, so work is counted per row and time per batch."""
+"""The one place where work is counted. Sequences share forwards, so work is counted per sequence and time per batch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class RowLedger:
-    """Work done for one row.
+class SequenceLedger:
+    """Work done for one sequence.
 
     A layer-token is one token run through one decoder layer; a lone sublayer counts half.
 
     Attributes:
         prefill_tokens: prompt tokens run at full depth (fewer than the prompt's where a cache held the rest).
         prefill_layer_tokens, decode_layer_tokens: layer-tokens of the prompt, and of every later node, kept or not.
-        target_forwards: forwards of the target model that held this row, prefill included.
+        target_forwards: forwards of the target model that held this sequence, prefill included.
         prefill_forwards: those of them that read the prompt.
-        draft_forwards: forwards of a drafter for this row.
+        draft_forwards: forwards of a drafter for this sequence.
         draft_layer_tokens: layer-tokens that guessing ran through the target's own layers.
         layers_read: layers that the forwards after the prefill went through, each once however many nodes it ran,
             the target's and those of guessing with its layers together.
@@ -26,7 +26,7 @@ class RowLedger:
         second_tokens: tokens of the answer that a second model wrote by itself.
         second_layer_tokens: layer-tokens that this model or a judge ran through its own layers, to read and to write.
         switches: how often the writing model changed from one token to the next.
-        branches: rows that a search has made for this one, the first included.
+        branches: sequences that a search has made for this one, the first included.
         searched: tokens that the branches decoded.
         judged: questions to a judge.
         put: tokens that a loop has put into the answer.

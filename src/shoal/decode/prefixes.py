@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.heap import give_back
-from shoal.model.kv.cache import KVCache, RowCopy, copy_in, look
+from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look
 
 _HOLES = 2**26
 """Memory is returned after this many dropped bytes, or a quarter of the limit: returning it takes milliseconds."""
@@ -19,7 +19,7 @@ _HOLES = 2**26
 @dataclass(frozen=True)
 class _Entry:
     tokens: list[int]
-    held: RowCopy
+    held: SequenceCopy
 
 
 class Prefixes:
@@ -39,13 +39,13 @@ class Prefixes:
         """What is kept."""
         return sum(entry.held.bytes for entry in self._entries)
 
-    def fill(self, cache: KVCache, row: int, prompt: Sequence[int]) -> int:
-        """Give an empty row the longest kept prefix of its prompt.
+    def fill(self, cache: KVCache, seq: int, prompt: Sequence[int]) -> int:
+        """Give an empty sequence the longest kept prefix of its prompt.
 
         The last token is left to run, since its logits are needed.
 
         Returns:
-            The number of positions that the row holds now.
+            The number of positions that the sequence holds now.
         """
         if not self.limit:
             return 0
@@ -54,25 +54,25 @@ class Prefixes:
         if length:
             entry = self._entries.pop(best)
             self._entries.append(entry)  # used last
-            copy_in(cache, row, entry.held, length)
+            copy_in(cache, seq, entry.held, length)
         return length
 
-    def keep(self, cache: KVCache, row: int, tokens: Sequence[int]) -> None:
-        """Keep a copy of a row's KV; `tokens` are at least those at its positions."""
-        if not self.limit or self._known(tokens[: cache.first_shallow(row)]):
+    def keep(self, cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
+        """Keep a copy of a sequence's KV; `tokens` are at least those at its positions."""
+        if not self.limit or self._known(tokens[: cache.first_shallow(seq)]):
             return
-        seen = look(cache, row)
+        seen = look(cache, seq)
         if seen is None or seen.bytes > self.limit:
             return
-        words, before = list(tokens[: seen.length]), self.bytes
-        self._entries = [entry for entry in self._entries if common(entry.tokens, words) < len(entry.tokens)]
+        path, before = list(tokens[: seen.length]), self.bytes
+        self._entries = [entry for entry in self._entries if common(entry.tokens, path) < len(entry.tokens)]
         while self.bytes + seen.bytes > self.limit:  # before it is copied: both would not fit
             del self._entries[0]
         self._note_dropped(before - self.bytes)
-        self._entries.append(_Entry(words, seen.copied()))
+        self._entries.append(_Entry(path, seen.copied()))
 
     def _note_dropped(self, size: int) -> None:
-        """Return freed memory now and then: dropped entries leave holes into which new rows seldom fit."""
+        """Return freed memory now and then: dropped entries leave holes into which new sequences seldom fit."""
         self._dropped += size
         if self._dropped > min(_HOLES, self.limit // 4):
             self._dropped = 0

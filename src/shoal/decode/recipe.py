@@ -1,4 +1,4 @@
-"""A recipe: the parts from which the loop decodes. Methods return one; composing two methods means replacing a part.
+"""A recipe: the components from which the loop decodes. Methods return one; composing two methods means replacing a component.
 
 Knows no model and imports no torch.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from shoal.decode.branches.search import Branch
-    from shoal.decode.row import Row
     from shoal.decode.rules.accept import Rule
     from shoal.decode.sampling import Allowed
-    from shoal.decode.worker import DraftLengthPolicy, Experts, Keep, Part, Proposer, Select, Worker
+    from shoal.decode.sequence import SequenceState
+    from shoal.decode.worker import Component, DraftLengthPolicy, Experts, Keep, Proposer, Select, Worker
     from shoal.model.kv.form import Store
-    from shoal.model.stack import Stack
+    from shoal.model.runner import ModelRunner
 
     WaitedFor: TypeAlias = Branch | Future[Any]
     """Things that a search waits for."""
@@ -34,7 +34,7 @@ Exactness = Literal["full", "plan", "none"]
 PARTS = (
     "plan", "proposer", "rule", "keep", "store", "select", "experts", "search", "loop", "constraint",
 )
-"""The parts of a recipe that methods fill. Each answers one question."""
+"""The components of a recipe that methods fill. Each answers one question."""
 BY_PROMPT = "choice of layers by the prompt"
 """Stands for a `PlanByPrompt` in messages."""
 MOST_GUESSES = 64
@@ -42,11 +42,11 @@ MOST_GUESSES = 64
 
 
 Constraint = Callable[[], "Allowed"]
-"""Says which tokens may follow. It is called once for every row, whose tokens are then asked about in any order."""
+"""Says which tokens may follow. It is called once for every sequence, whose tokens are then asked about in any order."""
 
 
 class Search(ABC):
-    """A search in plain Python over branches of a row, one of which becomes the row's answer. Immutable."""
+    """A search in plain Python over branches of a sequence, one of which becomes the sequence's answer. Immutable."""
 
     @property
     def timed(self) -> bool:
@@ -55,7 +55,7 @@ class Search(ABC):
 
     @abstractmethod
     def most(self, greedy: bool) -> int:
-        """The most branches that it has at once; so many rows and their KV are reserved for it.
+        """The most branches that it has at once; so many sequences and their KV are reserved for it.
 
         Args:
             greedy: whether tokens are chosen without a draw.
@@ -63,11 +63,12 @@ class Search(ABC):
 
     @abstractmethod
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
-        """Search for one row: yield the branches to wait for, and return the winner.
+        """Search for one sequence: yield the branches to wait for, and return the winner.
 
         The search resumes when each of those has ended or has emitted what `advance` told it to. Nothing else may
-        decide when, so the result depends on no other row. A winner that has not ended decodes to its end. A future
-        among the branches stands for an answer from outside, such as a verifier's; other rows run meanwhile.
+        decide when, so the result depends on no other sequence. A winner that has not ended decodes to its end. A
+        future among the branches stands for an answer from outside, such as a verifier's; other sequences run
+        meanwhile.
 
         Args:
             root: a branch that has read the prompt except its last token and has emitted nothing.
@@ -75,13 +76,13 @@ class Search(ABC):
 
 
 class Loop(ABC):
-    """A step other than the plain one. Immutable; rows with equal loops share a batch.
+    """A step other than the plain one. Immutable; sequences with equal loops share a batch.
 
     Attributes:
         exact: whether the tokens are those of the plain loop, greedy or sampled.
-        takes: the parts of a recipe that it works with; it refuses the others.
+        takes: the components of a recipe that it works with; it refuses the others.
         fills_masks: whether it works on masked-diffusion models, and only on these.
-        second_reads: most positions of a row that its second model stores; None for all.
+        second_reads: most positions of a sequence that its second model stores; None for all.
     """
 
     exact: ClassVar[bool] = False
@@ -91,7 +92,7 @@ class Loop(ABC):
 
     @property
     def scratch(self) -> int:
-        """Most positions that a forward may store of a row beside those that the row has come to."""
+        """Most positions that a forward may store of a sequence beside those that the sequence has come to."""
         return 0
 
     @property
@@ -100,16 +101,16 @@ class Loop(ABC):
         return False
 
     @property
-    def second_stack(self) -> Stack | None:
-        """The second model, which stores KV of the rows as well; None without one."""
+    def second_runner(self) -> ModelRunner | None:
+        """The second model, which stores KV of the sequences as well; None without one."""
         return None
 
     @abstractmethod
     def batch(self) -> Callable[..., Any]:
-        """The subclass of `shoal.decode.batch.Batch` in which its rows decode; or what makes one of it."""
+        """The subclass of `shoal.decode.batch.Batch` in which its sequences decode; or what makes one of it."""
 
-    def check(self, row: Row) -> None:
-        """Refuse a row whose options the loop cannot honour, before anything runs.
+    def check(self, seq: SequenceState) -> None:
+        """Refuse a sequence whose options the loop cannot honour, before anything runs.
 
         Raises:
             Unsupported: says what, why and the remedy.
@@ -119,7 +120,7 @@ class Loop(ABC):
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts of a method.
+    """The components of a method.
 
     Attributes:
         plan: the layers that the target model runs at each step; a `PlanByPrompt` is replaced after the prompt.
@@ -137,7 +138,7 @@ class Recipe:
         self_metered: whether the proposer itself guesses only where that pays.
 
     Raises:
-        Unsupported: the loop has no place for a part.
+        Unsupported: the loop has no place for a component.
     """
 
     plan: DepthPlan
@@ -162,7 +163,7 @@ class Recipe:
                 "what stays differs from layer to layer, so a column's number says nothing in the next one",
                 "Leave one of them out",
             )
-        beside = [part for part in self.parts if part in self.excludes]
+        beside = [component for component in self.components if component in self.excludes]
         if self.loop is not None and not self.settled:
             beside = [BY_PROMPT]
         if beside:
@@ -186,32 +187,32 @@ class Recipe:
 
     @property
     def excludes(self) -> tuple[str, ...]:
-        """Names of the parts that the loop has no place for."""
-        return () if self.loop is None else tuple(part for part in PARTS if part not in ("loop", *self.loop.takes))
+        """Names of the components that the loop has no place for."""
+        return () if self.loop is None else tuple(component for component in PARTS if component not in ("loop", *self.loop.takes))
 
     @property
     def scratch(self) -> int:
-        """Most positions that a forward may store of a row beside those that the row has come to."""
+        """Most positions that a forward may store of a sequence beside those that the sequence has come to."""
         return self.loop.scratch if self.loop is not None else 0 if self.proposer is None else MOST_GUESSES
 
     @property
-    def second_stack(self) -> Stack | None:
-        """The second model of the proposer or the loop, which stores KV of the rows as well."""
-        found = None if self.proposer is None else self.proposer.second_stack
-        return self.loop.second_stack if found is None and self.loop is not None else found
+    def second_runner(self) -> ModelRunner | None:
+        """The second model of the proposer or the loop, which stores KV of the sequences as well."""
+        found = None if self.proposer is None else self.proposer.second_runner
+        return self.loop.second_runner if found is None and self.loop is not None else found
 
     @property
     def second_reads(self) -> int | None:
-        """Most positions of a row that the second model stores; None for all."""
+        """Most positions of a sequence that the second model stores; None for all."""
         return None if self.loop is None else self.loop.second_reads
 
     @cached_property
     def alters_kv(self) -> bool:
         """Whether the KV that is stored or read differs from the model's own."""
-        return any(part is not None for part in (self.keep, self.store, self.select))
+        return any(component is not None for component in (self.keep, self.store, self.select))
 
     def branches(self, greedy: bool) -> int:
-        """The most rows that decode at once for one answer."""
+        """The most sequences that decode at once for one answer."""
         return 1 if self.search is None else self.search.most(greedy)
 
     @property
@@ -220,25 +221,25 @@ class Recipe:
         return self.proposer.proposer if isinstance(self.proposer, Paced) else self.proposer
 
     @property
-    def pace(self) -> Part[DraftLengthPolicy] | None:
+    def pace(self) -> Component[DraftLengthPolicy] | None:
         """What limits the guesses of the proposer."""
         return self.proposer.policy if isinstance(self.proposer, Paced) else None
 
     @cached_property
     def has_workers(self) -> bool:
         """Whether anyone is told of steps or asked in them; a plain recipe has nobody."""
-        parts = (self.proposer, self.keep, self.select, self.experts, self.meter)
-        return not self.settled or any(part is not None for part in parts)
+        components = (self.proposer, self.keep, self.select, self.experts, self.meter)
+        return not self.settled or any(component is not None for component in components)
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the parts that are not at their defaults, in the order of `PARTS`."""
+    def components(self) -> tuple[str, ...]:
+        """Names of the components that are not at their defaults, in the order of `PARTS`."""
         return tuple(name for name in PARTS if self._fills(name))
 
     @property
     def beside_plan(self) -> tuple[str, ...]:
-        """What it does beside running the layers of a known plan: names of parts, and `BY_PROMPT`."""
-        return (*(() if self.settled else (BY_PROMPT,)), *(part for part in self.parts if part != "plan"))
+        """What it does beside running the layers of a known plan: names of components, and `BY_PROMPT`."""
+        return (*(() if self.settled else (BY_PROMPT,)), *(component for component in self.components if component != "plan"))
 
     def _fills(self, name: str) -> bool:
         if name == "plan":

@@ -3,7 +3,7 @@
 Everything here is a pure function. *Scores* are logits after bias, penalties, logits processors and the mask of a
 constraint: greedy decoding and log-probabilities read them. The *probs* are what temperature and truncation make of
 the scores: probabilities [V] that sampling and the acceptance rules read. Uniform numbers are keyed by what they are
-for, so neither batch-mates nor block splits change a sample. Knows nothing about rows, trees or stopping.
+for, so neither batch-mates nor block splits change a sample. Knows nothing about sequences, trees or stopping.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NotYet(Exception):
 
 
 class Allowed(ABC):
-    """The mask of a constraint: which tokens may follow those that a row has generated."""
+    """The mask of a constraint: which tokens may follow those that a sequence has generated."""
 
     @abstractmethod
     def __call__(self, tokens: Sequence[int]) -> Tensor:
@@ -66,33 +66,33 @@ class Allowed(ABC):
         return int(mask.argmax()) if np.count_nonzero(mask) == 1 else None
 
 
-def uniform(seed: int, row: int, index: int, purpose: str) -> float:
+def uniform(seed: int, seq: int, index: int, purpose: str) -> float:
     """A uniform number in [0, 1) of 53 bits that depends on its arguments alone.
 
     The key goes word by word through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators", OOPSLA 2014), so that machine, process and order of calls play no part.
+    pseudorandom number generators", OOPSLA 2014), so that machine, process and order of calls play no component.
 
     Args:
         seed: the request's seed, taken modulo 2**64.
-        row: index of the row in its request.
+        sequence: index of the sequence in its request.
         index: index of the emitted token that the number decides about.
         purpose: short name such as "sample", "accept" or "draft"; different names give independent numbers.
     """
     state = 0
-    for word in (seed, row, index, *_words(purpose)):
-        state = _mix(state ^ (word & _WORD))
+    for chunk in (seed, seq, index, *_chunks(purpose)):
+        state = _mix(state ^ (chunk & _WORD))
     return float((state >> 11) * 2.0**-53)
 
 
-def _mix(word: int) -> int:
-    word = (word + _GOLDEN) & _WORD
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
+def _mix(chunk: int) -> int:
+    chunk = (chunk + _GOLDEN) & _WORD
+    chunk = ((chunk ^ (chunk >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    chunk = ((chunk ^ (chunk >> 27)) * 0x94D049BB133111EB) & _WORD
+    return chunk ^ (chunk >> 31)
 
 
 @lru_cache(maxsize=64)
-def _words(purpose: str) -> tuple[int, ...]:
+def _chunks(purpose: str) -> tuple[int, ...]:
     """The name as 64-bit words, its length first so that no name continues another."""
     data = purpose.encode()
     return (len(data), *(int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)))
@@ -198,15 +198,15 @@ def _counts(ids: Tensor, like: Tensor) -> Tensor:
 
 
 def _processed(result: Tensor, ids: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
-    row = result[None].clone()  # a processor may write in place
+    seq = result[None].clone()  # a processor may write in place
     for processor in processors:
-        made = processor(ids[None], row)
-        if not isinstance(made, Tensor) or made.shape != row.shape:
+        made = processor(ids[None], seq)
+        if not isinstance(made, Tensor) or made.shape != seq.shape:
             found = f"a tensor {list(made.shape)}" if isinstance(made, Tensor) else reprlib.repr(made)
             raise ValueError(f"the logits processor {reprlib.repr(processor)} returned {found}; it must be the scores, "
-                             f"a tensor {list(row.shape)}")
-        row = made
-    return row[0]
+                             f"a tensor {list(seq.shape)}")
+        seq = made
+    return seq[0]
 
 
 def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:
@@ -304,7 +304,7 @@ def greedy(scores: Tensor) -> list[int]:
     return tokens
 
 
-def likeliest(scores: Tensor) -> int:
+def argmax(scores: Tensor) -> int:
     """The token that `greedy` takes of scores [V].
 
     Raises:
@@ -351,13 +351,13 @@ def draws(probs: Tensor, us: Sequence[float]) -> list[int]:
 def _draws(probs: Any, us: Any) -> list[int]:
     """The same in numpy: see `_masked`. Probs [N, V], numbers [N, 1]."""
     blocks = np.pad(probs, ((0, 0), (0, -probs.shape[-1] % _BLOCK))).reshape(len(probs), -1, _BLOCK)
-    sums, rows = blocks.sum(-1, dtype=np.float64), np.arange(len(probs))
+    sums, seqs = blocks.sum(-1, dtype=np.float64), np.arange(len(probs))
     ends = sums.cumsum(-1)
     target = us * ends[:, -1:]
     block = _first(target, ends, sums)
-    inside = blocks[rows, block].astype(np.float64)
-    place = _first(target, (ends - sums)[rows, block][:, None] + inside.cumsum(-1), inside)
-    if not (inside[rows, place] > 0).all():
+    inside = blocks[seqs, block].astype(np.float64)
+    place = _first(target, (ends - sums)[seqs, block][:, None] + inside.cumsum(-1), inside)
+    if not (inside[seqs, place] > 0).all():
         raise ValueError(IMPOSSIBLE)
     return [int(token) for token in block * _BLOCK + place]
 

@@ -1,4 +1,4 @@
-"""The target model's opinion at the nodes of one row's tree, computed where a rule asks for it."""
+"""The target model's opinion at the nodes of one sequence's tree, computed where a rule asks for it."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from torch import Tensor
 from typing_extensions import override
 
 from shoal.decode import sampling
-from shoal.decode.row import Row
 from shoal.decode.rules.accept import Target
+from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.types import TokenLogprob
 
 
-class RowTarget(Target):
-    """What the target says at the nodes of one row's tree, cached per node.
+class SequenceTarget(Target):
+    """What the target says at the nodes of one sequence's tree, cached per node.
 
     Args:
-        row: the row; its tokens end with the root.
-        tree: the row's tree.
+        sequence: the sequence; its tokens end with the root.
+        tree: the sequence's tree.
         logits: [nodes, V], or more; the last ones are the nodes'.
 
     Attributes:
-        tree: the row's tree.
+        tree: the sequence's tree.
     """
 
-    def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
-        self.tree, self._row, self._logits = tree, row, logits
+    def __init__(self, seq: SequenceState, tree: TokenTree, logits: Tensor) -> None:
+        self.tree, self._seq, self._logits = tree, seq, logits
         self._scores: dict[int, Tensor] = {}
         self._probs: dict[int, Tensor] = {}
         self._greedy: list[int] | None = None
-        if row.sampling.greedy and not sampling.needs_history(row.sampling, row.processors):
-            self._greedy = sampling.greedy(sampling.biased(logits, row.sampling))[-len(tree.tokens) :]
+        if seq.sampling.greedy and not sampling.needs_history(seq.sampling, seq.processors):
+            self._greedy = sampling.greedy(sampling.biased(logits, seq.sampling))[-len(tree.tokens) :]
 
-    def guessing(self) -> RowTarget:
+    def guessing(self) -> SequenceTarget:
         """The same without processors and constraint, which are to be shown no text that may never come."""
-        row = self._row
-        if not row.processors and row.allowed is None:
+        seq = self._seq
+        if not seq.processors and seq.allowed is None:
             return self
-        free = copy.copy(row)
+        free = copy.copy(seq)
         free.processors, free.allowed = (), None
-        return RowTarget(free, self.tree, self._logits)
+        return SequenceTarget(free, self.tree, self._logits)
 
     @property
     @override
     def greedy(self) -> bool:
-        return self._row.sampling.greedy
+        return self._seq.sampling.greedy
 
     @override
     def choice(self, node: int) -> int:
         if self._greedy is not None and (
-            self._row.allowed is None or self._row.allows(self._words(node), self._greedy[node])
+            self._seq.allowed is None or self._seq.allows(self._chunks(node), self._greedy[node])
         ):
             return self._greedy[node]
         if self.greedy:
-            return sampling.likeliest(self.scores(node))
+            return sampling.argmax(self.scores(node))
         return self.draw(self.probs(node), node, "sample")
 
     def logits(self, node: int) -> Tensor:
@@ -65,29 +65,29 @@ class RowTarget(Target):
     @override
     def scores(self, node: int) -> Tensor:
         if node not in self._scores:
-            self._scores[node] = self._row.scores(self.logits(node), self._words(node))
+            self._scores[node] = self._seq.scores(self.logits(node), self._chunks(node))
         return self._scores[node]
 
-    def _words(self, node: int) -> list[int]:
+    def _chunks(self, node: int) -> list[int]:
         return [] if node == 0 else [self.tree.tokens[i] for i in self.tree.path(node)[1:]]
 
     @override
     def probs(self, node: int) -> Tensor:
         if node not in self._probs:
-            self._probs[node] = sampling.probs_of(self.scores(node), self._row.sampling)
+            self._probs[node] = sampling.probs_of(self.scores(node), self._seq.sampling)
         return self._probs[node]
 
     @override
     def index(self, node: int) -> int:
-        return self._row.emitted + self.tree.depths[node]
+        return self._seq.emitted + self.tree.depths[node]
 
     @override
     def history(self, node: int) -> list[int]:
-        return [*self._row.tokens, *self._words(node)]
+        return [*self._seq.tokens, *self._chunks(node)]
 
     @override
     def uniform(self, node: int, purpose: str) -> float:
-        return self._row.uniform(self.tree.depths[node], purpose)
+        return self._seq.uniform(self.tree.depths[node], purpose)
 
     @override
     def draw(self, probs: Tensor, node: int, purpose: str) -> int:
@@ -95,4 +95,4 @@ class RowTarget(Target):
 
     def logprob(self, node: int, token: int) -> TokenLogprob:
         """Log-probability of `token` after `node`, and of as many others as the request wants."""
-        return sampling.logprob(self.scores(node), token, self._row.sampling.logprobs or 0)
+        return sampling.logprob(self.scores(node), token, self._seq.sampling.logprobs or 0)

@@ -1,4 +1,4 @@
-"""Candidate continuations of one row: a token tree whose node 0 is the row's last emitted token (the root).
+"""Candidate continuations of one sequence: a token tree whose node 0 is the sequence's last emitted token (the root).
 
 The root is not in the KV yet; it is fed together with the guesses, so a fully accepted draft still yields the
 model's own next token. A tree with the root alone is the plain decoding step, a chain the usual draft.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.text.stop import StopState
 from shoal.depth.plan import NEVER
 from shoal.engine.cards import card as cards
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from shoal.decode.recipe import Recipe
     from shoal.model.packed.source import Source
-    from shoal.model.stack import Stack
+    from shoal.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,15 @@ class Engine:
     """A loaded model that generates, streams and chats; made by `shoal.load`.
 
     Args:
-        stack: the model as a stack of layers.
+        runner: the model as a stack of layers.
         tokenizer: a transformers tokenizer, or None: then prompts are token ids and results carry no text.
         model_name: for reports.
-        eos_token_ids: ids that end a row.
+        eos_token_ids: ids that end a sequence.
         card: calibration of the model's layers.
-        model: the transformers model behind the stack, where there is one.
+        model: the transformers model behind the runner, where there is one.
         open_model: makes the engine of a model that is to draft; None where no second model can be had.
-        told: what the model's generation config forces and forbids; see `shoal.engine.loading.generation_config`.
+        generation_rules: what the model's generation config forces and forbids; see
+            `shoal.engine.loading.generation_config`.
 
     Attributes:
         ranks: the processes that share the model.
@@ -78,7 +79,7 @@ class Engine:
 
     def __init__(
         self,
-        stack: Stack,
+        runner: ModelRunner,
         tokenizer: Any = None,
         *,
         model_name: str = "",
@@ -86,9 +87,9 @@ class Engine:
         card: Card | None = None,
         model: Any = None,
         open_model: OpenModel | None = None,
-        told: Mapping[str, Any] | None = None,
+        generation_rules: Mapping[str, Any] | None = None,
     ) -> None:
-        self.stack, self.tokenizer, self.model, self.model_name = stack, tokenizer, model, model_name
+        self.runner, self.tokenizer, self.model, self.model_name = runner, tokenizer, model, model_name
         self.eos_token_ids = eos_token_ids
         self._card, self._looked = card or Card(), False
         self.misses_card = True
@@ -97,11 +98,11 @@ class Engine:
         self.changes = ""
         self.masked: MaskedModel | None = None
         self.limit: MemoryLimit | None = None
-        self._told = partial(processors, told or {}, device=stack.device)
+        self._generation_processors = partial(processors, generation_rules or {}, device=runner.device)
         self.sampling: Mapping[str, float] = {}
         self._turn = threading.RLock()
         self._draft_models = None if open_model is None else DraftModels(self, open_model)
-        self._tensors = TrainedTensors(stack.device)
+        self._tensors = TrainedTensors(runner.device)
         self._memory: dict[Any, Any] = {}
         self._meters: dict[str, Meter] = {}
         self._said: set[str] = set()
@@ -113,17 +114,17 @@ class Engine:
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
         """What methods may know about the model and a request of that length."""
         return ModelInfo(
-            num_layers=self.stack.num_layers,
+            num_layers=self.runner.num_layers,
             max_new_tokens=max_new_tokens,
-            head_layers=self.stack.head_layers,
+            head_layers=self.runner.head_layers,
             scores=self.card.layer_scores,
             order=self.card.order,
             bears=self.card.bears,
             skips=self.card.skips,
-            can_split=self.stack.can_split,
-            windows=self.stack.windows,
-            kv_sizes=self.stack.kv_sizes,
-            shows_queries=self.stack.shows_queries,
+            can_split=self.runner.can_split,
+            windows=self.runner.windows,
+            kv_sizes=self.runner.kv_sizes,
+            shows_queries=self.runner.shows_queries,
             tokenizer=self.tokenizer,
             draft_engine=self._draft_models,
             tensors=self._tensors,
@@ -182,22 +183,22 @@ class Engine:
         size = len(ids)
         if self.limit is not None:
             request, size = self._planned(ids, request)
-        rows, results = self.rows(ids, request), list[Result]()
-        for first in range(0, len(rows), size):
-            results += self._finished(rows[first : first + size], request)
+        seqs, results = self.seqs(ids, request), list[Result]()
+        for first in range(0, len(seqs), size):
+            results += self._finished(seqs[first : first + size], request)
         return results if is_batch(prompt) else results[0]
 
-    def _finished(self, rows: list[RecipeRow], request: Request) -> list[Result]:
-        """The results of rows that are decoded together."""
-        for slot, row in enumerate(rows):
-            row.slot = slot
-        stream = Stream(self, rows, self.cache_for(rows, request.max_new_tokens))
+    def _finished(self, seqs: list[RunningSequence], request: Request) -> list[Result]:
+        """The results of sequences that are decoded together."""
+        for seq_id, seq in enumerate(seqs):
+            seq.seq_id = seq_id
+        stream = Stream(self, seqs, self.cache_for(seqs, request.max_new_tokens))
         for _ in stream:
             pass
         return stream.results
 
     def stream(self, prompt: Any, **options: Any) -> Stream:
-        """Generate step by step: iterate over the steps of all rows, then read `.result` or `.results`.
+        """Generate step by step: iterate over the steps of all sequences, then read `.result` or `.results`.
 
         Takes what `generate` takes. Leaving the loop early, or `close`, ends the generation and frees its memory.
         """
@@ -207,14 +208,14 @@ class Engine:
             if size < len(ids):
                 raise OutOfMemory(f"a stream of {len(ids)} prompts at once", f"{size} fit into the memory of "
                                   f"{shown(int(self.limit.memory))}", "Stream fewer prompts, or use engine.generate")
-        rows = self.rows(ids, request)
-        return Stream(self, rows, self.cache_for(rows, request.max_new_tokens))
+        seqs = self.seqs(ids, request)
+        return Stream(self, seqs, self.cache_for(seqs, request.max_new_tokens))
 
     def _asked(self, prompt: Any, options: Mapping[str, Any]) -> tuple[Request, list[list[int]]]:
         """Options and prompts, checked."""
         request = Request.from_options(options)
         prompts = list(prompt) if is_batch(prompt) else [prompt]
-        return request, [prompt_ids(p, self.tokenizer, self.stack.vocab_size, self.stack.max_positions)
+        return request, [prompt_ids(p, self.tokenizer, self.runner.vocab_size, self.runner.max_positions)
                          for p in prompts]
 
     def _planned(self, ids: Sequence[list[int]], request: Request) -> tuple[Request, int]:
@@ -223,7 +224,7 @@ class Engine:
         plan = self.limit.plan(self, ids, request)
         if plan.changed:
             self._say_once(f"to stay within {shown(int(self.limit.memory))}: {plan.changed}")
-        return replace(request, method=plan.method), plan.rows
+        return replace(request, method=plan.method), plan.seqs
 
     def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
         """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""
@@ -250,11 +251,11 @@ class Engine:
             )
         return replace(recipe, horizon=recipe.horizon or max_new_tokens, meter=self._meter(chosen.name, recipe))
 
-    def _say_once(self, words: str) -> None:
+    def _say_once(self, sentence: str) -> None:
         """Log a warning that this engine has not given yet."""
-        if words not in self._said:
-            self._said.add(words)
-            log.warning(words)
+        if sentence not in self._said:
+            self._said.add(sentence)
+            log.warning(sentence)
 
     def _meter(self, name: str, recipe: Recipe) -> Meter | None:
         """The meter that warns of a method that loses time by guessing; None where the method measures itself."""
@@ -262,28 +263,28 @@ class Engine:
             return None
         return self._meters.setdefault(name, Meter(name, self._say_once))
 
-    def rows(
+    def seqs(
         self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None, *, patient: bool = True
-    ) -> list[RecipeRow]:
-        """A row per prompt, ready for the loop.
+    ) -> list[RunningSequence]:
+        """A sequence per prompt, ready for the loop.
 
         Args:
             ids: the prompts.
             request: what is asked for.
             recipe: in place of what the request's method makes.
-            patient: whether a row's masks wait for answers of monitors; see `shoal.decode.sampling.NotYet`.
+            patient: whether a sequence's masks wait for answers of monitors; see `shoal.decode.sampling.NotYet`.
         """
         recipe = recipe or self.recipe(request.method, request.max_new_tokens)
         self.ranks.check(recipe)
         seed = self.ranks.agree(request.seed)
-        rules = request.rules(self.eos_token_ids, self.stack.max_positions)
+        rules = request.rules(self.eos_token_ids, self.runner.max_positions)
         stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
-        forbid = request.forbids(rules, self.tokenizer, self.stack.vocab_size)
+        forbid = request.forbids(rules, self.tokenizer, self.runner.vocab_size)
         asked = zip(ids, stops, request.constraints(len(ids)), strict=True)
         return [
-            RecipeRow(
+            RunningSequence(
                 number=number,
-                slot=number,
+                seq_id=number,
                 tokens=list(tokens),
                 prompt_length=len(tokens),
                 stop=stop,
@@ -291,7 +292,7 @@ class Engine:
                 recipe=recipe if wanted is None
                 else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens, patient)),
                 sampling=request.sampling,
-                processors=(*self._told(tokens, request.max_new_tokens), *forbid(len(tokens)),
+                processors=(*self._generation_processors(tokens, request.max_new_tokens), *forbid(len(tokens)),
                             *request.logits_processor),
                 seed=seed,
             )
@@ -301,24 +302,24 @@ class Engine:
     @cached_property
     def constraints(self) -> Compiler:
         """Makes masks of constraints; Unsupported where there can be none, see `Compiler`."""
-        return Compiler(self.tokenizer, self.stack.vocab_size, self.eos_token_ids)
+        return Compiler(self.tokenizer, self.runner.vocab_size, self.eos_token_ids)
 
-    def cache_for(self, rows: Sequence[RecipeRow], max_new_tokens: int) -> KVCache:
-        """An empty cache with room for what each layer will store of these rows."""
-        prompt = max(row.prompt_length for row in rows)
+    def cache_for(self, seqs: Sequence[RunningSequence], max_new_tokens: int) -> KVCache:
+        """An empty cache with room for what each layer will store of these sequences."""
+        prompt = max(seq.prompt_length for seq in seqs)
         answer = min(max_new_tokens, _RESERVE)
-        drops = [max(drop) for drop in zip(*(row.plan.attention for row in rows), strict=True)]
-        room = max(min(_DRAFT, row.recipe.scratch) for row in rows)
+        drops = [max(drop) for drop in zip(*(seq.plan.attention for seq in seqs), strict=True)]
+        room = max(min(_DRAFT, seq.recipe.scratch) for seq in seqs)
         reserve = [prompt + room + min(answer, drop - 1 if drop < NEVER else answer) for drop in drops]
-        keeps = [row.recipe.keep for row in rows if row.recipe.keep is not None]
-        if len(keeps) == len(rows):
-            reserve = [room + max(keep.most_columns(columns) for keep in keeps) for columns in reserve]
-        return KVCache(self.stack.windows, len(rows), reserve)
+        keeps = [seq.recipe.keep for seq in seqs if seq.recipe.keep is not None]
+        if len(keeps) == len(seqs):
+            reserve = [room + max(keep.most_slots(slots) for keep in keeps) for slots in reserve]
+        return KVCache(self.runner.windows, len(seqs), reserve)
 
     def cut_head(self, ids: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        """Logits of the ids alone, as `Stack.cut_head` gives them; the last head is kept for the next request."""
+        """Logits of the ids alone, as `ModelRunner.cut_head` gives them; the last head is kept for the next request."""
         if self._cut is None or self._cut[0] != ids:
-            self._cut = ids, self.stack.cut_head(ids)
+            self._cut = ids, self.runner.cut_head(ids)
         return self._cut[1]
 
     def turn(self) -> AbstractContextManager[bool]:

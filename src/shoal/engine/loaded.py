@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from shoal.decode.recipe import Recipe
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.request import Request
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import Stack
+from shoal.model.runner import ModelRunner
 from shoal.types import ModelInfo
 
 
@@ -18,13 +18,13 @@ class LoadedModel(Protocol):
     """A model that is ready to run, as `Engine` implements it.
 
     Attributes:
-        stack: the model as a stack of layers.
+        runner: the model as a stack of layers.
         tokenizer: a transformers tokenizer, or None.
-        model: the transformers model behind the stack, or None.
+        model: the transformers model behind the runner, or None.
         model_name: for reports.
     """
 
-    stack: Stack
+    runner: ModelRunner
     tokenizer: Any
     model: Any
     model_name: str
@@ -42,12 +42,12 @@ class LoadedModel(Protocol):
         """What a method makes of the model."""
         ...
 
-    def rows(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[RecipeRow]:
-        """A row per prompt, ready for the loop."""
+    def seqs(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[RunningSequence]:
+        """A sequence per prompt, ready for the loop."""
         ...
 
-    def cache_for(self, rows: Sequence[RecipeRow], max_new_tokens: int) -> KVCache:
-        """An empty cache with room for these rows."""
+    def cache_for(self, seqs: Sequence[RunningSequence], max_new_tokens: int) -> KVCache:
+        """An empty cache with room for these sequences."""
         ...
 
     def turn(self) -> AbstractContextManager[bool]:

@@ -184,7 +184,7 @@ def chat_text(messages: Sequence[Mapping[str, Any]], render: Callable[..., str],
     return _with_system(messages, lambda told: render(told, **left_open))
 
 
-def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, go_on: bool | None) -> dict[str, Any]:
+def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, resume: bool | None) -> dict[str, Any]:
     """Options of `chat_text` that say where an answer begins: after the conversation, or within its last message.
 
     Where neither is said, an assistant's message that ends it is the answer's beginning, as llama.cpp has it, unless it
@@ -193,12 +193,12 @@ def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, go_on: bo
     Args:
         messages: as templates take them.
         begin: what was asked of `add_generation_prompt`, if anything.
-        go_on: what was asked of `continue_final_message`, if anything.
+        resume: what was asked of `continue_final_message`, if anything.
     """
     last = messages[-1]
-    assumed = go_on is None and begin is None and last["role"] == "assistant" and not last.get("tool_calls")
+    assumed = resume is None and begin is None and last["role"] == "assistant" and not last.get("tool_calls")
     return {"add_generation_prompt": begin is not False,
-            "continue_final_message": "prefill" if assumed else bool(go_on)}
+            "continue_final_message": "prefill" if assumed else bool(resume)}
 
 
 def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
@@ -225,8 +225,8 @@ def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequen
 def _holds(messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str]) -> bool:
     """Whether the template has a place for every system message. Where it changes their text, marks are tried."""
     contents = [str(one.get("content") or "") for one in messages]
-    said = {words.strip() for words, one in zip(contents, messages, strict=True) if one.get("role") == "system"} - {""}
-    if all(text.count(words) >= sum(content.count(words) for content in contents) for words in said):
+    said = {sentence.strip() for sentence, one in zip(contents, messages, strict=True) if one.get("role") == "system"} - {""}
+    if all(text.count(sentence) >= sum(content.count(sentence) for content in contents) for sentence in said):
         return True
     marked = [{**one, "content": f"{_MARK}{place}{_MARK}"} if one.get("role") == "system" else one
               for place, one in enumerate(messages)]

@@ -74,17 +74,17 @@ class Request:
     Attributes:
         method: a `Method`, its name, `{"method": ..., "method_args": {...}}`, the path of a JSON card, or a list of
             these that fill different parts of the recipe.
-        max_new_tokens: most tokens to generate per row; also the default horizon of a depth schedule.
+        max_new_tokens: most tokens to generate per sequence; also the default horizon of a depth schedule.
         sampling: how tokens are chosen.
         seed: seed of the draws; None picks one, which the result reports.
         stop: strings before which the text ends, or after which it ends with `keep_stop`.
-        stop_token_ids: token ids that end a row, besides the model's end-of-sequence ids.
-        ignore_eos: whether the model's end-of-sequence ids do not end a row.
-        min_new_tokens: how many tokens come before an id may end a row; a stop string may end it earlier.
+        stop_token_ids: token ids that end a sequence, besides the model's end-of-sequence ids.
+        ignore_eos: whether the model's end-of-sequence ids do not end a sequence.
+        min_new_tokens: how many tokens come before an id may end a sequence; a stop string may end it earlier.
         bad_words: texts that do not come as the tokenizer spells them, with and without a space before.
         allowed_token_ids: the only ids that may come; None for all. A constraint that allows nothing else goes before
             this and the two above.
-        logits_processor, stopping_criteria: as in transformers, called for one row at a time.
+        logits_processor, stopping_criteria: as in transformers, called for one sequence at a time.
         constraint: what the answer must look like: a JSON schema as a mapping, a pydantic model, or one of
             `shoal.JsonSchema`, `shoal.Regex`, `shoal.Grammar` and `shoal.PythonMembers`; or a list with one, or None,
             for each prompt. An answer that `max_new_tokens` ends is the beginning of such a text; under a schema this
@@ -153,7 +153,7 @@ class Request:
         return found
 
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:
-        """Where a row of this request ends."""
+        """Where a sequence of this request ends."""
         return StopRules(
             eos_token_ids=frozenset() if self.ignore_eos else eos,
             stop_token_ids=self.stop_token_ids,
@@ -165,13 +165,13 @@ class Request:
         )
 
     def forbids(self, rules: StopRules, tokenizer: Any, vocabulary: int) -> Callable[[int], tuple[Forbidden, ...]]:
-        """A function from a prompt's length to its row's logits processors; ValueError for an id that is no token."""
+        """A function from a prompt's length to its sequence's logits processors; ValueError for an id that is no token."""
         check_ids({"allowed_token_ids": self.allowed_token_ids or ()}, vocabulary)
         only, least, ends = self.allowed_token_ids, self.min_new_tokens, rules.eos_token_ids | rules.stop_token_ids
         if not self.bad_words and only is None and least < 1:
             return lambda start: ()
-        words = spelled(self.bad_words, tokenizer)
-        return lambda start: (Forbidden(start, words, only, ends, least),)
+        sentence = spelled(self.bad_words, tokenizer)
+        return lambda start: (Forbidden(start, sentence, only, ends, least),)
 
 
 def drawn_seed() -> int:
@@ -181,11 +181,11 @@ def drawn_seed() -> int:
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
     """An option that is a list; a string alone stands for a list of one."""
-    kind, words = _LISTS[name]
+    kind, sentence = _LISTS[name]
     values = (value,) if isinstance(value, str) else value
     items = tuple(values) if isinstance(values, Iterable) and not isinstance(values, Mapping | bytes) else (None,)
     if not all(isinstance(item, kind) for item in items):
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a list of {words}")
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a list of {sentence}")
     return items
 
 

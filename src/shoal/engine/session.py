@@ -21,7 +21,7 @@ from shoal.types import Result, Step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from shoal.decode.recipe_row import RecipeRow
+    from shoal.decode.running_sequence import RunningSequence
     from shoal.engine.loaded import LoadedModel
 
 
@@ -42,7 +42,7 @@ class Session:
         self._engine, self._options = engine, dict(options)
         Request.from_options(self._options)
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._cache = KVCache(engine.stack.windows, rows=1)
+        self._cache = KVCache(engine.runner.windows, seqs=1)
         self._cached: list[int] = []
         self._last: Turn | None = None
 
@@ -63,11 +63,11 @@ class Session:
         if self._last is not None:
             self._last.close()
         messages = [*self.messages, {"role": "user", "content": message}]
-        tokenizer, stack = self._engine.tokenizer, self._engine.stack
-        ids = prompt_ids(chat_ids(messages, tokenizer), tokenizer, stack.vocab_size, stack.max_positions)
-        rows = self._engine.rows([ids], request)
+        tokenizer, runner = self._engine.tokenizer, self._engine.runner
+        ids = prompt_ids(chat_ids(messages, tokenizer), tokenizer, runner.vocab_size, runner.max_positions)
+        seqs = self._engine.seqs([ids], request)
         self._rewind(ids)
-        self._last = Turn(self, messages, self._engine, rows, self._cache)
+        self._last = Turn(self, messages, self._engine, seqs, self._cache)
         return self._last
 
     def _rewind(self, ids: Sequence[int]) -> None:
@@ -85,10 +85,10 @@ class Turn(Stream):
     """One answer of a session, step by step."""
 
     def __init__(
-        self, session: Session, messages: list[dict[str, str]], engine: LoadedModel, rows: list[RecipeRow],
+        self, session: Session, messages: list[dict[str, str]], engine: LoadedModel, seqs: list[RunningSequence],
         cache: KVCache,
     ) -> None:
-        super().__init__(engine, rows, cache, release=False)
+        super().__init__(engine, seqs, cache, release=False)
         self._session, self._messages, self._over = session, messages, False
 
     def __next__(self) -> Step:

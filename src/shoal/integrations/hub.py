@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import Unsupported
-from shoal.integrations._rows import check_shape
+from shoal.integrations._sequences import check_shape
 from shoal.integrations.transformers import KEY, BoundMethod, method_from, named
 from shoal.methods import make
 

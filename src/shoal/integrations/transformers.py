@@ -22,14 +22,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
-from shoal.integrations import _rows
-from shoal.integrations._rows import Ending, Record, RowProcessors
+from shoal.integrations import _sequences
+from shoal.integrations._sequences import Ending, Record, SequenceProcessors
 from shoal.integrations.generation_config import check
 from shoal.methods import make
 from shoal.methods.base import Method
@@ -53,12 +53,12 @@ def run_custom_generate(
         method: how to decode.
         model: the model whose `generate` calls; not changed.
         input_ids: [B, T], padded on the left.
-        logits_processor: processors for a batch; each is called with one row at a time.
-        stopping_criteria: criteria for a batch; each is called with one row at a time.
+        logits_processor: processors for a batch; each is called with one sequence at a time.
+        stopping_criteria: criteria for a batch; each is called with one sequence at a time.
         generation_config: as prepared by `generate`.
         streamer: gets the prompt, every token as it comes, and `end()`, even after an error.
         tokenizer: for `stop_strings`.
-        stop_strings: text that ends a row; the ids returned include it, as in `generate`.
+        stop_strings: text that ends a sequence; the ids returned include it, as in `generate`.
         **model_kwargs: what `generate` would pass to the model's forward.
 
     Returns:
@@ -68,7 +68,7 @@ def run_custom_generate(
         Unsupported: the configuration, an argument or the model asks for something that Shoal cannot do.
         ValueError: there is no generation_config, the ids are not [B, T], or a prompt is empty.
     """
-    _rows.check_shape(input_ids)
+    _sequences.check_shape(input_ids)
     if generation_config is None:
         raise ValueError("there is no generation_config; call model.generate(..., custom_generate=method)")
     criteria = [*(stopping_criteria or ()), *_stop_strings(generation_config, stop_strings, tokenizer)]
@@ -88,7 +88,7 @@ class BoundMethod:
         method: the method.
         streamer: gets the prompt and the tokens; do not also give it to `generate`.
         tokenizer: for `stop_strings`.
-        stop_strings: text that ends a row; `generate` itself refuses stop strings for callables.
+        stop_strings: text that ends a sequence; `generate` itself refuses stop strings for callables.
     """
 
     method: Method
@@ -184,7 +184,7 @@ def _stop_strings(config: Any, strings: Sequence[str], tokenizer: Any) -> list[A
 
 @dataclass(frozen=True)
 class _GenerateCall:
-    """One call of `generate`: from tensors to rows and back."""
+    """One call of `generate`: from tensors to sequences and back."""
 
     method: Method
     model: Any
@@ -199,50 +199,50 @@ class _GenerateCall:
         check(self.config)
         ending = Ending.of(self.criteria, self.config.max_length, self.input_ids.shape[1])
         self._check_batch(streamer, ending)
-        padding = _rows.left_padding(self.input_ids, model_kwargs)
+        padding = _sequences.left_padding(self.input_ids, model_kwargs)
         engine = engine_of(self.model)
         keeps_scores = self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits)
         records = [Record() for _ in padding] if keeps_scores else None
-        rows = self._rows(engine, ending, padding, records)
-        cache = engine.cache_for(rows, ending.limit)
-        with Stream(engine, rows, cache, prefill_chunk=self.config.prefill_chunk_size) as stream:
+        seqs = self._seqs(engine, ending, padding, records)
+        cache = engine.cache_for(seqs, ending.limit)
+        with Stream(engine, seqs, cache, prefill_chunk=self.config.prefill_chunk_size) as stream:
             if streamer is not None:
                 streamer.put(self.input_ids.cpu())
             for step in stream:
                 if streamer is not None:
                     streamer.put(torch.tensor([step.token]))
-        ids = _rows.sequences(self.input_ids, rows, self._pad() or 0)
+        ids = _sequences.sequences(self.input_ids, seqs, self._pad() or 0)
         if not self.config.return_dict_in_generate:
             return ids
-        return _rows.output(ids, rows, records or (), self.config)
+        return _sequences.output(ids, seqs, records or (), self.config)
 
-    def _rows(
+    def _seqs(
         self, engine: Engine, ending: Ending, padding: Sequence[int], records: Sequence[Record] | None
-    ) -> list[RecipeRow]:
+    ) -> list[RunningSequence]:
         sampled = bool(self.config.do_sample)
         recipe = engine.recipe(self.method, ending.limit)
-        _rows.check_processors(self.processors, repeats=recipe.scratch > 0 or recipe.search is not None)
+        _sequences.check_processors(self.processors, repeats=recipe.scratch > 0 or recipe.search is not None)
         seed = int(torch.randint(2**63 - 1, ())) if sampled else 0
-        rows = []
+        seqs = []
         for number, skip in enumerate(padding):
             ids: list[int] = self.input_ids[number].tolist()
             record = records[number] if records else None
             criteria = ending.criteria_for(len(ids), self.input_ids.device, record)
             rules = StopRules(eos_token_ids=ending.eos, max_new_tokens=ending.limit, criteria=criteria)
-            rows.append(RecipeRow(
-                number=number, slot=number, tokens=ids[skip:], prompt_length=len(ids) - skip,
+            seqs.append(RunningSequence(
+                number=number, seq_id=number, tokens=ids[skip:], prompt_length=len(ids) - skip,
                 stop=StopState(rules, None, ids), plan=recipe.plan, recipe=recipe,
                 sampling=Sampling(temperature=1.0 if sampled else 0.0),
                 processors=self._processors_for(number, skip), seed=seed, record=record,
             ))  # fmt: skip
-        return rows
+        return seqs
 
-    def _processors_for(self, row: int, skip: int) -> tuple[RowProcessors, ...]:
-        """The row's processors as one; empty without processors, so that the loop can treat all rows at once."""
+    def _processors_for(self, seq: int, skip: int) -> tuple[SequenceProcessors, ...]:
+        """The sequence's processors as one; empty without processors, so that the loop can treat all sequences at once."""
         if not self.processors:
             return ()
-        own = tuple(_rows.for_row(processor, row, len(self.input_ids)) for processor in self.processors)
-        return (RowProcessors(self.input_ids[row : row + 1, :skip], own),)
+        own = tuple(_sequences.for_seq(processor, seq, len(self.input_ids)) for processor in self.processors)
+        return (SequenceProcessors(self.input_ids[seq : seq + 1, :skip], own),)
 
     def _pad(self) -> int | None:
         token = getattr(self.config, "_pad_token_tensor", None)

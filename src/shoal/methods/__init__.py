@@ -92,8 +92,8 @@ def _options(method: type[Method], spec: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"method_args is {args!r}; it must be a mapping of options")
     options = {**args, **({"inner": spec["inner"]} if "inner" in spec else {})}
     for option in options:
-        if option not in method.knobs():
-            raise unknown(f"option of {method.name}", option, method.knobs())
+        if option not in method.option_names():
+            raise unknown(f"option of {method.name}", option, method.option_names())
     return {option: make(value) if option in WRAPPED and value is not None else value
             for option, value in options.items()}
 

@@ -20,15 +20,15 @@ from shoal.methods.common.limits import Guesses, Number, Tries
 from shoal.speculative.corpus import stamp_of, tokens_of
 from shoal.speculative.draft import check_least
 from shoal.speculative.growth import Growth
-from shoal.speculative.per_row import TextDrafter
+from shoal.speculative.per_sequence import TextDrafter
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
 
 Search = Literal["best_first", "mcts"]
 Pair = tuple[int, int]
-Law = Callable[[Pair], Sequence[tuple[int, float]]]
+Distribution = Callable[[Pair], Sequence[tuple[int, float]]]
 """Tokens that may follow a pair, and their probabilities, the likeliest first."""
 Counts = Mapping[Pair, Mapping[int, float]]
 """Weights of the tokens that follow two others."""
@@ -52,7 +52,8 @@ class ADED(DraftingMethod):
         search: "best_first" or "mcts".
         nodes: most guesses in a tree.
         depth: most guesses one after another.
-        step: weight of an occurrence in the row's own text; the followers of a pair in the corpus weigh 1 together.
+        step: weight of an occurrence in the sequence's own text; the followers of a pair in the corpus weigh 1
+            together.
         iterations: of "mcts".
     """
 
@@ -69,8 +70,8 @@ class ADED(DraftingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob in ("nodes", "depth", "iterations"):
-            check_least(knob, getattr(self, knob), 1)
+        for option in ("nodes", "depth", "iterations"):
+            check_least(option, getattr(self, option), 1)
         if not 0 < self.step <= CAP:
             raise ValueError(f"step is {self.step}; it must be in (0, {CAP:g}]")
 
@@ -85,28 +86,28 @@ class AdaptiveNGrams(Proposer):
     """Guesses trees from tri-grams of a corpus, the prompt and the answer.
 
     Attributes:
-        knobs: how large the trees are, and how they are found.
+        method: how large the trees are, and how they are found.
         base: tri-grams of a corpus.
     """
 
-    knobs: ADED
+    method: ADED
     base: Counts = field(default_factory=dict, repr=False)
 
-    def begin(self, stack: Any, cache: Any) -> TextDrafter[Trigrams]:
-        """A drafter whose rows have read nothing yet."""
-        return TextDrafter(lambda _: Trigrams(self.base, self.knobs.step), self._tree)
+    def begin(self, runner: Any, cache: Any) -> TextDrafter[Trigrams]:
+        """A drafter whose sequences have read nothing yet."""
+        return TextDrafter(lambda _: Trigrams(self.base, self.method.step), self._tree)
 
-    def _tree(self, row: Row, table: Trigrams, limit: int) -> TokenTree:
+    def _tree(self, seq: SequenceState, table: Trigrams, limit: int) -> TokenTree:
         """The root alone where the last two tokens are new."""
-        knobs, depth = self.knobs, min(limit, self.knobs.depth)
-        table.read(row.tokens)
-        if depth < 1 or len(row.tokens) < 2:
-            return TokenTree.chain(row.tokens[-1:])
-        pair = (row.tokens[-2], row.tokens[-1])
-        if knobs.search == "best_first":
-            return best_first(table.probs, pair, knobs.nodes, depth)
-        key = f"{row.seed} {row.number} {row.emitted}"
-        return monte_carlo(table.probs, pair, knobs.nodes, depth, knobs.iterations, key)
+        method, depth = self.method, min(limit, self.method.depth)
+        table.read(seq.tokens)
+        if depth < 1 or len(seq.tokens) < 2:
+            return TokenTree.chain(seq.tokens[-1:])
+        pair = (seq.tokens[-2], seq.tokens[-1])
+        if method.search == "best_first":
+            return best_first(table.probs, pair, method.nodes, depth)
+        key = f"{seq.seed} {seq.number} {seq.emitted}"
+        return monte_carlo(table.probs, pair, method.nodes, depth, method.iterations, key)
 
 
 class Trigrams:
@@ -159,8 +160,8 @@ def count(tokens: Sequence[int]) -> Counts:
     counts = defaultdict[Pair, Counter[int]](Counter)
     for first, second, third in zip(tokens, tokens[1:], tokens[2:], strict=False):
         counts[first, second][third] += 1
-    return {pair: {token: number / followers.total() for token, number in followers.most_common(FOLLOWERS)}
-            for pair, followers in counts.items()}
+    return {pair: {token: number / successors.total() for token, number in successors.most_common(FOLLOWERS)}
+            for pair, successors in counts.items()}
 
 
 @dataclass(slots=True)
@@ -184,17 +185,17 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
 
-def best_first(probs: Law, pair: Pair, nodes: int, depth: int) -> TokenTree:
+def best_first(probs: Distribution, pair: Pair, nodes: int, depth: int) -> TokenTree:
     """The `nodes` likeliest continuations of up to `depth` tokens; their beginnings are always among them."""
 
     def below(node: Node) -> Iterable[Node]:
-        followers = probs(node.pair) if node.depth < depth else ()
-        return (Node((node.pair[1], token), node.depth + 1, node.share * share) for token, share in followers)
+        successors = probs(node.pair) if node.depth < depth else ()
+        return (Node((node.pair[1], token), node.depth + 1, node.share * share) for token, share in successors)
 
     return _best(Node(pair), nodes, below, lambda node: node.share)
 
 
-def monte_carlo(probs: Law, pair: Pair, nodes: int, depth: int, iterations: int, key: str) -> TokenTree:
+def monte_carlo(probs: Distribution, pair: Pair, nodes: int, depth: int, iterations: int, key: str) -> TokenTree:
     """The `nodes` most visited continuations of a Monte-Carlo tree search.
 
     Each iteration descends by PUCT to a node that is not yet expanded, expands it, rolls out by draws from the
@@ -232,7 +233,7 @@ def _best(
     return grown.tree()
 
 
-def search(probs: Law, pair: Pair, depth: int, iterations: int, numbers: random.Random) -> Node:
+def search(probs: Distribution, pair: Pair, depth: int, iterations: int, numbers: random.Random) -> Node:
     """The searched tree; every iteration visits the root once."""
     root = Node(pair)
     for _ in range(iterations):
@@ -261,13 +262,13 @@ def _chosen(node: Node) -> Node:
     return max(node.children, key=score)
 
 
-def _rollout(probs: Law, leaf: Node, depth: int, numbers: random.Random) -> float:
+def _rollout(probs: Distribution, leaf: Node, depth: int, numbers: random.Random) -> float:
     """The probabilities along a path that is drawn from the distribution, summed."""
     pair, total = leaf.pair, 0.0
     for _ in range(leaf.depth, depth):
-        followers = probs(pair)
-        if not followers:
+        successors = probs(pair)
+        if not successors:
             break
-        token, share = numbers.choices(followers, [share for _, share in followers])[0]
+        token, share = numbers.choices(successors, [share for _, share in successors])[0]
         pair, total = (pair[1], token), total + share
     return total

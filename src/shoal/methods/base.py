@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from shoal.errors import Unsupported, check_text
-from shoal.methods.knobs import describe, fits, frozen, plain, unbounded
+from shoal.methods.options import describe, fits, frozen, plain, unbounded
 
 if TYPE_CHECKING:
     from shoal.decode.recipe import Recipe
@@ -59,7 +59,7 @@ def check_layer(name: str, layer: int | None, info: ModelInfo, past: str = "") -
 
 
 DENSE_LAYERS = 2
-"""Bottom layers that read every column by default: there no few columns stand out."""
+"""Bottom layers that read every slot by default: there no few slots stand out."""
 
 
 def check_first(first: int, info: ModelInfo) -> None:
@@ -95,10 +95,10 @@ class Method(ABC):
     how much it guesses; a limit on memory makes them smaller.
 
     Attributes:
-        name: the name of its file and of its row in the registry.
+        name: the name of its file and of its sequence in the registry.
         paper: where it comes from, such as "arXiv 2503.08524"; empty where there is none.
         needs: requirements to run it, in words, such as ("layer scores",).
-        reads: knobs that name files, or what is run or asked over the network; a server does not take them from
+        reads: options that name files, or what is run or asked over the network; a server does not take them from
             everybody.
         fills: the parts of the recipe that it fills; for a method without defaults, whose recipe cannot be asked.
         family: its family, where the parts of its recipe would say another one; see `shoal.methods.common.combined`.
@@ -113,19 +113,19 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for knob in self.knobs():
-            value = unbounded(frozen(getattr(self, knob)), hints[knob])
-            if not fits(value, hints[knob]):
-                raise ValueError(f"{knob} of {self.name} is {value!r}; it must be {describe(hints[knob])}")
-            check_text(value, f"{knob} of {self.name}")
-            object.__setattr__(self, knob, value)
+        for option in self.option_names():
+            value = unbounded(frozen(getattr(self, option)), hints[option])
+            if not fits(value, hints[option]):
+                raise ValueError(f"{option} of {self.name} is {value!r}; it must be {describe(hints[option])}")
+            check_text(value, f"{option} of {self.name}")
+            object.__setattr__(self, option, value)
 
     @abstractmethod
     def recipe(self, info: ModelInfo) -> Recipe:
         """The parts from which the loop decodes a request on a model.
 
         Raises:
-            ValueError: a knob is out of range for this model.
+            ValueError: a option is out of range for this model.
             Unsupported: the model lacks what the method needs.
         """
 
@@ -140,17 +140,17 @@ class Method(ABC):
         return isinstance(inner, Method) and inner.wants_card
 
     @classmethod
-    def knobs(cls) -> tuple[str, ...]:
+    def option_names(cls) -> tuple[str, ...]:
         """Names of the method's options."""
         return tuple(field.name for field in fields(cls))
 
     def option(self, name: str) -> Any:
         """The value of an option; None if the method has no option of that name."""
-        return getattr(self, name) if name in self.knobs() else None
+        return getattr(self, name) if name in self.option_names() else None
 
     def to_dict(self) -> dict[str, Any]:
         """`{"method": name, "method_args": {...}}` with JSON values only; a wrapped method under "inner"."""
-        args = {knob: plain(getattr(self, knob)) for knob in self.knobs()}
+        args = {option: plain(getattr(self, option)) for option in self.option_names()}
         spec: dict[str, Any] = {"method": self.name, "method_args": args}
         if isinstance(args.get("inner"), Method):
             spec["inner"] = args.pop("inner").to_dict()

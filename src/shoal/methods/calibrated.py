@@ -16,7 +16,7 @@ class Calibrated(Method):
     """Another method, bound to the model that `shoal calibrate` tuned it for. It refuses any other model.
 
     Attributes:
-        inner: the method with its knobs.
+        inner: the method with its options.
         fingerprint: of the model, as `shoal.load(...).fingerprint` gives it; None binds it to no model.
     """
 

@@ -52,10 +52,10 @@ class D3(Method):
         PowerLaw(1.0 if self.alpha is None else self.alpha, self.start, self.rounding)
         if self.alpha is not None and self.mean is not None:
             raise ValueError(f"alpha is {self.alpha} and mean {self.mean}; give one, each follows from the other")
-        for knob in ("core", "horizon", "mean"):
-            value = getattr(self, knob)
+        for option in ("core", "horizon", "mean"):
+            value = getattr(self, option)
             if value is not None and not value > 0:
-                raise ValueError(f"{knob} is {value}; it must be above 0, or None for the default")
+                raise ValueError(f"{option} is {value}; it must be above 0, or None for the default")
 
     @classmethod
     def for_mean_depth(

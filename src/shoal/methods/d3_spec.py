@@ -57,10 +57,10 @@ class D3Spec(DraftingMethod):
         PowerLaw(1.0 if self.alpha is None else self.alpha, self.start, self.rounding)
         if self.alpha is not None and self.mean is not None:
             raise ValueError(f"alpha is {self.alpha} and mean {self.mean}; give one, each follows from the other")
-        for knob in ("core", "mean"):
-            value = getattr(self, knob)
+        for option in ("core", "mean"):
+            value = getattr(self, option)
             if value is not None and not value > 0:
-                raise ValueError(f"{knob} is {value}; it must be above 0, or None for the default")
+                raise ValueError(f"{option} is {value}; it must be above 0, or None for the default")
 
     @override
     def notice(self, info: ModelInfo) -> str | None:

@@ -1,4 +1,4 @@
-"""Double Sparsity: a few dimensions of the keys say which columns matter, and those alone are read."""
+"""Double Sparsity: a few dimensions of the keys say which slots matter, and those alone are read."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Ranking = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class DoubleSparsity(SelectionMethod):
-    """Columns are scored by some dimensions of their keys, found once for the model; the best are read as they are.
+    """Slots are scored by some dimensions of their keys, found once for the model; the best are read as they are.
 
     `shoal calibrate --for double_sparsity` ranks the dimensions. The kernels store those that are used a second time,
     so that a score reads little. The other executors take them out of the keys each time: the choice is the same, and
-    no time is saved. The queries that share a KV head share its columns: a column counts by the query to which it is
-    likeliest. Prompts are read in full, and a token always reads its own column. Layers with a sliding window read
+    no time is saved. The queries that share a KV head share its slots: a slot counts by the query to which it is
+    likeliest. Prompts are read in full, and a token always reads its own slot. Layers with a sliding window read
     their window.
 
     Attributes:
         channels: per layer and KV head the dimensions of a head, those that matter most first: from a calibration of
             the model.
-        k: columns that a query reads; None for all.
-        width: dimensions by which columns are scored; None for a quarter of a head's.
-        first: layers below this one read all columns; the number of layers changes nothing.
+        k: slots that a query reads; None for all.
+        width: dimensions by which slots are scored; None for a quarter of a head's.
+        first: layers below this one read all slots; the number of layers changes nothing.
     """
 
     name: ClassVar[str] = "double_sparsity"

@@ -9,12 +9,12 @@ from shoal.decode.recipe import Recipe
 from shoal.methods.common.drafting import TrainedMethod
 from shoal.methods.common.limits import Guesses, Share
 from shoal.speculative.draft import check_length, check_share
-from shoal.speculative.growth import Branching, Likeliest, TreeShape
+from shoal.speculative.growth import Branching, DynamicTree, TreeShape
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
+    from shoal.speculative.draft_head_file import DraftHead
     from shoal.speculative.eagle import EagleProposer
-    from shoal.speculative.part_file import TrainedPart
 
 _GUESSES = 60
 """Most nodes that the layer is fed at once beside what is confirmed."""
@@ -59,9 +59,9 @@ class Eagle(TrainedMethod):
         return self.verified(self.guessing(info, self._proposer), info)
 
     def _shape(self) -> TreeShape:
-        return Branching((1,) * self.length) if self.width == 1 else Likeliest(self.length, self.width)
+        return Branching((1,) * self.length) if self.width == 1 else DynamicTree(self.length, self.width)
 
-    def _proposer(self, part: TrainedPart) -> EagleProposer:
+    def _proposer(self, part: DraftHead) -> EagleProposer:
         from shoal.speculative.eagle import EagleProposer
 
         return EagleProposer(part, self._shape(), self.stop, self.nodes)

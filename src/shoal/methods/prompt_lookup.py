@@ -12,12 +12,12 @@ from shoal.decode.worker import Proposer
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Suffix
 from shoal.speculative.draft import check_length
-from shoal.speculative.follow import continuation
-from shoal.speculative.per_row import TextDrafter
+from shoal.speculative.per_sequence import TextDrafter
+from shoal.speculative.suffix_matcher import continuation
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,18 @@ class PromptLookup(DraftingMethod, Proposer):
         check_length(self.length)
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """N-grams of the row's own text, confirmed by the target."""
+        """N-grams of the sequence's own text, confirmed by the target."""
         return self.verified(self, info)
 
-    def begin(self, stack: Any, cache: Any) -> TextDrafter[Index]:
-        """A drafter that has seen no row yet."""
+    def begin(self, runner: Any, cache: Any) -> TextDrafter[Index]:
+        """A drafter that has seen no sequence yet."""
         return TextDrafter(lambda _: Index(self.max_ngram, self.min_ngram), self._chain)
 
-    def _chain(self, row: Row, index: Index, limit: int) -> TokenTree:
+    def _chain(self, seq: SequenceState, index: Index, limit: int) -> TokenTree:
         """The root alone where nothing matches."""
-        place = index.find(row.tokens)
-        guesses = [] if place is None else continuation(row.tokens, place, min(self.length, limit))
-        return TokenTree.chain([row.tokens[-1], *guesses])
+        place = index.find(seq.tokens)
+        guesses = [] if place is None else continuation(seq.tokens, place, min(self.length, limit))
+        return TokenTree.chain([seq.tokens[-1], *guesses])
 
 
 class Index:

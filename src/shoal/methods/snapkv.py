@@ -12,24 +12,24 @@ from shoal.methods.common.limits import Most, Positions, Seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.kv.choice import StoredColumns
+    from shoal.model.kv.choice import StoredSlots
 
 
 @dataclass(frozen=True)
 class SnapKV(EvictionMethod):
-    """Once the prompt is read, each KV head keeps the columns that the prompt's last queries attend to most.
+    """Once the prompt is read, each KV head keeps the slots that the prompt's last queries attend to most.
 
-    The last `window` positions stay. They pay attention to the columns before them; it is summed over the positions
-    and over the heads that share a KV head (section 4.1 of the paper). Then each column takes the largest sum among its
+    The last `window` positions stay. They pay attention to the slots before them; it is summed over the positions
+    and over the heads that share a KV head (section 4.1 of the paper). Then each slot takes the largest sum among its
     neighbours, so that what stands together stays together (section 4.2). What is generated stays, too. The paper ranks
-    columns for each query head, for which the KV head has to be copied. Here the heads that share a KV head share its
-    columns. Layers with a sliding window keep their window.
+    slots for each query head, for which the KV head has to be copied. Here the heads that share a KV head share its
+    slots. Layers with a sliding window keep their window.
 
     Attributes:
         budget: positions of the prompt that stay, the window among them; None, or the prompt's length, for all.
         window: positions at the prompt's end that say what matters, and stay.
         pool: neighbours among which the largest count is taken, itself in the middle; 1 for none.
-        random: seed by which as many columns are drawn before the window instead, per layer and KV head: the control.
+        random: seed by which as many slots are drawn before the window instead, per layer and KV head: the control.
             None for those that are attended to.
     """
 
@@ -56,10 +56,10 @@ class SnapKV(EvictionMethod):
         """The window's queries say what matters."""
         return self.window
 
-    def score(self, columns: StoredColumns) -> Tensor:
+    def score(self, slots: StoredSlots) -> Tensor:
         """The attention that the window pays, or the control's draw."""
         from shoal.model.kv.choice import pooled
 
         if self.random is not None:
-            return columns.drawn(self.random, self.budget or 0, self.window)
-        return pooled(columns.attention[:, : -self.window], self.pool)
+            return slots.drawn(self.random, self.budget or 0, self.window)
+        return pooled(slots.attention[:, : -self.window], self.pool)

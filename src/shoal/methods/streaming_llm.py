@@ -11,7 +11,7 @@ from shoal.methods.common.limits import Positions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.kv.choice import StoredColumns
+    from shoal.model.kv.choice import StoredSlots
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class StreamingLLM(EvictionMethod):
 
     So memory and time per token do not grow with the text, and what stood between is lost. The paper counts positions
     within the KV that is left (section 3.2), to go on beyond the model's context. Here tokens keep the positions that
-    they have in the text, and the text ends at the model's context. Columns go every so many tokens at once, since all
+    they have in the text, and the text ends at the model's context. Slots go every so many tokens at once, since all
     that stay are moved each time. Layers with a sliding window keep their window.
 
     Attributes:
@@ -51,6 +51,6 @@ class StreamingLLM(EvictionMethod):
         """Both ends stay."""
         return None if self.window is None else self.sinks + self.window
 
-    def score(self, columns: StoredColumns) -> Tensor:
+    def score(self, slots: StoredSlots) -> Tensor:
         """Nothing between the ends stays, so scores do not matter."""
-        return columns.places
+        return slots.places

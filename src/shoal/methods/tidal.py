@@ -1,4 +1,4 @@
-"""TidalDecode: two layers find the columns that matter, the layers after each of them read no others."""
+"""TidalDecode: two layers find the slots that matter, the layers after each of them read no others."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from shoal.types import ModelInfo
 
 @dataclass(frozen=True)
 class Tidal(SelectionMethod):
-    """Full attention in the first layers and in two that select; the others read the columns selected last.
+    """Full attention in the first layers and in two that select; the others read the slots selected last.
 
     Neighbouring layers look at nearly the same tokens. So a selecting layer computes all scores, as it does anyway, and
-    keeps the columns with the largest ones. The layers after it read those alone, until a later layer selects anew. The
-    next token begins again. Prompts are read in full, and a token always reads its own column.
+    keeps the slots with the largest ones. The layers after it read those alone, until a later layer selects anew. The
+    next token begins again. Prompts are read in full, and a token always reads its own slot.
 
     The paper selects for each query head, as `share="query_head"` does. By default the queries that share a KV head
-    share its columns: a column counts by the query to which it is likeliest, and is read once for all of them. A depth
+    share its slots: a slot counts by the query to which it is likeliest, and is read once for all of them. A depth
     plan may drop a selecting layer. Then the earlier selection goes on being read; where there is none, the next layer
     selects. Layers with a sliding window read their window.
 
     Attributes:
-        k: columns that a query reads in the layers that do not select; None for all.
+        k: slots that a query reads in the layers that do not select; None for all.
         select: the first layer that selects, counted from 0; None for the third one without a sliding window, or an
             earlier one where there are few.
         reselect: the layer that selects anew; the number of layers for none. None for the first one without a
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
             on `k`, and which one is best on the model: see lab/reports/long.
-        share: who shares a set of columns, those query heads that share a `kv_head` or each `query_head` with itself.
+        share: who shares a set of slots, those query heads that share a `kv_head` or each `query_head` with itself.
     """
 
     name: ClassVar[str] = "tidal"
@@ -63,9 +63,9 @@ class Tidal(SelectionMethod):
         again = self.reselect if self.reselect is not None else [*later, max(info.num_layers, first + 1)][0]
         if again <= first:
             raise ValueError(f"reselect is {again}; it must come behind select, {first}")
-        for knob, layer in (("select", first), ("reselect", again)):
+        for option, layer in (("select", first), ("reselect", again)):
             if layer < info.num_layers and layer not in whole:
-                raise ValueError(f"{knob} is {layer}, a layer with a sliding window; it must be one that sees all of "
+                raise ValueError(f"{option} is {layer}, a layer with a sliding window; it must be one that sees all of "
                                  f"the text: {', '.join(map(str, whole))}")
         if (self.select, self.reselect) != (None, None) and not {*whole[whole.index(first) + 1 :]} - {again}:
             raise ValueError(f"select is {first} and reselect {again}; no layer behind them sees all of the text, to "

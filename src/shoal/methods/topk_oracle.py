@@ -1,4 +1,4 @@
-"""The top-k oracle: every query reads the columns that matter most to it, found by looking at all of them."""
+"""The top-k oracle: every query reads the slots that matter most to it, found by looking at all of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shoal.methods.common.selection import SelectionMethod
 
 @dataclass(frozen=True)
 class TopKOracle(SelectionMethod):
-    """A query reads the `k` columns with the largest scores: the bound for methods that guess which these are.
+    """A query reads the `k` slots with the largest scores: the bound for methods that guess which these are.
 
     All scores are computed to find them, so no time is saved. Prompts are read in full. The queries that share a KV
-    head share its columns: a column counts by the query to which it is likeliest. A query always reads its own column.
+    head share its slots: a slot counts by the query to which it is likeliest. A query always reads its own slot.
 
     Attributes:
-        k: columns that a query reads; None for all.
-        first: layers below this one read all columns; the number of layers changes nothing.
+        k: slots that a query reads; None for all.
+        first: layers below this one read all slots; the number of layers changes nothing.
     """
 
     name: ClassVar[str] = "topk_oracle"

@@ -21,16 +21,26 @@ from shoal.model.config import context_of, layers_of, windows_of
 from shoal.model.experts import Opened
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal.model.masks import Asker, mask, reads_apart, row_mask
-from shoal.model.prepacked import ATTENTION, MLP, Mixed, Reader, Rows, by_rows, can_ask_by_rows, shallow_copy, without
+from shoal.model.masks import Asker, mask, reads_apart, seq_mask
+from shoal.model.prepacked import (
+    ATTENTION,
+    MLP,
+    Mixed,
+    PackedSequences,
+    Reader,
+    by_seqs,
+    can_ask_by_seqs,
+    shallow_copy,
+    without,
+)
 from shoal.model.probe import find_layers, take_apart, through
-from shoal.model.stack import (
+from shoal.model.runner import (
     HiddenStateHook,
     LayerWork,
+    ModelRunner,
     Part,
-    RowView,
     SequenceChunk,
-    Stack,
+    SequenceView,
     Start,
     lay_vectors,
     opened_in,
@@ -42,12 +52,12 @@ T = TypeVar("T")
 
 
 
-class HFStack(Stack):
+class HFRunner(ModelRunner):
     """A causal language model of transformers, in eval mode, with sdpa or eager attention.
 
     Attributes:
-        prepacks: whether rows of different lengths run together without padding.
-        alone: whether each row runs by itself, for attention that derives positions from columns.
+        prepacks: whether sequences of different lengths run together without padding.
+        alone: whether each sequence runs by itself, for attention that derives positions from slots.
     """
 
     most_nodes: int | None = None
@@ -71,7 +81,7 @@ class HFStack(Stack):
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self._additive = model.config._attn_implementation != "sdpa"
-        self.prepacks = self.shows_queries = all(map(can_ask_by_rows, layers))
+        self.prepacks = self.shows_queries = all(map(can_ask_by_seqs, layers))
         self.alone = False
         scales = (getattr(module, "scaling", None) for layer in layers for module in layer.modules())
         self.score_scale = next((one for one in scales if isinstance(one, float)), self.kv_sizes[0][1] ** -0.5)
@@ -92,7 +102,7 @@ class HFStack(Stack):
         if rest is None:
             return False
         chunk = SequenceChunk(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
-        cache = KVCache(self.windows, rows=1)
+        cache = KVCache(self.windows, seqs=1)
         with torch.no_grad():
             call = _PaddedCall(self, [chunk], cache)
             try:
@@ -117,7 +127,7 @@ class HFStack(Stack):
         return self.parts.head(call.wanted())
 
     def embedded(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor:
-        """Embeddings [R, m, D]; short rows are padded with their last token."""
+        """Embeddings [R, m, D]; short sequences are padded with their last token."""
         width = max(len(chunk.tokens) for chunk in chunks)
         ids = [[*chunk.tokens, *[chunk.tokens[-1]] * (width - len(chunk.tokens))] for chunk in chunks]
         places = [positions(chunk, cache, 0, len(chunk.tokens), width) for chunk in chunks]
@@ -158,13 +168,13 @@ class HFStack(Stack):
         return shallow_copy(module, {name: Mixed(module._modules[name], layer, opened)})
 
     def module(self, layer: int, part: Part, *, prepacked: bool = False) -> nn.Module:
-        """The layer, or a copy that shares its weights: without the other sublayer, or for prepacked rows."""
+        """The layer, or a copy that shares its weights: without the other sublayer, or for prepacked sequences."""
         if part == "layer" and not prepacked:
             return self.parts.layers[layer]
         key = (layer, part, prepacked)
         if key not in self._copies:
             own = self.module(layer, part) if prepacked else self._half(layer, part)
-            self._copies[key] = by_rows(own) if prepacked else own
+            self._copies[key] = by_seqs(own) if prepacked else own
         return self._copies[key]
 
     def _half(self, layer: int, part: Part) -> nn.Module:
@@ -199,9 +209,9 @@ class HFStack(Stack):
             arguments[call.rotary] = tables[name]
         return arguments
 
-    def attention_mask(self, rows: Sequence[RowView], window: int | None) -> Tensor | None:
+    def attention_mask(self, seqs: Sequence[SequenceView], window: int | None) -> Tensor | None:
         """The mask in the form that the model's attention takes: bool for sdpa, else additive; None hides nothing."""
-        seen = mask(rows, window, self.device, square=not self._additive)
+        seen = mask(seqs, window, self.device, square=not self._additive)
         return None if seen is None else self.as_added(seen)
 
     def as_added(self, seen: Tensor) -> Tensor:
@@ -214,25 +224,25 @@ class HFStack(Stack):
 
 def positions(chunk: SequenceChunk, cache: KVCache, first: int, last: int, width: int) -> list[int]:
     """Positions of tokens first..last-1, padded to `width` with the last one."""
-    places = chunk.positions(cache.positions[chunk.row])[first:last]
+    places = chunk.positions(cache.positions[chunk.seq])[first:last]
     return places + places[-1:] * (width - len(places))
 
 
 class _Slot:
-    """Passed to a layer as its cache: writes and reads the KV of some rows."""
+    """Passed to a layer as its cache: writes and reads the KV of some sequences."""
 
-    def __init__(self, layer: KVLayer, rows: Sequence[int], counts: Sequence[int]) -> None:
-        self._layer, self._rows, self._counts = layer, rows, counts
+    def __init__(self, layer: KVLayer, seqs: Sequence[int], counts: Sequence[int]) -> None:
+        self._layer, self._seqs, self._counts = layer, seqs, counts
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self._layer.append(keys, values, self._rows, self._counts)
+        return self._layer.append(keys, values, self._seqs, self._counts)
 
 
 class _Call:
     """One forward in progress: hidden states and shared tables."""
 
-    def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
-        self.stack, self.chunks, self.cache = stack, chunks, cache
+    def __init__(self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
+        self.runner, self.chunks, self.cache = runner, chunks, cache
         self.sizes = tuple(len(chunk.tokens) for chunk in chunks)
         self._memo: dict[Any, Any] = {}
 
@@ -243,46 +253,46 @@ class _Call:
             self._memo[key] = make()
         return cast("T", self._memo[key])
 
-    def _rows(self, piece: LayerWork) -> tuple[list[int], list[int]]:
-        """The rows of the cache that a piece of work concerns, and its number of tokens of each."""
-        return [self.chunks[i].row for i in piece.chunks], [piece.last[i] - piece.first[i] for i in piece.chunks]
+    def _seqs(self, piece: LayerWork) -> tuple[list[int], list[int]]:
+        """The sequences of the cache that a piece of work concerns, and its number of tokens of each."""
+        return [self.chunks[i].seq for i in piece.chunks], [piece.last[i] - piece.first[i] for i in piece.chunks]
 
     def _masks(self, piece: LayerWork, store: KVLayer, *, each: bool) -> list[Tensor | None]:
-        """The mask of all rows, or of each; `store` must have room for the tokens."""
-        window, starts = store.window, tuple(store.starts[self.chunks[i].row] for i in piece.chunks)
+        """The mask of all sequences, or of each; `store` must have room for the tokens."""
+        window, starts = store.window, tuple(store.starts[self.chunks[i].seq] for i in piece.chunks)
 
         def make() -> list[Tensor | None]:
             views = [
-                self.chunks[i].view(self.cache.positions[self.chunks[i].row], start, piece.first[i], piece.last[i])
+                self.chunks[i].view(self.cache.positions[self.chunks[i].seq], start, piece.first[i], piece.last[i])
                 for i, start in zip(piece.chunks, starts, strict=True)
             ]
             groups = [[view] for view in views] if each else [views]
-            return [self.stack.attention_mask(group, window) for group in groups]
+            return [self.runner.attention_mask(group, window) for group in groups]
 
         return self._shared(("masks", window, starts), piece, make)
 
 
 class _PaddedCall(_Call):
-    """A forward with rows padded to the longest: hidden states [R, m, D]."""
+    """A forward with sequences padded to the longest: hidden states [R, m, D]."""
 
     def __init__(
-        self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None = None
+        self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None = None
     ) -> None:
-        super().__init__(stack, chunks, cache)
-        self.hidden = stack.embedded(chunks, cache) if hidden is None else hidden.clone()
+        super().__init__(runner, chunks, cache)
+        self.hidden = runner.embedded(chunks, cache) if hidden is None else hidden.clone()
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and update the hidden states."""
-        if self.stack.alone and len(self.chunks) > 1:
+        if self.runner.alone and len(self.chunks) > 1:
             for index in range(len(self.chunks)):
-                self._run(layer, piece.of_row(index))
+                self._run(layer, piece.of_seq(index))
         else:
             self._run(layer, piece)
 
     def _run(self, layer: int, piece: LayerWork) -> None:
         if piece.first == piece.last:
             return
-        output = self.through(self.stack.module(layer, piece.part), layer, piece)
+        output = self.through(self.runner.module(layer, piece.part), layer, piece)
         if self._whole(piece):
             self.hidden = output
             return
@@ -290,8 +300,8 @@ class _PaddedCall(_Call):
         self.hidden[chosen[:, None].expand_as(nodes)[real], nodes[real]] = output[real]
 
     def through(self, module: nn.Module, layer: int, piece: LayerWork) -> Tensor:
-        """The output of `module` for the nodes of `piece`: [rows of the piece, widest, D]."""
-        store, (numbers, counts) = self.cache.layers[layer], self._rows(piece)
+        """The output of `module` for the nodes of `piece`: [sequences of the piece, widest, D]."""
+        store, (numbers, counts) = self.cache.layers[layer], self._seqs(piece)
         store.make_room(numbers, counts)
         hidden, slot = self._inputs(piece), _Slot(store, numbers, counts)
         places = self._shared("positions", piece, lambda: self._positions(piece))
@@ -299,8 +309,8 @@ class _PaddedCall(_Call):
         key = (piece.first, piece.last)
         opened = None if piece.part == "attention" else self._opened(layer, piece, hidden.shape[1])
         if opened is not None:
-            module = self.stack.mixing(module, layer, opened)
-        output = module(hidden, **self.stack.arguments(layer, hidden, places, slot, seen, self._memo, key))
+            module = self.runner.mixing(module, layer, opened)
+        output = module(hidden, **self.runner.arguments(layer, hidden, places, slot, seen, self._memo, key))
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
     def padded(self) -> Tensor:
@@ -312,7 +322,7 @@ class _PaddedCall(_Call):
         return wanted_states(self.chunks, self.hidden)
 
     def _whole(self, piece: LayerWork) -> bool:
-        """Whether the piece takes all nodes of every row, padding included."""
+        """Whether the piece takes all nodes of every sequence, padding included."""
         return not any(piece.first) and piece.last == self.sizes
 
     def _inputs(self, piece: LayerWork) -> Tensor:
@@ -322,17 +332,17 @@ class _PaddedCall(_Call):
         return self.hidden[chosen[:, None], nodes]
 
     def _picked(self, piece: LayerWork) -> tuple[Tensor, Tensor, Tensor]:
-        """Chunks [rows], their nodes [rows, widest] padded with the last, and which of these are real."""
+        """Chunks [sequences], their nodes [sequences, widest] padded with the last, and which of these are real."""
         return self._shared("picked", piece, lambda: _pick(piece, self.hidden.device))
 
     def _positions(self, piece: LayerWork) -> Tensor:
-        rows = piece.chunks
-        width = self.hidden.shape[1] if self._whole(piece) else max(piece.last[i] - piece.first[i] for i in rows)
-        table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in rows]
-        return torch.tensor(table, device=self.stack.device)
+        seqs = piece.chunks
+        width = self.hidden.shape[1] if self._whole(piece) else max(piece.last[i] - piece.first[i] for i in seqs)
+        table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in seqs]
+        return torch.tensor(table, device=self.runner.device)
 
     def _opened(self, layer: int, piece: LayerWork, width: int) -> list[Opened | None] | None:
-        """The MLP groups of the piece's nodes, [rows * width], each row padded with its last; None for whole MLPs."""
+        """The MLP groups of the piece's nodes, [sequences * width], each sequence padded with its last; None for whole MLPs."""
         if all(chunk.experts is None for chunk in self.chunks):
             return None
         ends = ((self.chunks[i].experts, piece.first[i], piece.last[i]) for i in piece.chunks)
@@ -345,54 +355,54 @@ class _PrepackedCall(_Call):
     """A forward without padding: the hidden states [1, T, D] of all chunks, one after the other.
 
     Args:
-        chunks: chunks of ascending rows.
+        chunks: chunks of ascending sequences.
         hidden: states [chunks, widest, D] to start from; None for the embeddings.
     """
 
-    def __init__(self, stack: HFStack, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
-        super().__init__(stack, chunks, cache)
-        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.row])]
-        self._places = torch.tensor([places], device=stack.device)
+    def __init__(self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
+        super().__init__(runner, chunks, cache)
+        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
+        self._places = torch.tensor([places], device=runner.device)
         if hidden is None:
-            ids = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=stack.device)
-            self.hidden = stack.parts.embed(ids, self._places)
+            ids = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=runner.device)
+            self.hidden = runner.parts.embed(ids, self._places)
             lay_vectors(self.hidden[0], chunks)
         else:
             self.hidden = torch.cat([states[:size] for states, size in zip(hidden, self.sizes, strict=True)])[None]
-        self._asker = Asker(cache, stack.device)
+        self._asker = Asker(cache, runner.device)
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and update the hidden states."""
         flat = piece.flat(self.sizes)
-        chosen = None if flat is None else torch.tensor(flat, device=self.stack.device)
+        chosen = None if flat is None else torch.tensor(flat, device=self.runner.device)
         hidden = self.hidden if chosen is None else self.hidden[:, chosen]
-        store, (numbers, counts) = self.cache.layers[layer], self._rows(piece)
+        store, (numbers, counts) = self.cache.layers[layer], self._seqs(piece)
         store.make_room(numbers, counts)
         readers = [self._reader(layer, piece, i) for i in piece.chunks]
-        seen = Rows(store, numbers, counts, self._masks(piece, store, each=True), readers)
+        seen = PackedSequences(store, numbers, counts, self._masks(piece, store, each=True), readers)
         places = self._places if chosen is None else self._places[:, chosen]
-        arguments = self.stack.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
-        module, opened = self.stack.module(layer, piece.part, prepacked=True), opened_in(self.chunks, layer, piece)
+        arguments = self.runner.arguments(layer, hidden, places, seen, seen, self._memo, (piece.first, piece.last))
+        module, opened = self.runner.module(layer, piece.part, prepacked=True), opened_in(self.chunks, layer, piece)
         if opened is not None and piece.part != "attention":
-            module = self.stack.mixing(module, layer, opened)
+            module = self.runner.mixing(module, layer, opened)
         output = module(hidden, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         self.hidden = output if chosen is None else self.hidden.index_copy(1, chosen, output)
 
     def _reader(self, layer: int, piece: LayerWork, index: int) -> Reader | None:
-        """The function that changes the mask of a row; None if nothing changes it."""
+        """The function that changes the mask of a sequence; None if nothing changes it."""
         chunk, first, last, asker = self.chunks[index], piece.first[index], piece.last[index], self._asker
-        bias = self.cache.layers[layer].bias[chunk.row]
+        bias = self.cache.layers[layer].bias[chunk.seq]
         if chunk.query_hook is None and bias is None:
             return None
 
         def read(queries: Tensor, keys: Tensor, own: Tensor | None) -> Tensor | None:
-            chosen = asker.columns(chunk, layer, first, queries, keys)
+            chosen = asker.slots(chunk, layer, first, queries, keys)
             if chosen is None and bias is None:
                 return own
             seen, added = asker.seen(chunk, layer, first, last), None if bias is None else bias[:, : keys.shape[1]]
             dtype = queries.dtype  # some attention functions take no other
-            return self.stack.as_added(row_mask(chosen, added, seen, len(queries), dtype))
+            return self.runner.as_added(seq_mask(chosen, added, seen, len(queries), dtype))
 
         return read
 
@@ -406,12 +416,12 @@ class _PrepackedCall(_Call):
 
 
 def _pick(piece: LayerWork, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    rows = piece.chunks
-    first = torch.tensor([piece.first[i] for i in rows], device=device)[:, None]
-    last = torch.tensor([piece.last[i] for i in rows], device=device)[:, None]
+    seqs = piece.chunks
+    first = torch.tensor([piece.first[i] for i in seqs], device=device)[:, None]
+    last = torch.tensor([piece.last[i] for i in seqs], device=device)[:, None]
     steps = torch.arange(int((last - first).max()), device=device)[None]
     nodes = first + steps
-    return torch.tensor(rows, device=device), torch.minimum(nodes, last - 1), nodes < last
+    return torch.tensor(seqs, device=device), torch.minimum(nodes, last - 1), nodes < last
 
 
 def _check_attention(model: Any) -> None:

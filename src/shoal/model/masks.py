@@ -1,4 +1,4 @@
-"""Which columns of the KV the queries of a forward see and read, and what is added to their scores.
+"""Which slots of the KV the queries of a forward see and read, and what is added to their scores.
 
 Masks are made from the counters of the engine: committed lengths, window starts, tree parents.
 """
@@ -11,69 +11,70 @@ import torch
 from torch import Tensor
 
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import QueryHook, RowView, SequenceChunk
+from shoal.model.runner import QueryHook, SequenceChunk, SequenceView
 
 
-def mask(rows: Sequence[RowView], window: int | None, device: torch.device, square: bool = True) -> Tensor | None:
-    """Which columns each query sees.
+def mask(seqs: Sequence[SequenceView], window: int | None, device: torch.device, square: bool = True) -> Tensor | None:
+    """Which slots each query sees.
 
     Args:
-        rows: one view per row of the call; queries are padded to the widest row by repeating a row's last one.
+        sequences: one view per sequence of the call; queries are padded to the widest sequence by repeating a
+            sequence's last one.
         window: sliding window in positions, including the query's own, or None.
         square: whether the attention is causal by itself when it gets several queries and no mask.
 
     Returns:
-        Bool [rows, 1, queries, columns], True = visible. None if every query sees every column, or if `square` is set
-        and the call is a causal square over an empty cache.
+        Bool [sequences, 1, queries, slots], True = visible. None if every query sees every slot, or if `square` is
+        set and the call is a causal square over an empty cache.
     """
-    if _unmasked(rows, window) or (square and _square(rows, window)):
+    if _unmasked(seqs, window) or (square and _square(seqs, window)):
         return None
-    queries = max(row.last - row.first for row in rows)
-    columns = max(row.columns for row in rows)
-    return torch.stack([_row_mask(row, queries, columns, window, device) for row in rows])[:, None]
+    queries = max(seq.last - seq.first for seq in seqs)
+    slots = max(seq.slots for seq in seqs)
+    return torch.stack([_seq_mask(seq, queries, slots, window, device) for seq in seqs])[:, None]
 
 
-def _unmasked(rows: Sequence[RowView], window: int | None) -> bool:
-    """Whether each row has one query that sees all its columns, all rows are equally long and within the window."""
-    if any(row.last - row.first != 1 or (row.first and row.parents is not None) for row in rows):
+def _unmasked(seqs: Sequence[SequenceView], window: int | None) -> bool:
+    """Whether each sequence has one query that sees all its slots, all sequences are equally long and within the window."""
+    if any(seq.last - seq.first != 1 or (seq.first and seq.parents is not None) for seq in seqs):
         return False
-    columns = rows[0].columns
-    return all(row.columns == columns for row in rows) and (window is None or columns <= window)
+    slots = seqs[0].slots
+    return all(seq.slots == slots for seq in seqs) and (window is None or slots <= window)
 
 
-def _square(rows: Sequence[RowView], window: int | None) -> bool:
-    """Whether all rows are chains of one length that start at position 0."""
-    length = rows[0].last
-    fresh = all(row.base == row.first == 0 and row.last == length and row.parents is None and not row.mutual
-                for row in rows)
+def _square(seqs: Sequence[SequenceView], window: int | None) -> bool:
+    """Whether all sequences are chains of one length that start at position 0."""
+    length = seqs[0].last
+    fresh = all(seq.base == seq.first == 0 and seq.last == length and seq.parents is None and not seq.mutual
+                for seq in seqs)
     return fresh and length > 1 and (window is None or length <= window)
 
 
-def _row_mask(row: RowView, queries: int, columns: int, window: int | None, device: torch.device) -> Tensor:
-    """The mask of one row, bool [queries, columns]."""
-    nodes = torch.arange(row.first, row.first + queries, device=device).clamp_(max=row.last - 1)
-    if row.parents is None or row.depths is None:
-        keys = torch.arange(columns, device=device) + row.start
-        places = nodes + row.base
-        seen = keys <= (places.clamp(min=row.base + row.last - 1) if row.mutual else places)[:, None]
+def _seq_mask(seq: SequenceView, queries: int, slots: int, window: int | None, device: torch.device) -> Tensor:
+    """The mask of one sequence, bool [queries, slots]."""
+    nodes = torch.arange(seq.first, seq.first + queries, device=device).clamp_(max=seq.last - 1)
+    if seq.parents is None or seq.depths is None:
+        keys = torch.arange(slots, device=device) + seq.start
+        places = nodes + seq.base
+        seen = keys <= (places.clamp(min=seq.base + seq.last - 1) if seq.mutual else places)[:, None]
     else:
-        keys, places, seen = _tree_columns(row, nodes, columns, device)
+        keys, places, seen = _tree_slots(seq, nodes, slots, device)
     if window is not None:
         seen = seen & (keys > places[:, None] - window)
     return seen
 
 
-def _tree_columns(row: RowView, nodes: Tensor, columns: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of columns [columns] and queries [queries], and the mask [queries, columns] without the window."""
-    assert row.parents is not None and row.depths is not None
-    depths = torch.tensor(row.depths[: row.last], device=device)
-    stored = row.base - row.start
-    keys = torch.cat([torch.arange(row.start, row.base, device=device), depths + row.base])
-    keys = torch.nn.functional.pad(keys, (0, columns - len(keys)))
-    seen = torch.zeros(len(nodes), columns, dtype=torch.bool, device=device)
+def _tree_slots(seq: SequenceView, nodes: Tensor, slots: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of slots [slots] and queries [queries], and the mask [queries, slots] without the window."""
+    assert seq.parents is not None and seq.depths is not None
+    depths = torch.tensor(seq.depths[: seq.last], device=device)
+    stored = seq.base - seq.start
+    keys = torch.cat([torch.arange(seq.start, seq.base, device=device), depths + seq.base])
+    keys = torch.nn.functional.pad(keys, (0, slots - len(keys)))
+    seen = torch.zeros(len(nodes), slots, dtype=torch.bool, device=device)
     seen[:, :stored] = True
-    seen[:, stored : stored + row.last] = ancestors(row.parents[: row.last], device)[nodes]
-    return keys, depths[nodes] + row.base, seen
+    seen[:, stored : stored + seq.last] = ancestors(seq.parents[: seq.last], device)[nodes]
+    return keys, depths[nodes] + seq.base, seen
 
 
 def ancestors(parents: Sequence[int], device: torch.device) -> Tensor:
@@ -86,18 +87,18 @@ def ancestors(parents: Sequence[int], device: torch.device) -> Tensor:
 
 
 def reads_apart(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
-    """Whether some chunk needs other attention than the model's own over all columns of its row."""
+    """Whether some chunk needs other attention than the model's own over all slots of its sequence."""
     if any(chunk.query_hook is not None for chunk in chunks):
         return True
-    weighed = [layer.bias for layer in cache.layers if layer.beside]
-    return any(bias[chunk.row] is not None for bias in weighed for chunk in chunks)
+    weighed = [layer.bias for layer in cache.layers if layer.extra]
+    return any(bias[chunk.seq] is not None for bias in weighed for chunk in chunks)
 
 
 class Asker:
     """Calls the query hooks of one forward's chunks.
 
     Args:
-        cache: the rows' KV, with room for the chunks' tokens in each layer concerned.
+        cache: the sequences' KV, with room for the chunks' tokens in each layer concerned.
     """
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:
@@ -105,85 +106,85 @@ class Asker:
         self._seen: dict[tuple[int | None, ...], Tensor] = {}
 
     def seen(self, chunk: SequenceChunk, layer: int, first: int, last: int) -> Tensor:
-        """Which columns tokens first..last-1 may see: bool [tokens, columns], shared by layers that agree."""
-        store, row = self._cache.layers[layer], chunk.row
-        key = row, store.window, store.starts[row], first, last
+        """Which slots tokens first..last-1 may see: bool [tokens, slots], shared by layers that agree."""
+        store, seq = self._cache.layers[layer], chunk.seq
+        key = seq, store.window, store.starts[seq], first, last
         if key not in self._seen:
-            view = chunk.view(self._cache.positions[row], store.starts[row], first, last)
+            view = chunk.view(self._cache.positions[seq], store.starts[seq], first, last)
             self._seen[key] = visible(view, store.window, self._device)
         return self._seen[key]
 
-    def columns(self, chunk: SequenceChunk, layer: int, first: int, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """Columns that `chosen_columns` gives for the queries of the tokens from `first` on; None without a hook."""
+    def slots(self, chunk: SequenceChunk, layer: int, first: int, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Slots that `chosen_slots` gives for the queries of the tokens from `first` on; None without a hook."""
         hook = chunk.query_hook
         if hook is None:
             return None
-        return chosen_columns(hook, layer, queries, keys, self.seen(chunk, layer, first, first + queries.shape[1]))
+        return chosen_slots(hook, layer, queries, keys, self.seen(chunk, layer, first, first + queries.shape[1]))
 
 
-def visible(view: RowView, window: int | None, device: torch.device) -> Tensor:
-    """Which columns the queries of a row may see: bool [queries, columns]."""
+def visible(view: SequenceView, window: int | None, device: torch.device) -> Tensor:
+    """Which slots the queries of a sequence may see: bool [queries, slots]."""
     seen = mask([view], window, device, square=False)
-    whole = torch.ones(view.last - view.first, view.columns, dtype=torch.bool, device=device)
+    whole = torch.ones(view.last - view.first, view.slots, dtype=torch.bool, device=device)
     return whole if seen is None else seen[0, 0]
 
 
-def chosen_columns(hook: QueryHook, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
-    """The columns that a hook chooses, ascending; repeats and columns that a query may not see are -1. None for all.
+def chosen_slots(hook: QueryHook, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
+    """The slots that a hook chooses, ascending; repeats and slots that a query may not see are -1. None for all.
 
     Args:
         hook: a `QueryHook`; it is called with the other arguments.
 
     Raises:
-        ValueError: the hook returned columns that do not exist, the wrong shape, or nothing to read for a query.
+        ValueError: the hook returned slots that do not exist, the wrong shape, or nothing to read for a query.
     """
-    columns = hook(layer, queries, keys, seen)
-    if columns is None:
+    slots = hook(layer, queries, keys, seen)
+    if slots is None:
         return None
     heads, nodes, count = (len(keys), len(queries)), queries.shape[1], keys.shape[1]
-    fits = columns.ndim == 3 and len(columns) in heads and columns.shape[1] == nodes
-    if not fits or columns.dtype != torch.int64:
-        raise ValueError(f"the chosen columns are {columns.dtype} {list(columns.shape)}; they must be int64 "
+    fits = slots.ndim == 3 and len(slots) in heads and slots.shape[1] == nodes
+    if not fits or slots.dtype != torch.int64:
+        raise ValueError(f"the chosen columns are {slots.dtype} {list(slots.shape)}; they must be int64 "
                          f"[{heads[0]} or {heads[1]}, {nodes}, any number]")
-    if columns.numel() and not -1 <= int(columns.min()) <= int(columns.max()) < count:
-        raise ValueError(f"the chosen columns are {int(columns.min())}..{int(columns.max())}; they must be in "
+    if slots.numel() and not -1 <= int(slots.min()) <= int(slots.max()) < count:
+        raise ValueError(f"the chosen columns are {int(slots.min())}..{int(slots.max())}; they must be in "
                          f"[0, {count - 1}], or -1 for none")
-    open_ = seen[torch.arange(nodes, device=seen.device)[:, None], columns.clamp_min(0)]
-    return _each_once(_some_for_all(columns.where(open_, -1), layer).sort(-1).values)
+    open_ = seen[torch.arange(nodes, device=seen.device)[:, None], slots.clamp_min(0)]
+    return _each_once(_some_for_all(slots.where(open_, -1), layer).sort(-1).values)
 
 
-def _some_for_all(columns: Tensor, layer: int) -> Tensor:
-    """Refuse columns that leave a query nothing to read: softmax over no columns is undefined."""
-    none = ~(columns >= 0).any(-1)
+def _some_for_all(slots: Tensor, layer: int) -> Tensor:
+    """Refuse slots that leave a query nothing to read: softmax over no slots is undefined."""
+    none = ~(slots >= 0).any(-1)
     if none.any():
         head, node = none.nonzero()[0].tolist()
         raise ValueError(f"of the columns chosen in layer {layer}, head {head}, node {node} sees none; choose at "
                          "least one that it sees, its own for example, or give None for all")
-    return columns
+    return slots
 
 
-def _each_once(columns: Tensor) -> Tensor:
-    """Ascending columns with repeats replaced by -1."""
-    again = (columns.diff() == 0) & (columns[..., 1:] >= 0)
+def _each_once(slots: Tensor) -> Tensor:
+    """Ascending slots with repeats replaced by -1."""
+    again = (slots.diff() == 0) & (slots[..., 1:] >= 0)
     if not again.any():
-        return columns
-    columns[..., 1:][again] = -1
-    return columns.sort(-1).values
+        return slots
+    slots[..., 1:][again] = -1
+    return slots.sort(-1).values
 
 
-def as_mask(columns: Tensor, count: int) -> Tensor:
-    """Chosen columns as bool [kv_heads or heads, nodes, count]."""
-    chosen = torch.zeros(*columns.shape[:2], count + 1, dtype=torch.bool, device=columns.device)
-    return chosen.scatter_(2, columns.where(columns >= 0, count), True)[..., :count]
+def as_mask(slots: Tensor, count: int) -> Tensor:
+    """Chosen slots as bool [kv_heads or heads, nodes, count]."""
+    chosen = torch.zeros(*slots.shape[:2], count + 1, dtype=torch.bool, device=slots.device)
+    return chosen.scatter_(2, slots.where(slots >= 0, count), True)[..., :count]
 
 
-def row_mask(chosen: Tensor | None, bias: Tensor | None, seen: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """The mask of one row's attention, [1, heads, nodes, columns].
+def seq_mask(chosen: Tensor | None, bias: Tensor | None, seen: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """The mask of one sequence's attention, [1, heads, nodes, slots].
 
     Args:
-        chosen: columns from `chosen_columns`, or None for all.
-        bias: float32 [kv_heads, columns], added to scores, or None.
-        seen: bool [nodes, columns].
+        chosen: slots from `chosen_slots`, or None for all.
+        bias: float32 [kv_heads, slots], added to scores, or None.
+        seen: bool [nodes, slots].
         heads: number of query heads.
         dtype: dtype of an additive mask; one narrower than float32 rounds the bias.
 

@@ -70,23 +70,23 @@ def _idle(name: str, read: Callable[[str], Tensor] | None) -> bool:
     return read is not None and name.endswith(".bias") and not read(name).any()  # some quantisers write zero biases
 
 
-def check_told(told: dict[str, Any], what: str, read: Callable[[str], Tensor] | None = None) -> None:
+def check_loading_info(info: dict[str, Any], what: str, read: Callable[[str], Tensor] | None = None) -> None:
     """Refuse a model that transformers has loaded from weights that do not fit its config.
 
     Args:
-        told: the loading info of `from_pretrained`.
+        info: the loading info of `from_pretrained`.
         what: what holds the weights, for the error.
         read: returns a tensor by its name in the weights.
 
     Raises:
         Unsupported: a tensor is missing, of another shape, or left over.
     """
-    odd = sorted(str(one[0]) for one in told["mismatched_keys"])
+    odd = sorted(str(one[0]) for one in info["mismatched_keys"])
     if odd:
         raise Unsupported(f"{what} in which {_listed(odd)} is of another shape", "its config says which", _REMEDY)
-    if told.get("error_msgs"):
-        raise Unsupported(what, f"transformers cannot load it: {' '.join(str(told['error_msgs'][0]).split())}", _REMEDY)
-    refuse(told["missing_keys"], leftovers(told["unexpected_keys"], (), read), what)
+    if info.get("error_msgs"):
+        raise Unsupported(what, f"transformers cannot load it: {' '.join(str(info['error_msgs'][0]).split())}", _REMEDY)
+    refuse(info["missing_keys"], leftovers(info["unexpected_keys"], (), read), what)
 
 
 def quantised_by(config: Any) -> str | None:
@@ -153,8 +153,8 @@ def loaded(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> An
     if getattr(config, "attn_logit_softcapping", None) is not None:
         options["attn_implementation"] = "eager"  # sdpa has no soft cap, and older releases drop it in silence
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are refused below
-    model, told = class_of(config).from_pretrained(None, **options)
-    check_told(told, "a checkpoint", tensors.__getitem__)
+    model, info = class_of(config).from_pretrained(None, **options)
+    check_loading_info(info, "a checkpoint", tensors.__getitem__)
     return model.eval()
 
 

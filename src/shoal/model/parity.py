@@ -14,10 +14,10 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.probe import in_transformers
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.runner import ModelRunner, SequenceChunk
 
 if TYPE_CHECKING:
-    from shoal.model.hf import HFStack
+    from shoal.model.hf import HFRunner
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ _TIMES_ITSELF = 10
 
 
 @torch.no_grad()
-def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, float] = OWN_MODULES) -> float:
+def check_parity(runner: ModelRunner, model: Any, tolerances: Mapping[torch.dtype, float] = OWN_MODULES) -> float:
     """Compare full-depth logits of the stack with the model's own, on a random prompt and its continuation.
 
-    The stack gets the tokens in chunks, then again together with a shorter row and with a tree at the end. The model
-    also generates with its own cache, as `generate` does. That must agree with its forward without a cache; the
+    The runner gets the tokens in chunks, then again together with a shorter sequence and with a tree at the end. The
+    model also generates with its own cache, as `generate` does. That must agree with its forward without a cache; the
     difference shows how much the model rounds.
 
     Args:
@@ -53,19 +53,19 @@ def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, floa
         Unsupported: the difference is too large, a layer cannot be run this way, or transformers cannot run the model,
             or computes other logits with its cache than without.
     """
-    name, tolerance = f"{type(model).__name__} run layer by layer", tolerances[stack.dtype]
+    name, tolerance = f"{type(model).__name__} run layer by layer", tolerances[runner.dtype]
     with in_transformers(model.config):
-        tokens, generated = _generated(stack, model)
-        expected = model(input_ids=torch.tensor([tokens], device=stack.device), use_cache=False).logits[0]
+        tokens, generated = _generated(runner, model)
+        expected = model(input_ids=torch.tensor([tokens], device=runner.device), use_cache=False).logits[0]
     own = relative_error(generated, expected[-len(generated) :])
-    most = max(tolerance, _NARROWER if stack.dtype == torch.float64 else 0.0)
+    most = max(tolerance, _NARROWER if runner.dtype == torch.float64 else 0.0)
     if not own <= most:
         what = f"with its cache transformers computes other logits than without, by {own:.1e} of the largest logit"
         raise Unsupported(name, what, "Use model.generate for this architecture, and report it to transformers")
-    logits = torch.cat(_run(stack, tokens, name))
+    logits = torch.cat(_run(runner, tokens, name))
     error = relative_error(logits, torch.cat([expected, expected, expected[:4]]))
     if tolerance < error <= most:
-        own = max(own, relative_error(_generated(stack, model, tokens)[1], expected))
+        own = max(own, relative_error(_generated(runner, model, tokens)[1], expected))
     allowed = max(tolerance, min(_TIMES_ITSELF * own, most))
     if not error <= allowed:
         what = f"its logits differ from the model's own by {error:.1e} of the largest logit, allowed are {allowed:.0e}"
@@ -73,34 +73,34 @@ def check_parity(stack: Stack, model: Any, tolerances: Mapping[torch.dtype, floa
     return error
 
 
-def _generated(stack: Stack, model: Any, given: list[int] | None = None) -> tuple[list[int], Tensor]:
+def _generated(runner: ModelRunner, model: Any, given: list[int] | None = None) -> tuple[list[int], Tensor]:
     """Tokens, and the logits [N, V] of the last N of them, computed one by one by the model with its own cache.
 
     The tokens are `given`, or a random prompt and its greedy continuation.
     """
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, stack.vocab_size, (_LENGTH - _NEW + 1,), generator=generator).tolist()
+    prompt = torch.randint(0, runner.vocab_size, (_LENGTH - _NEW + 1,), generator=generator).tolist()
     given = given or []
     ahead, kept = given[:1] or prompt, dict[str, Any]()
     tokens: list[int] = []
-    rows: list[Tensor] = []
+    seqs: list[Tensor] = []
     while len(tokens) < _LENGTH:
         tokens += ahead
-        out = model(input_ids=torch.tensor([ahead], device=stack.device), use_cache=True, **kept)
-        rows.append(out.logits[0, -1])
-        ahead = given[len(tokens) : len(tokens) + 1] or [int(rows[-1].argmax())]
+        out = model(input_ids=torch.tensor([ahead], device=runner.device), use_cache=True, **kept)
+        seqs.append(out.logits[0, -1])
+        ahead = given[len(tokens) : len(tokens) + 1] or [int(seqs[-1].argmax())]
         kept = {name: value for name, value in out.items() if compat.is_cache(value)}  # its argument has the same name
-    return tokens, torch.stack(rows)
+    return tokens, torch.stack(seqs)
 
 
-def settle_layout(stack: HFStack, model: Any) -> float:
-    """Check parity of a model's own modules with rows prepacked, padded, then alone; the first to pass is kept."""
+def settle_layout(runner: HFRunner, model: Any) -> float:
+    """Check parity of a model's own modules with sequences prepacked, padded, then alone; the first to pass is kept."""
     for prepacks, alone in ((True, False), (False, False), (False, True)):
-        if prepacks and not stack.prepacks:
+        if prepacks and not runner.prepacks:
             continue
-        stack.prepacks, stack.alone = prepacks, alone
+        runner.prepacks, runner.alone = prepacks, alone
         try:
-            return check_parity(stack, model)
+            return check_parity(runner, model)
         except Unsupported as reason:
             if alone:
                 raise
@@ -108,45 +108,45 @@ def settle_layout(stack: HFStack, model: Any) -> float:
     raise AssertionError("the last way returns or raises")
 
 
-def _run(stack: Stack, tokens: list[int], name: str) -> list[Tensor]:
+def _run(runner: ModelRunner, tokens: list[int], name: str) -> list[Tensor]:
     """The logits of the stack; refuses an architecture that fails when run this way."""
     try:
-        return [chunked_logits(stack, tokens, _CHUNKS), ragged_logits(stack, tokens)]
+        return [chunked_logits(runner, tokens, _CHUNKS), ragged_logits(runner, tokens)]
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(name, f"a layer raises {error!r}", _REMEDY) from error
 
 
-def chunked_logits(stack: Stack, tokens: list[int], chunks: tuple[int, ...]) -> Tensor:
+def chunked_logits(runner: ModelRunner, tokens: list[int], chunks: tuple[int, ...]) -> Tensor:
     """Logits [T, V] of `tokens`, run at full depth in pieces of the given sizes."""
-    cache = KVCache(stack.windows, rows=1)
+    cache = KVCache(runner.windows, seqs=1)
     pieces, start = [], 0
     for size in chunks:
-        pieces.append(stack.forward([_chain(stack, 0, tokens[start : start + size])], cache))
+        pieces.append(runner.forward([_chain(runner, 0, tokens[start : start + size])], cache))
         cache.commit(0, range(size))
         start += size
     return torch.cat(pieces)
 
 
-def ragged_logits(stack: Stack, tokens: list[int]) -> Tensor:
-    """Logits [13, V]: of 9 tokens, the last of them in a tree, and of their first 4 in a shorter second row."""
-    cache = KVCache(stack.windows, rows=2)
-    wrong, plan = (tokens[7] + 1) % stack.vocab_size, DepthPlan.full(stack.num_layers)
+def ragged_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
+    """Logits [13, V]: of 9 tokens, the last of them in a tree, and of their first 4 in a shorter second sequence."""
+    cache = KVCache(runner.windows, seqs=2)
+    wrong, plan = (tokens[7] + 1) % runner.vocab_size, DepthPlan.full(runner.num_layers)
     tree = SequenceChunk(0, [tokens[6], wrong, *tokens[7:9]], [0] * 4, plan, (-1, 0, 0, 2), (0, 1, 1, 2), wanted=4)
-    long = [_chain(stack, 0, tokens[:5]), _chain(stack, 0, tokens[5:6]), tree]
-    short = [_chain(stack, 1, tokens[a:b]) for a, b in ((0, 1), (1, 3), (3, 4))]  # the second is longer than row 0's
+    long = [_chain(runner, 0, tokens[:5]), _chain(runner, 0, tokens[5:6]), tree]
+    short = [_chain(runner, 1, tokens[a:b]) for a, b in ((0, 1), (1, 3), (3, 4))]  # the second is longer than sequence 0's
     pieces: tuple[list[Tensor], list[Tensor]] = ([], [])
     for chunks in zip(long, short, strict=True):
-        for chunk, logits in zip(chunks, stack.forward(chunks, cache).split([f.wanted for f in chunks]), strict=True):
-            pieces[chunk.row].append(logits)
-            cache.commit(chunk.row, range(chunk.wanted))
+        for chunk, logits in zip(chunks, runner.forward(chunks, cache).split([f.wanted for f in chunks]), strict=True):
+            pieces[chunk.seq].append(logits)
+            cache.commit(chunk.seq, range(chunk.wanted))
     first, second = map(torch.cat, pieces)
     return torch.cat([first[:7], first[8:], second])
 
 
-def _chain(stack: Stack, row: int, tokens: list[int]) -> SequenceChunk:
-    return SequenceChunk(row, tokens, [0] * len(tokens), DepthPlan.full(stack.num_layers), wanted=len(tokens))
+def _chain(runner: ModelRunner, seq: int, tokens: list[int]) -> SequenceChunk:
+    return SequenceChunk(seq, tokens, [0] * len(tokens), DepthPlan.full(runner.num_layers), wanted=len(tokens))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,9 +1,9 @@
-"""Copies of transformers' layers that share their weights: for rows without padding, or without a sublayer.
+"""Copies of transformers' layers that share their weights: for sequences without padding, or without a sublayer.
 
-Rows of different lengths run in one forward without padding (arXiv 2404.09529): the tokens of all rows follow one
-another in a single row [1, T, D]. Everything but attention treats each token by itself. Attention runs row by row,
-through the function that the model uses anyway, with the keys, values and mask of that row. (The paper instead masks
-the products of different rows, so its cost grows with the total length.)
+Sequences of different lengths run in one forward without padding (arXiv 2404.09529): the tokens of all sequences follow
+one another in a single sequence [1, T, D]. Everything but attention treats each token by itself. Attention runs
+sequence by sequence, through the function that the model uses anyway, with the keys, values and mask of that sequence.
+(The paper instead masks the products of different sequences, so its cost grows with the total length.)
 
 A model can take part if its attention looks up its function in transformers' registry, by a name in its config. Copies
 of its layers have a config that names our function; what that needs is passed as the mask.
@@ -43,17 +43,17 @@ def shallow_copy(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Mod
     return copied
 
 
-def can_ask_by_rows(layer: nn.Module) -> bool:
+def can_ask_by_seqs(layer: nn.Module) -> bool:
     """Whether attention in the layer looks up its function in the registry, so that it can find ours."""
     return any(map(_looks_up, layer.modules()))
 
 
-def by_rows(layer: nn.Module) -> nn.Module:
+def by_seqs(layer: nn.Module) -> nn.Module:
     """A copy that shares all weights and whose attention calls our function; the layer itself if it has none."""
-    if not can_ask_by_rows(layer):
+    if not can_ask_by_seqs(layer):
         return layer
     _register()
-    copied = shallow_copy(layer, {name: by_rows(part) for name, part in layer._modules.items() if part is not None})
+    copied = shallow_copy(layer, {name: by_seqs(part) for name, part in layer._modules.items() if part is not None})
     if _looks_up(layer):
         config: Any = copy.copy(layer.config)
         setattr(config, _OWN_NAME, config._attn_implementation)
@@ -70,40 +70,40 @@ def _looks_up(part: nn.Module) -> bool:
 Reader = Callable[[Tensor, Tensor, "Tensor | None"], "Tensor | None"]
 
 
-class Rows:
-    """The rows of one attention call; it is passed as both the cache and the mask.
+class PackedSequences:
+    """The sequences of one attention call; it is passed as both the cache and the mask.
 
     Args:
         store: the layer's KV.
-        rows, counts: ascending rows of the cache, and the number of tokens of each.
-        masks: per row, [1, 1, tokens, columns]; None if the attention's own default is right.
-        readers: per row, a function that makes another mask from queries and keys [heads, ..., head_dim]; or None.
+        sequences, counts: ascending sequences of the cache, and the number of tokens of each.
+        masks: per sequence, [1, 1, tokens, slots]; None if the attention's own default is right.
+        readers: per sequence, a function that makes another mask from queries and keys [heads, ..., head_dim]; or None.
     """
 
     def __init__(
-        self, store: KVLayer, rows: Sequence[int], counts: list[int], masks: Sequence[Tensor | None],
+        self, store: KVLayer, seqs: Sequence[int], counts: list[int], masks: Sequence[Tensor | None],
         readers: Sequence[Reader | None],
     ) -> None:
-        self._store, self._rows, self.counts, self.masks, self.readers = store, rows, counts, masks, readers
+        self._store, self._seqs, self.counts, self.masks, self.readers = store, seqs, counts, masks, readers
         self.read: list[tuple[Tensor, Tensor]] = []
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values [1, heads, T, head_dim], and keep what each row will read."""
-        parts = zip(self._rows, self.counts, keys.split(self.counts, 2), values.split(self.counts, 2), strict=True)
-        self.read = [self._store.append(k, v, [row], [count]) for row, count, k, v in parts]
+        """Store keys and values [1, heads, T, head_dim], and keep what each sequence will read."""
+        parts = zip(self._seqs, self.counts, keys.split(self.counts, 2), values.split(self.counts, 2), strict=True)
+        self.read = [self._store.append(k, v, [seq], [count]) for seq, count, k, v in parts]
         return keys, values
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """The registered attention function: query [1, heads, T, head_dim] to [1, T, heads, head_dim], row by row."""
-    if not isinstance(attention_mask, Rows):
+    """The registered attention function: query [1, heads, T, head_dim] to [1, T, heads, head_dim], sequence by sequence."""
+    if not isinstance(attention_mask, PackedSequences):
         raise TypeError(f"{type(module).__name__} does not hand its mask on to its attention as it is")
     home, name = sys.modules[type(module).__module__], getattr(module.config, _OWN_NAME)
     attend = getattr(home, _EAGER) if name == "eager" else getattr(home, _REGISTRY)[name]
-    rows = attention_mask
-    parts = zip(query.split(rows.counts, 2), rows.read, rows.masks, rows.readers, strict=True)
+    seqs = attention_mask
+    parts = zip(query.split(seqs.counts, 2), seqs.read, seqs.masks, seqs.readers, strict=True)
     outputs = []
     for q, (keys, values), seen, reader in parts:
         seen = seen if reader is None else reader(q[0], keys[0], seen)

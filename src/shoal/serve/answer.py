@@ -13,7 +13,7 @@ from shoal.decode.branches.verifier import NoVerdict, NoVerdictInTime
 from shoal.engine.constraints.constraint import Constraint
 from shoal.engine.engine import Engine
 from shoal.engine.request import Request
-from shoal.engine.scheduling.request_handle import Item, Placed, RequestHandle, ScheduledRow
+from shoal.engine.scheduling.request_handle import Item, Placed, RequestHandle, ScheduledSequence
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Closed, Interrupted, OutOfMemory, QueueFull, Unsupported
 from shoal.serve.errors import LOG, ApiError, refused
@@ -95,7 +95,7 @@ class Answer:
                     came.append(self._items.get_nowait())
                 if self._late:
                     raise ApiError(504, "the request took longer than the server allows", code="timeout")
-                told = [(place * self._n + item.row, item) for place, item in came if isinstance(item, Step | Placed)]
+                told = [(place * self._n + item.seq, item) for place, item in came if isinstance(item, Step | Placed)]
                 if told:
                     yield told
                 for _, item in came:
@@ -119,8 +119,8 @@ class Answer:
                 handle.cancel()
 
     @property
-    def entries(self) -> list[ScheduledRow]:
-        """The rows behind the choices."""
+    def entries(self) -> list[ScheduledSequence]:
+        """The sequences behind the choices."""
         return [entry for handle in self.handles for entry in handle.entries]
 
     @property
@@ -139,12 +139,12 @@ class Answer:
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens read and generated, each prompt counted once; drafted tokens too, if there were any."""
-        firsts = [handle.entries[0].row for handle in self.handles]
-        read = sum(row.prompt_length for row in firsts)
-        made = sum(len(entry.row.steps) for entry in self.entries)
-        cached = {"cached_tokens": sum(row.cached for row in firsts)}
-        drafted = sum(entry.row.ledger.drafted for entry in self.entries)
-        kept = sum(entry.row.ledger.accepted for entry in self.entries)
+        firsts = [handle.entries[0].seq for handle in self.handles]
+        read = sum(seq.prompt_length for seq in firsts)
+        made = sum(len(entry.seq.steps) for entry in self.entries)
+        cached = {"cached_tokens": sum(seq.cached for seq in firsts)}
+        drafted = sum(entry.seq.ledger.drafted for entry in self.entries)
+        kept = sum(entry.seq.ledger.accepted for entry in self.entries)
         guessed = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept}
         return {
             "prompt_tokens": read,

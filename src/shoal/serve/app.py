@@ -46,7 +46,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
         left = getattr(app.state, "left", lambda: settings.grace)()
         await asyncio.to_thread(scheduler.close, timeout=left, last=LAST_TURN)
         if not scheduler.worker.ended:
-            LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.worker.stack())
+            LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.worker.runner())
 
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, settings=settings)
@@ -59,7 +59,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
     app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _unexpected)
     if metrics is None:
-        metrics = Metrics(settings.model_name, scheduler, scheduler.engine.stack.num_layers)
+        metrics = Metrics(settings.model_name, scheduler, scheduler.engine.runner.num_layers)
     handler = RequestHandler(scheduler, settings, metrics)
     app.post("/v1/chat/completions", openapi_extra=_body(ChatBody))(handler.chat)
     app.post("/v1/completions", openapi_extra=_body(CompletionBody))(handler.complete)
@@ -81,7 +81,7 @@ def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
         "object": "model",
         "created": int(time.time()),
         "owned_by": "shoal",
-        "max_model_len": scheduler.engine.stack.max_positions,
+        "max_model_len": scheduler.engine.runner.max_positions,
     }
 
     @app.get("/v1/models")

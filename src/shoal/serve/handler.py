@@ -18,7 +18,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve import policy
 from shoal.serve.answer import Answer, Compiling
 from shoal.serve.errors import LOG, ApiError, failed, no_model, refused
-from shoal.serve.metrics import Metrics, beside, report
+from shoal.serve.metrics import Metrics, extra_counts, report
 from shoal.serve.middleware import GONE, note
 from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras, parse, read, validated
 from shoal.serve.protocol.fields import RESPONSES, named, sorted_out
@@ -42,7 +42,7 @@ class RequestHandler:
         self._tokenizer = scheduler.engine.tokenizer
         self._vocabulary = None if self._tokenizer is None else TokenBytes(self._tokenizer)
         self._compiling = Compiling(scheduler.engine, settings.timeout)
-        self._told: set[str] = set()
+        self._named: set[str] = set()
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -61,7 +61,7 @@ class RequestHandler:
         body.check()
 
         def wire(answer: Answer, tools: Tools | None) -> Wire:
-            how = answer.entries[0].row.sampling
+            how = answer.entries[0].seq.sampling
             return ResponseWire({**chat, "temperature": how.temperature, "top_p": how.top_p}, tools)
 
         return await self._converse(request, body, ignored, wire)
@@ -81,9 +81,9 @@ class RequestHandler:
     def _noted(self, answer: Response, ignored: Sequence[str]) -> Response:
         """The response, with the names of fields without effect in a header; each name is logged once."""
         answer.headers.update(named(ignored))
-        for name in set(ignored) - self._told:
-            if len(self._told) < _MOST_TOLD:
-                self._told.add(name)
+        for name in set(ignored) - self._named:
+            if len(self._named) < _MOST_TOLD:
+                self._named.add(name)
                 LOG.info(json.dumps({"event": "ignored", "field": name}))
         return answer
 
@@ -117,9 +117,9 @@ class RequestHandler:
         if body.metrics or body.steps:
             raise refused("max_tokens", "max_tokens is 0, so there are no tokens for metrics or steps")
         policy.choose(body.method, body.method_args, self._settings)
-        stack = self._scheduler.engine.stack
+        runner = self._scheduler.engine.runner
         try:
-            read = sum(len(prompt_ids(one, self._tokenizer, stack.vocab_size, None)) for one in prompts)
+            read = sum(len(prompt_ids(one, self._tokenizer, runner.vocab_size, None)) for one in prompts)
         except ValueError as error:
             raise refused("prompt", str(error)) from None
         usage = {"prompt_tokens": read, "completion_tokens": 0, "total_tokens": read}
@@ -145,8 +145,8 @@ class RequestHandler:
         await self._compiling(options["constraint"])
         answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas)
         await answer.start(prompts, options)
-        row = answer.entries[0].row
-        note(request.scope, seed=row.seed, sampling=row.sampling.shown())
+        seq = answer.entries[0].seq
+        note(request.scope, seed=seq.seed, sampling=seq.sampling.shown())
         return answer
 
     def _check(self, body: Body, prompts: int) -> None:
@@ -168,7 +168,7 @@ class RequestHandler:
         whole = wire.whole(shown, answer.usage)
         if body.steps:
             pairs = zip(whole["choices"], [answer.entries[place] for place in best], strict=True)
-            whole["choices"] = [with_steps(choice, entry.row.steps) for choice, entry in pairs]
+            whole["choices"] = [with_steps(choice, entry.seq.steps) for choice, entry in pairs]
         return JSONResponse({**whole, **_metrics(body, answer)})
 
     async def _drained(self, request: Request, answer: Answer) -> bool:
@@ -210,7 +210,7 @@ class RequestHandler:
             completion_tokens=usage["completion_tokens"],
             finish=[result.finish_reason for result in results],
             mean_layers=round(layers / max(1, usage["completion_tokens"]), 2),
-            **beside(results),
+            **extra_counts(results),
             queue_seconds=round(max(entry.queue_seconds for entry in answer.entries), 4),
         )
         if self._settings.log_prompts:

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from shoal.engine.scheduling.request_handle import ScheduledRow
+from shoal.engine.scheduling.request_handle import ScheduledSequence
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.types import Result, Stats
 
@@ -37,7 +37,7 @@ _REASONS = {"cancelled": "abort"}
 
 
 class Metrics:
-    """The metrics of one server, labelled with the model's name; every row counts as a request."""
+    """The metrics of one server, labelled with the model's name; every sequence counts as a request."""
 
     def __init__(self, model_name: str, scheduler: Scheduler, num_layers: int) -> None:
         self.registry = CollectorRegistry()
@@ -55,16 +55,16 @@ class Metrics:
         self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
         self._gauge("kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", lambda: scheduler.kv_use)
 
-    def finished(self, entry: ScheduledRow, result: Result) -> None:
-        """Count a row that has ended."""
-        stats, steps = result.stats, entry.row.steps
+    def finished(self, entry: ScheduledSequence, result: Result) -> None:
+        """Count a sequence that has ended."""
+        stats, steps = result.stats, entry.seq.steps
         executed = stats.layer_tokens
         counts = {
             "prompt_tokens": stats.prompt_tokens,
             "prefix_cache_queries": stats.prompt_tokens if self._scheduler.prefixes.limit else 0,
-            "prefix_cache_hits": entry.row.cached,
+            "prefix_cache_hits": entry.seq.cached,
             "generation_tokens": stats.new_tokens,
-            "spec_decode_num_drafts": entry.row.ledger.drafted_at[1],
+            "spec_decode_num_drafts": entry.seq.ledger.drafted_at[1],
             "spec_decode_num_draft_tokens": stats.drafted,
             "spec_decode_num_accepted_tokens": stats.accepted,
             "layers_executed": executed,
@@ -72,8 +72,8 @@ class Metrics:
         }
         for name, amount in counts.items():
             self._counters[name].labels(self._label).inc(amount)
-        for distance in entry.row.ledger.drafted_at:
-            self._kept.labels(self._label, str(distance - 1)).inc(entry.row.ledger.accepted_at[distance])
+        for distance in entry.seq.ledger.drafted_at:
+            self._kept.labels(self._label, str(distance - 1)).inc(entry.seq.ledger.accepted_at[distance])
         self._success.labels(self._label, _REASONS.get(result.finish_reason, result.finish_reason)).inc()
         self._prompt.labels(self._label).observe(stats.prompt_tokens)
         self._made.labels(self._label).observe(stats.new_tokens)
@@ -81,7 +81,7 @@ class Metrics:
             self._depth.labels(self._label).observe(step.depth)
         self._observe_times(entry, stats)
 
-    def _observe_times(self, entry: ScheduledRow, stats: Stats) -> None:
+    def _observe_times(self, entry: ScheduledSequence, stats: Stats) -> None:
         for gap in entry.gaps:
             self._gaps.labels(self._label).observe(gap)
         times = {"request_queue_time_seconds": entry.queue_seconds, "e2e_request_latency_seconds": stats.seconds}
@@ -109,12 +109,12 @@ class Metrics:
         Gauge(f"shoal:{name}", text, ["model_name"], registry=self.registry).labels(self._label).set_function(read)
 
 
-def report(entries: list[ScheduledRow], results: list[Result]) -> dict[str, Any]:
+def report(entries: list[ScheduledSequence], results: list[Result]) -> dict[str, Any]:
     """The cost of one answer, for clients that ask for `metrics`: sums and means over its choices."""
     stats = [result.stats for result in results]
     made = sum(one.new_tokens for one in stats)
     drafted, accepted = sum(one.drafted for one in stats), sum(one.accepted for one in stats)
-    drafts = sum(entry.row.ledger.drafted_at[1] for entry in entries)
+    drafts = sum(entry.seq.ledger.drafted_at[1] for entry in entries)
     gaps = [gap for entry in entries for gap in entry.gaps]
     firsts = [entry.first - entry.arrived for entry in entries if entry.first is not None]
     return {
@@ -132,7 +132,7 @@ def report(entries: list[ScheduledRow], results: list[Result]) -> dict[str, Any]
         },
         "seed": results[0].seed,
         "sampling": results[0].sampling.shown(),
-        "beside": beside(results),
+        "beside": extra_counts(results),
         "queue_time_ms": 1e3 * max(entry.queue_seconds for entry in entries),
         "time_to_first_token_ms": 1e3 * max(firsts) if firsts else None,
         "generation_time_ms": 1e3 * max(one.decode_seconds for one in stats),
@@ -141,9 +141,9 @@ def report(entries: list[ScheduledRow], results: list[Result]) -> dict[str, Any]
     }
 
 
-def beside(results: list[Result]) -> dict[str, int]:
-    """`Stats.beside`, the counts of searches and of second models, summed over results."""
-    return dict(sum((Tally(result.stats.beside) for result in results), Tally[str]()))
+def extra_counts(results: list[Result]) -> dict[str, int]:
+    """`Stats.extra_counts`, the counts of searches and of second models, summed over results."""
+    return dict(sum((Tally(result.stats.extra) for result in results), Tally[str]()))
 
 
 def _histogram(depths: list[float]) -> dict[str, int]:

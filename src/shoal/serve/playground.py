@@ -18,7 +18,7 @@ from shoal.depth.budget import ideal_speedup
 from shoal.depth.plan import NEVER
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
-from shoal.methods.knobs import choices, describe, field_docs, plain
+from shoal.methods.options import choices, describe, field_docs, plain
 from shoal.serve import policy
 from shoal.serve.errors import refused
 from shoal.serve.protocol.bodies import PlanBody
@@ -52,13 +52,13 @@ class Playground:
     @cached_property
     def model(self) -> dict[str, Any]:
         """The model, and the methods that a request may name."""
-        stack, settings = self._engine.stack, self._settings
+        runner, settings = self._engine.runner, self._settings
         return {
             "model": settings.model_name,
-            "num_layers": stack.num_layers,
+            "num_layers": runner.num_layers,
             "masked": self._engine.masked is not None,
             "chat": bool(getattr(self._engine.tokenizer, "chat_template", None)),
-            "max_tokens": min(settings.max_tokens, stack.max_positions or settings.max_tokens),
+            "max_tokens": min(settings.max_tokens, runner.max_positions or settings.max_tokens),
             "default_method": methods.make(settings.method).name,
             "methods": [self._method(methods.get(name)) for name in policy.allowed(settings)],
         }
@@ -77,14 +77,14 @@ class Playground:
             recipe = self._engine.recipe(method, body.max_tokens)
         except ValueError as error:
             raise refused("method_args", str(error)) from None
-        layers, mean = self._engine.stack.num_layers, recipe.plan.mean_depth(body.max_tokens)
+        layers, mean = self._engine.runner.num_layers, recipe.plan.mean_depth(body.max_tokens)
         return {
             "method": method.name,
             "num_layers": layers,
             "exact_to": recipe.exact_to,
             "guesses": recipe.scratch > 0,
             "mean_layers": mean,
-            "ideal_speedup": ideal_speedup(layers, mean, self._engine.stack.head_layers),
+            "ideal_speedup": ideal_speedup(layers, mean, self._engine.runner.head_layers),
             "attention": [_last(step) for step in recipe.plan.attention],
             "mlp": [_last(step) for step in recipe.plan.mlp],
         }

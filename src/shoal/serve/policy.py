@@ -83,22 +83,22 @@ def _check(spec: Any, settings: Settings, seen: list[str], depth: int = 0) -> No
     _check_files(name, args, settings)
     _check_numbers(name, args, settings)
     for holder in (spec, args if isinstance(args, Mapping) else {}):
-        for knob in WRAPPED:
-            if holder.get(knob) is not None:
-                _check(holder[knob], settings, seen, depth + 1)
+        for option in WRAPPED:
+            if holder.get(option) is not None:
+                _check(holder[option], settings, seen, depth + 1)
 
 
 def _check_numbers(name: str, args: Any, settings: Settings) -> None:
     """Refuse numbers, lists and texts that are too large for a request."""
     limits = _limits(name)
-    for knob, value in args.items() if isinstance(args, Mapping) else ():
-        if knob in WRAPPED or knob not in methods.get(name).knobs():
+    for option, value in args.items() if isinstance(args, Mapping) else ():
+        if option in WRAPPED or option not in methods.get(name).option_names():
             continue
-        limit = limits.get(knob, Most(0))
-        more = settings.limits.get(f"{name}.{knob}")
+        limit = limits.get(option, Most(0))
+        more = settings.limits.get(f"{name}.{option}")
         if (why := beyond(value, limit if more is None else Most(more, max(limit.items, int(more))))) is not None:
-            raise ApiError(400, f"{knob} of {name} is {why} from a request. The operator may allow more with "
-                           f"--method-limit {name}.{knob}=N", param="method_args")
+            raise ApiError(400, f"{option} of {name} is {why} from a request. The operator may allow more with "
+                           f"--method-limit {name}.{option}=N", param="method_args")
 
 
 @functools.cache
@@ -109,9 +109,9 @@ def _limits(name: str) -> Mapping[str, Most]:
 def check_limits(limits: Mapping[str, float]) -> None:
     """Refuse limits of options that no method has; the ValueError names the known ones."""
     for place, most in limits.items():
-        name, _, knob = place.partition(".")
+        name, _, option = place.partition(".")
         known = _limits(name) if name in _known() else {}
-        if knob not in known:
+        if option not in known:
             there = f"{name} has {', '.join(known)}" if known else f"methods are {', '.join(sorted(_known()))}"
             raise ValueError(f"--method-limit {place}: no method has such an option; {there}")
         if not most >= 0:
@@ -122,9 +122,9 @@ def _check_files(name: str, args: Any, settings: Settings) -> None:
     """Refuse options that name files of the server, unless the operator listed the method; refuse URLs always."""
     method = methods.get(name)
     defaults = {field.name: field.default for field in fields(method)}
-    given = [knob for knob in method.reads
-             if isinstance(args, Mapping) and args.get(knob) not in (None, defaults[knob])]
-    if given and (settings.methods is None or any(is_url(args[knob]) for knob in given)):
+    given = [option for option in method.reads
+             if isinstance(args, Mapping) and args.get(option) not in (None, defaults[option])]
+    if given and (settings.methods is None or any(is_url(args[option]) for option in given)):
         message = (f"{given[0]} of {name} names a file on the server, or a program or address for it to call, which "
                    "requests may not")
         raise ApiError(403, message, param="method_args", code="method_not_allowed")

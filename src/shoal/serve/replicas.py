@@ -58,7 +58,7 @@ class Fleet:
         port: its port; 0 takes a free one.
         device: where they compute; None for CUDA if there is a GPU.
         grace: seconds that requests have to finish when the server shuts down.
-        most: rows that a replica runs or queues.
+        most: sequences that a replica runs or queues.
     """
 
     replicas: int
@@ -106,7 +106,7 @@ class Replica:
         log_to_stderr()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._scheduler, self._settings = make()
-        layers = self._scheduler.engine.stack.num_layers
+        layers = self._scheduler.engine.runner.num_layers
         self._metrics = FleetMetrics(self._settings.model_name, self._scheduler, layers, self._name, board)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

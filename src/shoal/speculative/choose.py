@@ -1,7 +1,8 @@
-"""From a drafter's logits to guesses: the row's own sampling options applied to somebody else's opinion.
+"""From a drafter's logits to guesses: the sequence's own sampling options applied to somebody else's opinion.
 
-Greedy rows get the drafter's best tokens. Sampled rows get draws without replacement from the drafter's distribution,
-each with that distribution for the rules that ask. Logits processors are not applied: they judge the target alone, may
+Greedy sequences get the drafter's best tokens. Sampled sequences get draws without replacement from the drafter's
+distribution, each with that distribution for the rules that ask. Logits processors are not applied: they judge the
+    target alone, may
 be slow, and a draft needs no more than a good guess. A constraint's mask is, where it leaves the drafter a token.
 """
 
@@ -15,34 +16,34 @@ import torch
 from torch import Tensor
 
 from shoal.decode import sampling
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.depth.plan import DepthPlan
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.speculative.growth import Growth, Leaf, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where guesses are wanted: after `words`, which follow the row's tokens.
+    """Where guesses are wanted: after `path`, which follow the sequence's tokens.
 
     Attributes:
-        row: the row.
-        words: guesses on the path from the row's last token to here.
+        sequence: the sequence.
+        path: guesses on the path from the sequence's last token to here.
         at: tells places of one depth apart.
     """
 
-    row: Row
-    words: tuple[int, ...]
+    seq: SequenceState
+    path: tuple[int, ...]
     at: int
 
     @property
     def depth(self) -> int:
-        """Distance from the row's last token."""
-        return len(self.words)
+        """Distance from the sequence's last token."""
+        return len(self.path)
 
     def uniform(self, rank: int) -> float:
         """The number for the sibling of that rank; it belongs to the emitted index that the guess is for."""
-        return self.row.draft_uniform(self.depth, rank, self.at)
+        return self.seq.draft_uniform(self.depth, rank, self.at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +73,32 @@ def choose(places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]
     for members in _alike(places):
         chosen = [places[i] for i in members]
         scores = _scores(chosen, logits if len(members) == len(places) else logits[members])
-        pick = _best if chosen[0].row.sampling.greedy else _drawn
+        pick = _best if chosen[0].seq.sampling.greedy else _drawn
         for i, guesses in zip(members, pick(chosen, scores, count), strict=True):
             found[i] = guesses
     return [guesses for guesses in found if guesses is not None]
 
 
 def _alike(places: Sequence[Place]) -> list[list[int]]:
-    """Places by the sampling options of their rows."""
+    """Places by the sampling options of their sequences."""
     groups: dict[int, list[int]] = {}
     for i, place in enumerate(places):
-        groups.setdefault(id(place.row.sampling), []).append(i)
+        groups.setdefault(id(place.seq.sampling), []).append(i)
     return list(groups.values())
 
 
 def _scores(places: Sequence[Place], logits: Tensor) -> Tensor:
     """Scores [places, V] after bias, penalties and mask along each place's own path."""
-    options = places[0].row.sampling
-    if not sampling.needs_history(options) and all(place.row.allowed is None for place in places):
+    options = places[0].seq.sampling
+    if not sampling.needs_history(options) and all(place.seq.allowed is None for place in places):
         return sampling.biased(logits, options)
     return torch.stack([_of_place(place, values) for place, values in zip(places, logits, strict=True)])
 
 
 def _of_place(place: Place, logits: Tensor) -> Tensor:
     """A drafter of few words may know none of those that are allowed; then any will do, as none is kept."""
-    scores = place.row.scores(logits, place.words, processed=False)
-    possible = place.row.allowed is None or bool((scores > -torch.inf).any())
+    scores = place.seq.scores(logits, place.path, processed=False)
+    possible = place.seq.allowed is None or bool((scores > -torch.inf).any())
     return scores if possible else logits
 
 
@@ -114,7 +115,7 @@ def _without_impossible(tokens: list[int], logs: list[float]) -> Guesses:
 
 
 def _drawn(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]:
-    probs = sampling.probs_of(scores, places[0].row.sampling)
+    probs = sampling.probs_of(scores, places[0].seq.sampling)
     tokens, rest = [], probs
     possible: list[int] = [count] * len(places) if count == 1 else (probs > 0).sum(-1).clamp(max=count).tolist()
     for rank in range(max(possible)):
@@ -125,28 +126,28 @@ def _drawn(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]
             left = rest.scatter(-1, index, 0.0)
             # A place with no token left draws on from what it has; those draws are cut off below.
             rest = torch.where((left > 0).any(-1, keepdim=True), left, rest)
-    columns = torch.tensor(tokens, device=probs.device).T
-    logs = probs.gather(-1, columns).log().tolist()
+    slots = torch.tensor(tokens, device=probs.device).T
+    logs = probs.gather(-1, slots).log().tolist()
     return [
-        Guesses(tuple(row[i] for row in tokens[:size]), probs[i], tuple(logs[i][:size]))
+        Guesses(tuple(seq[i] for seq in tokens[:size]), probs[i], tuple(logs[i][:size]))
         for i, size in enumerate(possible)
     ]
 
 
-class RowTree(Growth):
-    """A row's tree, which grows by a level at a time.
+class SequenceTree(Growth):
+    """A sequence's tree, which grows by a level at a time.
 
     Attributes:
-        row, slot: the row, and its place in the drafter's cache.
+        sequence, entry: the sequence, and its place in the drafter's cache.
         levels: most levels; `level`: the levels that it has.
         first: the first node of the last level.
         leaves: nodes of the last level from which more may grow.
         logs: per node the log-likelihood of the path to it.
     """
 
-    def __init__(self, row: Row, slot: int, levels: int) -> None:
-        super().__init__(row.tokens[-1])
-        self.row, self.slot, self.levels = row, slot, levels
+    def __init__(self, seq: SequenceState, seq_id: int, levels: int) -> None:
+        super().__init__(seq.tokens[-1])
+        self.seq, self.seq_id, self.levels = seq, seq_id, levels
         self.level = self.first = 0
         self.leaves, self.logs = [Leaf(0)], [0.0]
 
@@ -159,17 +160,17 @@ class RowTree(Growth):
         """The last level's nodes; with the earlier ones they are a forest below the committed tokens."""
         tokens = self.tokens[self.first :]
         parents = [parent - 1 for parent in self.parents[1:]]
-        depths = [len(words) - 1 for words in self.words[1:]]
-        return SequenceChunk(self.slot, tokens, [0] * len(tokens), plan, parents, depths, wanted=len(tokens),
+        depths = [len(path) - 1 for path in self.paths[1:]]
+        return SequenceChunk(self.seq_id, tokens, [0] * len(tokens), plan, parents, depths, wanted=len(tokens),
                              fed=self.first - 1)
 
     def settle(self, shape: TreeShape, guesses: Sequence[Guesses], least: float) -> None:
         """Add the children that the shape keeps; those of a path at least so likely are the next leaves."""
 
         def noise(leaf: int, rank: int) -> float | None:
-            if self.row.sampling.greedy:
+            if self.seq.sampling.greedy:
                 return None
-            return self.row.uniform(self.level, f"draft value {leaf}.{rank}")
+            return self.seq.uniform(self.level, f"draft value {leaf}.{rank}")
 
         kept = shape.keep(self.leaves, [guess.logs for guess in guesses], noise)
         self.first, leaves = len(self.tokens), []
@@ -181,7 +182,7 @@ class RowTree(Growth):
 
 
 def extend(
-    trees: Sequence[RowTree], logits: Tensor, shape: TreeShape, least: float = -math.inf,
+    trees: Sequence[SequenceTree], logits: Tensor, shape: TreeShape, least: float = -math.inf,
     pick: Callable[[Sequence[Place], Tensor, int], list[Guesses]] = choose,
 ) -> None:
     """Give trees of one level the next one.
@@ -193,7 +194,7 @@ def extend(
         least: log-likelihood below which a path is not continued.
         pick: draws guesses as `choose` does.
     """
-    places = [Place(tree.row, tree.words[leaf.node], at) for tree in trees for at, leaf in enumerate(tree.leaves)]
+    places = [Place(tree.seq, tree.paths[leaf.node], at) for tree in trees for at, leaf in enumerate(tree.leaves)]
     guesses = iter(pick(places, logits, shape.width(trees[0].level)))
     for tree in trees:
         tree.settle(shape, [next(guesses) for _ in tree.leaves], least)

@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 _PIECE = 1 << 16
 
 
-def tokens_of(path: str, tokenizer: Any, knob: str) -> list[int]:
+def tokens_of(path: str, tokenizer: Any, option: str) -> list[int]:
     """The tokens of a text file.
 
     Args:
         path: UTF-8 text.
         tokenizer: a transformers tokenizer.
-        knob: the option that names the file, for messages.
+        option: the option that names the file, for messages.
 
     Raises:
         ValueError: there is no such file, it is not UTF-8, or there is no tokenizer.
     """
     if tokenizer is None:
-        raise ValueError(f"{knob} is {path!r}, but the model has no tokenizer to read it with; load the model with one")
+        raise ValueError(f"{option} is {path!r}, but the model has no tokenizer to read it with; load the model with one")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"{knob} is {path!r}, which cannot be read as UTF-8 text: {error}") from error
+        raise ValueError(f"{option} is {path!r}, which cannot be read as UTF-8 text: {error}") from error
     found: list[int] = []
     for piece in _pieces(text):
         found.extend(tokenizer(piece, add_special_tokens=False)["input_ids"])

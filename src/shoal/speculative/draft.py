@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.depth.plan import DepthPlan
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
 
 Widths = tuple[tuple[float, int], ...]
 """Candidates per place: ascending (confidence, width) pairs; the first confidence that is not exceeded counts."""
@@ -17,10 +17,10 @@ Widths = tuple[tuple[float, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The next draft of one row.
+    """The next draft of one sequence.
 
     Attributes:
-        row: the row; its last token is node 0.
+        sequence: the sequence; its last token is node 0.
         plan: layers to draft with; node j runs those of step j + 1, so that a schedule restarts with every draft.
         length: most guesses, one after another.
         stop: a guess with less confidence is the last one.
@@ -28,7 +28,7 @@ class Draft:
         nodes: most nodes of the tree.
     """
 
-    row: Row
+    seq: SequenceState
     plan: DepthPlan
     length: int
     stop: float = 0.0

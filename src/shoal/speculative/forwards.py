@@ -1,6 +1,6 @@
 """Drafting with forwards of the target on the target's own KV: what all self-speculation shares.
 
-A draft is a chain, with siblings where the model is in doubt. Every forward takes the last node of every row that
+A draft is a chain, with siblings where the model is in doubt. Every forward takes the last node of every sequence that
 still drafts and leaves scratch entries, which the caller rolls back. There is no second cache: the layers of a draft
 read the KV that the target's own forwards stored, and add to it.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from shoal.decode import sampling
 from shoal.decode.tree import TokenTree
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.speculative.draft import Draft, within
 from shoal.speculative.growth import Growth
 
 if TYPE_CHECKING:
     from shoal.model.kv.cache import KVCache
-    from shoal.model.stack import Stack
+    from shoal.model.runner import ModelRunner
 
 
 class _Chain(Growth):
@@ -29,22 +29,22 @@ class _Chain(Growth):
 
     Attributes:
         wanted: its options.
-        row: the row.
-        plan: layers that draft, without those that the row's own plan has dropped.
+        sequence: the sequence.
+        plan: layers that draft, without those that the sequence's own plan has dropped.
         confidence: of the last guess.
     """
 
     def __init__(self, wanted: Draft) -> None:
-        self.wanted, self.row = wanted, wanted.row
-        super().__init__(self.row.tokens[-1])
-        self.plan = within(wanted.plan, self.row.plan, self.row.emitted)
+        self.wanted, self.seq = wanted, wanted.seq
+        super().__init__(self.seq.tokens[-1])
+        self.plan = within(wanted.plan, self.seq.plan, self.seq.emitted)
         self.confidence = 1.0
         self._last = 0
 
     @property
     def guesses(self) -> int:
         """Length of the chain."""
-        return len(self.words[self._last])
+        return len(self.paths[self._last])
 
     @property
     def goes_on(self) -> bool:
@@ -58,18 +58,18 @@ class _Chain(Growth):
 
     def chunk(self) -> SequenceChunk:
         """A chunk of the chain's last node."""
-        return SequenceChunk(self.row.slot, [self.tokens[self._last]], [self.guesses + 1], self.plan, fed=self.guesses)
+        return SequenceChunk(self.seq.seq_id, [self.tokens[self._last]], [self.guesses + 1], self.plan, fed=self.guesses)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Scores [V] after the chain's last node."""
-        return self.row.scores(logits, self.words[self._last])
+        return self.seq.scores(logits, self.paths[self._last])
 
     def extend(self, token: int, scores: Tensor, probs: Tensor | None, confidence: float) -> None:
         """Add a guess, drawn from `probs` (None: the most likely one), and its siblings."""
         depth = self.plan.depth(self.guesses + 1)
-        self.row.ledger.draft_forwards += 1
-        self.row.ledger.draft_layer_tokens += depth
-        self.row.ledger.read(depth)
+        self.seq.ledger.draft_forwards += 1
+        self.seq.ledger.draft_layer_tokens += depth
+        self.seq.ledger.read(depth)
         self.confidence = confidence
         others = self._siblings(token, scores)
         parent, self._last = self._last, self.add(token, self._last, probs)
@@ -87,11 +87,11 @@ class _Chain(Growth):
         return [other for other in best if other != token][:count]
 
 
-def run(drafts: Sequence[Draft], stack: Stack, cache: KVCache) -> list[TokenTree]:
-    """Draft for all rows (ascending slots) at once, until every chain is complete."""
+def run(drafts: Sequence[Draft], runner: ModelRunner, cache: KVCache) -> list[TokenTree]:
+    """Draft for all sequences (ascending entries) at once, until every chain is complete."""
     chains = [_Chain(draft) for draft in drafts]
     while alive := [chain for chain in chains if chain.goes_on]:
-        _extend(alive, stack.forward([chain.chunk() for chain in alive], cache))
+        _extend(alive, runner.forward([chain.chunk() for chain in alive], cache))
     return [chain.tree() for chain in chains]
 
 
@@ -99,12 +99,12 @@ def run(drafts: Sequence[Draft], stack: Stack, cache: KVCache) -> list[TokenTree
 def _extend(chains: Sequence[_Chain], logits: Tensor) -> None:
     """Add a guess to each chain from the logits [chains, V] after its last node."""
     scores = torch.stack([chain.scores(line) for chain, line in zip(chains, logits, strict=True)])
-    draft_probs = [None if chain.row.sampling.greedy else sampling.probs_of(line, chain.row.sampling)
+    draft_probs = [None if chain.seq.sampling.greedy else sampling.probs_of(line, chain.seq.sampling)
                    for chain, line in zip(chains, scores, strict=True)]
     tokens = sampling.greedy(scores)
     drawn = [(i, probs) for i, probs in enumerate(draft_probs) if probs is not None]
     if drawn:
-        numbers = [chains[i].row.draft_uniform(chains[i].guesses) for i, _ in drawn]
+        numbers = [chains[i].seq.draft_uniform(chains[i].guesses) for i, _ in drawn]
         picks = sampling.draws(torch.stack([probs for _, probs in drawn]), numbers)
         for (i, _), token in zip(drawn, picks, strict=True):
             tokens[i] = token
@@ -120,8 +120,8 @@ def confidences(scores: Tensor) -> list[float]:
     return result
 
 
-def said(stack: Stack, states: Sequence[Tensor]) -> tuple[list[int], list[float]]:
+def said(runner: ModelRunner, states: Sequence[Tensor]) -> tuple[list[int], list[float]]:
     """Most likely tokens after hidden states [n, D] each, as a hook is shown them, and how confident the model is."""
-    logits = stack.exit_logits(torch.cat(list(states)))
+    logits = runner.exit_logits(torch.cat(list(states)))
     tokens: list[int] = logits.argmax(-1).tolist()
     return tokens, confidences(logits)

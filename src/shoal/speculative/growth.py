@@ -1,4 +1,4 @@
-"""How a tree of guesses grows, level after level and for all rows at once, and which guesses it keeps.
+"""How a tree of guesses grows, level after level and for all sequences at once, and which guesses it keeps.
 
 Imports no torch.
 """
@@ -18,24 +18,24 @@ class Growth:
     """A tree under way, its nodes in breadth-first order.
 
     Args:
-        root: node 0, the row's last token.
+        root: node 0, the sequence's last token.
 
     Attributes:
         tokens, parents, draft_probs: as in `TokenTree`.
-        words: for each node the guesses on the path to it, itself included.
+        paths: for each node the guesses on the path to it, itself included.
     """
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents = [root], [-1]
         self.draft_probs: list[Any] = [None]
-        self.words: list[tuple[int, ...]] = [()]
+        self.paths: list[tuple[int, ...]] = [()]
 
     def add(self, token: int, parent: int, probs: Any = None) -> int:
         """A guess after node `parent`, drawn from `probs` [V] (None where it was not drawn); its node."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.draft_probs.append(probs)
-        self.words.append((*self.words[parent], token))
+        self.paths.append((*self.paths[parent], token))
         return len(self.tokens) - 1
 
     def tree(self) -> TokenTree:
@@ -117,7 +117,7 @@ class Branching:
 
 
 @dataclass(frozen=True)
-class Likeliest:
+class DynamicTree:
     """The likeliest paths of each level are gone on with: the dynamic tree of EAGLE-2 (arXiv 2406.16858, section 4).
 
     What stays depends on what was guessed, so it is no sample of the drafter's law.

@@ -22,17 +22,17 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.native_calls import LIMIT
-from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.source import Source
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import SequenceChunk, Stack, Start
-from shoal.speculative.part_file import TrainedPart, guessed_tokens
+from shoal.model.runner import ModelRunner, SequenceChunk, Start
+from shoal.speculative.draft_head_file import DraftHead, guessed_tokens
 
 Product = Callable[[Tensor], Tensor]
 
 
 class NativeProduct:
-    """The product x @ weight.T of float [n, columns] by the kernels, in float32.
+    """The product x @ weight.T of float [n, slots] by the kernels, in float32.
 
     Args:
         held: the matrix.
@@ -42,20 +42,20 @@ class NativeProduct:
         self.held = held
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product [n, rows]."""
+        """The product [n, sequences]."""
         x = x.float()
         if len(x) <= native.MAX_TOKENS:
             return native.matmul(x, self.held)
         return torch.cat([native.matmul(part, self.held) for part in x.split(native.MAX_TOKENS)])
 
 
-def packed(target: Stack, weight: Tensor) -> Product:
-    """The product x @ weight.T of float [n, columns] with a matrix [rows, columns], packed once.
+def packed(target: ModelRunner, weight: Tensor) -> Product:
+    """The product x @ weight.T of float [n, slots] with a matrix [sequences, slots], packed once.
 
     On the native kernels in 8 bits where the target multiplies in 8 bits, and in float32 out; else in the target's
     dtype.
     """
-    if isinstance(target, NativeStack):
+    if isinstance(target, NativeRunner):
         kind: native.Kind = "int8" if target.activation_dtype == torch.int8 else _FLOATS[target.dtype]
         return NativeProduct(native.pack(weight.float().contiguous(), kind))
     dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
@@ -109,13 +109,13 @@ class LayerShape:
         )
 
 
-class _FedStack(NativeStack):
-    """A native stack whose table of embeddings is a place to lay vectors in."""
+class _FedRunner(NativeRunner):
+    """A native runner whose table of embeddings is a place to lay vectors in."""
 
     @classmethod
-    def of(cls, stack: NativeStack) -> _FedStack:
+    def of(cls, runner: NativeRunner) -> _FedRunner:
         """The same weights."""
-        return cls(stack.shape, stack.weights, stack.rotary, stack.dtype, stack.device)
+        return cls(runner.shape, runner.weights, runner.rotary, runner.dtype, runner.device)
 
     @cached_property
     def _embedding(self) -> Tensor:
@@ -138,7 +138,7 @@ class _FedStack(NativeStack):
         self, chunks: Sequence[SequenceChunk], cache: KVCache, chain: native.NativeChain, states: Sequence[Tensor],
         known: Sequence[Tensor], wishes: Sequence[native.ChainWish], least: float,
     ) -> list[native.Path]:
-        """Paths by this stack's kernels; see `EagleHead.guess`."""
+        """Paths by this runner's kernels; see `EagleHead.guess`."""
         work = self._work(chunks)
         pairs = zip(chunks, wishes, strict=True)
         room = [[len(chunk.tokens) + wish.length] * len(work.layers) for chunk, wish in pairs]
@@ -150,7 +150,7 @@ class _FedStack(NativeStack):
         paths = self.decoder.guess(batch, self._binding(cache), chain, states, known, wishes, least)
         for chunk in chunks:
             for store in cache.layers:
-                store.scratch[chunk.row] += len(chunk.tokens)
+                store.scratch[chunk.seq] += len(chunk.tokens)
         return paths
 
 
@@ -178,7 +178,7 @@ class _Named(Source):
 
 FUSE = "fuse.weight"
 NORMS = ("state_norm.weight", "embedding_norm.weight")
-"""Tensors of a part beside its list of tokens and those of `LayerShape.sizes`: [D, 2 D], the state's columns first;
+"""Tensors of a part beside its list of tokens and those of `LayerShape.sizes`: [D, 2 D], the state's slots first;
 [D] each."""
 _KEPT = 4096
 """Tokens whose shares are at hand."""
@@ -204,31 +204,31 @@ class EagleHead:
         Unsupported: they do not fit the model.
     """
 
-    def __init__(self, target: Stack, part: TrainedPart) -> None:
+    def __init__(self, target: ModelRunner, part: DraftHead) -> None:
         shape, self.names = layer_shape(part), guessed_tokens(part, target)
         self._target, self._eps = target, shape.eps
         self.ids = torch.tensor(self.names, device=target.device)
         self._dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
         tensors = {f"model.{name}": part.take(name, *size) for name, size in shape.sizes().items()}
         tensors["model.embed_tokens.weight"] = target.head_rows(self.names)
-        self._layer: PackedStack = build(
+        self._layer: PackedRunner = build(
             shape.config(len(self.names)), _Named(tensors), self._dtype, target.device,
-            "int8" if target.activation_dtype == torch.int8 else None, kernels=isinstance(target, NativeStack),
+            "int8" if target.activation_dtype == torch.int8 else None, kernels=isinstance(target, NativeRunner),
         )
-        if isinstance(self._layer, NativeStack):
-            self._layer = _FedStack.of(self._layer)
+        if isinstance(self._layer, NativeRunner):
+            self._layer = _FedRunner.of(self._layer)
         self.most = min(LIMIT, len(self.names))
         factors = torch.cat([part.take(name, shape.hidden) for name in NORMS])
         self.hidden, self.vocabulary = shape.hidden, target.vocab_size
         fuse = (part.take(FUSE, shape.hidden, 2 * shape.hidden) * factors).split(shape.hidden, 1)
         part.check_taken()
-        self._of_states, self._of_words = (packed(target, half) for half in fuse)
+        self._of_states, self._of_tokens = (packed(target, half) for half in fuse)
         self._places = {token: place for place, token in enumerate(self.names)}
-        self._words = self._shares(self.names)
+        self._embedded = self._shares(self.names)
         self.chain: native.NativeChain | None = None
-        if isinstance(target, NativeStack) and isinstance(self._of_states, NativeProduct):
+        if isinstance(target, NativeRunner) and isinstance(self._of_states, NativeProduct):
             norm, eps = target.weights.final_norm, target.shape.eps
-            self.chain = native.NativeChain(self._of_states.held, self._words, norm, eps)
+            self.chain = native.NativeChain(self._of_states.held, self._embedded, norm, eps)
         self._lines: dict[int, Tensor] = {}
 
     def cache(self) -> KVCache:
@@ -239,7 +239,8 @@ class EagleHead:
         """Feed vectors.
 
         Args:
-            chunks: of the plan `PLAN`, ascending rows, `most` nodes in all; of their tokens only the number counts.
+            chunks: of the plan `PLAN`, ascending sequences, `most` nodes in all; of their tokens only the number
+                counts.
             cache: of `cache`; the nodes stay there as scratch.
             vectors: [nodes of all chunks, D], of `fused`.
 
@@ -254,7 +255,7 @@ class EagleHead:
             if layer == 1:
                 seen.extend(own[:size] for own, size in zip(hidden, sizes, strict=True))
 
-        if isinstance(self._layer, _FedStack):
+        if isinstance(self._layer, _FedRunner):
             logits = self._layer.fed(chunks, cache, vectors, hook)
         else:
             start = Start(0, pad_sequence(list(vectors.split(sizes)), batch_first=True))
@@ -280,7 +281,7 @@ class EagleHead:
         Returns:
             For each chunk the tokens guessed.
         """
-        assert self.chain is not None and isinstance(self._layer, _FedStack)
+        assert self.chain is not None and isinstance(self._layer, _FedRunner)
         paths = self._layer.guess(chunks, cache, self.chain, states, known, wishes, least)
         return [[self.names[place] for place in path] for path, _ in paths]
 
@@ -288,8 +289,8 @@ class EagleHead:
     def fused(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
         """What enters the layer [n, D]: states [n, D] as the head's matrix reads them, and the tokens after them."""
         places = [self._places.get(token) for token in tokens]
-        words = self._shares(tokens) if None in places else self._words[places]
-        return (self._of_states(self._normed(states)) + words).to(self._dtype)
+        embedded = self._shares(tokens) if None in places else self._embedded[places]
+        return (self._of_states(self._normed(states)) + embedded).to(self._dtype)
 
     def share(self, token: int) -> Tensor:
         """What a token adds to the state before it [1, D]; that of the last few thousand is kept."""
@@ -298,18 +299,18 @@ class EagleHead:
             if len(self._lines) >= _KEPT:
                 self._lines.clear()
             place = self._places.get(token)
-            known = self._lines[token] = self._shares([token]) if place is None else self._words[place : place + 1]
+            known = self._lines[token] = self._shares([token]) if place is None else self._embedded[place : place + 1]
         return known
 
     def _shares(self, tokens: Sequence[int]) -> Tensor:
         """What tokens add to the states before them [n, D], computed; for those that are guessed it is done once."""
         ids = torch.tensor(tokens, device=self.ids.device)
-        return self._of_words(self._normed(self._target.embed(ids, torch.zeros_like(ids))))
+        return self._of_tokens(self._normed(self._target.embed(ids, torch.zeros_like(ids))))
 
     def _normed(self, x: Tensor) -> Tensor:
         return rms_norm(x.to(self._dtype), (self.hidden,), eps=self._eps)
 
 
-def layer_shape(part: TrainedPart) -> LayerShape:
+def layer_shape(part: DraftHead) -> LayerShape:
     """The layer's sizes by a part's card; ValueError where it does not say them."""
     return LayerShape(*(part.size(name) for name in ("hidden", "ffn", "heads", "head_dim")))

@@ -13,37 +13,37 @@ from typing import TYPE_CHECKING
 from shoal.decode.worker import Drafter, Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.speculative.draft import Draft, check_length, check_share
-from shoal.speculative.per_row import PerRow
+from shoal.speculative.per_sequence import PerSequence
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.decode.tree import TokenTree
     from shoal.decode.worker import StepReport
     from shoal.model.kv.cache import KVCache
-    from shoal.model.stack import Stack
+    from shoal.model.runner import ModelRunner
 
 
 class OwnLayersDrafter(Drafter):
-    """Drafts with forwards of the target. A subclass says what each row is to draft.
+    """Drafts with forwards of the target. A subclass says what each sequence is to draft.
 
     Args:
-        stack: the target's own.
+        runner: the target's own.
         cache: the target's own.
     """
 
-    def __init__(self, stack: Stack, cache: KVCache) -> None:
+    def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
         from shoal.speculative.forwards import run  # with torch, which a method's file does without
 
-        self.stack, self.cache, self._run = stack, cache, run
+        self.runner, self.cache, self._run = runner, cache, run
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """One forward per guess, for all rows that still draft."""
-        drafts = [self.draft(row, limit) for row, limit in zip(rows, limits, strict=True)]
-        return self._run(drafts, self.stack, self.cache)
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        """One forward per guess, for all sequences that still draft."""
+        drafts = [self.draft(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        return self._run(drafts, self.runner, self.cache)
 
     @abstractmethod
-    def draft(self, row: Row, limit: int) -> Draft:
-        """What to draft for a row, of at most `limit` guesses."""
+    def draft(self, seq: SequenceState, limit: int) -> Draft:
+        """What to draft for a sequence, of at most `limit` guesses."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,22 @@ class Shallow(Proposer):
         check_length(self.length)
         check_share("stop", self.stop)
 
-    def begin(self, stack: Stack, cache: KVCache) -> ShallowDrafter:
-        """A drafter on the target's own stack and cache."""
-        return ShallowDrafter(self, stack, cache)
+    def begin(self, runner: ModelRunner, cache: KVCache) -> ShallowDrafter:
+        """A drafter on the target's own runner and cache."""
+        return ShallowDrafter(self, runner, cache)
 
 
 class ShallowDrafter(OwnLayersDrafter):
-    """Drafts every row with the proposer's plan."""
+    """Drafts every sequence with the proposer's plan."""
 
-    def __init__(self, proposer: Shallow, stack: Stack, cache: KVCache) -> None:
-        super().__init__(stack, cache)
+    def __init__(self, proposer: Shallow, runner: ModelRunner, cache: KVCache) -> None:
+        super().__init__(runner, cache)
         self._proposer = proposer
 
-    def draft(self, row: Row, limit: int) -> Draft:
-        """The same for every row."""
+    def draft(self, seq: SequenceState, limit: int) -> Draft:
+        """The same for every sequence."""
         one = self._proposer
-        return Draft(row, one.plan, min(one.length, limit), one.stop)
+        return Draft(seq, one.plan, min(one.length, limit), one.stop)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Adaptive(Proposer):
         for name in ("greedy_stop", "sampled_stop", "accepted"):
             check_share(name, getattr(self, name))
 
-    def begin(self, stack: Stack, cache: KVCache) -> AdaptiveDrafter:
-        """A drafter on the target's own stack and cache."""
-        return AdaptiveDrafter(self, stack, cache)
+    def begin(self, runner: ModelRunner, cache: KVCache) -> AdaptiveDrafter:
+        """A drafter on the target's own runner and cache."""
+        return AdaptiveDrafter(self, runner, cache)
 
 
 @dataclass
@@ -137,23 +137,23 @@ class Threshold:
 
 
 class AdaptiveDrafter(OwnLayersDrafter):
-    """Drafts with the proposer's plan and keeps a threshold for each row."""
+    """Drafts with the proposer's plan and keeps a threshold for each sequence."""
 
-    def __init__(self, proposer: Adaptive, stack: Stack, cache: KVCache) -> None:
-        super().__init__(stack, cache)
+    def __init__(self, proposer: Adaptive, runner: ModelRunner, cache: KVCache) -> None:
+        super().__init__(runner, cache)
         self._proposer = proposer
-        self.thresholds = PerRow(self._threshold)
+        self.thresholds = PerSequence(self._threshold)
 
-    def _threshold(self, row: Row) -> Threshold:
+    def _threshold(self, seq: SequenceState) -> Threshold:
         one = self._proposer
-        return Threshold(one.greedy_stop if row.sampling.greedy else one.sampled_stop, one.accepted)
+        return Threshold(one.greedy_stop if seq.sampling.greedy else one.sampled_stop, one.accepted)
 
-    def draft(self, row: Row, limit: int) -> Draft:
-        """Stopped by the row's own threshold."""
+    def draft(self, seq: SequenceState, limit: int) -> Draft:
+        """Stopped by the sequence's own threshold."""
         one = self._proposer
-        return Draft(row, one.plan, min(one.length, limit), self.thresholds[row].value)
+        return Draft(seq, one.plan, min(one.length, limit), self.thresholds[seq].value)
 
     def observe(self, report: StepReport) -> None:
         """Move the thresholds."""
-        for row, tree, outcome in report.guessed():
-            self.thresholds[row].update((len(outcome.path) - 1) / max(tree.depths))
+        for seq, tree, outcome in report.guessed():
+            self.thresholds[seq].update((len(outcome.path) - 1) / max(tree.depths))

@@ -20,8 +20,8 @@ from shoal.model.packed import build as packed_build
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.linear import Blocked, Dense
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import FAMILIES as PACKED
-from shoal.model.packed.stack import PackedStack
 from shoal.model.parity import chunked_logits
 
 IDS = [3, 41, 5, 92, 66, 53, 58, 9, 79, 32, 38, 46, 26, 43, 38]
@@ -41,12 +41,12 @@ def error(found: Tensor, expected: Tensor) -> float:
 def check(architecture: str, kind: str, folder: Path) -> None:
     path = folder / "tiny.gguf"
     state = write_model(architecture, path, kind)
-    twin = with_state(tiny_model(architecture), state)
-    assert isinstance(shoal.load(path, dtype="float32").stack, PackedStack) == (twin.config.model_type in PACKED)
-    assert error(chunked_logits(packed(path, kernels=False), IDS, (len(IDS),)), logits(twin)) < 1e-4
+    slow = with_state(tiny_model(architecture), state)
+    assert isinstance(shoal.load(path, dtype="float32").runner, PackedRunner) == (slow.config.model_type in PACKED)
+    assert error(chunked_logits(packed(path, kernels=False), IDS, (len(IDS),)), logits(slow)) < 1e-4
 
 
-def packed(path: Path, kernels: bool) -> PackedStack:
+def packed(path: Path, kernels: bool) -> PackedRunner:
     file = GgufFile(path)
     config = config_of(file)
     return build(config, GgufSource(file, config), torch.float32, torch.device("cpu"), kernels=kernels)
@@ -105,10 +105,10 @@ def test_weights_are_dequantised_once_where_there_is_room(
     monkeypatch.setattr(packed_build, "available", lambda: 100)
     blocks = packed(tmp_path / "tiny.gguf", kernels=False)
     assert "very slow" in caplog.text
-    kinds = [{type(matrix) for layer in stack.weights.layers for matrix in (layer.out, layer.down)}
-             for stack in (whole, blocks)]
+    kinds = [{type(matrix) for layer in runner.weights.layers for matrix in (layer.out, layer.down)}
+             for runner in (whole, blocks)]
     assert kinds == [{Dense}, {Blocked}]
-    torch.testing.assert_close(*(chunked_logits(stack, IDS, (len(IDS),)) for stack in (whole, blocks)))
+    torch.testing.assert_close(*(chunked_logits(runner, IDS, (len(IDS),)) for runner in (whole, blocks)))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

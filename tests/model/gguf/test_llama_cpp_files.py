@@ -28,7 +28,7 @@ from shoal.model.gguf.header import Strings
 from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import native
 from shoal.model.packed.build import build
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.parity import chunked_logits
 
 gguf: Any = pytest.importorskip("gguf", reason="the gguf package is the oracle of dequantisation")
@@ -59,8 +59,8 @@ def run(path: Path, runner: str) -> Tensor:
     if runner == "modules":
         return logits(modules_of(file, config, torch.float32))
     source, cpu = GgufSource(file, config), torch.device("cpu")
-    stack = build(config, source, torch.float32, cpu, kernels=runner == "kernels")
-    return chunked_logits(stack, IDS, STEPS)
+    runner = build(config, source, torch.float32, cpu, kernels=runner == "kernels")
+    return chunked_logits(runner, IDS, STEPS)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -197,7 +197,7 @@ def test_a_wrong_layout_is_far_outside_these_bounds(kind: str, what: str, runner
 def test_words_are_those_of_llama_cpp(architecture: str) -> None:
     made = next(made for made in FILES if made.architecture == architecture)
     engine, said = shoal.load(made.path, dtype="float32"), facts()["words"][architecture]
-    assert isinstance(engine.stack, PackedStack)
+    assert isinstance(engine.runner, PackedRunner)
     assert engine.eos_token_ids == set(said["ends"])
     assert engine.tokenizer.chat_template == words_of(architecture)["tokenizer.chat_template"]
     assert {text: engine.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS} == said["ids"]

@@ -9,9 +9,9 @@ import torch
 
 from backends import TORCH
 from drive import gap
-from shoal.model.masks import row_mask
+from shoal.model.masks import seq_mask
 from shoal.model.packed.block import gathered_attention, scaled_attention
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 
 HEADS, NODES, COLUMNS = 2, 3, 40
 
@@ -21,9 +21,9 @@ HEADS, NODES, COLUMNS = 2, 3, 40
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_bias_is_added_as_it_is(dtype: torch.dtype, cap: float | None, apart: bool) -> None:
     """In bfloat16 all of these are 128: rounded, they would weigh the same. Query heads may have their own columns."""
-    stack = TORCH.stack("llama")
-    assert isinstance(stack, PackedStack)
-    shape = replace(stack.shape, attention_cap=cap)
+    runner = TORCH.runner("llama")
+    assert isinstance(runner, PackedRunner)
+    shape = replace(runner.shape, attention_cap=cap)
     assert shape.kv_heads == HEADS < shape.heads
     dice = torch.Generator().manual_seed(0)
     q = torch.randn(shape.heads, NODES, shape.head_dim, generator=dice).to(dtype)
@@ -32,7 +32,7 @@ def test_a_bias_is_added_as_it_is(dtype: torch.dtype, cap: float | None, apart: 
     seen = torch.ones(NODES, COLUMNS, dtype=torch.bool).tril(COLUMNS - NODES)
     own = torch.rand(shape.heads if apart else HEADS, 1, COLUMNS, generator=dice) < (0.5 if apart else 1)
     columns = torch.arange(COLUMNS).where(seen & own, -1).sort(-1).values
-    mask = row_mask(columns if apart else None, bias, seen, shape.heads, torch.promote_types(dtype, torch.float32))
+    mask = seq_mask(columns if apart else None, bias, seen, shape.heads, torch.promote_types(dtype, torch.float32))
     found = scaled_attention(q[None], keys[None], values[None], shape, mask)[0]
     expected = gathered_attention(q.double(), keys.double(), values.double(), shape, columns, bias)
     assert gap(found.double(), expected) <= {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float64: 1e-10}[dtype]

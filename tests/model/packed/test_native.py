@@ -283,13 +283,13 @@ def test_other_families_of_processors(
 
 def test_a_wheel_for_arm_has_the_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[tuple[object, ...]] = []
-    monkeypatch.setattr(build, "_compile", lambda *words: made.append(words))
+    monkeypatch.setattr(build, "_compile", lambda *argv: made.append(argv))
     monkeypatch.setattr(build, "_cpuinfo", lambda: [f"Features : {ARM}"])
     monkeypatch.setattr(build, "_HERE", tmp_path)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.delenv("SHOAL_NATIVE", raising=False)
     (target,) = build.build_ahead(tmp_path / build.PREBUILT)
-    assert [words[1:4] for words in made] == [("neon", "generic", ["-Wl,--strip-all"])]
+    assert [argv[1:4] for argv in made] == [("neon", "generic", ["-Wl,--strip-all"])]
     assert build.prebuilt("neon") is None
     target.parent.mkdir()
     target.touch()
@@ -314,9 +314,9 @@ def test_narrower_vectors_on_a_processor_with_wide_ones(vectors: str) -> None:
     some = ("test_products or floats_come_back or chains_of_one_row or quantised_weights or bf16_cache "
             "or number_of_threads")
     files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_native_forward.py")]
-    words = ["-q", "-p", "no:cacheprovider", "-k", some, *files]
+    argv = ["-q", "-p", "no:cacheprovider", "-k", some, *files]
     environment = {**os.environ, "SHOAL_NATIVE": vectors, "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "pytest", *argv], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
 
 
@@ -345,10 +345,10 @@ print(found.hexdigest())
 @pytest.mark.parametrize("names", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["bits", "names"])
 def test_the_tile_units_give_the_bits_of_the_vectors(names: bool) -> None:
     """Integers within a group are exact, and groups are added in one order; the names tell that two libraries ran."""
-    words, jobs = ["names"] * names, list[subprocess.Popen[str]]()
+    argv, jobs = ["names"] * names, list[subprocess.Popen[str]]()
     for vectors in ("amx", "avx512"):
         environment = {**os.environ, "SHOAL_NATIVE": vectors, "PYTHONPATH": ":".join(sys.path)}
-        command = [sys.executable, "-c", ALL_BITS, *words]
+        command = [sys.executable, "-c", ALL_BITS, *argv]
         jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     amx, avx512 = (job.communicate()[0] for job in jobs)
     assert [job.returncode for job in jobs] == [0, 0] and amx and avx512

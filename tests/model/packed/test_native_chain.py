@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_twin import Case, Token, Twin, chain_batch, make_twin, rms_norm, storage
+from native_reference import Case, Token, Twin, chain_batch, make_twin, rms_norm, storage
 from shoal.model.packed import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
@@ -37,26 +37,26 @@ class Asked:
 
     case: Case
     temperatures: tuple[float, ...] = DRAWS["likeliest"]
-    twin: Twin = field(init=False)
+    slow: Twin = field(init=False)
     states: list[Tensor] = field(default_factory=list)
     bases: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(3), 0))
 
     def __post_init__(self) -> None:
         case = self.case = replace(self.case, embedding=True)
-        self.twin = make_twin(case)
+        self.slow = make_twin(case)
         matrix = native.pack(draw(case.hidden, case.hidden, seed=5) / math.sqrt(case.hidden), "fp32")
         self.matrix, self.shares = matrix.unpack().double(), draw(case.vocab, case.hidden, seed=6)
         self.norm = 1 + 0.3 * draw(case.hidden, seed=7)
         self.chain = native.NativeChain(matrix, self.shares, self.norm, 1e-3)
         self.keys, self.values = storage(case, 3, 48)
-        self.kv = self.twin.native.bind(self.keys, self.values)
-        logits = self.twin.logits
+        self.kv = self.slow.native.bind(self.keys, self.values)
+        logits = self.slow.logits
 
         def noted(x: Tensor) -> Tensor:
-            self.states.append(rms_norm(x, self.twin.norm, 1e-5))
+            self.states.append(rms_norm(x, self.slow.norm, 1e-5))
             return logits(x)
 
-        self.twin.logits = noted
+        self.slow.logits = noted
 
     def guesses(self, sizes: dict[int, int], seed: int, least: float, threads: int = 2) -> list[native.Path]:
         """What the kernels guess after some pairs of states and shares, for each row of `sizes` so many."""
@@ -71,7 +71,7 @@ class Asked:
         )
         wishes = [native.ChainWish(LENGTHS[row], self.temperatures[row], self.numbers(row, seed)) for row in sizes]
         parts = [list(one.split([1, len(tokens) - 1] if len(tokens) > 1 else 1)) for one in (states, known)]
-        return self.twin.native.guess(batch, self.kv, self.chain, *parts, wishes, least, threads)
+        return self.slow.native.guess(batch, self.kv, self.chain, *parts, wishes, least, threads)
 
     def pairs(self, sizes: dict[int, int], seed: int) -> tuple[Tensor, Tensor]:
         count = sum(sizes.values())
@@ -92,10 +92,10 @@ class Asked:
                 logits = self.feed(row, read, known[first + node])
             self.bases[row] += size
             first += size
-            store = {layer: list(self.twin.committed(layer, row)) for layer in range(self.case.layers)}
+            store = {layer: list(self.slow.committed(layer, row)) for layer in range(self.case.layers)}
             found.append(self.path(row, logits, least, self.numbers(row, seed)))
             for layer, kept in store.items():
-                self.twin.store[layer, row] = kept
+                self.slow.store[layer, row] = kept
         return found
 
     def path(self, row: int, logits: Tensor, least: float, numbers: list[float]) -> native.Path:
@@ -110,14 +110,14 @@ class Asked:
             logits = self.feed(row, self.states[-1], self.shares[tokens[-1]])
 
     def feed(self, row: int, state: Tensor, share: Tensor) -> Tensor:
-        assert self.twin.embedding is not None
+        assert self.slow.embedding is not None
         unit = rms_norm(state, torch.ones(self.case.hidden), 1e-5)
-        self.twin.embedding = (self.matrix @ unit + share.double())[None]
-        position = len(self.twin.committed(0, row))
+        self.slow.embedding = (self.matrix @ unit + share.double())[None]
+        position = len(self.slow.committed(0, row))
         whole = dict.fromkeys(range(self.case.layers), [BOTH])
-        logits, fresh = self.twin.forward([Token(0, position, row, 0, (0,))], whole)
+        logits, fresh = self.slow.forward([Token(0, position, row, 0, (0,))], whole)
         for (layer, _), entries in fresh.items():
-            self.twin.committed(layer, row).append(entries[0])
+            self.slow.committed(layer, row).append(entries[0])
         return logits[0]
 
 
@@ -152,8 +152,8 @@ def test_any_number_of_threads_guesses_the_same(threads: int) -> None:
 
 def test_of_equal_logits_the_first_is_guessed() -> None:
     asked = Asked(Case(vocab=70))
-    asked.twin.head.zero_()
-    asked.twin.native = make_flat(asked)
+    asked.slow.head.zero_()
+    asked.slow.native = make_flat(asked)
     tokens, logs = asked.guesses({0: 2}, 0, -math.inf)[0]
     assert tokens == [0] * 5 and logs == pytest.approx([-math.log(70) * n for n in range(1, 6)])
 
@@ -161,7 +161,7 @@ def test_of_equal_logits_the_first_is_guessed() -> None:
 def make_flat(asked: Asked) -> native.NativeModel:
     """The model with a head of zeros."""
     head = native.pack(torch.zeros(asked.case.vocab, asked.case.hidden), "fp32")
-    return asked.twin.again(asked.twin.embedding, head=head)
+    return asked.slow.again(asked.slow.embedding, head=head)
 
 
 WRONG = {
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused(wrong: str) -> None:
              "least": 0.0}
     given |= {name: value for name, value in change.items() if name in given}
     with pytest.raises(ValueError, match=words):
-        asked.twin.native.guess(batch, asked.kv, asked.chain, *given.values())
+        asked.slow.native.guess(batch, asked.kv, asked.chain, *given.values())
     assert all((one == 7).all() for one in asked.keys + asked.values)
 
 
@@ -203,5 +203,5 @@ def test_a_chain_of_another_model_is_refused() -> None:
     asked = Asked(Case())
     other = native.NativeChain(native.pack(torch.eye(48), "fp32"), torch.zeros(71, 48), torch.ones(48), 1e-5)
     with pytest.raises(ValueError, match="the model is of"):
-        asked.twin.native.guess(chain_batch([0], 0), asked.kv, other, [torch.zeros(1, 48)],
+        asked.slow.native.guess(chain_batch([0], 0), asked.kv, other, [torch.zeros(1, 48)],
                                 [torch.zeros(1, 48)], [native.ChainWish(1)], 0.0)

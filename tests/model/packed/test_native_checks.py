@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from native_twin import Case, make_twin, storage
+from native_reference import Case, make_twin, storage
 from shoal.model.packed import native
 from shoal.model.packed.linear import Stacked
 from shoal.model.packed.native import NativeBatch, NativeModel
@@ -122,10 +122,10 @@ def test_wrong_storage(model: NativeModel) -> None:
     ],
 )
 def test_wrong_sizes(changes: dict[str, Any], message: str) -> None:
-    twin = make_twin(Case(layers=1, windows=(None,)))
-    tables, dtype = (twin.cos[None], twin.sin[None]), changes.pop("kv_dtype", torch.float32)
+    slow = make_twin(Case(layers=1, windows=(None,)))
+    tables, dtype = (slow.cos[None], slow.sin[None]), changes.pop("kv_dtype", torch.float32)
     with pytest.raises(ValueError, match=message):
-        NativeModel(replace(twin.shape, **changes), twin.packed, tables, dtype)
+        NativeModel(replace(slow.shape, **changes), slow.packed, tables, dtype)
 
 
 def wrong_parts() -> list[tuple[dict[str, Any], str]]:
@@ -148,15 +148,15 @@ def wrong_parts() -> list[tuple[dict[str, Any], str]]:
 
 @pytest.mark.parametrize("index", range(len(wrong_parts()) if native.available() else 0))
 def test_wrong_parts(index: int) -> None:
-    twin = make_twin(Case(layers=1, windows=(None,), no_rotary=(0,)))
+    slow = make_twin(Case(layers=1, windows=(None,), no_rotary=(0,)))
     changes, message = wrong_parts()[index]
     with pytest.raises(ValueError, match=message):
-        twin.again(layers=[replace(twin.packed.layers[0], **changes)])
+        slow.again(layers=[replace(slow.packed.layers[0], **changes)])
     with pytest.raises(ValueError, match="embedding"):
-        twin.again(torch.zeros(70, 47))
+        slow.again(torch.zeros(70, 47))
 
 
 def test_a_wrong_rotary_table() -> None:
-    twin = make_twin(Case(layers=1, windows=(None,)))
+    slow = make_twin(Case(layers=1, windows=(None,)))
     with pytest.raises(ValueError, match=r"cos is .*\[64, 4\]"):
-        twin.native.turn(twin.cos[None, :, :4].contiguous(), twin.sin[None])
+        slow.native.turn(slow.cos[None, :, :4].contiguous(), slow.sin[None])

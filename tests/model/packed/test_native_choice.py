@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shoal.model.packed.native.model as native_model
-from native_twin import Case, chain_batch, make_twin, storage
+from native_reference import Case, chain_batch, make_twin, storage
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeModel
 from shoal.model.packed.native.choices import ChoicesAtWork

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from native_twin import Case, Token, Twin, as_batch, make_twin, storage
+from native_reference import Case, Token, Twin, as_batch, make_twin, storage
 from shoal.model.packed import native
 from turns import by_turns
 
@@ -23,9 +23,9 @@ class Session:
     """Drives both decoders and compares them after every forward."""
 
     def __init__(self, case: Case, rows: int = 1, capacity: int = 48) -> None:
-        self.twin: Twin = make_twin(case)
+        self.slow: Twin = make_twin(case)
         self.keys, self.values = storage(case, rows, capacity)
-        self.kv = self.twin.native.bind(self.keys, self.values)
+        self.kv = self.slow.native.bind(self.keys, self.values)
         self.bases = dict.fromkeys(range(rows), 0)
         self.starts = {layer: dict.fromkeys(range(rows), 0) for layer in range(case.layers)}
         self.tolerance = 1e-5
@@ -34,15 +34,15 @@ class Session:
         """Run `tokens`, compare, and keep all of them (chains) as committed."""
         logits, fresh = self.compare(tokens, active)
         for (layer, row), entries in fresh.items():
-            self.twin.committed(layer, row).extend(entries[node] for node in sorted(entries))
+            self.slow.committed(layer, row).extend(entries[node] for node in sorted(entries))
         for row in {token.row for token in tokens}:
             self.bases[row] += sum(token.row == row for token in tokens)
         return logits
 
     def compare(self, tokens: list[Token], active: dict[int, list[int]] | None = None) -> tuple[torch.Tensor, dict]:
-        active = active or {layer: [BOTH] * len(tokens) for layer in range(self.twin.case.layers)}
-        expected, fresh = self.twin.forward(tokens, active)
-        logits = self.twin.native.forward(as_batch(tokens, self.bases, active, self.starts), self.kv, threads=2)
+        active = active or {layer: [BOTH] * len(tokens) for layer in range(self.slow.case.layers)}
+        expected, fresh = self.slow.forward(tokens, active)
+        logits = self.slow.native.forward(as_batch(tokens, self.bases, active, self.starts), self.kv, threads=2)
         error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < self.tolerance, error
         self.compare_storage(fresh)
@@ -134,10 +134,10 @@ def test_more_tokens_at_once_than_a_tree_has_nodes(window: int | None, kv_dtype:
         return [Token((base + n) * 11 % 70, base + n, 0, n, tuple(range(n + 1))) for n in range(count)]
 
     last = [session.step(piece(session.bases[0], count))[-1] for count in (65, 256, 3, 200)]
-    kv, base, found = session.twin.native.bind(*storage(case, 1, 700)), 0, {}
+    kv, base, found = session.slow.native.bind(*storage(case, 1, 700)), 0, {}
     for count in (64, 1, 40, 63, 64, 64, 25, 3, 64, 64, 64, 8):
         active = {layer: [BOTH] * count for layer in range(2)}
-        logits = session.twin.native.forward(as_batch(piece(base, count), {0: base}, active), kv)
+        logits = session.slow.native.forward(as_batch(piece(base, count), {0: base}, active), kv)
         base += count
         found[base] = logits[-1]
     assert all(torch.equal(one, found[end]) for one, end in zip(last, (65, 321, 324, 524), strict=True))
@@ -194,8 +194,8 @@ def test_no_layer_at_all() -> None:
     session = Session(Case())
     active: dict[int, list[int]] = {}
     tokens = chain(0, 0, 2)
-    expected, _ = session.twin.forward(tokens, active)
-    logits = session.twin.native.forward(as_batch(tokens, session.bases, active), session.kv)
+    expected, _ = session.slow.forward(tokens, active)
+    logits = session.slow.native.forward(as_batch(tokens, session.bases, active), session.kv)
     assert torch.allclose(logits.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -207,17 +207,17 @@ GEMMA = {"norms": (True, True), "caps": (0.6, 2.5), "head_norms": True, "wide_no
 @pytest.mark.parametrize("more", [{}, GEMMA], ids=["plain", "norms and caps"])
 def test_a_block_is_bitwise_equal_to_its_tokens_one_by_one(kind: str, kv_dtype: torch.dtype, more: dict) -> None:
     case = Case(kind=kind, kv_dtype=kv_dtype, hidden=64, head_dim=32, rotary_dim=32, windows=(None, 7, None), **more)
-    twin = make_twin(case)
-    blocks, singles = (twin.native.bind(*storage(case, 1, 40)) for _ in range(2))
+    slow = make_twin(case)
+    blocks, singles = (slow.native.bind(*storage(case, 1, 40)) for _ in range(2))
     base = 0
     for count in (1, 5, 16, 3, 9):
         tokens = chain(0, base, count)
         active = {layer: [BOTH] * count for layer in range(3)}
-        together = twin.native.forward(as_batch(tokens, {0: base}, active), blocks, threads=2)
+        together = slow.native.forward(as_batch(tokens, {0: base}, active), blocks, threads=2)
         for index, token in enumerate(tokens):
             alone = Token(token.id, token.position, 0, 0, (0,))
             one = {layer: [BOTH] for layer in range(3)}
-            logits = twin.native.forward(as_batch([alone], {0: base + index}, one), singles, threads=1)
+            logits = slow.native.forward(as_batch([alone], {0: base + index}, one), singles, threads=1)
             assert torch.equal(logits[0], together[index])
         base += count
 
@@ -226,13 +226,13 @@ def test_a_block_is_bitwise_equal_to_its_tokens_one_by_one(kind: str, kv_dtype: 
 def test_any_number_of_threads_gives_the_same_bits(kind: str, threads: int) -> None:
     """More threads than processors wait for each other and take of each other's shares."""
     case = Case(kind=kind, hidden=320, ffn=352, heads=6, kv_heads=3, vocab=700, windows=(None, 7, None))
-    twin = make_twin(case)
+    slow = make_twin(case)
     tokens = chain(0, 0, 9) + chain(1, 0, 1) + chain(2, 0, 14) + chain(4, 0, 2)
     batch = as_batch(tokens, dict.fromkeys(range(5), 0), {layer: [BOTH] * len(tokens) for layer in range(3)})
     stored = [storage(case, 5, 40) for _ in range(2)]
-    kept = [twin.native.bind(*one) for one in stored]
-    alone = twin.native.forward(batch, kept[0], threads=1)
+    kept = [slow.native.bind(*one) for one in stored]
+    alone = slow.native.forward(batch, kept[0], threads=1)
     for _ in range(10):
-        assert torch.equal(twin.native.forward(batch, kept[1], threads=threads), alone)
+        assert torch.equal(slow.native.forward(batch, kept[1], threads=threads), alone)
         for ours, theirs in zip(stored[0], stored[1], strict=True):
             assert all(map(torch.equal, ours, theirs))

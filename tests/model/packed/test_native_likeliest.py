@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gguf_blocks import random_blocks
-from native_twin import Case, chain_batch, make_twin, storage
+from native_reference import Case, chain_batch, make_twin, storage
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
@@ -40,17 +40,17 @@ def forward_of(
     packed: native.PackedWeight, tokens: int, threads: int, case: Case, runs: list[native.NativeModel] | None = None
 ) -> Callable[[bool], Tensor]:
     """Runs some tokens through a layer, which adds nothing to them, and the head; `runs` takes the model."""
-    twin = make_twin(case)
-    (layer,) = twin.packed.layers
+    slow = make_twin(case)
+    (layer,) = slow.packed.layers
     nothing = {name: native.pack(torch.zeros(part.rows, part.columns), "fp32") for name, part in
                (("out", layer.out), ("down", layer.down))}
-    model = twin.again(layers=[replace(layer, **nothing)], head=packed)
+    model = slow.again(layers=[replace(layer, **nothing)], head=packed)
     if runs is not None:
         runs.append(model)
     kv = model.bind(*storage(case, 1, 16))
     batch = chain_batch([*range(1, 10)][:tokens], 0, range(tokens))
-    some = (VECTORS[:tokens] / twin.norm).contiguous()
-    return lambda likeliest: model.forward(batch, kv, threads, vectors=some, likeliest=likeliest)
+    some = (VECTORS[:tokens] / slow.norm).contiguous()
+    return lambda argmax_only: model.forward(batch, kv, threads, vectors=some, argmax_only=argmax_only)
 
 
 def both(packed: native.PackedWeight, tokens: int = 1, threads: int = 2, case: Case = CASE) -> tuple[Tensor, Tensor]:
@@ -80,16 +80,16 @@ def test_too_many_tokens_read_it_all() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "likeliest"), [(1, True), (3, True), (1, False), (9, True)])
-def test_what_is_read_of_the_head_is_counted(tokens: int, likeliest: bool) -> None:
+def test_what_is_read_of_the_head_is_counted(tokens: int, argmax_only: bool) -> None:
     """The bounds, and of the matrix the blocks of rows that hold a logit; all of it where there were no bounds."""
     packed, runs = head(), list[native.NativeModel]()
-    found = forward_of(packed, tokens, 2, CASE, runs)(likeliest)
-    assert likeliest or packed.upper_bytes, "bounds were made for nobody"
+    found = forward_of(packed, tokens, 2, CASE, runs)(argmax_only)
+    assert argmax_only or packed.upper_bytes, "bounds were made for nobody"
     rows = (found > -torch.inf).any(0).nonzero().flatten().div(native.LANES, rounding_mode="floor").unique()
-    assert packed.upper is not None and (len(rows) * native.LANES >= CASE.vocab) == (not likeliest or tokens == 9)
+    assert packed.upper is not None and (len(rows) * native.LANES >= CASE.vocab) == (not argmax_only or tokens == 9)
     share = packed.nbytes * len(rows) * native.LANES // CASE.vocab
     bounded = packed.upper.nbytes + share
-    assert runs[0].head_read == (bounded if likeliest and tokens < 9 else packed.nbytes)
+    assert runs[0].head_read == (bounded if argmax_only and tokens < 9 else packed.nbytes)
 
 
 def test_where_bounds_let_too_much_through_the_head_is_read_whole_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_twin import Case, Token, Twin, chain_batch, make_twin
+from native_reference import Case, Token, Twin, chain_batch, make_twin
 from settling import Bitmap
 from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
@@ -28,14 +28,14 @@ ROOM = 64
 
 
 class Long:
-    """A row of one layer that holds random columns, as the kernels and as the twin have it."""
+    """A row of one layer that holds random columns, as the kernels and as the reference have it."""
 
     def __init__(
         self, case: Case, columns: int, start: int = 0, form: str = "slot", biased: bool = False, sink: float = 0.0
     ) -> None:
         self.case, self.start, self.columns, self.form = case, start, columns, form
         self.settled = columns * 3 // 4 if form == "bitmap" else 0
-        self.twin: Twin = make_twin(case)
+        self.slow: Twin = make_twin(case)
         dice = torch.Generator().manual_seed(columns)
         shape = (case.kv_heads, columns + ROOM, case.head_dim)
         sizes = 2.0 ** torch.randint(-3, 3, (*shape[:2], 1), generator=dice)
@@ -46,11 +46,11 @@ class Long:
             self.lines[1][:, 0] = 0
         keys, values = self.decoded()
         entries = [(start + c, keys[:, c], values[:, c]) for c in range(columns)]
-        self.twin.committed(0, 0).extend(entries)
+        self.slow.committed(0, 0).extend(entries)
         if self.bias is not None:
-            self.twin.bias = {start + c: self.bias[:, c] for c in range(columns + ROOM)}
+            self.slow.bias = {start + c: self.bias[:, c] for c in range(columns + ROOM)}
         if form in BLOCKS:
-            self.twin.stored = self.rounded
+            self.slow.stored = self.rounded
 
     def decoded(self) -> list[Tensor]:
         if self.form in BLOCKS:
@@ -81,7 +81,7 @@ class Long:
                 one[:, :, : self.settled] = torch.nan  # nobody reads it
         if self.form in BLOCKS:
             own = OwnColumns(*encoded(self), self.bias)
-        return self.twin.native.bind(keys, values, [[own]])
+        return self.slow.native.bind(keys, values, [[own]])
 
     def batch(self, first: int, count: int, wanted: list[int] | None = None) -> NativeBatch:
         base = self.start + self.columns + first
@@ -91,8 +91,8 @@ class Long:
     def check(self, count: int, tolerance: float) -> None:
         base = self.start + self.columns
         tokens = [Token((5 * n) % 70, base + n, 0, n, tuple(range(n + 1))) for n in range(count)]
-        expected, _ = self.twin.forward(tokens, {0: [BOTH] * count})
-        found = self.twin.native.forward(self.batch(0, count, list(range(count))), self.binding(), threads=2)
+        expected, _ = self.slow.forward(tokens, {0: [BOTH] * count})
+        found = self.slow.native.forward(self.batch(0, count, list(range(count))), self.binding(), threads=2)
         error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < tolerance, error
 
@@ -142,10 +142,10 @@ def test_blocks_have_the_bits_of_their_tokens_alone(name: str, kv_dtype: torch.d
     case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
     for columns, start, count in ((505, 0, 12), (121, 0, 9), (90, 421, 7)):
         row = Long(case, columns, start, form, biased=True)
-        together = row.twin.native.forward(row.batch(0, count, list(range(count))), row.binding(), threads=2)
+        together = row.slow.native.forward(row.batch(0, count, list(range(count))), row.binding(), threads=2)
         kv = row.binding()
         for index in range(count):
-            alone = row.twin.native.forward(row.batch(index, 1), kv, threads=1)
+            alone = row.slow.native.forward(row.batch(index, 1), kv, threads=1)
             assert torch.equal(alone[0], together[index]), index
 
 
@@ -153,11 +153,11 @@ def test_a_column_does_not_depend_on_what_was_dropped_before_it() -> None:
     """A window's columns stand at the same places of their chunks whether older ones are stored or not."""
     case = replace(LONG, windows=(150,), heads=7, kv_heads=1)
     row = Long(case, 450)
-    plain = row.twin.native.forward(row.batch(0, 3), row.binding())
+    plain = row.slow.native.forward(row.batch(0, 3), row.binding())
     later = Long(case, 450)
     later.lines = [one[:, 137:].contiguous() for one in row.lines]
     later.start, later.columns = 137, 313
-    assert torch.equal(later.twin.native.forward(later.batch(0, 3), later.binding()), plain)
+    assert torch.equal(later.slow.native.forward(later.batch(0, 3), later.binding()), plain)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -170,7 +170,7 @@ def test_bitmaps_have_the_bits_of_columns_with_zeros(name: str, kv_dtype: torch.
         row.settled = settled
         zeroed = Long(case, columns, start)
         zeroed.lines = row.pruned()
-        found, expected = (one.twin.native.forward(one.batch(0, 5, [0, 4]), one.binding()) for one in (row, zeroed))
+        found, expected = (one.slow.native.forward(one.batch(0, 5, [0, 4]), one.binding()) for one in (row, zeroed))
         assert torch.equal(found, expected), settled
 
 
@@ -183,8 +183,8 @@ def test_settled_columns_that_cannot_be_are_refused(settled: int, message: str) 
     older = [part for one in row.lines for part in PRUNED.encode(one.repeat(1, 2, 1)[:, :200])]
     keys, values = ([one[None].clone()] for one in row.lines)
     with pytest.raises(ValueError, match=message):
-        kv = row.twin.native.bind(keys, values, [[OwnColumns(older=older, settled=settled)]])
-        row.twin.native.forward(row.batch(0, 1), kv)
+        kv = row.slow.native.bind(keys, values, [[OwnColumns(older=older, settled=settled)]])
+        row.slow.native.forward(row.batch(0, 1), kv)
 
 
 @pytest.mark.parametrize("form", BLOCKS)
@@ -196,14 +196,14 @@ def test_blocks_of_other_types_or_sizes_are_refused(form: str, part: int) -> Non
         stored = encoded(row)
         stored[side][part] = stored[side][part].float() if part else stored[side][part][..., :-1].contiguous()
         with pytest.raises(ValueError, match="what a row has of its own is"):
-            row.twin.native.bind(keys, values, [[OwnColumns(*stored)]])
+            row.slow.native.bind(keys, values, [[OwnColumns(*stored)]])
 
 
 def test_values_in_more_bits_than_keys_are_refused() -> None:
     row = Long(LONG, 130, form="int8 and int4")
     keys, values = ([one[None].clone()] for one in row.lines)
     with pytest.raises(ValueError, match="what a row has of its own is torch.int8"):
-        row.twin.native.bind(keys, values, [[OwnColumns(*reversed(encoded(row)))]])
+        row.slow.native.bind(keys, values, [[OwnColumns(*reversed(encoded(row)))]])
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -213,4 +213,4 @@ def test_bitmaps_of_other_types_or_sizes_are_refused(place: int) -> None:
     older[place] = older[place][..., :-1].contiguous() if place != 1 else older[1].double()
     keys, values = ([one[None].clone()] for one in row.lines)
     with pytest.raises(ValueError, match="what a row has of its own is"):
-        row.twin.native.bind(keys, values, [[OwnColumns(older=older, settled=3)]])
+        row.slow.native.bind(keys, values, [[OwnColumns(older=older, settled=3)]])

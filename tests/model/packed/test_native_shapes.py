@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from native_twin import Case, Token, as_batch, make_twin, storage
+from native_reference import Case, Token, as_batch, make_twin, storage
 from shoal.model.packed import native
 
 pytestmark = [
@@ -45,12 +45,12 @@ def product() -> None:
 
 def forward() -> None:
     case = Case(kv_dtype=torch.bfloat16)
-    twin = make_twin(case)
+    slow = make_twin(case)
     keys, values = storage(case, 1, 48)
     tokens = [Token(n, n, 0, n, tuple(range(n + 1))) for n in range(8)]
     active = {layer: [native.ATTENTION | native.MLP] * len(tokens) for layer in range(case.layers)}
     starts = {layer: {0: 0} for layer in range(case.layers)}
-    twin.native.forward(as_batch(tokens, {0: 0}, active, starts), twin.native.bind(keys, values), threads=1)
+    slow.native.forward(as_batch(tokens, {0: 0}, active, starts), slow.native.bind(keys, values), threads=1)
 
 
 @pytest.mark.parametrize("run", [product, forward])

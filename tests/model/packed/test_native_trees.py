@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kerne
 @pytest.mark.quick(28)
 def test_trees_have_the_bits_of_their_paths(form: str, reads: str) -> None:
     for number, trial in enumerate(trials(form, reads, 30)):
-        assert not trial.differences(), (number, trial.tree, trial.kv.columns, trial.kv.case)
+        assert not trial.differences(), (number, trial.tree, trial.kv.slots, trial.kv.case)
 
 
 @pytest.mark.slow
@@ -23,4 +23,4 @@ def test_trees_have_the_bits_of_their_paths(form: str, reads: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_many_trees_have_the_bits_of_their_paths(form: str, reads: str) -> None:
     for number, trial in enumerate(trials(form, reads, 500, seed=1)):
-        assert not trial.differences(), (number, trial.tree, trial.kv.columns, trial.kv.case)
+        assert not trial.differences(), (number, trial.tree, trial.kv.slots, trial.kv.case)

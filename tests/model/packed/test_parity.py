@@ -1,4 +1,4 @@
-"""The packed stacks compute what transformers' own forward computes, for every model that fits."""
+"""The packed runners compute what transformers' own forward computes, for every model that fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.shape import RotaryTable, shape_of
 from shoal.model.parity import chunked_logits
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 CHUNKS = {
     "at once": (40,),
@@ -64,10 +64,10 @@ def rms(actual: Tensor, expected: Tensor) -> float:
 @variants
 def test_every_variant_equals_transformers(backend: Backend, variant: str) -> None:
     family, changes = VARIANTS[variant]
-    model, stack = reference(family, **changes), backend.stack(family, **changes)
+    model, runner = reference(family, **changes), backend.runner(family, **changes)
     for seed, sizes in enumerate(CHUNKS.values()):
         ids = prompt(sum(sizes), seed)
-        assert gap(chunked_logits(stack, ids, sizes), own(model, ids)) <= backend.exact
+        assert gap(chunked_logits(runner, ids, sizes), own(model, ids)) <= backend.exact
 
 
 @fast_backends
@@ -76,7 +76,7 @@ def test_positions_far_beyond_the_first_table(backend: Backend, changes: dict[st
     """The rotary table holds 256 positions at first, and grows between and within forwards."""
     ids = prompt(700, 1)
     changes = {**changes, "max_position_embeddings": 1024}
-    logits = chunked_logits(backend.stack("llama", **changes), ids, (250, 1, 9, 300, 1, 139))
+    logits = chunked_logits(backend.runner("llama", **changes), ids, (250, 1, 9, 300, 1, 139))
     assert gap(logits, own(reference("llama", **changes), ids)) <= 1.5 * backend.exact  # of many more logits
 
 
@@ -90,14 +90,14 @@ def test_fp32_is_as_good_as_transformers_own(variant: str, kernels: bool) -> Non
     """
     family, changes = VARIANTS[variant]
     if kernels:
-        NATIVE.stack(family, **changes)
+        NATIVE.runner(family, **changes)
     ours, theirs, apart = [], [], []
     for seed in range(2):
         model = tiny(family, seed, torch.float32, **changes)
-        stack, exact = packed(model, kernels=kernels), _widened(model, tiny(family, seed, **changes))
+        runner, exact = packed(model, kernels=kernels), _widened(model, tiny(family, seed, **changes))
         for ids in (prompt(40, number) for number in range(3)):
             truth, own_logits = own(exact, ids), own(model, ids)
-            logits = chunked_logits(stack, ids, CHUNKS["chunks"])
+            logits = chunked_logits(runner, ids, CHUNKS["chunks"])
             ours.append(rms(logits, truth))
             theirs.append(rms(own_logits, truth))
             apart.append(rms(logits, own_logits))
@@ -112,11 +112,11 @@ def test_fp32_on_trained_models(name: str, kernels: bool) -> None:
     if kernels and not native.available():
         pytest.skip(f"the native kernels do not run here: {native.why_not()}")
     model = load_model(name)
-    stack, exact = packed(model, kernels=kernels), with_exact_norms(load_model(name, torch.float64))
+    runner, exact = packed(model, kernels=kernels), with_exact_norms(load_model(name, torch.float64))
     for seed in range(3):
         ids = prompt(60, seed, model.config.vocab_size)
         truth, theirs = own(exact, ids), own(model, ids)
-        ours = chunked_logits(stack, ids, (5, 20, 1, 31, 3))
+        ours = chunked_logits(runner, ids, (5, 20, 1, 31, 3))
         assert rms(ours, theirs) <= 1e-5
         assert rms(ours, truth) <= 1.5 * rms(theirs, truth)
         assert gap(ours, theirs) <= 1e-5 * float(theirs.abs().max())
@@ -127,7 +127,7 @@ def test_fp32_on_trained_models(name: str, kernels: bool) -> None:
 def test_bf16_is_as_good_as_transformers_own(family: str, kernels: bool) -> None:
     """Both against the same weights in fp64, over several models, since one alone may be lucky."""
     if kernels:
-        NATIVE.stack(family)
+        NATIVE.runner(family)
     ours, theirs = [], []
     for seed in range(4):
         half, ids = tiny(family, seed, torch.bfloat16, 3), prompt(40, seed)
@@ -140,9 +140,9 @@ def test_bf16_is_as_good_as_transformers_own(family: str, kernels: bool) -> None
 
 def _widened(model: Any, exact: Any) -> Any:
     """A copy of `exact`, an fp64 model, with the weights of `model`."""
-    twin = with_exact_norms(exact)
-    twin.load_state_dict(model.state_dict())
-    return twin
+    slow = with_exact_norms(exact)
+    slow.load_state_dict(model.state_dict())
+    return slow
 
 
 @pytest.mark.parametrize(("changes", "kind"), [(DYNAMIC, "dynamic"), (LONGROPE, "longrope")])
@@ -171,31 +171,31 @@ def test_the_rotary_table_is_the_models_own(variant: str) -> None:
 
 @on_backends(*PACKED)
 def test_a_tap_sees_what_enters_each_layer(backend: Backend, name: str) -> None:
-    model, stack = reference(name), backend.stack(name)
-    rows = [prompt(11, 1), prompt(6, 2)]
+    model, runner = reference(name), backend.runner(name)
+    seqs = [prompt(11, 1), prompt(6, 2)]
     seen: dict[int, Tensor] = {}
-    cache = KVCache(stack.windows, 2)
-    chunks = [SequenceChunk(row, ids, [0] * len(ids), DepthPlan.full(6)) for row, ids in enumerate(rows)]
-    with_tap = stack.forward(chunks, cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    cache = KVCache(runner.windows, 2)
+    chunks = [SequenceChunk(seq, ids, [0] * len(ids), DepthPlan.full(6)) for seq, ids in enumerate(seqs)]
+    with_tap = runner.forward(chunks, cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
     assert sorted(seen) == list(range(7))
-    assert gap(with_tap, stack.forward(chunks, KVCache(stack.windows, 2))) <= backend.exact
-    for row, ids in enumerate(rows):
+    assert gap(with_tap, runner.forward(chunks, KVCache(runner.windows, 2))) <= backend.exact
+    for seq, ids in enumerate(seqs):
         with torch.no_grad():
             states = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states
-            last = model.model.norm(seen[6][row : row + 1, : len(ids)].double())
+            last = model.model.norm(seen[6][seq : seq + 1, : len(ids)].double())
         for layer in range(6):
-            assert gap(seen[layer][row, : len(ids)], states[layer][0]) <= backend.exact
+            assert gap(seen[layer][seq, : len(ids)], states[layer][0]) <= backend.exact
         assert gap(last, states[-1]) <= backend.exact
 
 
 @each_backend
 def test_a_tap_sees_dropped_layers_pass_their_input_on(backend: Backend) -> None:
-    stack, ids = backend.stack("llama"), prompt(7)
-    cache, seen = KVCache(stack.windows, 1), {}
+    runner, ids = backend.runner("llama"), prompt(7)
+    cache, seen = KVCache(runner.windows, 1), {}
     plan = DepthPlan.whole_layers([9, 9, 1, 1, 9, 9])
-    stack.forward([SequenceChunk(0, ids, [0] * 7, plan)], cache)
+    runner.forward([SequenceChunk(0, ids, [0] * 7, plan)], cache)
     cache.commit(0, range(7))
-    stack.forward([SequenceChunk(0, [4], [1], plan)], cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    runner.forward([SequenceChunk(0, [4], [1], plan)], cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
     same = [torch.equal(seen[a], seen[b]) for a, b in pairwise(range(7))]
     assert same == [False, False, True, True, False, False]
 
@@ -203,18 +203,18 @@ def test_a_tap_sees_dropped_layers_pass_their_input_on(backend: Backend) -> None
 def test_packing_leaves_the_model_alone_and_is_left_alone_by_it() -> None:
     model = tiny("llama", seed=9, dtype=torch.float32, tie_word_embeddings=True)
     before, ids = fingerprint(model), prompt(9)
-    stacks = [packed(model)]
+    runners = [packed(model)]
     if native.available():
-        stacks.append(packed(model, kernels=True))
-    logits = [chunked_logits(stack, ids, (9,)) for stack in stacks]
+        runners.append(packed(model, kernels=True))
+    logits = [chunked_logits(runner, ids, (9,)) for runner in runners]
     assert fingerprint(model) == before
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     for value in model.state_dict().values():
         value.add_(1)
     try:
         assert gap(own(model, ids), logits[0]) > 1
-        for stack, then in zip(stacks, logits, strict=True):
-            assert torch.equal(chunked_logits(stack, ids, (9,)), then)
+        for runner, then in zip(runners, logits, strict=True):
+            assert torch.equal(chunked_logits(runner, ids, (9,)), then)
     finally:
         model.load_state_dict(kept)
 

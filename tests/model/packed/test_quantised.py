@@ -13,7 +13,7 @@ from drive import decode, prompt
 from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.packed.native import PackedWeight
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.parity import chunked_logits
 
 LAYERS = 3
@@ -40,10 +40,10 @@ executors = pytest.mark.parametrize("executor", ["torch", "native"])
 quants = pytest.mark.parametrize("quant", ["int8", "int4"])
 
 
-def stack_for(shape: str, dtype: str, quant: Any, executor: str) -> PackedStack:
+def stack_for(shape: str, dtype: str, quant: Any, executor: str) -> PackedRunner:
     family, changes = SHAPES[shape]
     if executor == "native":
-        NATIVE.stack("llama")  # skips where the kernels do not run
+        NATIVE.runner("llama")  # skips where the kernels do not run
     return packed(tiny(family, dtype=DTYPES[dtype], layers=LAYERS, **changes), quant, kernels=executor == "native")
 
 
@@ -52,13 +52,13 @@ def plain(matrix: Any) -> Tensor:
     return matrix.unpack(torch.float32) if isinstance(matrix, PackedWeight) else matrix.dequantised()
 
 
-def dequantised(shape: str, stack: PackedStack) -> Any:
-    """The fp64 transformers model with the weights that the stack holds."""
+def dequantised(shape: str, runner: PackedRunner) -> Any:
+    """The fp64 transformers model with the weights that the runner holds."""
     family, changes = SHAPES[shape]
     model = with_exact_norms(tiny(family, layers=LAYERS, **changes))
     state = dict(model.state_dict())
-    sizes = [stack.shape.heads * stack.shape.head_dim] + [stack.shape.kv_heads * stack.shape.head_dim] * 2
-    for index, layer in enumerate(stack.weights.layers):
+    sizes = [runner.shape.heads * runner.shape.head_dim] + [runner.shape.kv_heads * runner.shape.head_dim] * 2
+    for index, layer in enumerate(runner.weights.layers):
         name = f"model.layers.{index}."
         fused = f"{name}self_attn.qkv_proj.weight" in state
         qkv, gate_up = plain(layer.qkv), plain(layer.gate_up)
@@ -68,16 +68,16 @@ def dequantised(shape: str, stack: PackedStack) -> Any:
         }
         parts |= {"self_attn.o_proj": plain(layer.out), "mlp.down_proj": plain(layer.down)}
         state |= {f"{name}{part}.weight": matrix for part, matrix in parts.items()}
-    state |= {"model.embed_tokens.weight": plain(stack.weights.embedding), "lm_head.weight": plain(stack.weights.head)}
+    state |= {"model.embed_tokens.weight": plain(runner.weights.embedding), "lm_head.weight": plain(runner.weights.head)}
     model.load_state_dict(state)
     return model
 
 
 @torch.no_grad()
-def error(stack: PackedStack, model: Any, chunks: tuple[int, ...] = CHUNKS) -> float:
+def error(runner: PackedRunner, model: Any, chunks: tuple[int, ...] = CHUNKS) -> float:
     ids = prompt(sum(chunks), 4)
     expected = model(torch.tensor([ids]), use_cache=False).logits[0]
-    return float((chunked_logits(stack, ids, chunks).double() - expected).norm() / expected.norm())
+    return float((chunked_logits(runner, ids, chunks).double() - expected).norm() / expected.norm())
 
 
 @executors
@@ -85,18 +85,18 @@ def error(stack: PackedStack, model: Any, chunks: tuple[int, ...] = CHUNKS) -> f
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_the_dequantised_model(shape: str, dtype: str, quant: str, executor: str) -> None:
-    stack = stack_for(shape, dtype, quant, executor)
-    model = dequantised(shape, stack)
-    assert error(stack, model) <= STATED[executor, dtype]
-    assert error(stack, model, (40,)) <= STATED[executor, dtype]
+    runner = stack_for(shape, dtype, quant, executor)
+    model = dequantised(shape, runner)
+    assert error(runner, model) <= STATED[executor, dtype]
+    assert error(runner, model, (40,)) <= STATED[executor, dtype]
 
 
 @executors
 @quants
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_the_mean_the_error_is_small(dtype: str, quant: str, executor: str) -> None:
-    stacks = {shape: stack_for(shape, dtype, quant, executor) for shape in SHAPES}
-    errors = [error(stack, dequantised(shape, stack)) for shape, stack in stacks.items()]
+    runners = {shape: stack_for(shape, dtype, quant, executor) for shape in SHAPES}
+    errors = [error(runner, dequantised(shape, runner)) for shape, runner in runners.items()]
     assert sum(errors) / len(errors) <= MEAN[executor, dtype]
 
 
@@ -116,7 +116,7 @@ def test_quantised_models_are_smaller(quant: str, executor: str) -> None:
     changes = "llama, even sizes"
     whole = packed(tiny(SHAPES[changes][0], dtype=torch.bfloat16, layers=LAYERS, **SHAPES[changes][1]))
     small = stack_for(changes, "bf16", quant, executor)
-    layers, of_whole = (sum(layer.nbytes for layer in stack.weights.layers) for stack in (small, whole))
+    layers, of_whole = (sum(layer.nbytes for layer in runner.weights.layers) for runner in (small, whole))
     assert layers < of_whole * (0.6 if quant == "int8" else 0.35)
     assert small.weights.head.nbytes < 0.6 * whole.weights.head.nbytes
     low, high = (0.9, 1.1) if quant == "int8" else (1.3, 2.1)  # with int4 the head keeps 8 bits
@@ -127,7 +127,7 @@ def test_quantised_models_are_smaller(quant: str, executor: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_int4_keeps_the_embedding_and_the_head_in_int8(tied: bool, executor: str) -> None:
     if executor == "native":
-        NATIVE.stack("llama")  # skips where the kernels do not run
+        NATIVE.runner("llama")  # skips where the kernels do not run
     model = tiny("llama", dtype=torch.float32, layers=1, tie_word_embeddings=tied)
     four, eight = (packed(model, quant=quant, kernels=executor == "native").weights for quant in ("int4", "int8"))
     assert (four.head is four.embedding) == tied
@@ -141,14 +141,14 @@ def test_int4_keeps_the_embedding_and_the_head_in_int8(tied: bool, executor: str
 @executors
 @quants
 def test_decoding_under_a_plan(quant: str, executor: str) -> None:
-    """Steps, batches and plans of a quantised model agree with one uncached pass of the same stack."""
-    stack = stack_for("hybrid", "fp32", quant, executor)
+    """Steps, batches and plans of a quantised model agree with one uncached pass of the same runner."""
+    runner = stack_for("hybrid", "fp32", quant, executor)
     plan = DepthPlan.whole_layers([NEVER, 4, NEVER])
-    rows = [prompt(5, 1), prompt(11, 2)]
-    run = decode(None, rows, plan, 12, stack=stack)
-    for row, ids in enumerate(rows):
-        alone = decode(None, [ids], plan, 12, stack=stack, chunk=4)
+    seqs = [prompt(5, 1), prompt(11, 2)]
+    run = decode(None, seqs, plan, 12, runner=runner)
+    for seq, ids in enumerate(seqs):
+        alone = decode(None, [ids], plan, 12, runner=runner, chunk=4)
         bound = STATED[executor, "fp32"] * float(alone.logits(0).norm())
-        assert alone.tokens[0] == run.tokens[row] or executor == "native"
-        if alone.tokens[0] == run.tokens[row]:
-            assert float((run.logits(row) - alone.logits(0)).norm()) <= bound
+        assert alone.tokens[0] == run.tokens[seq] or executor == "native"
+        if alone.tokens[0] == run.tokens[seq]:
+            assert float((run.logits(seq) - alone.logits(0)).norm()) <= bound

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.speculative.cost.model import ForwardTimes
-from shoal.speculative.cost.policy import MARGIN, CostModel, HelperRecord, paying_lengths
+from shoal.speculative.cost.policy import MARGIN, CostModel, DrafterRecord, paying_lengths
 
 
 def measured(slope: float, jump: float = 0.0, rows: int = 1) -> ForwardTimes:
@@ -75,10 +75,10 @@ def brute_force(chances: list[list[float]], times: ForwardTimes, room: int, rows
     st.integers(0, 2),
 )
 def test_lengths_are_those_of_brute_force(
-    rows: list[tuple[float, int]], slope: float, jump: float, room: int, beside: int
+    rows: list[tuple[float, int]], slope: float, jump: float, room: int, extra: int
 ) -> None:
     chances = [[rate**place for place in range(1, most + 1)] for rate, most in rows]
-    total = len(rows) + beside
+    total = len(rows) + extra
     times = measured(slope, jump, total)
     lengths = paying_lengths(chances, times, room, total)
     assert all(length <= len(some) for length, some in zip(lengths, chances, strict=True)) and sum(lengths) <= room
@@ -101,7 +101,7 @@ class Machine:
     """Plays steps of a cost model whose machine adds `slope` of a step per guess."""
 
     def __init__(self, slope: float, **record: Any) -> None:
-        self.model, self.slope = CostModel(HelperRecord(**record) if record else None), slope
+        self.model, self.slope = CostModel(DrafterRecord(**record) if record else None), slope
         self.guesses: list[int] = []
 
     def step(self, chances: list[float]) -> int:
@@ -146,8 +146,8 @@ def test_what_became_cheap_is_found_again() -> None:
 
 
 def helped(rate: float, cost: float, steps: int, believed: float = 0.7) -> tuple[float, list[int]]:
-    """Seconds per token against plain decoding with a helper, and what it was asked for."""
-    model, dice = CostModel(HelperRecord(believed, 0.4)), random.Random(1)
+    """Seconds per token against plain decoding with a drafter, and what it was asked for."""
+    model, dice = CostModel(DrafterRecord(believed, 0.4)), random.Random(1)
     asked, seconds, tokens = [], 0.0, 0
     for _ in range(steps):
         length = model.helped(1, 63)
@@ -155,8 +155,8 @@ def helped(rate: float, cost: float, steps: int, believed: float = 0.7) -> tuple
         spent = 1 + 0.02 * length
         model.times.observe(1, length, spent)
         if length:
-            model.helper.judged(kept, min(kept + 1, length))
-            model.helper.took(1, length, cost * length)
+            model.drafter.judged(kept, min(kept + 1, length))
+            model.drafter.took(1, length, cost * length)
         asked.append(length)
         seconds, tokens = seconds + spent + cost * length, tokens + kept + 1
     return seconds / tokens, asked
@@ -170,20 +170,20 @@ def test_a_good_helper_is_used_and_a_bad_one_put_off() -> None:
 
 
 def texts(rates: list[float], steps: int) -> list[float]:
-    """Seconds per token against plain decoding, for one text after the other with the same helper."""
-    model, dice, found = CostModel(HelperRecord(0.45, 0.12)), random.Random(2), []
+    """Seconds per token against plain decoding, for one text after the other with the same drafter."""
+    model, dice, found = CostModel(DrafterRecord(0.45, 0.12)), random.Random(2), []
     for _ in range(3):
         model.times.observe(1, 0, 1.0)
     for rate in rates:
-        model.helper.begin()
+        model.drafter.begin()
         seconds, tokens = 0.0, 0
         for _ in range(steps):
             length = model.helped(1, 63)
             kept = next((place for place in range(length) if dice.random() >= rate), length)
             model.times.observe(1, length, 1 + 0.05 * length)
             if length:
-                model.helper.judged(kept, min(kept + 1, length))
-                model.helper.took(1, length, 0.15 * length)
+                model.drafter.judged(kept, min(kept + 1, length))
+                model.drafter.took(1, length, 0.15 * length)
             seconds, tokens = seconds + 1 + 0.2 * length, tokens + kept + 1
         found.append(seconds / tokens)
     return found
@@ -202,46 +202,46 @@ def test_a_helper_nobody_believes_in_may_prove_itself() -> None:
 
 
 def asked(model: CostModel, rows: int, slope: float, rate: float, steps: int) -> list[int]:
-    """Guesses per row that a helper is asked for, on a machine where a guess adds `slope` of a step."""
+    """Guesses per row that a drafter is asked for, on a machine where a guess adds `slope` of a step."""
     found = []
     for _ in range(steps):
         length = model.helped(rows, 63)
         model.times.observe(rows, rows * length, 1 + slope * rows * length)
         if length:
             kept = int(rate * length)
-            model.helper.judged(kept, min(kept + 1, length))
-            model.helper.took(rows, length, 0.1 * length)
+            model.drafter.judged(kept, min(kept + 1, length))
+            model.drafter.took(rows, length, 0.1 * length)
         found.append(length)
     return found
 
 
 def test_where_positions_are_dear_a_new_text_brings_no_trial() -> None:
-    model = CostModel(HelperRecord(0.7, 0.1))
+    model = CostModel(DrafterRecord(0.7, 0.1))
     assert any(asked(model, 8, 0.2, 1.0, 50))  # what they cost has to be found out
     for _ in range(3):
-        model.helper.begin()
+        model.drafter.begin()
         assert not any(asked(model, 8, 0.2, 1.0, 20))
     assert 1 <= sum(map(bool, asked(model, 8, 0.2, 1.0, 400))) <= 3  # and once in a while, whether it still is so
 
 
 def test_where_positions_are_dear_short_texts_together_bring_a_trial() -> None:
-    model = CostModel(HelperRecord(0.7, 0.1))
+    model = CostModel(DrafterRecord(0.7, 0.1))
     asked(model, 8, 0.2, 1.0, 50)
     trials = 0
     for _ in range(10):
-        model.helper.begin()
+        model.drafter.begin()
         trials += sum(map(bool, asked(model, 8, 0.2, 1.0, 40)))
     assert 1 <= trials <= 2
 
 
 def test_a_stall_in_a_trial_does_not_end_all_trials() -> None:
-    model = CostModel(HelperRecord(0.7, 0.1))
+    model = CostModel(DrafterRecord(0.7, 0.1))
     asked(model, 8, 2.0, 1.0, 4)
     assert sum(map(bool, asked(model, 8, 0.01, 1.0, 2000))) > 1000
 
 
 def test_a_helper_is_put_off_for_as_many_rows_as_it_did_not_pay_for() -> None:
-    model = CostModel(HelperRecord(0.7, 0.1))
+    model = CostModel(DrafterRecord(0.7, 0.1))
     for rows in (1, 8):
         asked(model, rows, 0.2 if rows == 8 else 0.02, 1.0, 50)
     assert not any(asked(model, 8, 0.2, 1.0, 20))
@@ -250,17 +250,17 @@ def test_a_helper_is_put_off_for_as_many_rows_as_it_did_not_pay_for() -> None:
 
 def test_a_helper_that_begins_badly_is_tried_again_soon() -> None:
     """Bad luck with the first guesses of a text may not cost the rest of it."""
-    model, found = CostModel(HelperRecord(0.45, 0.1)), []
+    model, found = CostModel(DrafterRecord(0.45, 0.1)), []
     for _ in range(3):
         model.times.observe(1, 0, 1.0)
-    model.helper.begin()
+    model.drafter.begin()
     for step in range(64):
         length = model.helped(1, 63)
         model.times.observe(1, length, 1 + 0.05 * length)
         if length:
             kept = 0 if step < 6 else length
-            model.helper.judged(kept, min(kept + 1, length))
-            model.helper.took(1, length, 0.05 * length)
+            model.drafter.judged(kept, min(kept + 1, length))
+            model.drafter.took(1, length, 0.05 * length)
         found.append(length)
     assert not all(found[:16]) and sum(found[32:]) > 64, found
 
@@ -270,7 +270,7 @@ def test_a_helper_that_begins_badly_is_tried_again_soon() -> None:
 )
 def test_a_helper_rests_the_longer_the_dearer_a_trial_is(cost: float, slope: float, rest: int) -> None:
     """A hundred times what a trial takes, so that trials take one step of a hundred; within bounds."""
-    times, record = measured(slope), HelperRecord(0.5, cost, most=1)
+    times, record = measured(slope), DrafterRecord(0.5, cost, most=1)
     for _ in range(8):
         record.judged(0, 1)
     assert record.length(times, 1, 8) == 0  # it begins to rest
@@ -280,15 +280,15 @@ def test_a_helper_rests_the_longer_the_dearer_a_trial_is(cost: float, slope: flo
 
 
 def drafting(fixed: float, each: float, rate: float, steps: int = 300) -> list[int]:
-    """Guesses that a helper is asked for, which takes so much for each turn and for each guess."""
-    model, dice, found = CostModel(HelperRecord(0.45, 0.2)), random.Random(3), []
+    """Guesses that a drafter is asked for, which takes so much for each turn and for each guess."""
+    model, dice, found = CostModel(DrafterRecord(0.45, 0.2)), random.Random(3), []
     for _ in range(steps):
         length = model.helped(1, 63)
         model.times.observe(1, length, 1 + 0.07 * length)
         if length:
             kept = next((place for place in range(length) if dice.random() >= rate), length)
-            model.helper.judged(kept, min(kept + 1, length))
-            model.helper.took(1, length, fixed + each * length)
+            model.drafter.judged(kept, min(kept + 1, length))
+            model.drafter.took(1, length, fixed + each * length)
         found.append(length)
     return found
 
@@ -306,7 +306,7 @@ def test_so_many_are_asked_for_as_bring_most_by_what_a_turn_and_a_guess_take(
 
 
 def test_guesses_that_had_to_read_much_first_say_nothing_of_the_others() -> None:
-    record, times = HelperRecord(0.9, 0.1), measured(0.05)
+    record, times = DrafterRecord(0.9, 0.1), measured(0.05)
     for _ in range(9):
         record.took(1, 2, 0.2)
     for _ in range(9):
@@ -324,7 +324,7 @@ def test_guesses_that_had_to_read_much_first_say_nothing_of_the_others() -> None
 
 
 def test_of_a_stall_not_all_counts() -> None:
-    record = HelperRecord(0.9, 0.1)
+    record = DrafterRecord(0.9, 0.1)
     for _ in range(9):
         record.took(1, 2, 0.2)
     record.took(1, 2, 40.0)

@@ -132,11 +132,11 @@ class MeasuredModel:
             return load(place, dtype=None if usual else dtype, device=device, backend=backend, quant=quant,
                         revision=self.revision, trust_remote_code=self.trust_remote_code)
         if backend != "hf":
-            from shoal.engine.loading.load import open_beside
+            from shoal.engine.loading.load import open_extra
             from shoal.model.packed.build import build
 
-            stack = build(self.config, self.source(dtype, device), dtype, torch.device(device), quant)
-            return Engine(stack, model_name=self.name, open_model=open_beside)
+            runner = build(self.config, self.source(dtype, device), dtype, torch.device(device), quant)
+            return Engine(runner, model_name=self.name, open_model=open_extra)
         from shoal.engine.loading.load import engine_for
 
         return engine_for(self.hf_model(dtype, device), name=self.name, backend="hf")

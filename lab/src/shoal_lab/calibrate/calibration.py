@@ -120,7 +120,7 @@ def search(
         began: `time.monotonic()` at which the minutes start; None for now.
     """
     deadline = None if aim.minutes is None else (time.monotonic() if began is None else began) + 60 * aim.minutes
-    engine, layers = evaluator.engine, evaluator.engine.stack.num_layers
+    engine, layers = evaluator.engine, evaluator.engine.runner.num_layers
     core = default_core(layers) if aim.core is None else Core(aim.core - aim.core // 2, aim.core // 2)
     if aim.trials < 2 * layers:
         raise ValueError(f"trials is {aim.trials}; a model of {layers} layers needs at least {2 * layers}")
@@ -199,7 +199,7 @@ def _judge(evaluator: Evaluator, samples: Sequence[Sample], trial: Trial, aim: A
     full = candidate(engine, Full(), evaluator.max_new_tokens)
     who = candidate(engine, trial.schedule, evaluator.max_new_tokens, trial.label)
     base, mine = (evaluator.answers("calibration", samples, each) for each in (full, who))
-    row = answers_row(base, mine, engine.stack.num_layers, engine.stack.head_layers)
+    row = answers_row(base, mine, engine.runner.num_layers, engine.runner.head_layers)
     drop = -row["difference"]["mean"] if aim.metric == "accuracy" else 1 - row["rouge_l"]
     kept = ("n", "accuracy", "difference", "mean_layers", "rouge_l", "share_cut", "tokens_per_answer")
     return {"label": trial.label, "drop": drop, **{key: row[key] for key in kept}}
@@ -214,7 +214,7 @@ def card(
     `methods.make` reads it as a method; as `shoal.json` beside a model's weights it also gives the model's layer scores
     and removal order.
     """
-    layers, head = engine.stack.num_layers, engine.stack.head_layers
+    layers, head = engine.runner.num_layers, engine.runner.head_layers
     inner = Schedule((), ()) if found.chosen is None else found.chosen.schedule
 
     def point(trial: Trial) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def card(
         "method": Calibrated(inner, engine.fingerprint).to_dict(),
         "worth_it": found.chosen is not None,
         "model": {"name": model_name(engine), "fingerprint": engine.fingerprint, "num_layers": layers,
-                  "head_layers": head, "dtype": str(engine.stack.dtype).removeprefix("torch.")},
+                  "head_layers": head, "dtype": str(engine.runner.dtype).removeprefix("torch.")},
         "aim": {"metric": aim.metric, "max_drop": aim.max_drop},
         "chosen": None if found.chosen is None else point(found.chosen),
         "quality": found.quality,

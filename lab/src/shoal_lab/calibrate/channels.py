@@ -15,7 +15,7 @@ from shoal.errors import Unsupported
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.double_sparsity import DoubleSparsity, Ranking
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.calibrate.calibration import data_hash
 from shoal_lab.eval.items import Item
 
@@ -39,13 +39,13 @@ def rank_channels(engine: Engine, texts: Sequence[Sequence[int]], *, progress: b
         ValueError: there is no text.
         Unsupported: the model's attention does not show its queries.
     """
-    stack = engine.stack
-    if not stack.shows_queries:
+    runner = engine.runner
+    if not runner.shows_queries:
         raise Unsupported("channels", "this model's attention does not show its queries", "Calibrate another model")
     if not any(texts):
         raise ValueError("there is no text to read; give some hundred tokens at least")
-    totals = [torch.zeros(heads, dim, dtype=torch.float64) for heads, dim, _ in stack.kv_sizes]
-    plan = DepthPlan.full(stack.num_layers)
+    totals = [torch.zeros(heads, dim, dtype=torch.float64) for heads, dim, _ in runner.kv_sizes]
+    plan = DepthPlan.full(runner.num_layers)
 
     def note(layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> None:
         own = keys[:, -queries.shape[1] :]
@@ -53,10 +53,10 @@ def rank_channels(engine: Engine, texts: Sequence[Sequence[int]], *, progress: b
         totals[layer] += (shared.double() * own[:, None].double()).abs().sum((1, 2)).cpu()
 
     for text in tqdm(texts, desc="channels", disable=None if progress is None else not progress):
-        cache, size = KVCache(stack.windows, 1), min(stack.prefill_chunk, BLOCK)
+        cache, size = KVCache(runner.windows, 1), min(runner.prefill_chunk, BLOCK)
         for first in range(0, min(len(text), BLOCK), size):
             piece = list(text[first : min(first + size, BLOCK)])
-            stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan, query_hook=note)], cache)
+            runner.forward([SequenceChunk(0, piece, [0] * len(piece), plan, query_hook=note)], cache)
             cache.commit(0, range(len(piece)))
     return tuple(tuple(_ranked(head) for head in layer) for layer in totals)
 

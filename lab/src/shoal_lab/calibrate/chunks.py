@@ -41,8 +41,8 @@ def observe(
     """
     small = method.draft_engine(engine.info())
     eos = min(engine.eos_token_ids, default=None)
-    prompts = [list(one.prompt) for one in encode(items, engine.tokenizer, eos, engine.stack.max_positions)]
-    plan, scores = DepthPlan.full(engine.stack.num_layers), list[float]()
+    prompts = [list(one.prompt) for one in encode(items, engine.tokenizer, eos, engine.runner.max_positions)]
+    plan, scores = DepthPlan.full(engine.runner.num_layers), list[float]()
     asked = [(prompt, seed * samples + number) for prompt in prompts for number in range(samples)]
     for start in tqdm(range(0, len(asked), _BATCH), desc="chunks", disable=None if progress is None else not progress):
         part = asked[start : start + _BATCH]
@@ -51,7 +51,7 @@ def observe(
         whole = [number for number, chunk in enumerate(chunks) if len(chunk) == method.draft_tokens]
         if whole:
             texts = [part[number][0] for number in whole], [chunks[number] for number in whole]
-            (losses,) = scoring.losses(*texts, [(engine.stack, plan)])
+            (losses,) = scoring.losses(*texts, [(engine.runner, plan)])
             scores += [float(values.double().mean()) for values in losses]
     if not scores:
         raise Unsupported("scores from these answers", f"none is as long as a chunk, {method.draft_tokens} tokens",
@@ -69,7 +69,7 @@ def card(
         "format": 1,
         "method": Calibrated(found, engine.fingerprint).to_dict(),
         "model": {"name": model_name(engine), "fingerprint": engine.fingerprint,
-                  "num_layers": engine.stack.num_layers, "dtype": str(engine.stack.dtype).removeprefix("torch.")},
+                  "num_layers": engine.runner.num_layers, "dtype": str(engine.runner.dtype).removeprefix("torch.")},
         "data": {"suite": suite, "items": len(items), "hash": data_hash(items), "seed": seed, "samples": samples,
                  "temperature": temperature},
         "versions": versions,

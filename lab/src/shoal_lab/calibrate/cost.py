@@ -50,9 +50,9 @@ def measure(
     Raises:
         ValueError: fewer than two depths.
     """
-    layers = engine.stack.num_layers
+    layers = engine.runner.num_layers
     depths = sorted({max(1, round(share * layers)) for share in (1.0, *shares)}, reverse=True)
-    limit = engine.stack.max_positions
+    limit = engine.runner.max_positions
     longest = max(2, limit - _MOST) if limit is not None else None
     lengths = sorted({length if longest is None else min(length, longest) for length in contexts})
     cases = [(length, layers, _LIKELIEST) for length in lengths]
@@ -63,7 +63,7 @@ def measure(
     prefill = [(length, min(c.first for c in courses if c.length == length)) for length in lengths]
     seen = [course.observation() for course in courses]
     observations = _under_one_head(seen[: len(lengths)], seen[len(lengths) :])
-    return CostCard.fit(observations, engine.stack.windows, engine.stack.head_layers, prefill, rows)
+    return CostCard.fit(observations, engine.runner.windows, engine.runner.head_layers, prefill, rows)
 
 
 def _under_one_head(full: Sequence[Observation], whole_head: Sequence[Observation]) -> list[Observation]:
@@ -102,7 +102,7 @@ class _Course(AbstractContextManager["_Course"]):
     def __init__(self, engine: Engine, rows: int, length: int, depth: int, asked: Mapping[str, Any]) -> None:
         self.length, self.rows, self.steps = length, rows, list[float]()
         self._engine, self._method = engine, EarlyExit(exit_layer=depth)
-        prompts = [[(7 * place + row) % engine.stack.vocab_size for place in range(length)] for row in range(rows)]
+        prompts = [[(7 * place + row) % engine.runner.vocab_size for place in range(length)] for row in range(rows)]
         self._stream = engine.stream(prompts, method=self._method, max_new_tokens=_MOST, ignore_eos=True, **asked)
         self.step()
         self.first = self.steps.pop()
@@ -120,5 +120,5 @@ class _Course(AbstractContextManager["_Course"]):
     def observation(self) -> Observation:
         """The median step."""
         plan: DepthPlan = self._engine.recipe(self._method, _MOST).plan
-        read = attended(plan, 1, self.length + len(self.steps) // 2, self._engine.stack.windows)
+        read = attended(plan, 1, self.length + len(self.steps) // 2, self._engine.runner.windows)
         return Observation(plan.depth(1), read, statistics.median(self.steps))

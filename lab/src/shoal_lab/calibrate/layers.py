@@ -20,7 +20,7 @@ from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.cards.card import FILE, Card
 from shoal.engine.engine import Engine
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.eval import scoring
 
 Sample = str | tuple[str, str]
@@ -70,8 +70,8 @@ def measure_layers(engine: Engine, samples: Iterable[Sample], *, progress: bool 
     pairs = [pair for sample in samples if (pair := _ids(engine, sample)) is not None]
     if not pairs:
         raise ValueError("no sample holds a prompt and an answer of at least one token each; give longer texts")
-    turn = torch.zeros(engine.stack.num_layers, dtype=torch.float64)
-    losses = torch.zeros(engine.stack.num_layers + 1, dtype=torch.float64)
+    turn = torch.zeros(engine.runner.num_layers, dtype=torch.float64)
+    losses = torch.zeros(engine.runner.num_layers + 1, dtype=torch.float64)
     tokens = sum(len(answer) for _, answer in pairs)
     for prompt, answer in tqdm(pairs, desc="layers", disable=None if progress is None else not progress):
         turn += _turns(engine, prompt, answer)
@@ -87,7 +87,7 @@ def measure_layers(engine: Engine, samples: Iterable[Sample], *, progress: bool 
 
 def influence(engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[float, ...]:
     """Block Influence of every layer over the answers of (prompt, answer) pairs of token ids."""
-    turn = sum((_turns(engine, prompt, answer) for prompt, answer in pairs), torch.zeros(engine.stack.num_layers))
+    turn = sum((_turns(engine, prompt, answer) for prompt, answer in pairs), torch.zeros(engine.runner.num_layers))
     return tuple((turn / sum(len(answer) for _, answer in pairs)).tolist())
 
 
@@ -95,21 +95,21 @@ def _ids(engine: Engine, sample: Sample) -> tuple[list[int], list[int]] | None:
     """Prompt and answer as token ids, cut to the context; None if either is empty."""
     tokenizer = engine.tokenizer
     if isinstance(sample, str):
-        ids = tokenizer(sample)["input_ids"][: engine.stack.max_positions]
+        ids = tokenizer(sample)["input_ids"][: engine.runner.max_positions]
         prompt, answer = ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]
     else:
         prompt = tokenizer(sample[0])["input_ids"]
         answer = tokenizer(sample[1], add_special_tokens=False)["input_ids"]
-        answer = answer[: (engine.stack.max_positions or len(prompt) + len(answer)) - len(prompt)]
+        answer = answer[: (engine.runner.max_positions or len(prompt) + len(answer)) - len(prompt)]
     return (prompt, answer) if prompt and answer else None
 
 
 def _losses(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
     """Summed negative log-likelihood of the answer without each layer in turn, and then with all."""
-    layers = engine.stack.num_layers
+    layers = engine.runner.num_layers
     plans = [DepthPlan.whole_layers([1 if layer == dropped else NEVER for layer in range(layers)])
              for dropped in range(layers + 1)]
-    found = scoring.losses([prompt], [answer], [(engine.stack, plan) for plan in plans])
+    found = scoring.losses([prompt], [answer], [(engine.runner, plan) for plan in plans])
     return [float(values.double().sum()) for (values,) in found]
 
 
@@ -117,8 +117,8 @@ def _turns(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Tens
     """For every layer, 1 - cosine of its input and output, summed over the answer's tokens."""
     states: list[Tensor] = []
     tokens = [*prompt, *answer[:-1]]
-    chunk = SequenceChunk(0, tokens, [0] * len(tokens), DepthPlan.full(engine.stack.num_layers))
-    cache = KVCache(engine.stack.windows, rows=1)
-    engine.stack.forward([chunk], cache, lambda _, hidden: states.append(hidden[0, -len(answer) :].float()))
+    chunk = SequenceChunk(0, tokens, [0] * len(tokens), DepthPlan.full(engine.runner.num_layers))
+    cache = KVCache(engine.runner.windows, seqs=1)
+    engine.runner.forward([chunk], cache, lambda _, hidden: states.append(hidden[0, -len(answer) :].float()))
     turns = [1 - torch.cosine_similarity(a, b, dim=-1) for a, b in zip(states, states[1:], strict=False)]
     return torch.stack(turns).sum(-1).double()

@@ -76,8 +76,8 @@ def observe(
     if engine.tokenizer is None:
         raise ValueError("reference solutions need a tokenizer; load the model with one")
     eos = min(engine.eos_token_ids, default=None)
-    samples = encode(items, engine.tokenizer, eos, engine.stack.max_positions)
-    executor = engine.stack, DepthPlan.full(engine.stack.num_layers)
+    samples = encode(items, engine.tokenizer, eos, engine.runner.max_positions)
+    executor = engine.runner, DepthPlan.full(engine.runner.num_layers)
     found: list[Tensor] = []
     hidden = None if progress is None else not progress
     for first in tqdm(range(0, len(samples), batch), desc="solutions", disable=hidden):
@@ -152,7 +152,7 @@ def card(
         "format": 1,
         "method": Calibrated(method, engine.fingerprint).to_dict(),
         "model": {"name": model_name(engine), "fingerprint": engine.fingerprint,
-                  "num_layers": engine.stack.num_layers, "dtype": str(engine.stack.dtype).removeprefix("torch.")},
+                  "num_layers": engine.runner.num_layers, "dtype": str(engine.runner.dtype).removeprefix("torch.")},
         "learned": asdict(learned),
         "data": {"suite": suite, "items": len(items), "hash": data_hash(items), "seed": seed},
         "versions": versions,

@@ -19,7 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.components.rewind import earliest, rewound
 from shoal_lab.drafts.agreement import agreements
 from shoal_lab.drafts.skip_search import SkipSearch
@@ -110,7 +110,7 @@ def search_skips(
     """
     _check(engine, prompts, new_tokens, block)
     judge = _SkipJudge(engine, prompts, new_tokens, block, costs or measure_sublayers(engine))
-    layers = engine.stack.num_layers
+    layers = engine.runner.num_layers
     start = Skips.spread(layers, min(round(_START * 2 * layers), len(sublayers(layers))))
     search = SkipSearch(layers, start, seed, fixed=False, bayes_every=5)
     search.tell(Skips(), judge.value(Skips()))
@@ -127,7 +127,7 @@ def search_skips(
 
 def measure_sublayers(engine: Engine) -> SublayerCosts:
     """Seconds of the parts of a one-token forward, from forwards with all and with half of the sublayers."""
-    layers = engine.stack.num_layers
+    layers = engine.runner.num_layers
     half = tuple(range(0, layers, 2))
     whole, no_attention, no_mlp = (
         _seconds(engine, skips.plan(layers)) for skips in (Skips(), Skips(half), Skips((), half))
@@ -137,19 +137,19 @@ def measure_sublayers(engine: Engine) -> SublayerCosts:
 
 
 def _seconds(engine: Engine, plan: DepthPlan) -> float:
-    stack, cache, times = engine.stack, KVCache(engine.stack.windows, rows=1), list[float]()
-    stack.forward([SequenceChunk(0, [0], [0], DepthPlan.full(stack.num_layers))], cache)
+    runner, cache, times = engine.runner, KVCache(engine.runner.windows, seqs=1), list[float]()
+    runner.forward([SequenceChunk(0, [0], [0], DepthPlan.full(runner.num_layers))], cache)
     cache.commit(0, [0])
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        stack.forward([SequenceChunk(0, [0], [1], plan)], cache)
+        runner.forward([SequenceChunk(0, [0], [1], plan)], cache)
         times.append(time.perf_counter() - start)
         cache.rollback(0)
     return statistics.median(times[1:])
 
 
 def _check(engine: Engine, prompts: Sequence[Any], new_tokens: int, block: int) -> None:
-    if not engine.stack.can_split:
+    if not engine.runner.can_split:
         raise Unsupported(
             "a search for sublayers", "attention and MLP cannot be told apart in this architecture", "Use d3_spec"
         )
@@ -165,12 +165,12 @@ class _SkipJudge:
     def __init__(
         self, engine: Engine, prompts: Sequence[Any], new_tokens: int, block: int, costs: SublayerCosts
     ) -> None:
-        self._stack, self._block, self._costs = engine.stack, block, costs
-        stack = self._stack
-        ids = [prompt_ids(one, engine.tokenizer, stack.vocab_size, stack.max_positions) for one in prompts]
+        self._runner, self._block, self._costs = engine.runner, block, costs
+        runner = self._runner
+        ids = [prompt_ids(one, engine.tokenizer, runner.vocab_size, runner.max_positions) for one in prompts]
         answers = engine.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
         self._texts = [[*one, *answer.tokens] for one, answer in zip(ids, answers, strict=True)]
-        self._cache = KVCache(self._stack.windows, len(self._texts))
+        self._cache = KVCache(self._runner.windows, len(self._texts))
         for row, tokens in enumerate(self._texts):
             self._fill(row, tokens[:-1])
         self._places = [
@@ -183,21 +183,21 @@ class _SkipJudge:
             raise ValueError(f"no answer has {block + 1} tokens to judge by; give shorter prompts or a smaller block")
 
     def _fill(self, row: int, tokens: Sequence[int]) -> None:
-        plan = DepthPlan.full(self._stack.num_layers)
-        for first in range(0, len(tokens), self._stack.prefill_chunk):
-            part = tokens[first : first + self._stack.prefill_chunk]
-            self._stack.forward([SequenceChunk(row, part, [0] * len(part), plan)], self._cache)
+        plan = DepthPlan.full(self._runner.num_layers)
+        for first in range(0, len(tokens), self._runner.prefill_chunk):
+            part = tokens[first : first + self._runner.prefill_chunk]
+            self._runner.forward([SequenceChunk(row, part, [0] * len(part), plan)], self._cache)
             self._cache.commit(row, range(len(part)))
 
     def rate(self, skips: Skips) -> float:
         """Share of the answers' tokens that the model predicts without these sublayers."""
-        plan = skips.plan(self._stack.num_layers)
+        plan = skips.plan(self._runner.num_layers)
         return statistics.fmean(self._share(row, end, plan) for row, end in self._places)
 
     def _share(self, row: int, end: int, plan: DepthPlan) -> float:
         """The share in the block of row `row` that ends at token `end`."""
         with rewound(self._cache, row, end - 1):
-            return agreements(self._stack, self._cache, [(row, self._texts[row][:end], self._block, plan)])[0]
+            return agreements(self._runner, self._cache, [(row, self._texts[row][:end], self._block, plan)])[0]
 
     def value(self, skips: Skips) -> float:
         """The expected speed-up."""
@@ -205,7 +205,7 @@ class _SkipJudge:
 
     def best_length(self, skips: Skips, rate: float, longest: int = 12) -> tuple[int, float]:
         """The draft length with most tokens per cost, and its speed-up over plain decoding."""
-        layers, costs = self._stack.num_layers, self._costs
+        layers, costs = self._runner.num_layers, self._costs
         whole, draft = costs.forward(layers, Skips()), costs.forward(layers, skips)
         values = [sum(rate**j for j in range(n + 1)) * whole / (whole + n * draft) for n in range(longest + 1)]
         best = max(range(longest + 1), key=values.__getitem__)

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     with dequantised.provided(model, grid.quants) as whole:
         outcome = run.run(whole, grid, plan)
     found = report.framed(
-        summary.findings(outcome, plan.setting), model, plan.setting, machine=env.collect(), command=args.words
+        summary.findings(outcome, plan.setting), model, plan.setting, machine=env.collect(), command=args.argv
     )
     if args.plot is not None:
         from shoal_lab.bench.speed.table import draw
@@ -102,7 +102,7 @@ def _startup(args: argparse.Namespace) -> int:
     wish = startup.StartupConfig(measuring.baselines_from(args.peer or ["hf"]), args.rounds, args.minutes)
     process.library()
     found = startup.measure(model, setting, wish)
-    found = report.framed(found, model, setting, machine=env.collect(), command=args.words)
+    found = report.framed(found, model, setting, machine=env.collect(), command=args.argv)
     measuring.publish(found, args, startup_table.text)
     return 0
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     setting = measuring.setting_of(args, quant, args.backend)
     wish, chosen = _wish(args), methods_from(args.methods)
     process.library()
-    found = report.framed(_earlier(args.json), model, setting, machine=env.collect(), command=args.words)
+    found = report.framed(_earlier(args.json), model, setting, machine=env.collect(), command=args.argv)
 
     def keep() -> None:
         if args.json:

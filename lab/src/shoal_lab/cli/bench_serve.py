@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     with _terminable(), Servers(config, wish.prompts.texts) as servers:
         facts = _fill(servers, args, wish)
         found = _soak(args, wish, servers) if args.soak else _measure(wish, servers)
-    found = {**report.heading(env.collect(), args.words), **facts, **found}
+    found = {**report.heading(env.collect(), args.argv), **facts, **found}
     if args.plot is not None:
         table.draw(found, args.plot)
     measuring.publish(found, args, table.text)
@@ -161,7 +161,7 @@ def _servers_config(args: argparse.Namespace) -> ServersConfig:
         {label: method.to_dict() for label, method in chosen.items()},
         [word for word in args.admission.split(",") if word],
         measuring.baselines_from(args.peer),
-        args.max_rows,
+        args.max_seqs,
         not args.natural_ends,
         args.chat,
         args.llama_server,

@@ -1,7 +1,7 @@
 """Find the depth schedule that saves most for a given loss of quality, and write it as a card.
 
 With --for double_sparsity, rank the dimensions of keys for that method instead; with --for tidal, find the layer that
-selects KV slots again.
+selects KV entries again.
 
 The card runs anywhere a method does (--method card.json) and refuses other models. Calibration reads other items than
 an evaluation does. Two runs with one seed write the same card, except for measured times.
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     items = suite.items(args.data, "calibration", max(args.loss_n, args.answer_n), args.seed)
     measuring.check_plot(args.plot)
     engine = _engine(args)
-    _tell("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
+    _emit("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
     evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)
     measured = {} if args.no_timing else _predict(args, evaluator, items[: args.loss_n])
     found = search(evaluator, items, aim, began=began)
@@ -155,7 +155,7 @@ def _reselection(args: argparse.Namespace) -> int:
     if engine.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text that it can read")
     wanted = [Wanted(name, length, args.contexts, args.questions, LONGEST[name] or _SCORED, args.seed + OTHER_SEEDS)
-              for name in names for length in lengths_of(args.context, engine.stack.max_positions)]
+              for name in names for length in lengths_of(args.context, engine.runner.max_positions)]
     made = reselection_card(engine, wanted, Maker(engine.tokenizer, args.data), args.k)
     args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     if not args.json:
@@ -184,7 +184,7 @@ def _learn_pauses(args: argparse.Namespace) -> int:
     _check_out(args.out)
     items = suite.items(args.data, "calibration", args.loss_n, args.seed)
     engine = _engine(args)
-    _tell("reading reference solutions")
+    _emit("reading reference solutions")
     entropies, right = pauses.observe(engine, items, args.batch)
     made = pauses.card(engine, pauses.learn(entropies, right, args.seed), suite=suite.name, items=items,
                        seed=args.seed, versions=_versions())
@@ -228,7 +228,7 @@ def _engine(args: argparse.Namespace) -> Engine:
         import torch
 
         torch.set_num_threads(args.threads)
-    _tell("reading the model")
+    _emit("reading the model")
     engine = common.load_engine(args)
     engine.recipe("full", 1)  # layers are measured on texts read from left to right
     return engine
@@ -239,7 +239,7 @@ def _check_out(path: Path) -> None:
         raise ValueError(f"there is no folder {str(path.resolve().parent)!r} to write {path.name} to")
 
 
-def _tell(message: str) -> None:
+def _emit(message: str) -> None:
     """Print progress for a user at a terminal."""
     if sys.stderr.isatty():
         print(f"{message} ...", file=sys.stderr)
@@ -266,7 +266,7 @@ def _predict(args: argparse.Namespace, evaluator: Evaluator, items: list[Item]) 
     prompt = int(median(len(sample.prompt) for sample in samples))
     answer = int(median(len(sample.reference) for sample in samples))
     cost = measure(engine, seconds=0.5)
-    layers = engine.stack.num_layers
+    layers = engine.runner.num_layers
     kept = args.core or default_core(layers).size
     least = DepthPlan.whole_layers([NEVER] * kept + [1] * (layers - kept))
     new = max(answer, 2)

@@ -22,7 +22,7 @@ from shoal_lab.cli.divergence import TOLERANCE, Divergence, diverge
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.methods.base import Method
-    from shoal.model.stack import Stack
+    from shoal.model.runner import ModelRunner
 
 Thing = TypeVar("Thing")
 EXAMPLES = """examples:
@@ -78,7 +78,7 @@ class _Judge:
     def __init__(self, args: argparse.Namespace, engine: Engine, peer: HuggingFace) -> None:
         self._args, self._engine = args, engine
         self._tolerance = TOLERANCE[args.dtype] if args.tie is None else args.tie
-        self._peer_tolerance = tie_below(engine.stack) if args.tie is None else args.tie
+        self._peer_tolerance = tie_below(engine.runner) if args.tie is None else args.tie
         prompts = _bar(args.prompts or PROMPTS, "prompts in full")
         self._bases = [_Base(engine, peer, prompt, args) for prompt in prompts]
 
@@ -87,11 +87,11 @@ class _Judge:
         args, engine = self._args, self._engine
         exact_to = method.recipe(engine.info(args.max_new_tokens)).exact_to
         bounds = self._tolerance, self._peer_tolerance
-        rows = [_compare(engine, base, method, *bounds) for base in _bar(self._bases, method.name)]
-        failed = [row for row in rows if _fails(row, exact_to == "full", args.quant is None)]
+        seqs = [_compare(engine, base, method, *bounds) for base in _bar(self._bases, method.name)]
+        failed = [seq for seq in seqs if _fails(seq, exact_to == "full", args.quant is None)]
         return {**method.to_dict(), "model": engine.model_name, "dtype": args.dtype, "tie_below": self._tolerance,
                 "tie_below_huggingface": self._peer_tolerance, "exact_to": exact_to, "passed": not failed,
-                "prompts": rows}
+                "prompts": seqs}
 
 
 def _bar(things: Sequence[Thing], label: str) -> Iterable[Thing]:
@@ -123,7 +123,7 @@ def _all(args: argparse.Namespace, engine: Engine, judge: _Judge) -> dict[str, A
 def _by_default(name: str, draft: str) -> Method:
     """The method with its defaults, and with a draft model if it needs one."""
     cls = methods.get(name)
-    return cls(**({"draft": draft} if "draft" in cls.knobs() else {}))
+    return cls(**({"draft": draft} if "draft" in cls.option_names() else {}))
 
 
 class HuggingFace:
@@ -136,9 +136,9 @@ class HuggingFace:
         """Greedy tokens after `ids`, by transformers' generate."""
         import torch
 
-        row = torch.tensor([list(ids)], device=self.model.device)
+        seq = torch.tensor([list(ids)], device=self.model.device)
         with torch.inference_mode():
-            out = self.model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, num_beams=1,
+            out = self.model.generate(seq, attention_mask=torch.ones_like(seq), do_sample=False, num_beams=1,
                                       max_new_tokens=max_new_tokens, repetition_penalty=1.0)
         tokens: list[int] = out[0, len(ids) :].tolist()
         return tokens
@@ -168,22 +168,22 @@ class _Base:
         return self._peer.margin([*self.ids, *generated])
 
 
-def tie_below(stack: Stack) -> float:
-    """The top-two margin below which rounding may change the stack's token from that of the same weights elsewhere."""
-    return max(TOLERANCE[str(dtype).removeprefix("torch.")] for dtype in (stack.dtype, stack.activation_dtype))
+def tie_below(runner: ModelRunner) -> float:
+    """The top-two margin below which rounding may change the runner's token from that of the same weights elsewhere."""
+    return max(TOLERANCE[str(dtype).removeprefix("torch.")] for dtype in (runner.dtype, runner.activation_dtype))
 
 
 def _compare(engine: Engine, base: _Base, method: Any, tolerance: float, peer_tolerance: float) -> dict[str, Any]:
     tokens = {**base.tokens, "method": _greedy(engine, base.ids, method, base.length)}
     plain = diverge(tokens["huggingface"], tokens["plain"], base.margin, peer_tolerance)
     found = diverge(tokens["plain"], tokens["method"], base.margin, tolerance)
-    return {"prompt": base.prompt, "new_tokens": {name: len(row) for name, row in tokens.items()},
+    return {"prompt": base.prompt, "new_tokens": {name: len(seq) for name, seq in tokens.items()},
             "plain_vs_huggingface": _outcome(plain), "method_vs_plain": _outcome(found)}
 
 
 def _room(engine: Engine, ids: list[int], max_new_tokens: int) -> int:
     """Tokens to compare: Hugging Face's generate runs past the end of the context, where nothing can be compared."""
-    limit = engine.stack.max_positions
+    limit = engine.runner.max_positions
     return max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids))
 
 
@@ -195,21 +195,21 @@ def _outcome(found: Divergence) -> dict[str, Any]:
     return {**dataclasses.asdict(found), "wrong": found.wrong}
 
 
-def _fails(row: dict[str, Any], claims_exact: bool, same_weights: bool) -> bool:
-    """Whether a row fails; Hugging Face runs other weights than quantised ones, so there only the method is judged."""
-    plain, method = row["plain_vs_huggingface"]["wrong"], row["method_vs_plain"]["wrong"]
+def _fails(seq: dict[str, Any], claims_exact: bool, same_weights: bool) -> bool:
+    """Whether a sequence fails; Hugging Face runs other weights than quantised ones, so there only the method is judged."""
+    plain, method = seq["plain_vs_huggingface"]["wrong"], seq["method_vs_plain"]["wrong"]
     return bool((plain and same_weights) or (method and claims_exact))
 
 
 def _text(report: dict[str, Any], name: str) -> str:
-    rows = report["prompts"]
+    seqs = report["prompts"]
     peer = report["tie_below_huggingface"]
     wider = f" ({peer:g} against Hugging Face)" if peer != report["tie_below"] else ""
     lines = [f"{report['model']} in {report['dtype']}, ties below {report['tie_below']:g}{wider}"]
-    for row in rows:
-        lines += ["", _shorten(row["prompt"]),
-                  f"  plain loop against Hugging Face: {_line(row, 'plain_vs_huggingface')}",
-                  f"  {name} against the plain loop: {_line(row, 'method_vs_plain')}"]
+    for seq in seqs:
+        lines += ["", _shorten(seq["prompt"]),
+                  f"  plain loop against Hugging Face: {_line(seq, 'plain_vs_huggingface')}",
+                  f"  {name} against the plain loop: {_line(seq, 'method_vs_plain')}"]
     return "\n".join([*lines, "", _verdict(report, name)])
 
 
@@ -221,7 +221,7 @@ def _all_text(report: dict[str, Any]) -> str:
 
 
 def _verdict(report: dict[str, Any], name: str) -> str:
-    agree = [row["method_vs_plain"]["at"] for row in report["prompts"]]
+    agree = [seq["method_vs_plain"]["at"] for seq in report["prompts"]]
     equal = sum(at is None for at in agree)
     claim = "exact" if report["exact_to"] == "full" else "lossy"
     apart = [at for at in agree if at is not None]
@@ -230,10 +230,10 @@ def _verdict(report: dict[str, Any], name: str) -> str:
     return f"{judged}: {name} is {claim}; {equal} of {len(agree)} texts equal the plain loop's{median}"
 
 
-def _line(row: dict[str, Any], which: str) -> str:
-    found = row[which]
+def _line(seq: dict[str, Any], which: str) -> str:
+    found = seq[which]
     if found["at"] is None:
-        return f"equal, {row['new_tokens']['plain']} tokens"
+        return f"equal, {seq['new_tokens']['plain']} tokens"
     kind = "a tie" if found["tie"] else "not a tie"
     return (f"parts at token {found['at']} (expected {found['expected']}, found {found['found']}), "
             f"top-two margin {found['margin']:.3g}: {kind}")
@@ -252,4 +252,4 @@ def load_peer(args: argparse.Namespace, engine: Engine) -> Any:
 
     hush_libraries()
     files = Checkpoint(catalog.find(args.model), args.revision, args.trust_remote_code)
-    return files.model(engine.stack.dtype).to(engine.stack.device).eval()
+    return files.model(engine.runner.dtype).to(engine.runner.device).eval()

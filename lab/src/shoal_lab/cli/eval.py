@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         evaluator = Evaluator(engine, kept, longest, args.batch, unsafe=args.unsafe,
                               temperature=args.temperature)
         parts.append(study.run(evaluator, suite.name, suite.kind, part, plan, args.loss_n, _warner(warnings)))
-    report = {**heading(env.collect(), args.words), **study.engine_facts(engine), "seed": args.seed,
+    report = {**heading(env.collect(), args.argv), **study.engine_facts(engine), "seed": args.seed,
               **({"temperature": args.temperature} if args.temperature else {}), "suites": parts,
               "minutes": kept.minutes, "warnings": warnings}
     if args.out is not None:
@@ -158,7 +158,7 @@ def _harness(args: argparse.Namespace) -> int:
         print(f"warning: {message}", file=sys.stderr)
     if not args.json:
         print(tasks_table(rows))
-    common.print_json({"command": args.words, "rows": rows})
+    common.print_json({"command": args.argv, "rows": rows})
     return 0
 
 

@@ -35,7 +35,7 @@ def measure(
     distances = Distances(engine, kept, args.max_new_tokens or LONGEST, until=until)
     try:
         texts = distance_study.texts_of(distances, suites)
-        report: dict[str, Any] = {**heading(env.collect(), args.words), **engine_facts(engine), "seed": args.seed,
+        report: dict[str, Any] = {**heading(env.collect(), args.argv), **engine_facts(engine), "seed": args.seed,
                                   "distance": distance_study.run(distances, texts, study, _others(args))}
     except TimeoutError as error:
         print(error)

@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace, engine: Engine, methods: Mapping[str, Meth
     from shoal_lab.eval.study import engine_facts
     from shoal_lab.eval.table import long_table
 
-    lengths, budgets = lengths_of(args.context, engine.stack.max_positions), budgets_of(args.budgets)
+    lengths, budgets = lengths_of(args.context, engine.runner.max_positions), budgets_of(args.budgets)
     if engine.tokenizer is None:
         raise ValueError("an evaluation needs a tokenizer; load the model with one")
     kept = Outcomes(None if args.out is None else args.out / "outcomes.jsonl")
@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace, engine: Engine, methods: Mapping[str, Meth
             parts.append(part)
             if not args.json:
                 print(f"{suite}, {length} tokens, {part['contexts']} contexts\n{long_table(part)}\n", flush=True)
-    report: dict[str, Any] = {**heading(env.collect(), args.words), **engine_facts(engine), "kind": "long",
+    report: dict[str, Any] = {**heading(env.collect(), args.argv), **engine_facts(engine), "kind": "long",
                               "suites": parts, "minutes": kept.minutes}
     if args.out is not None:
         (args.out / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

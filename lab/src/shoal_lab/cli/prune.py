@@ -255,7 +255,7 @@ def _choose(args: argparse.Namespace, number: int) -> tuple[tuple[int, ...], dic
     from shoal.methods.d3 import D3
 
     engine = common.load_engine(args, methods=(D3(),))  # D3 needs a card, so a model without one is measured
-    card, count, by = engine.card, engine.stack.num_layers, args.by or "influence"
+    card, count, by = engine.card, engine.runner.num_layers, args.by or "influence"
     if by not in card.layer_scores and not (by == "order" and card.order is not None):
         remedy = "Calibrate it, take another --by, or name the layers with --drop"
         raise Unsupported(f"pruning {engine.model_name} by {by}", "its card does not say", remedy)

@@ -46,7 +46,7 @@ EXAMPLES = """examples:
   shoal train heal --model M.gguf --out healed --data DATA --under d3:mean=0.8,d3:mean=0.9,full
   shoal train heal --model M.gguf --out healed --data DATA --student pruned
   shoal train diffusion --out canvas --threads 1
-  shoal train diffusion --causal --out twin --threads 1
+  shoal train diffusion --causal --out reference --threads 1
 """
 KINDS = ("eagle", "medusa")
 PROMPTS, DRAFTER, SCRATCH, CONTEXT, ROUTERS = "ppd", "drafter", "diffusion", "dynamic_context", "first"
@@ -158,11 +158,11 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     given = {name: getattr(args, name) for name in ("steps", "batch", "seed") if getattr(args, name) is not None}
     rate = {} if args.rate is None else {"rate": args.rate / 3}
     how = diffusion.DiffusionTraining(**given, **rate, causal=args.causal)
-    card = diffusion.train(how, args.out, _tell, late)
+    card = diffusion.train(how, args.out, _emit, late)
     left = card["steps"] - card["step"]
-    _tell(f"{left} steps are left, and the same command goes on" if left else f"written to {args.out}")
+    _emit(f"{left} steps are left, and the same command goes on" if left else f"written to {args.out}")
     method = "full" if args.causal else "diffusion"
-    _tell(f"use it: shoal generate --model {args.out} --raw --method {method} --max-new-tokens 5 'shuffle : ann bob "
+    _emit(f"use it: shoal generate --model {args.out} --raw --method {method} --max-new-tokens 5 'shuffle : ann bob "
           "cid dee ='")
     return _report(args, card)
 
@@ -182,28 +182,28 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
         read_me.check_division(read_me.mlp_widths(engine), args.groups, args.shared, args.experts)
     plans = _plans(args, engine) if args.part in (HEAL, ROUTERS) else None
     place = args.answers or args.out / "answers"
-    answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
+    answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _emit, late)
     if not answers.whole:  # a run starts when its answers are complete, and keeps to them
-        _tell("time is up before all answers are there; the same command goes on")
+        _emit("time is up before all answers are there; the same command goes on")
         return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers, shape, plans)
-    half = engine.stack.dtype == torch.bfloat16
+    half = engine.runner.dtype == torch.bfloat16
     rate = _PROMPTS_RATE if args.part == PROMPTS else _RATE
     how = Training(args.epochs, args.batch or _BATCH, args.rate or rate, seed=args.seed, half=half,
                    muon=Training.muon and args.part not in (HEAL, ROUTERS))
-    trainer = Trainer(module, answers, how, args.out, _tell)
+    trainer = Trainer(module, answers, how, args.out, _emit)
     if trainer.run.step:
-        _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")
+        _emit(f"going on at step {trainer.run.step} of {trainer.run.steps}")
     found = trainer.train(late)
     if not found.accepted:
         found.accepted.append(trainer.validate())
     facts = {**export.trained(module, answers, found), **module.facts(trainer.held_out()), "licence": args.licence,
-             "command": report.shown(args.words)}
+             "command": report.shown(args.argv)}
     card, worth, use = _written(args, engine, module, facts)
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
-    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {worth} on answers that it was not trained on{left}")
-    _tell(f"use it: shoal generate {use}")
+    _emit(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {worth} on answers that it was not trained on{left}")
+    _emit(f"use it: shoal generate {use}")
     return _report(args, card)
 
 
@@ -300,11 +300,11 @@ def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
         texts += prompts.from_data(args.data, args.each, args.seed)
     count = args.questions if args.questions is not None else 0 if texts else 2000
     if count:
-        _tell(f"letting the model ask {count} questions")
-        texts += prompts.own_questions(engine, count, args.seed, tell=_tell)
+        _emit(f"letting the model ask {count} questions")
+        texts += prompts.own_questions(engine, count, args.seed, tell=_emit)
     texts = list(prompts.without(texts, set() if args.data is None else prompts.tests(args.data)))
     random.Random(args.seed).shuffle(texts)
-    _tell(f"{len(texts)} prompts")
+    _emit(f"{len(texts)} prompts")
     return prompts.encoded(texts, engine.tokenizer)
 
 
@@ -327,26 +327,26 @@ def _module(
 
     if shape is not None:
         mask = mask_token(engine, answers, args.mask_token)
-        return DrafterModule(Base(engine.stack), _plain(args), shape, mask, args.seed)
+        return DrafterModule(Base(engine.runner), _plain(args), shape, mask, args.seed)
     if plans is not None and args.part == HEAL:
-        half = engine.stack.dtype == torch.bfloat16
+        half = engine.runner.dtype == torch.bfloat16
         plain = _plain(args, args.student, "bfloat16" if half else "float32")
-        return HealModule(Base(engine.stack), plain, plans, args.rank, args.seed, args.recompute, half)
+        return HealModule(Base(engine.runner), plain, plans, args.rank, args.seed, args.recompute, half)
     if args.part == PROMPTS:
-        return PromptModule(Base(engine.stack), _plain(args), args.depths or 3, args.seed)
+        return PromptModule(Base(engine.runner), _plain(args), args.depths or 3, args.seed)
     if args.part == EXPERTS:
         plain = _plain(args)
         neurons = group_neurons(plain, some_answers(answers), args.groups, args.shared, args.seed)
-        return ReadMEModule(Base(engine.stack), plain, neurons, args.shared, args.experts, args.seed)
+        return ReadMEModule(Base(engine.runner), plain, neurons, args.shared, args.experts, args.seed)
     ids = sorted({*answers.frequent(args.vocabulary), *engine.eos_token_ids})
     keep = args.keep or _KEEP.get(args.part, 1.0)
     if args.part == CONTEXT:
         check_lengths(answers)
-        return ContextGateModule(Base(engine.stack), _plain(args), args.gate_layer, keep, ids, args.seed)
+        return ContextGateModule(Base(engine.runner), _plain(args), args.gate_layer, keep, ids, args.seed)
     if plans is not None:
-        return LayerRouterModule(Base(engine.stack), _plain(args), keep, ids, plans, args.seed)
+        return LayerRouterModule(Base(engine.runner), _plain(args), keep, ids, plans, args.seed)
     kinds: dict[str, type[PartModule]] = {kind.kind: kind for kind in (EagleModule, MedusaModule)}
-    return kinds[args.part].fresh(Base(engine.stack), answers, ids, args.depths, args.seed)
+    return kinds[args.part].fresh(Base(engine.runner), answers, ids, args.depths, args.seed)
 
 
 def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
@@ -362,11 +362,11 @@ def _plans(args: argparse.Namespace, engine: Engine) -> dict[str, DepthPlan]:
     named = args.under or (FULL if args.part == HEAL else "")
     for word, method in (methods_from(named) if named else {}).items():
         recipe = engine.recipe(method, args.max_new_tokens)
-        if beside := recipe.beside_plan:
-            raise ValueError(f"--under names {word}, which does more than leave out layers ({beside[0]}); name methods "
+        if extra := recipe.beside_plan:
+            raise ValueError(f"--under names {word}, which does more than leave out layers ({extra[0]}); name methods "
                              "that fill the plan alone, such as d3")
         plans[word] = recipe.plan
-    check_plans(plans, engine.stack.num_layers)
+    check_plans(plans, engine.runner.num_layers)
     del engine
     gc.collect()  # a student's engine is not needed any more, and frames of imports may hold it
     return plans
@@ -378,5 +378,5 @@ def _plain(args: argparse.Namespace, model: str | None = None, dtype: str = "flo
     return common.load_engine(argparse.Namespace(**{**vars(args), **plain})).model
 
 
-def _tell(message: str) -> None:
+def _emit(message: str) -> None:
     print(message, file=sys.stderr, flush=True)

@@ -18,15 +18,15 @@ from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.experts import ExpertMLPs, Opened
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.packed import native
 from shoal.model.packed.block import ACTIVATIONS
 from shoal.model.packed.linear import Dense, Linear, Quantised, parts_of
 from shoal.model.packed.native.library import LANES, BatchStruct, Weight
-from shoal.model.packed.native_stack import NativeStack
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.weights import Layer, Role
-from shoal.model.stack import Stack
+from shoal.model.runner import ModelRunner
 
 MOST_GROUPS = 32
 """Most groups of a layer; the groups that a token runs are the bits of a 32-bit word."""
@@ -180,7 +180,7 @@ class NativeExperts:
 
 
 @torch.no_grad()
-def split_mlps(stack: Stack, neurons: Sequence[Tensor]) -> SplitMLPs:
+def split_mlps(runner: ModelRunner, neurons: Sequence[Tensor]) -> SplitMLPs:
     """Copy a model's MLPs into groups of neurons, which chunks can name as their `experts`.
 
     Quantised matrices are quantised again, with other columns; on the native kernels those in types of a file become
@@ -192,27 +192,27 @@ def split_mlps(stack: Stack, neurons: Sequence[Tensor]) -> SplitMLPs:
     Raises:
         Unsupported: the MLPs are not gated, or do not have these neurons.
     """
-    if isinstance(stack, HFStack):
-        return _of_modules(stack, neurons)
-    assert isinstance(stack, PackedStack)
-    shape, layers = stack.shape, stack.weights.layers
+    if isinstance(runner, HFRunner):
+        return _of_modules(runner, neurons)
+    assert isinstance(runner, PackedRunner)
+    shape, layers = runner.shape, runner.weights.layers
     _check_groups(neurons, shape.ffns)
     made = SplitMLPs(
-        [_split(stack, layer, groups) for layer, groups in zip(layers, neurons, strict=True)],
+        [_split(runner, layer, groups) for layer, groups in zip(layers, neurons, strict=True)],
         ACTIVATIONS[shape.activation], [layer.down_bias for layer in layers],
     )
-    if isinstance(stack, NativeStack) and made.plain:
+    if isinstance(runner, NativeRunner) and made.plain:
         pairs = [[(_native(one.gate_up), _native(one.down)) for one in layer] for layer in made.layers]
         made.kernels = NativeExperts(pairs, shape.hidden, max(shape.ffns))
     return made
 
 
-def group_bytes(stack: Stack) -> int:
+def group_bytes(runner: ModelRunner) -> int:
     """Bytes of the copies that `split_mlps` makes."""
-    if isinstance(stack, HFStack):
-        return sum(one.nbytes for layer in stack.parts.layers for one in _gated_mlp(layer).parameters())
-    assert isinstance(stack, PackedStack)
-    return sum(_bytes_in_groups(one) for layer in stack.weights.layers for one in (layer.gate_up, layer.down))
+    if isinstance(runner, HFRunner):
+        return sum(one.nbytes for layer in runner.parts.layers for one in _gated_mlp(layer).parameters())
+    assert isinstance(runner, PackedRunner)
+    return sum(_bytes_in_groups(one) for layer in runner.weights.layers for one in (layer.gate_up, layer.down))
 
 
 def _bytes_in_groups(matrix: Linear) -> int:
@@ -222,22 +222,22 @@ def _bytes_in_groups(matrix: Linear) -> int:
     return native.packed_bytes("int8", matrix.rows, matrix.columns)
 
 
-def _split(stack: PackedStack, layer: Layer, groups: Tensor) -> list[MLPGroup]:
+def _split(runner: PackedRunner, layer: Layer, groups: Tensor) -> list[MLPGroup]:
     """The groups of one packed MLP."""
-    gate, up = _plain(stack, layer.gate_up).chunk(2)
-    down, bias = _plain(stack, layer.down), layer.gate_up_bias
+    gate, up = _plain(runner, layer.gate_up).chunk(2)
+    down, bias = _plain(runner, layer.down), layer.gate_up_bias
     return [MLPGroup(
         _packed_as(layer.gate_up, torch.cat([gate[group], up[group]]), "pair"),
         _packed_as(layer.down, down[:, group].contiguous(), "matrix"),
         None if bias is None else torch.cat([half[group] for half in bias.chunk(2)]),
-    ) for group in groups.to(stack.device)]
+    ) for group in groups.to(runner.device)]
 
 
-def _plain(stack: PackedStack, matrix: Linear) -> Tensor:
+def _plain(runner: PackedRunner, matrix: Linear) -> Tensor:
     """A dequantised copy [rows, columns]."""
-    if isinstance(stack, NativeStack):
-        return torch.cat([_native(part).unpack(stack.dtype) for part in parts_of(matrix)])
-    columns = torch.eye(matrix.columns, dtype=stack.dtype, device=stack.device).split(_PIECE)
+    if isinstance(runner, NativeRunner):
+        return torch.cat([_native(part).unpack(runner.dtype) for part in parts_of(matrix)])
+    columns = torch.eye(matrix.columns, dtype=runner.dtype, device=runner.device).split(_PIECE)
     return torch.cat([matrix(some) for some in columns]).t().contiguous()
 
 
@@ -254,10 +254,10 @@ def _native(matrix: Linear) -> native.PackedWeight:
     return matrix
 
 
-def _of_modules(stack: HFStack, neurons: Sequence[Tensor]) -> SplitMLPs:
-    mlps = [_gated_mlp(layer) for layer in stack.parts.layers]
+def _of_modules(runner: HFRunner, neurons: Sequence[Tensor]) -> SplitMLPs:
+    mlps = [_gated_mlp(layer) for layer in runner.parts.layers]
     _check_groups(neurons, [mlp.down_proj.in_features for mlp in mlps])
-    layers = [_split_module(mlp, groups.to(stack.device)) for mlp, groups in zip(mlps, neurons, strict=True)]
+    layers = [_split_module(mlp, groups.to(runner.device)) for mlp, groups in zip(mlps, neurons, strict=True)]
     made = SplitMLPs(layers, _activation(mlps[0]), [mlp.down_proj.bias for mlp in mlps])
     _check_sum(made, mlps)
     return made

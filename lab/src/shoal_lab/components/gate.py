@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
 if TYPE_CHECKING:
-    from shoal.speculative.part_file import TrainedPart
+    from shoal.speculative.draft_head_file import DraftHead
 
 WIDTHS = (512, 256, 128)
 """Hidden sizes of the perceptron."""
@@ -44,7 +44,7 @@ class TokenGate:
         ValueError: tensors are missing, have another size than the card says, or it lacks the kept share.
     """
 
-    def __init__(self, part: TrainedPart) -> None:
+    def __init__(self, part: DraftHead) -> None:
         hidden, self.layer = part.size("hidden"), part.size("layer")
         sizes = (hidden, *WIDTHS, 1)
         self._norm = part.take(NORM, 2, hidden)

@@ -12,7 +12,7 @@ from torch.nn.functional import layer_norm
 from shoal.errors import Unsupported
 
 if TYPE_CHECKING:
-    from shoal.speculative.part_file import TrainedPart
+    from shoal.speculative.draft_head_file import DraftHead
 
 WEIGHT, BIAS = "weight", "bias"
 """Names of a component's tensors, [L, D] and [L]."""
@@ -38,7 +38,7 @@ class LayerRouters:
         Unsupported: they are for a model with another number of layers.
     """
 
-    def __init__(self, part: TrainedPart, num_layers: int) -> None:
+    def __init__(self, part: DraftHead, num_layers: int) -> None:
         hidden, layers = part.size("hidden"), part.size("layers")
         if layers != num_layers:
             raise Unsupported(f"the trained part {part.name!r}", f"it routes {layers} layers, and the model has "

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.decode.rules.accept import Outcome, Target, TargetsNumbers, descend
+from shoal.decode.rules.accept import Outcome, Target, TargetStream, descend
 from shoal.decode.tree import TokenTree
 from shoal_lab.components.signals import probabilities
 
 
 @dataclass(frozen=True, slots=True)
-class Resisting(TargetsNumbers):
+class Resisting(TargetStream):
     """The text, prompt included, is a walk on a graph whose nodes are tokens; returning to one is resisted.
 
     A new token is taken as it is. Otherwise the most probable tokens are weighed: each has its probability less `alpha`

@@ -1,4 +1,4 @@
-"""Going back in a row for a moment, to run committed tokens again in another way."""
+"""Going back in a sequence for a moment, to run committed tokens again in another way."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from shoal.model.kv.layer import KVLayer
 
 
 @contextmanager
-def rewound(cache: KVCache, row: int, length: int) -> Iterator[None]:
-    """Within the context the row holds its first `length` positions; afterwards it is restored, without scratch.
+def rewound(cache: KVCache, seq: int, length: int) -> Iterator[None]:
+    """Within the context the sequence holds its first `length` positions; afterwards it is restored, without scratch.
 
     What is fed meanwhile must not be committed. Costs a copy of the positions from `length` on.
 
     Raises:
         ValueError: a layer no longer stores what the tokens after `length` positions see.
     """
-    held, shallow = cache.positions[row], cache.first_shallow(row)
-    if not earliest(cache, row) <= length <= held:
-        raise ValueError(f"row {row} can go back to {earliest(cache, row)}..{held} positions, not to {length}")
-    cut = [layer for layer in _current(cache, row) if held > length]
-    saved = [_saved(layer, row, length) for layer in cut]
-    cache.positions[row] = length
+    held, shallow = cache.positions[seq], cache.first_shallow(seq)
+    if not earliest(cache, seq) <= length <= held:
+        raise ValueError(f"row {seq} can go back to {earliest(cache, seq)}..{held} positions, not to {length}")
+    cut = [layer for layer in _current(cache, seq) if held > length]
+    saved = [_saved(layer, seq, length) for layer in cut]
+    cache.positions[seq] = length
     for layer in cut:
-        layer.lengths[row], layer.scratch[row] = length, 0
+        layer.lengths[seq], layer.scratch[seq] = length, 0
     try:
         yield
     finally:
-        cache.rollback(row)
+        cache.rollback(seq)
         for layer, stores in zip(cut, saved, strict=True):
-            layer.lengths[row] = held
-            _restore(layer, row, length, stores)
-        cache.positions[row] = held
+            layer.lengths[seq] = held
+            _restore(layer, seq, length, stores)
+        cache.positions[seq] = held
         if shallow < held:
-            cache.mark_shallow(row, shallow)
+            cache.mark_shallow(seq, shallow)
 
 
-def earliest(cache: KVCache, row: int) -> int:
-    """The fewest positions to which a row can go back: a window has moved on, or slots were rewritten, before them."""
-    layers = _current(cache, row)
-    slid = [layer for layer in layers if layer.window is not None and layer.starts[row]]
-    rewritten = [layer.rewritten[row] for layer in layers]
-    return max([*rewritten, *(layer.starts[row] + (layer.window or 0) - 1 for layer in slid)], default=0)
+def earliest(cache: KVCache, seq: int) -> int:
+    """The fewest positions to which a sequence can go back: a window has moved on, or entries were rewritten, before them."""
+    layers = _current(cache, seq)
+    slid = [layer for layer in layers if layer.window is not None and layer.starts[seq]]
+    rewritten = [layer.rewritten[seq] for layer in layers]
+    return max([*rewritten, *(layer.starts[seq] + (layer.window or 0) - 1 for layer in slid)], default=0)
 
 
-def _current(cache: KVCache, row: int) -> list[KVLayer]:
-    """The layers that have run all of the row's positions; no others can run."""
-    layers = [layer for layer in cache.layers if layer.lengths[row] == cache.positions[row]]
-    return [layer for layer in layers if layer.row_tensors(row) and not layer.released[row]]
+def _current(cache: KVCache, seq: int) -> list[KVLayer]:
+    """The layers that have run all of the sequence's positions; no others can run."""
+    layers = [layer for layer in cache.layers if layer.lengths[seq] == cache.positions[seq]]
+    return [layer for layer in layers if layer.row_tensors(seq) and not layer.released[seq]]
 
 
-def _saved(layer: KVLayer, row: int, length: int) -> list[Tensor]:
-    columns = slice(length - layer.starts[row], layer.lengths[row] - layer.starts[row])
-    return [tensor[:, columns].clone() for tensor in layer.row_tensors(row)]
+def _saved(layer: KVLayer, seq: int, length: int) -> list[Tensor]:
+    slots = slice(length - layer.starts[seq], layer.lengths[seq] - layer.starts[seq])
+    return [tensor[:, slots].clone() for tensor in layer.row_tensors(seq)]
 
 
-def _restore(layer: KVLayer, row: int, length: int, saved: list[Tensor]) -> None:
+def _restore(layer: KVLayer, seq: int, length: int, saved: list[Tensor]) -> None:
     """Restore a layer; its window may have moved on meanwhile, but never beyond what is restored."""
-    first = length - layer.starts[row]
-    for tensor, entries in zip(layer.row_tensors(row), saved, strict=True):
+    first = length - layer.starts[seq]
+    for tensor, entries in zip(layer.row_tensors(seq), saved, strict=True):
         tensor[:, first : first + entries.shape[1]] = entries

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 if TYPE_CHECKING:
-    from shoal.model.stack import Stack
-    from shoal.speculative.part_file import TrainedPart
+    from shoal.model.runner import ModelRunner
+    from shoal.speculative.draft_head_file import DraftHead
     from shoal_lab.components.experts import SplitMLPs
 
 TABLE, MIX, OUT, BIAS, NEURONS = "table", "mix", "out", "{}.bias", "neurons"
@@ -57,7 +57,7 @@ class ExpertRouter:
         ValueError: tensors are missing, or have another size than the card says.
     """
 
-    def __init__(self, part: TrainedPart) -> None:
+    def __init__(self, part: DraftHead) -> None:
         self.layers, self.groups, self.window = (part.size(name) for name in ("layers", "groups", "window"))
         self.shared = int(part.shape.get("shared", 0))
         vocab, width, hidden = (part.size(name) for name in ("vocab", "width", "hidden"))
@@ -71,10 +71,10 @@ class ExpertRouter:
             part.take(OUT, scores, hidden), part.take(BIAS.format(OUT), scores))]
         self.neurons = part.take(NEURONS, self.layers, self.groups, part.size("neurons")).long()
         part.check_taken()
-        self._made: WeakKeyDictionary[Stack, SplitMLPs] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[ModelRunner, SplitMLPs] = WeakKeyDictionary()
         self._known: dict[tuple[tuple[int, ...], int, int | None], tuple[int, ...]] = {}
 
-    def mlps(self, stack: Stack) -> SplitMLPs:
+    def mlps(self, runner: ModelRunner) -> SplitMLPs:
         """The model's MLPs in these groups; made once.
 
         Raises:
@@ -82,15 +82,15 @@ class ExpertRouter:
         """
         from shoal_lab.components.experts import split_mlps
 
-        if stack not in self._made:
-            self._made[stack] = split_mlps(stack, list(self.neurons))
-        return self._made[stack]
+        if runner not in self._made:
+            self._made[runner] = split_mlps(runner, list(self.neurons))
+        return self._made[runner]
 
-    def bytes_to_come(self, stack: Stack) -> int:
+    def bytes_to_come(self, runner: ModelRunner) -> int:
         """Memory that the groups will take; 0 once they are made."""
         from shoal_lab.components.experts import group_bytes
 
-        return 0 if stack in self._made else group_bytes(stack)
+        return 0 if runner in self._made else group_bytes(runner)
 
     def masks(self, tokens: Sequence[int], experts: int, seed: int | None = None) -> tuple[int, ...]:
         """Groups that the last of some tokens runs, per layer.

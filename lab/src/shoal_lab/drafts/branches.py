@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.speculative.choose import Guesses, Place
 from shoal.speculative.growth import Growth
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
 
 Outcome = tuple[int, ...]
 """The tokens of a verification: accepted guesses, and one more."""
@@ -55,9 +55,9 @@ class Branches(Growth):
     """A window as the draft model reads it, with branches below its nodes that grow at the same time.
 
     Args:
-        row: the row as it was when the window was fed.
-        slot: its place in the draft model's cache.
-        tokens: the window: the row's last token and a chain of guesses.
+        sequence: the sequence as it was when the window was fed.
+        entry: its place in the draft model's cache.
+        tokens: the window: the sequence's last token and a chain of guesses.
         held: how many of these the cache holds, committed or as scratch.
         committed: how many of those are committed, 0 or 1.
         foreseen: outcomes for which the draft's own branch is not wanted.
@@ -65,13 +65,13 @@ class Branches(Growth):
     """
 
     def __init__(
-        self, row: Row, slot: int, tokens: Sequence[int], held: int, committed: int, foreseen: Collection[Outcome],
+        self, seq: SequenceState, seq_id: int, tokens: Sequence[int], held: int, committed: int, foreseen: Collection[Outcome],
         wishes: Sequence[Wish],
     ) -> None:
         super().__init__(tokens[0])
         for token in tokens[1:]:
             self.add(token, len(self.tokens) - 1)
-        self.row, self.slot = row, slot
+        self.seq, self.seq_id = seq, seq_id
         self._held, self._committed, self._foreseen = held, committed, foreseen
         self._branches = [_Branch(wish, self._leaf(wish)) for wish in wishes]
         self._alive = list(self._branches)
@@ -90,14 +90,14 @@ class Branches(Growth):
         first, committed = self._held, self._committed
         tokens, self._held = self.tokens[first:], len(self.tokens)
         parents = [parent - committed for parent in self.parents[committed:]]
-        depths = [len(words) - committed for words in self.words[committed:]]
+        depths = [len(paths) - committed for paths in self.paths[committed:]]
         return SequenceChunk(
-            self.slot, tokens, [0] * len(tokens), plan, parents, depths, wanted=len(self._alive), fed=first - committed
+            self.seq_id, tokens, [0] * len(tokens), plan, parents, depths, wanted=len(self._alive), fed=first - committed
         )
 
     def places(self) -> list[Place]:
         """Places of wanted guesses, with the random streams of a draft that has one guess per depth."""
-        return [Place(self.row, self.words[branch.leaf], 0) for branch in self._alive]
+        return [Place(self.seq, self.paths[branch.leaf], 0) for branch in self._alive]
 
     def extend(self, guesses: Sequence[Guesses]) -> None:
         """Append its next guess to each growing branch, if there is one."""

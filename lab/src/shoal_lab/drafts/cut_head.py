@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.speculative.model import ModelDrafter, ModelProposer
 
 
@@ -26,9 +26,9 @@ class CutHeadProposer(ModelProposer):
     head: Callable[[Tensor], Tensor]
     ids: tuple[int, ...]
 
-    def begin(self, stack: Any, cache: Any) -> CutHeadDrafter:
+    def begin(self, runner: Any, cache: Any) -> CutHeadDrafter:
         """A drafter with an empty cache of its own."""
-        return CutHeadDrafter(self, stack.vocab_size)
+        return CutHeadDrafter(self, runner.vocab_size)
 
 
 class CutHeadDrafter(ModelDrafter):
@@ -36,18 +36,18 @@ class CutHeadDrafter(ModelDrafter):
 
     def __init__(self, proposer: CutHeadProposer, vocabulary: int) -> None:
         super().__init__(proposer, vocabulary)
-        self._head, self._ids = proposer.head, torch.tensor(proposer.ids, device=self._stack.device)
+        self._head, self._ids = proposer.head, torch.tensor(proposer.ids, device=self._runner.device)
 
     @override
     def _logits(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         last: list[Tensor] = []
 
         def hook(layer: int, hidden: Tensor) -> None:
-            if layer == self._stack.num_layers:
+            if layer == self._runner.num_layers:
                 ends = ((states, len(chunk.tokens), chunk.wanted) for states, chunk in zip(hidden, chunks, strict=True))
                 last.extend(states[end - wanted : end] for states, end, wanted in ends)
 
-        self._stack.forward([replace(chunk, wanted=0) for chunk in chunks], self._cache, hook)
+        self._runner.forward([replace(chunk, wanted=0) for chunk in chunks], self._cache, hook)
         part = self._head(torch.cat(last))
-        whole = part.new_full((len(part), self._stack.vocab_size), -torch.inf)
+        whole = part.new_full((len(part), self._runner.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._ids, part)

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn.functional import silu
 from typing_extensions import override
 
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
+from shoal.speculative.draft_head_file import DraftHead, guessed_tokens
+from shoal.speculative.hidden_states import HiddenStates
 from shoal.speculative.layer_head import packed
-from shoal.speculative.part_file import TrainedPart, guessed_tokens
-from shoal.speculative.taps import Taps
 
 WEIGHT, BIAS = "heads.{}.weight", "heads.bias"
 """Tensors of a component besides its list of tokens: [D, D] per head; [heads, D]."""
@@ -59,8 +59,8 @@ class RankTree:
             value, path = heapq.heappop(waiting)
             paths.append(path)
             if path[-1] + 1 < len(shares[len(path) - 1]):
-                beside = shares[len(path) - 1][path[-1] + 1] / max(shares[len(path) - 1][path[-1]], 1e-9)
-                heapq.heappush(waiting, (value * beside, (*path[:-1], path[-1] + 1)))
+                extra = shares[len(path) - 1][path[-1] + 1] / max(shares[len(path) - 1][path[-1]], 1e-9)
+                heapq.heappush(waiting, (value * extra, (*path[:-1], path[-1] + 1)))
             if len(path) < len(shares):
                 heapq.heappush(waiting, (value * shares[len(path)][0], (*path, 0)))
         places = {path: place for place, path in enumerate([(), *sorted(paths, key=lambda path: (len(path), path))])}
@@ -68,7 +68,7 @@ class RankTree:
                    tuple(path[-1] if path else 0 for path in places))
 
     def filled(self, root: int, table: Sequence[Sequence[int]], depth: int) -> TokenTree:
-        """The tree of a row: `table[j]` are head j's guesses, best first; nodes deeper than `depth` are left out."""
+        """The tree of a sequence: `table[j]` are head j's guesses, best first; nodes deeper than `depth` are left out."""
         tokens, kept, depths = [root], {0: 0}, [0]
         parents = [-1]
         for node in range(1, len(self.parents)):
@@ -93,19 +93,19 @@ class MedusaHeads:
         Unsupported: they do not fit the model.
     """
 
-    def __init__(self, target: Stack, part: TrainedPart) -> None:
+    def __init__(self, target: ModelRunner, part: DraftHead) -> None:
         self.names = guessed_tokens(part, target)
         self.count, hidden = part.size("heads"), part.size("hidden")
         weight = torch.cat([part.take(WEIGHT.format(head), hidden, hidden) for head in range(self.count)])
         self._weight = packed(target, weight)
         self._bias = part.take(BIAS, self.count, hidden).to(target.device)
         part.check_taken()
-        self._rows = packed(target, target.head_rows(self.names))
+        self._seqs = packed(target, target.head_rows(self.names))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Logits [rows, heads, n] from states [rows, D], the inputs of the LM head."""
+        """Logits [sequences, heads, n] from states [sequences, D], the inputs of the LM head."""
         moved = self._weight(states).float().view(len(states), self.count, -1) + self._bias
-        logits = self._rows((states.float()[:, None] + silu(moved)).flatten(0, 1))
+        logits = self._seqs((states.float()[:, None] + silu(moved)).flatten(0, 1))
         return logits.view(len(states), self.count, -1)
 
 
@@ -118,54 +118,54 @@ class MedusaProposer(Proposer):
         tree: shape of the tree.
     """
 
-    part: TrainedPart
+    part: DraftHead
     tree: RankTree
 
     def __post_init__(self) -> None:
-        self._heads: tuple[Stack, MedusaHeads] | None = None
+        self._heads: tuple[ModelRunner, MedusaHeads] | None = None
 
-    def begin(self, stack: Stack, cache: KVCache) -> MedusaDrafter:
+    def begin(self, runner: ModelRunner, cache: KVCache) -> MedusaDrafter:
         """A drafter; all of one model share the heads."""
-        if self._heads is None or self._heads[0] is not stack:
-            self._heads = stack, MedusaHeads(stack, self.part)
-        return MedusaDrafter(self.tree, self._heads[1], stack, cache)
+        if self._heads is None or self._heads[0] is not runner:
+            self._heads = runner, MedusaHeads(runner, self.part)
+        return MedusaDrafter(self.tree, self._heads[1], runner, cache)
 
 
 class MedusaDrafter(Drafter):
-    """Drafts with the heads. Sampled rows get the same guesses as greedy ones.
+    """Drafts with the heads. Sampled sequences get the same guesses as greedy ones.
 
     Args:
         tree: shape of the tree.
         heads: the trained heads.
-        stack, cache: the target's.
+        runner, cache: the target's.
     """
 
-    def __init__(self, tree: RankTree, heads: MedusaHeads, stack: Stack, cache: KVCache) -> None:
+    def __init__(self, tree: RankTree, heads: MedusaHeads, runner: ModelRunner, cache: KVCache) -> None:
         self._tree, self._heads = tree, heads
-        self._stack, self._taps = stack, Taps(stack, cache)
+        self._runner, self._hidden = runner, HiddenStates(runner, cache)
 
     @override
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
-        return self._taps.watch(rows, chunks)
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook:
+        return self._hidden.watch(seqs, chunks)
 
     @torch.no_grad()
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per row; only its last token if the state before it is unknown."""
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        """A tree per sequence; only its last token if the state before it is unknown."""
         known: dict[int, Tensor] = {}
-        for place, row in enumerate(rows):
-            found = self._taps.take(row)
-            if found is not None and limits[place] and found[0] + len(found[1]) == len(row.tokens) - 1:
+        for place, seq in enumerate(seqs):
+            found = self._hidden.take(seq)
+            if found is not None and limits[place] and found[0] + len(found[1]) == len(seq.tokens) - 1:
                 known[place] = found[1][-1]
         tables: dict[int, list[list[int]]] = {}
         if known:
-            logits = self._heads(self._stack.normed(torch.stack(list(known.values()))))
+            logits = self._heads(self._runner.normed(torch.stack(list(known.values()))))
             best = logits.topk(min(max(self._tree.ranks) + 1, logits.shape[-1])).indices.tolist()
             names = self._heads.names
             tables = {place: [[names[i] for i in own] for own in heads]
                       for place, heads in zip(known, best, strict=True)}
         for place in known:
-            rows[place].ledger.draft_forwards += 1
+            seqs[place].ledger.draft_forwards += 1
         return [
-            self._tree.filled(row.tokens[-1], tables.get(place, ()), limit if place in tables else 0)
-            for place, (row, limit) in enumerate(zip(rows, limits, strict=True))
+            self._tree.filled(seq.tokens[-1], tables.get(place, ()), limit if place in tables else 0)
+            for place, (seq, limit) in enumerate(zip(seqs, limits, strict=True))
         ]

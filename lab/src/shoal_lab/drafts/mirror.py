@@ -24,24 +24,24 @@ from typing_extensions import override
 
 from shoal.decode.worker import Proposer, StepReport
 from shoal.model.packed.native import MAX_NODES
-from shoal.speculative.choose import Place, RowTree, choose
+from shoal.speculative.choose import Place, SequenceTree, choose
 from shoal.speculative.model import ModelDrafter, ModelProposer
 from shoal_lab.drafts.branches import Branches, Chain, Outcome, Wish
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.decode.tree import TokenTree
-    from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+    from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
 
 Pool = Mapping[Outcome, Chain]
-"""The branches of a row."""
+"""The branches of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRound:
     """A forward of the target during which the next draft was prepared, and its result; see `mirror_sd`.
 
-    Seconds are those of the step, which a row shares with the others of its batch.
+    Seconds are those of the step, which a sequence shares with the others of its batch.
 
     Attributes:
         foreseen: whether the exit layer predicted the token that came after the accepted guesses.
@@ -88,29 +88,29 @@ class MirrorProposer(Proposer):
     exit_layer: int
     k: int
 
-    def begin(self, stack: Any, cache: Any) -> MirrorDrafter:
+    def begin(self, runner: Any, cache: Any) -> MirrorDrafter:
         """A drafter with an empty cache of its own."""
-        return MirrorDrafter(self, stack)
+        return MirrorDrafter(self, runner)
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """What the target was fed of a decoding row.
+    """What the target was fed of a decoding sequence.
 
     Attributes:
-        row, length: the row, and its number of tokens then.
-        place: index of the row in the forward.
-        chunk: what was fed; its last nodes are the row's last token and a chain of guesses.
+        sequence, length: the sequence, and its number of tokens then.
+        place: index of the sequence in the forward.
+        chunk: what was fed; its last nodes are the sequence's last token and a chain of guesses.
     """
 
-    row: Row
+    seq: SequenceState
     length: int
     place: int
     chunk: SequenceChunk
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The row's last token and the guesses."""
+        """The sequence's last token and the guesses."""
         return self.chunk.tokens[-self.chunk.wanted :]
 
     @property
@@ -121,46 +121,46 @@ class _Window:
     @property
     def outcome(self) -> Outcome:
         """The outcome of the verification."""
-        return tuple(self.row.tokens[self.length :])
+        return tuple(self.seq.tokens[self.length :])
 
-    def before(self) -> Row:
-        """The row as it was when the window was fed."""
-        return replace(self.row, tokens=self.row.tokens[: self.length])
+    def before(self) -> SequenceState:
+        """The sequence as it was when the window was fed."""
+        return replace(self.seq, tokens=self.seq.tokens[: self.length])
 
     def room(self, tokens: int) -> int:
-        """Guesses that the row has room for after an outcome of `tokens` tokens: one less than it may still emit."""
-        return self.row.stop.room + len(self.row.tokens) - self.length - tokens - 1
+        """Guesses that the sequence has room for after an outcome of `tokens` tokens: one less than it may still emit."""
+        return self.seq.stop.room + len(self.seq.tokens) - self.length - tokens - 1
 
 
 class MirrorDrafter(ModelDrafter):
     """Drafts the branches of a verification, as if its outcome were not known, before it uses the outcome.
 
-    For each row, the draft model's cache holds a prefix of its tokens as committed, and as scratch the window, followed
-    by branches. If the last token came from a branch, it has not been read, and is fed with the next window.
+    For each sequence, the draft model's cache holds a prefix of its tokens as committed, and as scratch the window,
+    followed by branches. If the last token came from a branch, it has not been read, and is fed with the next window.
 
     Args:
         proposer: how to draft.
         target: the model that verifies.
     """
 
-    def __init__(self, proposer: MirrorProposer, target: Stack) -> None:
+    def __init__(self, proposer: MirrorProposer, target: ModelRunner) -> None:
         super().__init__(proposer.model, target.vocab_size)
         self._target, self._exit_layer, self._k = target, proposer.exit_layer, proposer.k
         self._windows: list[_Window] = []
         self._states: Tensor | None = None
-        self._lengths: dict[Row, int] = {}
-        self._ready: dict[Row, Chain] = {}
+        self._lengths: dict[SequenceState, int] = {}
+        self._ready: dict[SequenceState, Chain] = {}
         self._since = self._target_seconds = 0.0
 
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """Keep the inputs of the exit layer for rows that verify."""
-        if not rows[0].emitted:
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        """Keep the inputs of the exit layer for sequences that verify."""
+        if not seqs[0].emitted:
             return None
         self._states, self._since = None, time.perf_counter()
         self._windows = [
-            _Window(row, len(row.tokens), place, chunk)
-            for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
-            if chunk.wanted and chunk.steps[-chunk.wanted] == row.emitted  # otherwise it reads forced tokens
+            _Window(seq, len(seq.tokens), place, chunk)
+            for place, (seq, chunk) in enumerate(zip(seqs, chunks, strict=True))
+            if chunk.wanted and chunk.steps[-chunk.wanted] == seq.emitted  # otherwise it reads forced tokens
         ]
         return self._see if self._k else None
 
@@ -174,40 +174,40 @@ class MirrorDrafter(ModelDrafter):
             self._target_seconds = time.perf_counter() - self._since
 
     @override
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        rounds = self._look_back(rows)
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        rounds = self._look_back(seqs)
         start = time.perf_counter()
         try:
-            trees = super().propose(rows, limits)
+            trees = super().propose(seqs, limits)
         finally:
             self._ready = {}
         seconds = time.perf_counter() - start
-        self._lengths = {row: len(row.tokens) for row in self._rows}
-        for row, limit in zip(rows, limits, strict=True):
-            if limit and row in rounds:
-                row.ledger.draft_rounds.append(replace(rounds[row], redraft=seconds))
+        self._lengths = {seq: len(seq.tokens) for seq in self._seqs}
+        for seq, limit in zip(seqs, limits, strict=True):
+            if limit and seq in rounds:
+                seq.ledger.draft_rounds.append(replace(rounds[seq], redraft=seconds))
         return trees
 
-    def _begun(self, row: Row, slot: int, levels: int) -> RowTree:
+    def _begun(self, seq: SequenceState, seq_id: int, levels: int) -> SequenceTree:
         """The branch that is ready, if there is one; then no other guess is wanted."""
-        one = super()._begun(row, slot, levels)
-        if row in self._ready:
-            for token, probs in self._ready[row][:levels]:
+        one = super()._begun(seq, seq_id, levels)
+        if seq in self._ready:
+            for token, probs in self._ready[seq][:levels]:
                 one.add(token, len(one.tokens) - 1, probs)
             one.leaves = []
         return one
 
-    def _commit(self, slot: int, row: Row, tree: TokenTree) -> None:
+    def _commit(self, seq_id: int, seq: SequenceState, tree: TokenTree) -> None:
         """Commit the accepted part of the window, which comes before all other scratch entries."""
-        known, scratch = self._cache.positions[slot], self._cache.layers[0].scratch[slot]
-        unread = self._lengths[row] - known
+        known, scratch = self._cache.positions[seq_id], self._cache.layers[0].scratch[seq_id]
+        unread = self._lengths[seq] - known
         fed = tree.tokens[1 - min(unread, 1) :][:scratch]
-        kept = takewhile(lambda pair: pair[0] == pair[1], zip(fed, row.tokens[known:-1], strict=False))
-        self._cache.commit(slot, range(len(list(kept))))
+        kept = takewhile(lambda pair: pair[0] == pair[1], zip(fed, seq.tokens[known:-1], strict=False))
+        self._cache.commit(seq_id, range(len(list(kept))))
 
-    def _look_back(self, rows: Sequence[Row]) -> dict[Row, DraftRound]:
-        """Draft for the predicted outcomes of the last windows, and check which came; by rows."""
-        verified = self._verified(rows)
+    def _look_back(self, seqs: Sequence[SequenceState]) -> dict[SequenceState, DraftRound]:
+        """Draft for the predicted outcomes of the last windows, and check which came; by sequences."""
+        verified = self._verified(seqs)
         start = time.perf_counter()
         foreseen = self._foreseen([window for _, window in verified])
         told = time.perf_counter()
@@ -215,7 +215,7 @@ class MirrorDrafter(ModelDrafter):
         drafted = time.perf_counter()
         rounds = {}
         for (_, window), outcomes, pool in zip(verified, foreseen, pools, strict=True):
-            outcome, key = window.outcome, window.row
+            outcome, key = window.outcome, window.seq
             if outcome in pool:
                 self._ready[key] = pool[outcome]
             before, after = self._split(window)
@@ -224,17 +224,17 @@ class MirrorDrafter(ModelDrafter):
             )
         return rounds
 
-    def _verified(self, rows: Sequence[Row]) -> list[tuple[int, _Window]]:
-        """Slots, ascending, and windows of the rows that continue after the last draft."""
-        fed = {window.row: window for window in self._windows}
-        wanted, self._windows = set(rows), []
-        seated = [(slot, fed[row]) for slot, row in enumerate(self._rows) if row in wanted & fed.keys()]
-        return [(slot, one) for slot, one in seated if one.outcome and one.length == self._lengths[one.row]]
+    def _verified(self, seqs: Sequence[SequenceState]) -> list[tuple[int, _Window]]:
+        """Slots, ascending, and windows of the sequences that continue after the last draft."""
+        fed = {window.seq: window for window in self._windows}
+        wanted, self._windows = set(seqs), []
+        seated = [(seq_id, fed[seq]) for seq_id, seq in enumerate(self._seqs) if seq in wanted & fed.keys()]
+        return [(seq_id, one) for seq_id, one in seated if one.outcome and one.length == self._lengths[one.seq]]
 
     def _foreseen(self, windows: Sequence[_Window]) -> list[list[Outcome]]:
         """Probable outcomes of each window by the exit layer: `k` tokens after each node.
 
-        A sampled row draws without replacement, the first token with the random stream of its rule's draft.
+        A sampled sequence draws without replacement, the first token with the random stream of its rule's draft.
         """
         if self._states is None or not windows:
             return [[] for _ in windows]
@@ -243,14 +243,14 @@ class MirrorDrafter(ModelDrafter):
         told = iter(choose(places, self._target.exit_logits(torch.cat(states)), self._k))
         found = []
         for window in windows:
-            window.row.ledger.heads_read += 1
+            window.seq.ledger.heads_read += 1
             after = [(window.guesses[:count], next(told)) for count in range(len(window.tokens))]
             found.append([(*outcome, token) for outcome, guess in after for token in guess.tokens])
         return found
 
     def _split(self, window: _Window) -> tuple[float, float]:
         """Seconds of the target's forward before and after the exit layer, in proportion to layers and LM head."""
-        layers = window.row.plan.layers(window.chunk.steps[-window.chunk.wanted])
+        layers = window.seq.plan.layers(window.chunk.steps[-window.chunk.wanted])
         share = bisect_left(layers, self._exit_layer) / (len(layers) + self._target.head_layers)
         return share * self._target_seconds, (1 - share) * self._target_seconds
 
@@ -269,24 +269,24 @@ class MirrorDrafter(ModelDrafter):
                 for place, tree in zip(turn, trees, strict=True):
                     pools[place] |= tree.pool()
                     if waiting[place]:
-                        self._cache.rollback(tree.slot)
+                        self._cache.rollback(tree.seq_id)
         except BaseException:
-            for slot, _ in verified:
-                self._cache.rollback(slot)
+            for seq_id, _ in verified:
+                self._cache.rollback(seq_id)
             raise
         return list(pools)
 
-    def _parts(self, slot: int, window: _Window, foreseen: Sequence[Outcome]) -> list[list[Wish]]:
+    def _parts(self, seq_id: int, window: _Window, foreseen: Sequence[Outcome]) -> list[list[Wish]]:
         """The wanted branches, in parts that fit into a tree each."""
-        unread = window.length - self._cache.positions[slot]
-        if not foreseen or unread > 1 or max(window.tokens) >= self._stack.vocab_size:
+        unread = window.length - self._cache.positions[seq_id]
+        if not foreseen or unread > 1 or max(window.tokens) >= self._runner.vocab_size:
             return []
         guesses, wishes = window.guesses, list[Wish]()
-        if len(guesses) >= 1 - unread + self._cache.layers[0].scratch[slot]:  # its last node has not been fed yet
+        if len(guesses) >= 1 - unread + self._cache.layers[0].scratch[seq_id]:  # its last node has not been fed yet
             wishes.append(self._wish(window, guesses, own=True))
         wishes += [
             self._wish(window, outcome) for outcome in foreseen
-            if outcome != guesses[: len(outcome)] and outcome[-1] < self._stack.vocab_size
+            if outcome != guesses[: len(outcome)] and outcome[-1] < self._runner.vocab_size
         ]
         wishes = [wish for wish in wishes if wish.length > 0]
         most = max(1, (MAX_NODES - len(window.tokens)) // self._shape.length)
@@ -295,20 +295,20 @@ class MirrorDrafter(ModelDrafter):
     def _wish(self, window: _Window, outcome: Outcome, own: bool = False) -> Wish:
         return Wish(outcome, min(self._shape.length, window.room(len(outcome) + own)), own)
 
-    def _tree(self, slot: int, window: _Window, foreseen: Sequence[Outcome], wishes: Sequence[Wish]) -> Branches:
-        committed = 1 - (window.length - self._cache.positions[slot])
-        held = committed + self._cache.layers[0].scratch[slot]
-        return Branches(window.before(), slot, window.tokens, held, committed, foreseen, wishes)
+    def _tree(self, seq_id: int, window: _Window, foreseen: Sequence[Outcome], wishes: Sequence[Wish]) -> Branches:
+        committed = 1 - (window.length - self._cache.positions[seq_id])
+        held = committed + self._cache.layers[0].scratch[seq_id]
+        return Branches(window.before(), seq_id, window.tokens, held, committed, foreseen, wishes)
 
     def _after_branches(self, trees: Sequence[Branches]) -> Tensor:
         """Logits [growing branches, V]."""
-        return self._forward([tree.chunk(self._plan) for tree in trees], [tree.row for tree in trees])
+        return self._forward([tree.chunk(self._plan) for tree in trees], [tree.seq for tree in trees])
 
 
 def _places(window: _Window) -> Iterator[Place]:
     """Places after each node of a window."""
-    row, guesses = window.before(), window.guesses
-    return (Place(row, guesses[:count], 0) for count in range(len(guesses) + 1))
+    seq, guesses = window.before(), window.guesses
+    return (Place(seq, guesses[:count], 0) for count in range(len(guesses) + 1))
 
 
 def _extend(trees: Sequence[Branches], logits: Tensor) -> None:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from shoal.decode.row import Row
 from shoal.decode.sampling import biased
+from shoal.decode.sequence import SequenceState
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer, StepReport
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import FromLayer, HiddenStateHook, SequenceChunk, Stack
-from shoal.speculative.part_file import TrainedPart
+from shoal.model.runner import FromLayer, HiddenStateHook, ModelRunner, SequenceChunk
+from shoal.speculative.draft_head_file import DraftHead
 from shoal_lab.drafts.prompt_tree import PromptTree, PromptTrees
 
 PROMPTS = "prompts.{}"
@@ -43,7 +43,7 @@ class PromptProposer(Proposer):
         trees: what is fed in each state; at most one state more than the component has prompt tokens.
     """
 
-    part: TrainedPart
+    part: DraftHead
     trees: PromptTrees
 
     def __post_init__(self) -> None:
@@ -57,23 +57,23 @@ class PromptProposer(Proposer):
         """Most fed nodes, prompt tokens included."""
         return max(tree.fed for tree in self.trees.states)
 
-    def begin(self, stack: Stack, cache: KVCache) -> PromptDrafter:
+    def begin(self, runner: ModelRunner, cache: KVCache) -> PromptDrafter:
         """A drafter.
 
         Raises:
             Unsupported: the model's states have another size.
         """
-        found = stack.embed(torch.zeros(1, dtype=torch.int64, device=stack.device),
-                            torch.zeros(1, dtype=torch.int64, device=stack.device)).shape[-1]
+        found = runner.embed(torch.zeros(1, dtype=torch.int64, device=runner.device),
+                            torch.zeros(1, dtype=torch.int64, device=runner.device)).shape[-1]
         if found != self._vectors.shape[1]:
             why = f"it is for states of {self._vectors.shape[1]} numbers; the model's have {found}"
             raise Unsupported(f"the trained part {self.part.name!r}", why, "Train one for this model with shoal train")
-        return PromptDrafter(self.trees, self._vectors.to(stack.device), stack)
+        return PromptDrafter(self.trees, self._vectors.to(runner.device), runner)
 
 
 @dataclass(slots=True)
 class _Ready:
-    """Results of a row's prompt tokens.
+    """Results of a sequence's prompt tokens.
 
     Attributes:
         fed: last states [prompts, D] of all prompt tokens in its last forward; None if there were none.
@@ -85,81 +85,81 @@ class _Ready:
 
 
 class PromptDrafter(Drafter):
-    """Drafts with prompt tokens. Sampled rows get the same guesses as greedy ones.
+    """Drafts with prompt tokens. Sampled sequences get the same guesses as greedy ones.
 
     Args:
         trees: what is fed in each state.
         vectors: [prompts, D].
-        stack: the target.
+        runner: the target.
     """
 
-    def __init__(self, trees: PromptTrees, vectors: Tensor, stack: Stack) -> None:
-        self._trees, self._vectors, self._stack = trees, vectors, stack
-        self._ready: dict[Row, _Ready] = {}
+    def __init__(self, trees: PromptTrees, vectors: Tensor, runner: ModelRunner) -> None:
+        self._trees, self._vectors, self._runner = trees, vectors, runner
+        self._ready: dict[SequenceState, _Ready] = {}
 
     @override
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        # What is known of these rows is of the previous step.
-        self._ready = {row: one for row, one in self._ready.items() if row.finish_reason is None}
-        for row in rows:
-            self._ready.pop(row, None)
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        # What is known of these sequences is of the previous step.
+        self._ready = {seq: one for seq, one in self._ready.items() if seq.finish_reason is None}
+        for seq in seqs:
+            self._ready.pop(seq, None)
         if all(chunk.vectors is None for chunk in chunks):
             return None
 
         def hook(layer: int, hidden: Tensor) -> None:
-            if layer == self._stack.num_layers:
-                for row, chunk, states in zip(rows, chunks, hidden, strict=True):
+            if layer == self._runner.num_layers:
+                for seq, chunk, states in zip(seqs, chunks, hidden, strict=True):
                     if chunk.vectors is not None:
-                        self._ready[row] = _Ready(states[chunk.words : len(chunk.tokens)].clone())
+                        self._ready[seq] = _Ready(states[chunk.with_ids : len(chunk.tokens)].clone())
 
-        return FromLayer(self._stack.num_layers, hook)
+        return FromLayer(self._runner.num_layers, hook)
 
     @override
-    def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        one = self._ready.get(row)
+    def fork(self, seq: SequenceState, children: Sequence[SequenceState]) -> None:
+        one = self._ready.get(seq)
         if one is not None:
-            self._ready.update((twin, _Ready(None, one.states)) for twin in twins)
+            self._ready.update((child, _Ready(None, one.states)) for child in children)
 
     def observe(self, report: StepReport) -> None:
         """Keep the results of the prompt tokens behind the node where the accepted path ended."""
-        for row, tree, outcome in zip(report.rows, report.trees, report.outcomes, strict=True):
-            one = self._ready.get(row)
+        for seq, tree, outcome in zip(report.seqs, report.trees, report.outcomes, strict=True):
+            one = self._ready.get(seq)
             if one is not None and one.fed is not None and isinstance(tree, PromptedTree):
                 one.states, one.fed = one.fed[_behind(tree, outcome.path[-1])], None
 
     @torch.no_grad()
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per row, with prompt tokens behind its nodes; only the last token if nothing may be guessed."""
-        known = {place: states for place, (row, limit) in enumerate(zip(rows, limits, strict=True))
-                 if limit and (states := self._states(row, limit)) is not None}
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        """A tree per sequence, with prompt tokens behind its nodes; only the last token if nothing may be guessed."""
+        known = {place: states for place, (seq, limit) in enumerate(zip(seqs, limits, strict=True))
+                 if limit and (states := self._states(seq, limit)) is not None}
         tables: dict[int, list[list[int]]] = {}
         if known:
-            logits = self._stack.exit_logits(torch.cat(list(known.values())))
+            logits = self._runner.exit_logits(torch.cat(list(known.values())))
             parts = logits.split([len(states) for states in known.values()])
-            tables = {place: self._best(rows[place], part) for place, part in zip(known, parts, strict=True)}
+            tables = {place: self._best(seqs[place], part) for place, part in zip(known, parts, strict=True)}
         for place in known:
-            rows[place].ledger.draft_forwards += 1
-        return [self._tree(row, tables.get(place, ()), limit) if limit else TokenTree.chain(row.tokens[-1:])
-                for place, (row, limit) in enumerate(zip(rows, limits, strict=True))]
+            seqs[place].ledger.draft_forwards += 1
+        return [self._tree(seq, tables.get(place, ()), limit) if limit else TokenTree.chain(seq.tokens[-1:])
+                for place, (seq, limit) in enumerate(zip(seqs, limits, strict=True))]
 
-    def _states(self, row: Row, limit: int) -> Tensor | None:
-        """States [n, D] of the prompt tokens that give the row's guesses, at most `limit`; None if there are none."""
-        one = self._ready.get(row)
+    def _states(self, seq: SequenceState, limit: int) -> Tensor | None:
+        """States [n, D] of the prompt tokens that give the sequence's guesses, at most `limit`; None if there are none."""
+        one = self._ready.get(seq)
         if one is None or one.states is None or not len(one.states):
             return None
         return one.states[:limit]
 
-    def _best(self, row: Row, logits: Tensor) -> list[list[int]]:
-        """The most probable tokens by each row of logits [n, V], as many as a tree may need."""
+    def _best(self, seq: SequenceState, logits: Tensor) -> list[list[int]]:
+        """The most probable tokens by each sequence of logits [n, V], as many as a tree may need."""
         ranks = 1 + max(max(tree.guesses.ranks) for tree in self._trees.states)
-        found: list[list[int]] = biased(logits, row.sampling).topk(min(ranks, logits.shape[-1])).indices.tolist()
+        found: list[list[int]] = biased(logits, seq.sampling).topk(min(ranks, logits.shape[-1])).indices.tolist()
         return found
 
-    def _tree(self, row: Row, table: Sequence[Sequence[int]], limit: int) -> TokenTree:
-        """The guesses of a row, with prompt tokens only at positions up to its last possible token."""
+    def _tree(self, seq: SequenceState, table: Sequence[Sequence[int]], limit: int) -> TokenTree:
+        """The guesses of a sequence, with prompt tokens only at positions up to its last possible token."""
         state = self._trees.states[min(len(table), len(self._trees.states) - 1)].capped(limit)
-        guesses = state.guesses.filled(row.tokens[-1], table, len(table))
-        parents, places = _asides(guesses, state, row.room - 1)
+        guesses = state.guesses.filled(seq.tokens[-1], table, len(table))
+        parents, places = _asides(guesses, state, seq.room - 1)
         return with_asides(guesses, parents, self._vectors[places])
 
 

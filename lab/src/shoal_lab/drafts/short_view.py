@@ -11,11 +11,11 @@ from typing_extensions import override
 from shoal.decode.worker import Proposer
 from shoal.speculative.growth import TreeShape
 from shoal.speculative.model import ModelDrafter, ModelProposer
-from shoal.speculative.per_row import PerRow
+from shoal.speculative.per_sequence import PerSequence
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
-    from shoal.model.stack import Stack
+    from shoal.decode.sequence import SequenceState
+    from shoal.model.runner import ModelRunner
 
 View = Callable[[Sequence[int]], Sequence[int]]
 """Maps a prompt to the tokens that are read in its place."""
@@ -26,26 +26,26 @@ class ShortViewProposer(Proposer):
     """Guesses with a model that has read a view of the prompt, and the answer.
 
     Attributes:
-        stack: the model; None for the target itself.
+        runner: the model; None for the target itself.
         shape: how trees grow.
         name: of the model, for messages.
         view: gives the tokens to read in place of a prompt.
     """
 
-    stack: Stack | None
+    runner: ModelRunner | None
     shape: TreeShape
     name: str
     view: View
 
     @property
     @override
-    def second_stack(self) -> Stack | None:
-        return self.stack
+    def second_runner(self) -> ModelRunner | None:
+        return self.runner
 
-    def begin(self, stack: Any, cache: Any) -> ShortViewDrafter:
+    def begin(self, runner: Any, cache: Any) -> ShortViewDrafter:
         """A drafter with an empty cache of its own."""
-        model = ModelProposer(stack if self.stack is None else self.stack, self.shape, self.name)
-        return ShortViewDrafter(model, self.view, stack.vocab_size)
+        model = ModelProposer(runner if self.runner is None else self.runner, self.shape, self.name)
+        return ShortViewDrafter(model, self.view, runner.vocab_size)
 
 
 class ShortViewDrafter(ModelDrafter):
@@ -53,15 +53,15 @@ class ShortViewDrafter(ModelDrafter):
 
     def __init__(self, model: ModelProposer, view: View, vocabulary: int) -> None:
         super().__init__(model, vocabulary)
-        self._prompts = PerRow[Sequence[int]](lambda row: view(row.tokens[: row.prompt_length]))
+        self._prompts = PerSequence[Sequence[int]](lambda seq: view(seq.tokens[: seq.prompt_length]))
 
     @override
-    def _text(self, row: Row, first: int) -> Sequence[int]:
-        prompt = self._prompts[row]
+    def _text(self, seq: SequenceState, first: int) -> Sequence[int]:
+        prompt = self._prompts[seq]
         past = first - len(prompt)
-        emitted = row.tokens[row.prompt_length + max(past, 0) :]
+        emitted = seq.tokens[seq.prompt_length + max(past, 0) :]
         return emitted if past >= 0 else [*prompt[first:], *emitted]
 
     @override
-    def _length(self, row: Row) -> int:
-        return len(self._prompts[row]) + row.emitted
+    def _length(self, seq: SequenceState) -> int:
+        return len(self._prompts[seq]) + seq.emitted

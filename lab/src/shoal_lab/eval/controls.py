@@ -61,7 +61,7 @@ class ControlSetting:
     @property
     def num_layers(self) -> int:
         """L."""
-        return self.engine.stack.num_layers
+        return self.engine.runner.num_layers
 
 
 def setting(
@@ -69,7 +69,7 @@ def setting(
     core: int | None = None, seeds: Sequence[int] = (0, 1, 2), curve: Sequence[Schedule] = (),
 ) -> ControlSetting:
     """The setting of an ideal speed-up; ValueError if the core alone costs more."""
-    layers, head = engine.stack.num_layers, engine.stack.head_layers
+    layers, head = engine.runner.num_layers, engine.runner.head_layers
     kept = default_core(layers) if core is None else Core(core - core // 2, core // 2)
     mean = (layers + head) / speedup - head
     if speedup < 1 or mean < kept.size:

@@ -139,7 +139,7 @@ class Decoder:
             Unsupported: a rising plan on a model that is not packed.
         """
         engine = self._rising(who.plan) if isinstance(who.plan, RisingPlan) else self.engine
-        scheduler = Scheduler(engine, max_rows=self.rows, max_waiting=max(len(prompts), 1), start=False)
+        scheduler = Scheduler(engine, max_seqs=self.rows, max_waiting=max(len(prompts), 1), start=False)
         done: list[tuple[int, BaseException | None]] = []
         handles = [
             scheduler.submit(list(prompt), deliver=partial(_ending, done, number), method=who.method or "full",
@@ -155,7 +155,7 @@ class Decoder:
                 if error is not None:
                     raise error
                 (found,) = handles[number].results
-                work = {name: count for name in WORK if (count := found.stats.beside.get(name))}
+                work = {name: count for name in WORK if (count := found.stats.extra.get(name))}
                 yield number, Answered(
                     list(found.tokens), self._layers(who, found.stats), found.finish_reason, work
                 )
@@ -170,9 +170,9 @@ class Decoder:
         """Layers that a plain loop runs for as many tokens; the same unless the method drafts."""
         if isinstance(who.plan, RisingPlan):
             return who.plan.layer_tokens(stats.new_tokens)
-        if "second_tokens" in stats.beside:
+        if "second_tokens" in stats.extra:
             return stats.layer_tokens
-        layers, head = self.engine.stack.num_layers, self.engine.stack.head_layers
+        layers, head = self.engine.runner.num_layers, self.engine.runner.head_layers
         return stats.new_tokens * ((layers + head) / stats.ideal_speedup - head)
 
     def losses(
@@ -183,15 +183,15 @@ class Decoder:
         Raises:
             Unsupported: a rising plan on a model that is not packed.
         """
-        return scoring.losses(prompts, references, [executor(self.engine.stack, plan) for plan in plans])
+        return scoring.losses(prompts, references, [executor(self.engine.runner, plan) for plan in plans])
 
     def _rising(self, plan: RisingPlan) -> Engine:
         """An engine whose full depth is the plan; the last one is kept."""
         if self._risen is None or self._risen[0] != plan:
-            engine, (stack, _) = self.engine, executor(self.engine.stack, plan)
-            twin = Engine(stack, engine.tokenizer, eos_token_ids=engine.eos_token_ids)
-            twin.card = engine.card
-            self._risen = plan, twin
+            engine, (runner, _) = self.engine, executor(self.engine.runner, plan)
+            slow = Engine(runner, engine.tokenizer, eos_token_ids=engine.eos_token_ids)
+            slow.card = engine.card
+            self._risen = plan, slow
         return self._risen[1]
 
 

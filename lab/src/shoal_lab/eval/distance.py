@@ -22,7 +22,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.companions import same_tokens
 from shoal.errors import Unsupported
-from shoal.model.stack import Stack
+from shoal.model.runner import ModelRunner
 from shoal_lab.eval.decoders import Candidate
 from shoal_lab.eval.evaluate import BIN, precision
 from shoal_lab.eval.outcomes import Outcomes, RunKey
@@ -109,20 +109,20 @@ class FullReading:
 
     def __init__(self, engine: Engine, texts: Sequence[Told]) -> None:
         self._texts = texts
-        self._reread = Reread(engine.stack, [(text.prompt, text.answer) for text in texts])
-        self._truth = [_Truth.room(len(text.answer) - 1, engine.stack) for text in texts]
+        self._reread = Reread(engine.runner, [(text.prompt, text.answer) for text in texts])
+        self._truth = [_Truth.room(len(text.answer) - 1, engine.runner) for text in texts]
         self.full = [Readings() for _ in texts]
-        self._rows = 1 if engine.stack.device.type == "cpu" else BLOCK
-        self._reread.under(executor(engine.stack, engine.recipe("full", 1).plan), self._by_rows(self._learn))
+        self._seqs = 1 if engine.runner.device.type == "cpu" else BLOCK
+        self._reread.under(executor(engine.runner, engine.recipe("full", 1).plan), self._by_rows(self._learn))
 
     def under(self, how: Executor, experts: Experts | None = None) -> list[Readings]:
         """Readings of every text under a plan, with the neurons that a recipe's component chooses."""
         return self._found(lambda take: self._reread.under(how, take, experts))
 
-    def beside(self, stack: Stack) -> list[Readings]:
+    def extra(self, runner: ModelRunner) -> list[Readings]:
         """Readings of every text by another model with all its layers, prompts included."""
-        reread = Reread(stack, [(text.prompt, text.answer) for text in self._texts])
-        how = executor(stack, DepthPlan.full(stack.num_layers))
+        reread = Reread(runner, [(text.prompt, text.answer) for text in self._texts])
+        how = executor(runner, DepthPlan.full(runner.num_layers))
         return self._found(lambda take: reread.under(how, take))
 
     def apart(self, how: Executor) -> list[Readings]:
@@ -132,12 +132,12 @@ class FullReading:
     def _found(self, read: Callable[[Take], None]) -> list[Readings]:
         found = [Readings() for _ in self._texts]
 
-        def compare(row: int, first: int, logits: Tensor) -> None:
-            truth, here = self._truth[row], slice(first - 1, first - 1 + len(logits))
+        def compare(seq: int, first: int, logits: Tensor) -> None:
+            truth, here = self._truth[seq], slice(first - 1, first - 1 + len(logits))
             said, best = _log_probs(logits)
-            found[row].kl += (truth.certainty[here] - _dot(truth.probs[here], said)).tolist()
-            found[row].kept += (best == truth.best[here]).tolist()
-            self._add_own(found[row], row, first, said, best)
+            found[seq].kl += (truth.certainty[here] - _dot(truth.probs[here], said)).tolist()
+            found[seq].kept += (best == truth.best[here]).tolist()
+            self._add_own(found[seq], seq, first, said, best)
 
         read(self._by_rows(compare))
         return found
@@ -148,28 +148,28 @@ class FullReading:
         150,000 logits of one token fit a processor's cache, and small operations on several threads stall whenever
         another process runs.
         """
-        def taken(row: int, first: int, logits: Tensor) -> None:
+        def taken(seq: int, first: int, logits: Tensor) -> None:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             try:
-                for at in range(0, len(logits), self._rows):
-                    take(row, first + at, logits[at : at + self._rows])
+                for at in range(0, len(logits), self._seqs):
+                    take(seq, first + at, logits[at : at + self._seqs])
             finally:
                 torch.set_num_threads(threads)
 
         return taken
 
-    def _learn(self, row: int, first: int, logits: Tensor) -> None:
-        truth, here = self._truth[row], slice(first - 1, first - 1 + len(logits))
+    def _learn(self, seq: int, first: int, logits: Tensor) -> None:
+        truth, here = self._truth[seq], slice(first - 1, first - 1 + len(logits))
         said, best = _log_probs(logits)
         torch.exp(said, out=truth.probs[here])
         truth.certainty[here], truth.best[here] = _dot(truth.probs[here], said), best
-        self.full[row].kl += [0.0] * len(logits)
-        self.full[row].kept += [True] * len(logits)
-        self._add_own(self.full[row], row, first, said, best)
+        self.full[seq].kl += [0.0] * len(logits)
+        self.full[seq].kept += [True] * len(logits)
+        self._add_own(self.full[seq], seq, first, said, best)
 
-    def _add_own(self, reading: Readings, row: int, first: int, said: Tensor, best: Tensor) -> None:
-        tokens = torch.tensor(self._texts[row].answer[first : first + len(said)], device=said.device)
+    def _add_own(self, reading: Readings, seq: int, first: int, said: Tensor, best: Tensor) -> None:
+        tokens = torch.tensor(self._texts[seq].answer[first : first + len(said)], device=said.device)
         reading.nll += (-said.gather(1, tokens[:, None])[:, 0]).tolist()
         reading.own += (best == tokens).tolist()
 
@@ -183,10 +183,10 @@ class _Truth:
     best: Tensor
 
     @classmethod
-    def room(cls, count: int, stack: Stack) -> _Truth:
+    def room(cls, count: int, runner: ModelRunner) -> _Truth:
         """Allocate room for that many tokens."""
-        device = stack.device
-        return cls(torch.empty(count, stack.vocab_size, device=device), torch.empty(count, device=device),
+        device = runner.device
+        return cls(torch.empty(count, runner.vocab_size, device=device), torch.empty(count, device=device),
                    torch.empty(count, dtype=torch.long, device=device))
 
 
@@ -196,7 +196,7 @@ def _log_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Dot product by row [n]; several times as fast as `vecdot` here."""
+    """Dot product by sequence [n]; several times as fast as `vecdot` here."""
     return torch.bmm(one[:, None], other[:, :, None])[:, 0, 0]
 
 
@@ -215,14 +215,14 @@ class Variant:
     layers: Callable[[int], float]
 
 
-def variant(stack: Stack, who: Candidate) -> Variant:
+def variant(runner: ModelRunner, who: Candidate) -> Variant:
     """The variant of a candidate.
 
     Raises:
         Unsupported: plan and experts do not determine how probable a token is, or it needs a packed model.
     """
     who.check_scored("experts")
-    how, experts = executor(stack, who.plan), None if who.recipe is None else who.recipe.experts
+    how, experts = executor(runner, who.plan), None if who.recipe is None else who.recipe.experts
     whole = who.spec["method"] == "full"
     return Variant(who.spec, lambda judge: judge.full if whole else judge.under(how, experts), who.plan.layer_tokens)
 
@@ -237,11 +237,11 @@ def other_model(engine: Engine, base: Engine) -> Variant:
     Raises:
         Unsupported: the models have different tokens.
     """
-    if not same_tokens(base, engine) or engine.stack.vocab_size != base.stack.vocab_size:
+    if not same_tokens(base, engine) or engine.runner.vocab_size != base.runner.vocab_size:
         raise Unsupported(f"the distance of {engine.model_name!r} from {base.model_name!r}",
                           "they have different tokens", "Name models with the tokenizer of --model")
     spec = {"method": "full", "method_args": {}, "of": engine.fingerprint, **precision(engine)}
-    return Variant(spec, lambda judge: judge.beside(engine.stack), lambda count: float(count * engine.stack.num_layers))
+    return Variant(spec, lambda judge: judge.extra(engine.runner), lambda count: float(count * engine.runner.num_layers))
 
 
 @dataclass
@@ -334,14 +334,14 @@ class Distances:
     def _keep(self, texts: Sequence[Told], who: Variant, readings: Sequence[Readings]) -> None:
         for suite in dict.fromkeys(text.suite for text in texts):
             run = self._run(suite, who)
-            rows = zip(texts, readings, strict=True)
+            seqs = zip(texts, readings, strict=True)
             known = self.outcomes.of(run)
             self.outcomes.add(run, [(text.id, reading.outcome(who.layers(len(text.answer)), text.greedy))
-                                    for text, reading in rows if text.suite == suite and text.id not in known])
+                                    for text, reading in seqs if text.suite == suite and text.id not in known])
 
     def _batches(self, texts: Sequence[Told]) -> Iterator[Sequence[Told]]:
         """Texts read together, as many as the full model's distributions fit memory; independent of what is known."""
-        most = max(1, _TRUTH_BYTES // (4 * self.engine.stack.vocab_size))
+        most = max(1, _TRUTH_BYTES // (4 * self.engine.runner.vocab_size))
         batch: list[Told] = []
         with tqdm(total=len(texts), desc="distance", unit="text", disable=self._hidden) as bar:
             for text in [*texts, None]:

@@ -16,7 +16,7 @@ from shoal.depth.budget import ideal_speedup
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.methods.full import Full
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 from shoal_lab.components.cost import CostCard
 from shoal_lab.eval.controls import controls, setting
 from shoal_lab.eval.decoders import Candidate, Decoder, candidate
@@ -45,11 +45,11 @@ def texts_of(distances: Distances, suites: Sequence[tuple[Suite, Sequence[Item]]
     found = []
     for suite, items in suites:
         if suite.kind == "text":
-            samples = encode(items, engine.tokenizer, None, engine.stack.max_positions)
+            samples = encode(items, engine.tokenizer, None, engine.runner.max_positions)
             found.append([Told(suite.name, one.item.id, one.prompt, one.reference) for one in samples])
         else:
             prompts = {item.id: prompt_of(item, engine.tokenizer) for item in items}
-            room = (engine.stack.max_positions or math.inf) - distances.max_new_tokens
+            room = (engine.runner.max_positions or math.inf) - distances.max_new_tokens
             fitting = {item: prompt for item, prompt in prompts.items() if len(prompt) < room}
             found.append(distances.answered(suite.name, fitting, sampled=bare))
     return [text for row in zip_longest(*found) for text in row if text is not None]
@@ -70,13 +70,13 @@ def run(
         Unsupported: another model has other tokens.
         TimeoutError: no text was read in time.
     """
-    beside = [(label, other, other_model(other, distances.engine)) for label, other in (others or {}).items()]
+    extra = [(label, other, other_model(other, distances.engine)) for label, other in (others or {}).items()]
     groups = candidates_of(distances, texts, study)
-    everyone = [variant(distances.engine.stack, who) for _, rivals in groups for who in rivals]
-    found = distances.measure(texts, [*everyone, *(who for *_, who in beside)])
+    everyone = [variant(distances.engine.runner, who) for _, rivals in groups for who in rivals]
+    found = distances.measure(texts, [*everyone, *(who for *_, who in extra)])
     if not found[0]:
         raise TimeoutError("no time was left to read any text; the same command goes on from here")
-    layers, head = distances.engine.stack.num_layers, distances.engine.stack.head_layers
+    layers, head = distances.engine.runner.num_layers, distances.engine.runner.head_layers
     rows = []
     for (speed, who), outcomes, first in zip(_labelled(groups), found, _firsts(groups, found), strict=False):
         row = {"label": who.label, "method": who.spec, **figures(outcomes, found[0], layers, head)}
@@ -85,7 +85,7 @@ def run(
         row["by_suite"] = {suite: _short(part, _of_suite(found[0], suite), _of_suite(first, suite), layers, head)
                            for suite, part in _suites(outcomes).items()}
         rows.append(row)
-    for (label, other, one), outcomes in zip(beside, found[len(everyone) :], strict=True):
+    for (label, other, one), outcomes in zip(extra, found[len(everyone) :], strict=True):
         size = {"step_bytes": step_bytes(other), "ideal_speedup": step_bytes(distances.engine) / step_bytes(other)}
         rows.append({"label": label, "method": one.spec, **figures(outcomes, found[0], layers, head), **size})
     for measure in ("kl", "kept", "prefix"):
@@ -101,9 +101,9 @@ def run(
 
 def step_bytes(engine: Engine) -> int:
     """Bytes of weights that a decoding step reads: layers and LM head; for a model's own modules, all weights."""
-    stack = engine.stack
-    if isinstance(stack, PackedStack):
-        return sum(layer.nbytes for layer in stack.weights.layers) + stack.weights.head.nbytes
+    runner = engine.runner
+    if isinstance(runner, PackedRunner):
+        return sum(layer.nbytes for layer in runner.weights.layers) + runner.weights.head.nbytes
     return sum(weights.nbytes for weights in engine.model.parameters())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from shoal.engine.engine import Engine
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 from shoal_lab.eval.decoders import Answered, Candidate, Decoder
 from shoal_lab.eval.items import Item, Sample, encode
 from shoal_lab.eval.judging import Judging
@@ -58,7 +58,7 @@ class Evaluator:
     def samples(self, items: Sequence[Item]) -> list[Sample]:
         """Items in the model's tokens, those that fit its context, short prompts first."""
         eos = min(self.engine.eos_token_ids, default=None)
-        found = encode(items, self.engine.tokenizer, eos, self.engine.stack.max_positions)
+        found = encode(items, self.engine.tokenizer, eos, self.engine.runner.max_positions)
         if not found:
             raise ValueError("no item fits the model's context; give shorter ones")
         return sorted(found, key=lambda sample: (len(sample.prompt) + len(sample.reference), sample.item.id))
@@ -170,10 +170,10 @@ class Evaluator:
 
 def precision(engine: Engine) -> dict[str, Any]:
     """The model's precision, as far as outcomes depend on it."""
-    stack = engine.stack
-    found: dict[str, Any] = {"dtype": str(stack.dtype).removeprefix("torch.")}
-    if isinstance(stack, PackedStack):
-        found["weight_bytes"] = stack.weights.nbytes
+    runner = engine.runner
+    found: dict[str, Any] = {"dtype": str(runner.dtype).removeprefix("torch.")}
+    if isinstance(runner, PackedRunner):
+        found["weight_bytes"] = runner.weights.nbytes
     return found
 
 

@@ -69,7 +69,7 @@ def _run(
         "right": {task: _right(samples) for task, samples in found["samples"].items()},
         "mean_layers": found["mean_layers"],
         "num_layers": found["num_layers"],
-        "head_layers": model.engine.stack.head_layers,
+        "head_layers": model.engine.runner.head_layers,
         "method": model.method.to_dict(),
         "warning": found.get("warning"),
     }

@@ -25,7 +25,7 @@ from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported, unknown
 from shoal.methods import make
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.eval.decoders import check_scored
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -56,7 +56,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
     @property
     def mean_layers(self) -> float:
         """Realised layers per token so far."""
-        return self.layer_tokens / self.tokens if self.tokens else float(self.engine.stack.num_layers)
+        return self.layer_tokens / self.tokens if self.tokens else float(self.engine.runner.num_layers)
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], attention_mask: Tensor | None = None, **options: Any
@@ -102,7 +102,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
         Raises:
             Unsupported: the method's plan alone does not determine how probable a continuation is.
         """
-        stack, chunks, targets = self.engine.stack, [], []
+        runner, chunks, targets = self.engine.runner, [], []
         for row, (context, continuation) in enumerate(pairs):
             room = max(1, self.max_length + 1 - len(continuation))
             prompt, target = list(context)[-room:], list(continuation)
@@ -111,11 +111,11 @@ class ShoalLM(HFLM):  # type: ignore[misc]
             plan = recipe.plan
             steps = [0] * len(prompt) + list(range(1, len(target)))
             chunks.append(SequenceChunk(row, prompt + target[:-1], steps, plan, wanted=len(target)))
-            targets.append(torch.tensor(target, device=stack.device))
+            targets.append(torch.tensor(target, device=runner.device))
             self.layer_tokens += plan.layer_tokens(len(target))
             self.tokens += len(target)
         with self.engine.turn(), torch.no_grad():
-            logits = stack.forward(chunks, KVCache(stack.windows, rows=len(chunks)))
+            logits = runner.forward(chunks, KVCache(runner.windows, seqs=len(chunks)))
         scored = []
         for values, target_ids in zip(logits.split([len(t) for t in targets]), targets, strict=True):
             log_probs = log_softmax(values.float(), -1)
@@ -250,7 +250,7 @@ def evaluate(
     if "metadata" not in options:  # the harness passes these to a task finder of its own
         options.setdefault("task_manager", _harness(own_tasks=any(isinstance(task, str) for task in chosen)))
     found: dict[str, Any] = simple_evaluate(model=model, tasks=chosen, limit=limit, **options)
-    layers = model.engine.stack.num_layers
+    layers = model.engine.runner.num_layers
     found["mean_layers"], found["num_layers"] = model.mean_layers, layers
     plan = model.engine.recipe(model.method, model.max_gen_toks).plan
     if not plan.is_full and model.mean_layers > layers - (layers - plan.mean_depth(model.max_gen_toks)) / 4:

@@ -2,7 +2,7 @@
 
 A layer that comes back needs the positions at which it was skipped. So a skipped layer still makes keys and values from
 the passing hidden states (the state propagation of CALM, arXiv 2207.07061), and only adds nothing to them. The engine
-runs such a stack at full depth: the stack exchanges layers from step to step.
+runs such a stack at full depth: the runner exchanges layers from step to step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.packed.linear import Dense, Linear
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.weights import Layer
-from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack, Start
+from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk, Start
 
-Executor = tuple[Stack, DepthPlan]
-"""A stack, and the plan that it is given."""
+Executor = tuple[ModelRunner, DepthPlan]
+"""A runner, and the plan that it is given."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,19 @@ class RisingPlan:
         return sum(map(self.depth, range(tokens)))
 
 
-class RisingStack(PackedStack):
-    """A packed stack whose layers come and go with the step; its caller sees every layer run.
+class RisingStack(PackedRunner):
+    """A packed runner whose layers come and go with the step; its caller sees every layer run.
 
     Args:
-        stack: the whole model; its weights are shared.
+        runner: the whole model; its weights are shared.
         plan: number of layers by step.
     """
 
-    def __init__(self, stack: PackedStack, plan: RisingPlan) -> None:
-        super().__init__(stack.shape, stack.weights, stack.rotary, stack.dtype, stack.device)
-        self.prefill_chunk, self._plan, self._every = stack.prefill_chunk, plan, DepthPlan.full(stack.num_layers)
-        self._at = {stack.num_layers: stack}
-        first = stack.weights.layers[0]
+    def __init__(self, runner: PackedRunner, plan: RisingPlan) -> None:
+        super().__init__(runner.shape, runner.weights, runner.rotary, runner.dtype, runner.device)
+        self.prefill_chunk, self._plan, self._every = runner.prefill_chunk, plan, DepthPlan.full(runner.num_layers)
+        self._at = {runner.num_layers: runner}
+        first = runner.weights.layers[0]
         self._out, self._down = self._zeros(first.out), self._zeros(first.down)
 
     @override
@@ -95,7 +95,7 @@ class RisingStack(PackedStack):
         while left := [at for at, chunk in enumerate(chunks) if done[at] < len(chunk.tokens)]:
             depth = self._plan.depth(chunks[left[0]].steps[done[left[0]]])
             parts = {at: part for at in left if (part := self._part(chunks[at], done[at], depth)).tokens}
-            found = self._stack(depth).forward([*parts.values()], cache).split([p.wanted for p in parts.values()])
+            found = self._runner(depth).forward([*parts.values()], cache).split([p.wanted for p in parts.values()])
             for (at, part), values in zip(parts.items(), found, strict=True):
                 logits[at].append(values)
                 done[at] += len(part.tokens)
@@ -107,11 +107,11 @@ class RisingStack(PackedStack):
         tokens = chunk.tokens[first : first + len(steps)]
         parents, depths = (None if nodes is None else nodes[: first + len(steps)]
                            for nodes in (chunk.parents, chunk.depths))
-        return SequenceChunk(chunk.row, tokens, steps, self._every, parents, depths, min(len(tokens), chunk.wanted),
+        return SequenceChunk(chunk.seq, tokens, steps, self._every, parents, depths, min(len(tokens), chunk.wanted),
                              fed=first)
 
-    def _stack(self, depth: int) -> PackedStack:
-        """A stack in which only `depth` layers add anything."""
+    def _runner(self, depth: int) -> PackedRunner:
+        """A runner in which only `depth` layers add anything."""
         if depth not in self._at:
             gone, layers = self._plan.removal[: self.num_layers - depth], list(self.weights.layers)
             for number in gone:
@@ -128,17 +128,17 @@ class RisingStack(PackedStack):
         return native.pack(zeros, "int8") if isinstance(like, native.PackedWeight) else Dense(zeros)
 
 
-def executor(stack: Stack, plan: DepthPlan | RisingPlan) -> Executor:
+def executor(runner: ModelRunner, plan: DepthPlan | RisingPlan) -> Executor:
     """Make a plan executable on a model.
 
     Raises:
         Unsupported: a rising plan on a model that is not packed.
     """
     if isinstance(plan, DepthPlan):
-        return stack, plan
-    if not isinstance(stack, PackedStack):
+        return runner, plan
+    if not isinstance(runner, PackedRunner):
         raise Unsupported(
             "a plan that brings layers back", "only packed models run plans that are not nested",
             'Load the model with backend="packed", or leave this control out',
         )
-    return RisingStack(stack, plan), DepthPlan.full(plan.num_layers)
+    return RisingStack(runner, plan), DepthPlan.full(plan.num_layers)

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.runner import ModelRunner, SequenceChunk
 
 Measure = Callable[[Tensor, Tensor], Tensor]
 """From logits [n, V] in float32 and the tokens [n] that follow, a measure of each: [n, ...]."""
@@ -24,7 +24,7 @@ def loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def losses(
-    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], executors: Sequence[tuple[Stack, DepthPlan]],
+    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], executors: Sequence[tuple[ModelRunner, DepthPlan]],
     measure: Measure = loss,
 ) -> list[list[Tensor]]:
     """Measure every reference token under each executor: [executor][item] -> [tokens, ...].
@@ -35,21 +35,21 @@ def losses(
     Args:
         prompts: at least one token each.
         references: the tokens that follow, at least one each.
-        executors: stacks with their plans; the stacks must read a prompt alike.
+        executors: runners with their plans; the runners must read a prompt alike.
         measure: the measure of a token.
     """
-    texts = [_Text(row, list(prompt), list(reference))
-             for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True))]
+    texts = [_Text(seq, list(prompt), list(reference))
+             for seq, (prompt, reference) in enumerate(zip(prompts, references, strict=True))]
     windows = executors[0][0].windows if executors else ()
     cache = KVCache(windows, len(texts), [max(len(text.tokens) for text in texts)] * len(windows))
-    return [_read(texts, cache, stack, plan, measure) for stack, plan in executors]
+    return [_read(texts, cache, runner, plan, measure) for runner, plan in executors]
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A prompt and its reference, in one row of the cache."""
+    """A prompt and its reference, in one sequence of the cache."""
 
-    row: int
+    seq: int
     prompt: list[int]
     reference: list[int]
 
@@ -67,7 +67,7 @@ class _Text:
         """At most `count` tokens from place `first` on."""
         tokens = self.tokens[first : first + count]
         steps = [max(0, place - self.start) for place in range(first, first + len(tokens))]
-        return SequenceChunk(self.row, tokens, steps, plan, wanted=max(1, len(self._decided(first, len(tokens)))))
+        return SequenceChunk(self.seq, tokens, steps, plan, wanted=max(1, len(self._decided(first, len(tokens)))))
 
     def measured(self, measure: Measure, first: int, count: int, logits: Tensor) -> Tensor:
         """Measures of the reference tokens that `count` tokens from place `first` on decide, from the last logits."""
@@ -80,17 +80,17 @@ class _Text:
 
 
 def _read(
-    texts: Sequence[_Text], cache: KVCache, stack: Stack, plan: DepthPlan, measure: Measure
+    texts: Sequence[_Text], cache: KVCache, runner: ModelRunner, plan: DepthPlan, measure: Measure
 ) -> list[Tensor]:
     """Measures of each text; what the cache holds of its prompt is not read again."""
     found: list[list[Tensor]] = [[] for _ in texts]
     for text in texts:
-        cache.truncate(text.row, text.start)
-    while waiting := [text for text in texts if cache.positions[text.row] < len(text.tokens)][: stack.prefill_chunk]:
-        count = stack.prefill_chunk // len(waiting)
-        chunks = [text.chunk(cache.positions[text.row], count, plan) for text in waiting]
-        logits = stack.forward(chunks, cache).split([chunk.wanted for chunk in chunks])
+        cache.truncate(text.seq, text.start)
+    while waiting := [text for text in texts if cache.positions[text.seq] < len(text.tokens)][: runner.prefill_chunk]:
+        count = runner.prefill_chunk // len(waiting)
+        chunks = [text.chunk(cache.positions[text.seq], count, plan) for text in waiting]
+        logits = runner.forward(chunks, cache).split([chunk.wanted for chunk in chunks])
         for text, chunk, values in zip(waiting, chunks, logits, strict=True):
-            found[text.row].append(text.measured(measure, cache.positions[text.row], len(chunk.tokens), values))
-            cache.commit(text.row, range(len(chunk.tokens)))
+            found[text.seq].append(text.measured(measure, cache.positions[text.seq], len(chunk.tokens), values))
+            cache.commit(text.seq, range(len(chunk.tokens)))
     return [torch.cat(parts) for parts in found]

@@ -117,13 +117,13 @@ def _answers(
     known: Mapping[str, Found], study: Study, warn: Say,
 ) -> list[dict[str, Any]]:
     base = evaluator.answers(suite, samples, full)
-    stack = evaluator.engine.stack
+    runner = evaluator.engine.runner
     longest = evaluator.max_new_tokens
 
     def row(who: Candidate, found: Found, **more: Any) -> dict[str, Any]:
-        figures = answers_row(base, found, stack.num_layers, stack.head_layers)
+        figures = answers_row(base, found, runner.num_layers, runner.head_layers)
         planned = who.plan.layer_tokens(longest) / longest
-        said = idle_warning(who.label, suite, figures["mean_layers"], stack.num_layers, planned)
+        said = idle_warning(who.label, suite, figures["mean_layers"], runner.num_layers, planned)
         if said is not None:
             warn(said)
         return {"label": who.label, "method": who.spec, **more, **figures}
@@ -208,7 +208,7 @@ def _losses(
     evaluator: Evaluator, suite: str, samples: Sequence[Sample], full: Candidate, fixed: Sequence[Candidate],
     study: Study, lengths: Lengths,
 ) -> dict[str, Any]:
-    stack = evaluator.engine.stack
+    runner = evaluator.engine.runner
     groups = [("", [full, *fixed])]
     for speedup in study.speedups:
         at = _setting(evaluator, study, lengths, speedup)
@@ -220,7 +220,7 @@ def _losses(
         first = found[place]
         for who in rivals:
             row = {"label": who.label, "method": who.spec,
-                   **loss_row(found[0], found[place], stack.num_layers, stack.head_layers)}
+                   **loss_row(found[0], found[place], runner.num_layers, runner.head_layers)}
             if name:
                 row |= {"speedup": float(name), "versus_d3": versus(first, found[place])}
             rows.append(row)
@@ -256,7 +256,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
     return {
         "model": model_name(engine),
         "fingerprint": engine.fingerprint,
-        "num_layers": engine.stack.num_layers,
-        "head_layers": engine.stack.head_layers,
-        "dtype": str(engine.stack.dtype).removeprefix("torch."),
+        "num_layers": engine.runner.num_layers,
+        "head_layers": engine.runner.head_layers,
+        "dtype": str(engine.runner.dtype).removeprefix("torch."),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.model.stack import Stack
+from shoal.model.runner import ModelRunner
 from shoal_lab.eval.distance import FullReading, Readings, Variant
 from shoal_lab.eval.equal_depth import Counts, Lengths
 from shoal_lab.eval.rising import Executor, RisingPlan, executor
@@ -19,7 +19,7 @@ Losses = Sequence[Sequence[float]]
 """KL of a token in nats, by bin of positions and by number of skipped layers: [bin][L - depth]."""
 
 
-def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Executor:
+def apart(runner: ModelRunner, context: int, judged: int, order: Sequence[int]) -> Executor:
     """Tokens judged at one depth that see tokens computed at another: see `Reread.apart`.
 
     A layer that a token runs and its context skipped still finds keys and values there, made from the passing hidden
@@ -28,51 +28,51 @@ def apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Exec
     Raises:
         Unsupported: the context is shallower, and the model is not packed.
     """
-    layers = stack.num_layers
+    layers = runner.num_layers
     if judged > context:
-        return executor(stack, RisingPlan((layers, context, judged), tuple(order), layers))
+        return executor(runner, RisingPlan((layers, context, judged), tuple(order), layers))
     steps = [NEVER] * layers
     for layer in order[: layers - judged]:
         steps[layer] = 2
     for layer in order[: layers - context]:
         steps[layer] = 1
-    return stack, DepthPlan.whole_layers(steps)
+    return runner, DepthPlan.whole_layers(steps)
 
 
-def judged_apart(stack: Stack, context: int, judged: int, order: Sequence[int]) -> Variant:
+def judged_apart(runner: ModelRunner, context: int, judged: int, order: Sequence[int]) -> Variant:
     """Tokens at one depth, their context at another."""
-    how = apart(stack, context, judged, order)
+    how = apart(runner, context, judged, order)
 
     def read(judge: FullReading) -> list[Readings]:
         return judge.apart(how)
 
     spec = {"method": "apart", "method_args": {"context": context, "judged": judged, "order": list(order)}}
-    return Variant(spec, read, _layers(stack, judged))
+    return Variant(spec, read, _layers(runner, judged))
 
 
-def at_depth(stack: Stack, depth: int, order: Sequence[int]) -> Variant:
+def at_depth(runner: ModelRunner, depth: int, order: Sequence[int]) -> Variant:
     """Every token after the first at one depth."""
-    drops = [1 if layer in order[: stack.num_layers - depth] else NEVER for layer in range(stack.num_layers)]
-    return _planned(stack, DepthPlan.whole_layers(drops))
+    drops = [1 if layer in order[: runner.num_layers - depth] else NEVER for layer in range(runner.num_layers)]
+    return _planned(runner, DepthPlan.whole_layers(drops))
 
 
-def without(stack: Stack, layer: int, part: str) -> Variant:
+def without(runner: ModelRunner, layer: int, part: str) -> Variant:
     """Every token after the first without the attention, the MLP, or both, of one layer."""
-    every = (NEVER,) * stack.num_layers
+    every = (NEVER,) * runner.num_layers
     less = (*every[:layer], 1, *every[layer + 1 :])
-    return _planned(stack, DepthPlan(every if part == "mlp" else less, every if part == "attention" else less))
+    return _planned(runner, DepthPlan(every if part == "mlp" else less, every if part == "attention" else less))
 
 
-def _planned(stack: Stack, plan: DepthPlan) -> Variant:
+def _planned(runner: ModelRunner, plan: DepthPlan) -> Variant:
     drops = {part: [None if drop == NEVER else drop for drop in drops]
              for part, drops in (("attention", plan.attention), ("mlp", plan.mlp))}
-    return Variant({"method": "plan", "method_args": drops}, lambda judge: judge.under((stack, plan)),
+    return Variant({"method": "plan", "method_args": drops}, lambda judge: judge.under((runner, plan)),
                    plan.layer_tokens)
 
 
-def _layers(stack: Stack, depth: int) -> Callable[[int], float]:
+def _layers(runner: ModelRunner, depth: int) -> Callable[[int], float]:
     """All layers for the first token, then `depth`."""
-    return lambda tokens: stack.num_layers + (tokens - 1) * depth
+    return lambda tokens: runner.num_layers + (tokens - 1) * depth
 
 
 def best_counts(losses: Losses, lengths: Lengths, num_layers: int, width: int, mean: float, falling: bool) -> Counts:
@@ -92,8 +92,8 @@ def best_counts(losses: Losses, lengths: Lengths, num_layers: int, width: int, m
     sizes = _tokens(lengths, width, len(losses))
 
     def table(price: float) -> Counts:
-        gone = _cheapest([[size * (loss - price * less) for less, loss in enumerate(row)]
-                          for size, row in zip(sizes, losses, strict=True)], falling)
+        gone = _cheapest([[size * (loss - price * less) for less, loss in enumerate(seq)]
+                          for size, seq in zip(sizes, losses, strict=True)], falling)
         steps = range(1, max(lengths.tokens))
         return (num_layers, *(num_layers - gone[min(step // width, len(gone) - 1)] for step in steps))
 
@@ -118,9 +118,9 @@ def _tokens(lengths: Lengths, width: int, bins: int) -> list[int]:
 def _cheapest(costs: Losses, falling: bool) -> list[int]:
     """Skipped layers in each bin with the least sum of the costs [bin][skipped layers]."""
     if not falling:
-        return [min(range(len(row)), key=row.__getitem__) for row in costs]
+        return [min(range(len(seq)), key=seq.__getitem__) for seq in costs]
     ways: list[tuple[float, list[int]]] = [(cost, [gone]) for gone, cost in enumerate(costs[0])]
-    for row in costs[1:]:
-        best = [min(ways[: gone + 1], key=lambda one: one[0]) for gone in range(len(row))]
-        ways = [(sum_ + row[gone], [*before, gone]) for gone, (sum_, before) in enumerate(best)]
+    for seq in costs[1:]:
+        best = [min(ways[: gone + 1], key=lambda one: one[0]) for gone in range(len(seq))]
+        ways = [(sum_ + seq[gone], [*before, gone]) for gone, (sum_, before) in enumerate(best)]
     return min(ways, key=lambda one: one[0])[1]

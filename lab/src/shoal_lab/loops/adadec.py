@@ -12,23 +12,23 @@ from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.components.signals import entropy, log_probabilities
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe_row import RecipeRow
     from shoal.decode.rules.accept import Outcome
-    from shoal.decode.target import RowTarget
+    from shoal.decode.running_sequence import RunningSequence
+    from shoal.decode.target import SequenceTarget
 
 _SHORT = 32
 """Most tokens of a piece below which candidates may hang: 4 candidates of 8 tokens make 64 nodes with it."""
 
 
 class PausingBatch(Batch):
-    """A row whose entropy reaches the threshold pauses: its candidates are continued greedily, as a tree.
+    """A sequence whose entropy reaches the threshold pauses: its candidates are continued greedily, as a tree.
 
-    The tree hangs below the uncommitted tokens of the row's forward. One forward makes a level of it, for all pausing
-    rows; the following commit drops it.
+    The tree hangs below the uncommitted tokens of the sequence's forward. One forward makes a level of it, for all
+    pausing sequences; the following commit drops it.
 
     Args:
         threshold: entropy at which to pause.
@@ -40,14 +40,14 @@ class PausingBatch(Batch):
         super().__init__(*args, **options)
         self._threshold, self._candidates, self._lookahead = threshold, candidates, lookahead
 
-    def judge_all(self, rows: Sequence[tuple[RecipeRow, RowTarget, int]]) -> list[Outcome]:
+    def judge_all(self, seqs: Sequence[tuple[RunningSequence, SequenceTarget, int]]) -> list[Outcome]:
         """Choose as in the plain loop if the model is sure; otherwise the best candidate."""
-        outcomes = super().judge_all(rows)
-        unsure = {place: _Outlook(row, target, fed, self._candidates)
-                  for place, (row, target, fed) in enumerate(rows)
+        outcomes = super().judge_all(seqs)
+        unsure = {place: _Outlook(seq, target, fed, self._candidates)
+                  for place, (seq, target, fed) in enumerate(seqs)
                   if float(entropy(target.scores(0))) >= self._threshold}
         for _ in range(self._lookahead):
-            self._look(sorted((one for one in unsure.values() if one.alive), key=lambda one: one.row.slot))
+            self._look(sorted((one for one in unsure.values() if one.alive), key=lambda one: one.seq.seq_id))
         return [replace(outcome, token=unsure[place].best) if place in unsure else outcome
                 for place, outcome in enumerate(outcomes)]
 
@@ -61,7 +61,7 @@ class PausingBatch(Batch):
         """One more token for every candidate that goes on."""
         if outlooks:
             chunks = [one.level() for one in outlooks]
-            logits = self.stack.forward(chunks, self.cache).split([len(chunk.tokens) for chunk in chunks])
+            logits = self.runner.forward(chunks, self.cache).split([len(chunk.tokens) for chunk in chunks])
             for one, values in zip(outlooks, logits, strict=True):
                 one.extend(values)
 
@@ -75,8 +75,8 @@ class _Candidate:
         logs: their log-probabilities (nats).
     """
 
-    def __init__(self, row: RecipeRow, node: int, token: int, log: float) -> None:
-        self._row, self._stop = row, row.stop.ahead()
+    def __init__(self, seq: RunningSequence, node: int, token: int, log: float) -> None:
+        self._seq, self._stop = seq, seq.stop.ahead()
         self.node, self.tokens, self.logs = node, list[int](), list[float]()
         self.say(token, log)
 
@@ -88,8 +88,8 @@ class _Candidate:
 
     def follow(self, logits: Tensor) -> None:
         """Append the argmax of logits [V]; processors do not see text that may never come."""
-        scores = self._row.scores(logits, self.tokens, processed=False)
-        token = sampling.likeliest(scores)
+        scores = self._seq.scores(logits, self.tokens, processed=False)
+        token = sampling.argmax(scores)
         self.say(token, sampling.logprob(scores, token, 0).logprob)
 
     @property
@@ -104,22 +104,22 @@ class _Candidate:
 
 
 class _Outlook:
-    """The candidates of one pausing row.
+    """The candidates of one pausing sequence.
 
     Args:
-        row: the row.
+        sequence: the sequence.
         target: the model's output for its next token.
         fed: uncommitted tokens of its forward, a chain.
         count: most candidates; ruled out tokens are no candidates.
     """
 
-    def __init__(self, row: RecipeRow, target: RowTarget, fed: int, count: int) -> None:
-        self.row, self._depth = row, fed
+    def __init__(self, seq: RunningSequence, target: SequenceTarget, fed: int, count: int) -> None:
+        self.seq, self._depth = seq, fed
         self._parents, self._depths = list(range(-1, fed - 1)), list(range(fed))
         logs, possible = _logs(target)
         best = logs.masked_fill(~possible, -torch.inf).topk(min(count, int(possible.sum())))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        self._candidates = [_Candidate(row, fed - 1, token, log) for token, log in pairs]
+        self._candidates = [_Candidate(seq, fed - 1, token, log) for token, log in pairs]
 
     @property
     def alive(self) -> bool:
@@ -133,18 +133,18 @@ class _Outlook:
 
     def level(self) -> SequenceChunk:
         """The last tokens of the candidates that go on, each below its own path; counts the work."""
-        row, first, going = self.row, len(self._parents), self._going()
+        seq, first, going = self.seq, len(self._parents), self._going()
         for node, one in enumerate(going, start=first):
             self._parents.append(one.node)
             self._depths.append(self._depth)
             one.node = node
         self._depth += 1
-        step = row.emitted + len(going[0].tokens)
-        depth = row.plan.depth(step)
-        row.ledger.target_forwards += 1
-        row.ledger.decode_layer_tokens += depth * len(going)
-        row.ledger.read(depth)
-        return SequenceChunk(row.slot, [one.tokens[-1] for one in going], [step] * len(going), row.plan,
+        step = seq.emitted + len(going[0].tokens)
+        depth = seq.plan.depth(step)
+        seq.ledger.target_forwards += 1
+        seq.ledger.decode_layer_tokens += depth * len(going)
+        seq.ledger.read(depth)
+        return SequenceChunk(seq.seq_id, [one.tokens[-1] for one in going], [step] * len(going), seq.plan,
                              tuple(self._parents), tuple(self._depths), wanted=len(going), fed=first)
 
     def extend(self, logits: Tensor) -> None:
@@ -156,7 +156,7 @@ class _Outlook:
         return [one for one in self._candidates if one.alive]
 
 
-def _logs(target: RowTarget) -> tuple[Tensor, Tensor]:
+def _logs(target: SequenceTarget) -> tuple[Tensor, Tensor]:
     """Log-probabilities [V] of the next token, and the tokens that the request allows: bool [V]."""
     scores = target.scores(0)
     return log_probabilities(scores), scores > -torch.inf if target.greedy else target.probs(0) > 0

@@ -13,23 +13,23 @@ from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.types import Step, TokenLogprob
 from shoal_lab.loops.canvas import CanvasOptions, Guess
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe_row import RecipeRow
-    from shoal.decode.row import Row
+    from shoal.decode.running_sequence import RunningSequence
+    from shoal.decode.sequence import SequenceState
 
 
 class DenoisingBatch(Batch):
-    """Each row has a canvas: its prompt, and as many masks as the answer may have tokens.
+    """Each sequence has a canvas: its prompt, and as many masks as the answer may have tokens.
 
-    Between steps the cache holds nothing of a row, or what `reuse` keeps while a block is filled. The first forward
-    over a block sees the whole canvas; "prefix" then keeps the KV before the block, "dual" also the KV after it, and
-    later forwards of the block run the rest alone. That is an approximation (Fast-dLLM, arXiv 2505.22618, section 3.2),
-    because tokens decided meanwhile would change the hidden states of all others. It is exact in the first step of each
-    block, and in a model of one layer, whose KV depends on a place's own token alone.
+    Between steps the cache holds nothing of a sequence, or what `reuse` keeps while a block is filled. The first
+    forward over a block sees the whole canvas; "prefix" then keeps the KV before the block, "dual" also the KV after
+    it, and later forwards of the block run the rest alone. That is an approximation (Fast-dLLM, arXiv 2505.22618,
+    section 3.2), because tokens decided meanwhile would change the hidden states of all others. It is exact in the
+    first step of each block, and in a model of one layer, whose KV depends on a place's own token alone.
 
     Args:
         how: options of a step.
@@ -41,16 +41,16 @@ class DenoisingBatch(Batch):
         self._canvases: dict[int, Canvas] = {}
 
     @property
-    def reading(self) -> list[RecipeRow]:
-        """No rows: a prompt is read together with the masks."""
+    def reading(self) -> list[RunningSequence]:
+        """No sequences: a prompt is read together with the masks."""
         return []
 
-    def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
-        """Decide some tokens of each row; those without an earlier mask are emitted. See `Batch.step`."""
+    def step(self, budget: int, seqs: Sequence[SequenceState] | None = None, most: int | None = None) -> list[Step]:
+        """Decide some tokens of each sequence; those without an earlier mask are emitted. See `Batch.step`."""
         start = time.perf_counter()
-        wanted = None if rows is None else {id(row) for row in rows}
-        self._canvases = {id(row): self._canvases.get(id(row)) or Canvas(row, self._how) for row in self.rows}
-        chosen = [self._canvases[id(row)] for row in self.rows if wanted is None or id(row) in wanted]
+        wanted = None if seqs is None else {id(seq) for seq in seqs}
+        self._canvases = {id(seq): self._canvases.get(id(seq)) or Canvas(seq, self._how) for seq in self.seqs}
+        chosen = [self._canvases[id(seq)] for seq in self.seqs if wanted is None or id(seq) in wanted]
         for group in _within(budget, [canvas for canvas in chosen if canvas.waits]):
             for canvas, logits in zip(group, self._logits(group), strict=True):
                 self._decide(canvas, logits)
@@ -60,22 +60,22 @@ class DenoisingBatch(Batch):
         return steps
 
     def _logits(self, canvases: Sequence[Canvas]) -> Sequence[Tensor]:
-        """Logits of each canvas [places, V]: row j is for the j-th place from the block's beginning on."""
+        """Logits of each canvas [places, V]: sequence j is for the j-th place from the block's beginning on."""
         for canvas in canvases:
             if canvas.fresh:
-                self.cache.truncate(canvas.row.slot, 0)
+                self.cache.truncate(canvas.seq.seq_id, 0)
         found = self._forward_over(canvases, hidden=False)
         if self._how.guidance:
             for canvas in canvases:
-                self.cache.rollback(canvas.row.slot)
+                self.cache.rollback(canvas.seq.seq_id)
             free = self._forward_over(canvases, hidden=True)
             found = [u + (self._how.guidance + 1) * (c - u) for u, c in zip(free, found, strict=True)]
         return found
 
     def _forward_over(self, canvases: Sequence[Canvas], hidden: bool) -> Sequence[Tensor]:
         """The same from one forward, with masked prompts if they are `hidden`."""
-        chunks = [canvas.chunk(self.cache.positions[canvas.row.slot], self._how.reuse, hidden) for canvas in canvases]
-        logits: Sequence[Tensor] = self.stack.forward(chunks, self.cache).split([chunk.wanted for chunk in chunks])
+        chunks = [canvas.chunk(self.cache.positions[canvas.seq.seq_id], self._how.reuse, hidden) for canvas in canvases]
+        logits: Sequence[Tensor] = self.runner.forward(chunks, self.cache).split([chunk.wanted for chunk in chunks])
         for canvas, chunk in zip(canvases, chunks, strict=True):
             canvas.count(len(chunk.tokens))
         return logits
@@ -95,27 +95,27 @@ class DenoisingBatch(Batch):
 
     def _keep(self, canvas: Canvas) -> None:
         """Keep KV in the cache until the block is finished."""
-        slot = canvas.row.slot
+        seq_id = canvas.seq.seq_id
         if not canvas.fresh or self._how.reuse == "none":
-            self.cache.rollback(slot)
+            self.cache.rollback(seq_id)
             return
         behind = range(canvas.behind, len(canvas.tokens)) if self._how.reuse == "dual" else ()
-        self.cache.commit(slot, [*range(canvas.before), *behind])
+        self.cache.commit(seq_id, [*range(canvas.before), *behind])
         canvas.fresh = False
 
     @override
     def close(self) -> None:
         # No KV of the cache is of use for left-to-right decoding.
         super().close()
-        for slot in range(self.cache.rows):
-            self.cache.truncate(slot, 0)
+        for seq_id in range(self.cache.seqs):
+            self.cache.truncate(seq_id, 0)
 
 
 class Canvas:
-    """A row's text with its masks. Places count from the answer's beginning.
+    """A sequence's text with its masks. Places count from the answer's beginning.
 
     Args:
-        row: a row that has emitted nothing.
+        sequence: a sequence that has emitted nothing.
         how: options, with the mask token and the grammar.
 
     Attributes:
@@ -127,11 +127,11 @@ class Canvas:
         fresh: whether the next forward runs the whole canvas.
     """
 
-    def __init__(self, row: RecipeRow, how: CanvasOptions) -> None:
+    def __init__(self, seq: RunningSequence, how: CanvasOptions) -> None:
         assert how.masked is not None
-        self.row, self._model, self.length = row, how.masked, row.stop.room
-        self.tokens = [*row.tokens, *[self._model.mask_token_id] * self.length]
-        self._chart = None if how.grammar is None else how.grammar.chart(self.length, row.stop.ends)
+        self.seq, self._model, self.length = seq, how.masked, seq.stop.room
+        self.tokens = [*seq.tokens, *[self._model.mask_token_id] * self.length]
+        self._chart = None if how.grammar is None else how.grammar.chart(self.length, seq.stop.ends)
         self._masks = set(range(self.length))
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._logs: dict[int, TokenLogprob] = {}
@@ -147,16 +147,16 @@ class Canvas:
     @property
     def before(self) -> int:
         """Tokens of the text whose outputs are not for places of the block."""
-        return self.row.prompt_length + self.start - self._model.shift
+        return self.seq.prompt_length + self.start - self._model.shift
 
     @property
     def behind(self) -> int:
         """The first token of the text after the block."""
         assert self.end is not None
-        return self.row.prompt_length + self.end
+        return self.seq.prompt_length + self.end
 
     def chunk(self, base: int, reuse: str, hidden: bool) -> SequenceChunk:
-        """What is fed: everything, or what the cache lacks, where `base` is the number of slots that it holds.
+        """What is fed: everything, or what the cache lacks, where `base` is the number of entries that it holds.
 
         Args:
             base, reuse: what is kept of the text.
@@ -164,11 +164,11 @@ class Canvas:
         """
         first = 0 if self.fresh else self.before
         last = len(self.tokens) if self.fresh or reuse == "prefix" else self.behind
-        tokens, prompt = self.tokens[first:last], self.row.prompt_length
+        tokens, prompt = self.tokens[first:last], self.seq.prompt_length
         if hidden:
             tokens[: max(0, prompt - first)] = [self._model.mask_token_id] * max(0, prompt - first)
         depths = None if base == first else range(first - base, last - base)
-        return SequenceChunk(self.row.slot, tokens, [0] * len(tokens), self.row.plan, depths=depths,
+        return SequenceChunk(self.seq.seq_id, tokens, [0] * len(tokens), self.seq.plan, depths=depths,
                              wanted=last - self.before, mutual=True)
 
     def guesses(self, logits: Tensor, ahead: int, how: CanvasOptions) -> list[Guess]:
@@ -176,10 +176,10 @@ class Canvas:
         places = sorted(place for place in self._masks if place < min(ahead, self.start + len(logits)))
         scores = self._scores(logits[[place - self.start for place in places]])
         uniform = partial(self._uniform, places)
-        if self.row.sampling.greedy:
+        if self.seq.sampling.greedy:
             tokens = sampling.greedy(scores)
         else:
-            tokens = sampling.draws(sampling.probs_of(scores, self.row.sampling), uniform("sample"))
+            tokens = sampling.draws(sampling.probs_of(scores, self.seq.sampling), uniform("sample"))
         logs = scores.log_softmax(-1)
         own = logs.gather(-1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].exp().tolist()
         best = scores.topk(2, -1).values
@@ -190,14 +190,14 @@ class Canvas:
 
     def _scores(self, logits: Tensor) -> Tensor:
         """Logits [n, V] with the request's bias, with mask tokens excluded."""
-        scores = sampling.biased(logits, self.row.sampling)
+        scores = sampling.biased(logits, self.seq.sampling)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
         scores[:, self._model.mask_token_id] = -torch.inf
         return scores
 
     def _uniform(self, places: Sequence[int], purpose: str) -> list[float]:
         """A random number for each place in this step."""
-        return [sampling.uniform(self.row.seed, self.row.number, self.steps << 32 | place, purpose) for place in places]
+        return [sampling.uniform(self.seq.seed, self.seq.number, self.steps << 32 | place, purpose) for place in places]
 
     def begin(self, size: int, how: CanvasOptions) -> None:
         """Set the number of tokens of the block."""
@@ -210,9 +210,9 @@ class Canvas:
             told = logits[guess.place - self.start]
             token = self._allowed(guess, told)
             self._masks.remove(guess.place)
-            self.tokens[self.row.prompt_length + guess.place] = token
-            if self.row.placed is not None:
-                self.row.placed.append((guess.place, token, self.steps))
+            self.tokens[self.seq.prompt_length + guess.place] = token
+            if self.seq.placed is not None:
+                self.seq.placed.append((guess.place, token, self.steps))
             self._note(guess.place, token, told)
         self.steps, self.left = self.steps + 1, max(1, self.left - 1)
         ready = min(self._masks, default=self.length)
@@ -220,7 +220,7 @@ class Canvas:
             self.start, self.end, self.fresh = ready, None, True
 
     def _allowed(self, guess: Guess, logits: Tensor) -> int:
-        """The guess, or the row's choice among the tokens that the grammar allows there, by logits [V]."""
+        """The guess, or the sequence's choice among the tokens that the grammar allows there, by logits [V]."""
         chart, token = self._chart, guess.token
         if chart is None:
             return token
@@ -229,25 +229,25 @@ class Canvas:
             rest = torch.full_like(scores, -torch.inf)
             rest[fits] = scores[fits]
             u = self._uniform([guess.place], "again")[0]
-            token = sampling.likeliest(rest) if self.row.sampling.greedy else sampling.draw(
-                sampling.probs_of(rest, self.row.sampling), u)
+            token = sampling.argmax(rest) if self.seq.sampling.greedy else sampling.draw(
+                sampling.probs_of(rest, self.seq.sampling), u)
         chart.put(guess.place, token)
         return token
 
     def _note(self, place: int, token: int, logits: Tensor) -> None:
         """Record log-probabilities and scores for those who want them when the token is emitted."""
-        wanted = self.row.sampling.logprobs
-        if wanted is None and self.row.record is None:
+        wanted = self.seq.sampling.logprobs
+        if wanted is None and self.seq.record is None:
             return
         scores = self._scores(logits[None])[0]
         if wanted is not None:
             self._logs[place] = sampling.logprob(scores, token, wanted)
-        if self.row.record is not None:
+        if self.seq.record is not None:
             self._seen[place] = logits, scores
 
     def count(self, fed: int) -> None:
         """Count the work of a forward."""
-        ledger, layers = self.row.ledger, self.row.plan.num_layers
+        ledger, layers = self.seq.ledger, self.seq.plan.num_layers
         ledger.target_forwards += 1
         ledger.decode_layer_tokens += layers * fed
         if self._forwards:
@@ -255,13 +255,13 @@ class Canvas:
         self._forwards += 1
 
     def say(self) -> list[Step]:
-        """Emit tokens without an earlier mask, which are final. The row may end there."""
-        first, last = self.row.emitted, min(self._masks, default=self.length)
-        if self.row.record is not None:
+        """Emit tokens without an earlier mask, which are final. The sequence may end there."""
+        first, last = self.seq.emitted, min(self._masks, default=self.length)
+        if self.seq.record is not None:
             for at in range(first, last):
-                self.row.record(*self._seen[at])
-        tokens = self.tokens[self.row.prompt_length :][first:last]
-        return self.row.emit(tokens, 0, lambda offset, token: self._logs.get(first + offset))
+                self.seq.record(*self._seen[at])
+        tokens = self.tokens[self.seq.prompt_length :][first:last]
+        return self.seq.emit(tokens, 0, lambda offset, token: self._logs.get(first + offset))
 
 
 def _ranks(logs: Tensor, remasking: str) -> list[float]:

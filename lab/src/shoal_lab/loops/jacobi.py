@@ -9,13 +9,13 @@ from shoal.decode.batch import Batch
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe_row import RecipeRow
     from shoal.decode.rules.accept import Outcome
-    from shoal.decode.target import RowTarget
+    from shoal.decode.running_sequence import RunningSequence
+    from shoal.decode.target import SequenceTarget
 
 
 class JacobiBatch(Batch):
-    """Each row feeds a block after its last token: the model's choices for these places in the previous step.
+    """Each sequence feeds a block after its last token: the model's choices for these places in the previous step.
 
     A choice is the argmax, or the plain loop's sample at that place. Tokens of a block that come back unchanged are
     right, and so is the token after them: they are emitted. Later choices rest on a wrong token; they form the block of
@@ -26,19 +26,19 @@ class JacobiBatch(Batch):
         super().__init__(*args, **options)
         self._blocks: dict[int, list[int]] = {}
 
-    def propose(self, rows: Sequence[RecipeRow]) -> list[TokenTree]:
-        """A chain per row: its last token and its block, as far as there is room."""
-        self._blocks = {id(row): self._blocks[id(row)] for row in self.rows if id(row) in self._blocks}
-        return [TokenTree.chain([row.tokens[-1], *self._block(row)]) for row in rows]
+    def propose(self, seqs: Sequence[RunningSequence]) -> list[TokenTree]:
+        """A chain per sequence: its last token and its block, as far as there is room."""
+        self._blocks = {id(seq): self._blocks[id(seq)] for seq in self.seqs if id(seq) in self._blocks}
+        return [TokenTree.chain([seq.tokens[-1], *self._block(seq)]) for seq in seqs]
 
-    def _block(self, row: RecipeRow) -> list[int]:
-        """Fill up the block. The paper uses padding; tokens of the row's own text need none, and are more probable."""
-        size = min(row.recipe.scratch, self.parts.most(row))
-        block = self._blocks[id(row)][row.forced :][:size]
-        return block + (row.tokens[-1:] * (size - len(block)))
+    def _block(self, seq: RunningSequence) -> list[int]:
+        """Fill up the block. The paper uses padding; tokens of the sequence's own text need none, and are more probable."""
+        size = min(seq.recipe.scratch, self.components.most(seq))
+        block = self._blocks[id(seq)][seq.forced :][:size]
+        return block + (seq.tokens[-1:] * (size - len(block)))
 
-    def judge(self, row: RecipeRow, target: RowTarget) -> Outcome:
+    def judge(self, seq: RunningSequence, target: SequenceTarget) -> Outcome:
         """Accept unchanged tokens and the one after them, as an exact match does; keep the rest for the next step."""
-        outcome, guesses = super().judge(row, target), target.guessing()
-        self._blocks[id(row)] = [guesses.choice(node) for node in range(len(outcome.path), len(target.tree))]
+        outcome, guesses = super().judge(seq, target), target.guessing()
+        self._blocks[id(seq)] = [guesses.choice(node) for node in range(len(outcome.path), len(target.tree))]
         return outcome

@@ -1,4 +1,4 @@
-"""Superposed decoding's step: one forward for all drafts of a row, which are fed as one vector."""
+"""Superposed decoding's step: one forward for all drafts of a sequence, which are fed as one vector."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing_extensions import override
 
 from shoal.decode import sampling
 from shoal.decode.batch import Batch
-from shoal.model.stack import SequenceChunk, Start
+from shoal.model.runner import SequenceChunk, Start
 from shoal.types import Step, TokenLogprob
 from shoal_lab.components.signals import log_probabilities
 from shoal_lab.loops.ngrams import NGramCounts
 
 if TYPE_CHECKING:
-    from shoal.decode.recipe_row import RecipeRow
-    from shoal.decode.row import Row
     from shoal.decode.rules.accept import Outcome
+    from shoal.decode.running_sequence import RunningSequence
+    from shoal.decode.sequence import SequenceState
     from shoal.decode.text.stop import StopState
 
 
@@ -32,7 +32,7 @@ class DraftOptions:
 
     Attributes:
         k, tokens, alpha, sharpen, unseen: as of `shoal_lab.methods.superposed.Superposed`.
-        counted: n-grams of a corpus; None for those of each row's prompt.
+        counted: n-grams of a corpus; None for those of each sequence's prompt.
     """
 
     k: int
@@ -44,7 +44,7 @@ class DraftOptions:
 
 
 class SuperposedBatch(Batch):
-    """Rows read their prompts as in the plain loop, and emit nothing before all their drafts have ended.
+    """Sequences read their prompts as in the plain loop, and emit nothing before all their drafts have ended.
 
     Args:
         how: how drafts are chosen.
@@ -52,15 +52,15 @@ class SuperposedBatch(Batch):
 
     def __init__(self, *args: Any, how: DraftOptions, **options: Any) -> None:
         self._how = how
-        self._drafts: dict[int, tuple[RecipeRow, Drafts]] = {}  # with the row, so that no other one gets its id
+        self._drafts: dict[int, tuple[RunningSequence, Drafts]] = {}  # with the sequence, so that no other one gets its id
         super().__init__(*args, **options)
 
-    def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
+    def step(self, budget: int, seqs: Sequence[SequenceState] | None = None, most: int | None = None) -> list[Step]:
         """A forward of those that read, and one of those that write; see `Batch.step`."""
-        wanted = None if rows is None else {id(row) for row in rows}
-        chosen = [row for row in self.rows if wanted is None or id(row) in wanted]
-        writing = [row for row in chosen if id(row) in self._drafts]
-        reading = [row for row in chosen if id(row) not in self._drafts]
+        wanted = None if seqs is None else {id(seq) for seq in seqs}
+        chosen = [seq for seq in self.seqs if wanted is None or id(seq) in wanted]
+        writing = [seq for seq in chosen if id(seq) in self._drafts]
+        reading = [seq for seq in chosen if id(seq) not in self._drafts]
         steps = self._write(writing) if writing else []
         return steps + (super().step(budget, reading, most) if reading else [])
 
@@ -69,57 +69,57 @@ class SuperposedBatch(Batch):
         # Nothing is emitted at the end of a prompt: the most probable next tokens begin the drafts.
         steps: list[Step] = []
         for share, target in ended:
-            row, drafts = share.row, Drafts(self._how, share.row)
+            seq, drafts = share.seq, Drafts(self._how, share.seq)
             drafts.extend(target.logits(0))  # what fails here can begin again
-            self.commit(row, range(len(share.chunk.tokens)))
-            self._prefixes.keep(self.cache, row.slot, row.tokens)
-            self._drafts[id(row)] = row, drafts
-            steps += self._end(row, drafts)
+            self.commit(seq, range(len(share.chunk.tokens)))
+            self._prefixes.keep(self.cache, seq.seq_id, seq.tokens)
+            self._drafts[id(seq)] = seq, drafts
+            steps += self._end(seq, drafts)
         self.retire()
         return steps
 
-    def _write(self, rows: Sequence[RecipeRow]) -> list[Step]:
-        """One more token for the drafts of each row."""
+    def _write(self, seqs: Sequence[RunningSequence]) -> list[Step]:
+        """One more token for the drafts of each sequence."""
         start = time.perf_counter()
-        drafts = [self._drafts[id(row)][1] for row in rows]
-        fed = [torch.stack([self._mixed(row, one)]) for row, one in zip(rows, drafts, strict=True)]
+        drafts = [self._drafts[id(seq)][1] for seq in seqs]
+        fed = [torch.stack([self._mixed(seq, one)]) for seq, one in zip(seqs, drafts, strict=True)]
         chunks = [one.chunk() for one in drafts]
-        logits = self.stack.forward(chunks, self.cache, start=Start(0, torch.stack(fed)))
+        logits = self.runner.forward(chunks, self.cache, start=Start(0, torch.stack(fed)))
         steps: list[Step] = []
-        for row, one, values in zip(rows, drafts, logits, strict=True):
-            depth = row.plan.depth(one.length)
+        for seq, one, values in zip(seqs, drafts, logits, strict=True):
+            depth = seq.plan.depth(one.length)
             one.extend(values)
-            self.commit(row, [0])
-            row.ledger.target_forwards += 1
-            row.ledger.decode_layer_tokens += depth
-            row.ledger.read(depth)
-            steps += self._end(row, one)
+            self.commit(seq, [0])
+            seq.ledger.target_forwards += 1
+            seq.ledger.decode_layer_tokens += depth
+            seq.ledger.read(depth)
+            steps += self._end(seq, one)
         self.retire()
         self.clock.count(time.perf_counter() - start, decoding=True)
         return steps
 
-    def _mixed(self, row: RecipeRow, drafts: Drafts) -> Tensor:
+    def _mixed(self, seq: RunningSequence, drafts: Drafts) -> Tensor:
         """The input of the first layer [D]."""
-        ids = torch.tensor([one.tokens[-1] for one in drafts.live], device=self.stack.device)
-        place = torch.full_like(ids, self.cache.positions[row.slot])
-        vectors = self.stack.embed(ids, place)
+        ids = torch.tensor([one.tokens[-1] for one in drafts.live], device=self.runner.device)
+        place = torch.full_like(ids, self.cache.positions[seq.seq_id])
+        vectors = self.runner.embed(ids, place)
         return drafts.weights.to(vectors) @ vectors
 
-    def _end(self, row: RecipeRow, drafts: Drafts) -> list[Step]:
+    def _end(self, seq: RunningSequence, drafts: Drafts) -> list[Step]:
         """Emit the answer when no draft goes on."""
-        row.ledger.branches, row.ledger.searched = self._how.k, drafts.made
+        seq.ledger.branches, seq.ledger.searched = self._how.k, drafts.made
         if drafts.live:
             return []
         best, *others = sorted(drafts.ended, key=lambda one: -one.mean)
-        row.alternatives = tuple((one.text, tuple(one.tokens), one.mean) for one in others)
-        return row.emit(best.tokens, 0, lambda place, _: best.logs[place])
+        seq.alternatives = tuple((one.text, tuple(one.tokens), one.mean) for one in others)
+        return seq.emit(best.tokens, 0, lambda place, _: best.logs[place])
 
     @override
     def retire(self) -> None:
         # The KV after the prompt is that of no text.
-        for row in self.rows:
-            if row.finish_reason is not None and self._drafts.pop(id(row), None) is not None:
-                self.cache.truncate(row.slot, row.prompt_length)
+        for seq in self.seqs:
+            if seq.finish_reason is not None and self._drafts.pop(id(seq), None) is not None:
+                self.cache.truncate(seq.seq_id, seq.prompt_length)
         super().retire()
 
 
@@ -154,21 +154,21 @@ class OneDraft:
 
 
 class Drafts:
-    """The drafts of one row.
+    """The drafts of one sequence.
 
     Args:
         how: how they are chosen.
-        row: a row that has read its prompt.
+        sequence: a sequence that has read its prompt.
 
     Attributes:
         live, ended: drafts that go on, the most probable first, and the others.
         made: number of tokens in all.
     """
 
-    def __init__(self, how: DraftOptions, row: RecipeRow) -> None:
-        self._how, self._row, self._plan = how, row, row.plan
-        self._counted = NGramCounts(row.tokens) if how.counted is None else how.counted
-        self.live = [OneDraft([], "", 0.0, row.stop.copy(), [])]
+    def __init__(self, how: DraftOptions, seq: RunningSequence) -> None:
+        self._how, self._seq, self._plan = how, seq, seq.plan
+        self._counted = NGramCounts(seq.tokens) if how.counted is None else how.counted
+        self.live = [OneDraft([], "", 0.0, seq.stop.copy(), [])]
         self.ended: list[OneDraft] = []
         self.made = 0
 
@@ -184,7 +184,7 @@ class Drafts:
 
     def chunk(self) -> SequenceChunk:
         """The chunk for a forward; its token stands for the vector that is fed."""
-        return SequenceChunk(self._row.slot, [self.live[0].tokens[-1]], [self.length], self._plan)
+        return SequenceChunk(self._seq.seq_id, [self.live[0].tokens[-1]], [self.length], self._plan)
 
     def extend(self, logits: Tensor) -> None:
         """Keep the best continuations of the drafts, given logits [V]; as many as go on, k at first."""
@@ -202,9 +202,9 @@ class Drafts:
 
     def _continued(self, draft: OneDraft, logits: Tensor) -> list[tuple[int, float, Tensor]]:
         """Possible next tokens, each with its log-probability and the scores [V] that it comes from."""
-        scores, alpha = self._row.scores(logits, draft.tokens), self._how.alpha
+        scores, alpha = self._seq.scores(logits, draft.tokens), self._how.alpha
         best = log_probabilities(scores.double() / self._how.sharpen).topk(min(self._how.tokens, len(scores)))
-        after = self._counted.after([*self._row.tokens, *draft.tokens][-5:]) if alpha else {}
+        after = self._counted.after([*self._seq.tokens, *draft.tokens][-5:]) if alpha else {}
         found: list[tuple[int, float, Tensor]] = []
         for token, log in zip(best.indices.tolist(), best.values.tolist(), strict=True):
             seen = math.log(after[token]) if token in after else self._how.unseen
@@ -213,5 +213,5 @@ class Drafts:
         return found
 
     def _log(self, scores: Tensor, token: int) -> TokenLogprob | None:
-        wanted = self._row.sampling.logprobs
+        wanted = self._seq.sampling.logprobs
         return None if wanted is None else sampling.logprob(scores, token, wanted)

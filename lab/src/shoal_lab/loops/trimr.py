@@ -1,4 +1,4 @@
-"""TrimR's step: rows decode as in the plain loop, except those that wait for a verdict or are being closed."""
+"""TrimR's step: sequences decode as in the plain loop, except those that wait for a verdict or are being closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.decode.branches.verifier import Awaited, NoVerdict
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.sandbox.template import rendered
 from shoal.types import Step
 from shoal_lab.loops.thoughts import Question, Thinking, Thoughts, texts
@@ -21,33 +21,33 @@ from shoal_lab.loops.thoughts import Question, Thinking, Thoughts, texts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
     from shoal.decode.rules.accept import Outcome
+    from shoal.decode.sequence import SequenceState
 
 _PAUSE = 0.002
-"""Seconds to wait for a verdict if no row of the batch can go on; other batches of the engine wait as long."""
+"""Seconds to wait for a verdict if no sequence of the batch can go on; other batches of the engine wait as long."""
 
 
 class ThoughtJudge(Protocol):
-    """Answers yes or no to one question per row at a time."""
+    """Answers yes or no to one question per sequence at a time."""
 
-    def ask(self, row: Row, question: Question) -> None:
-        """Start with a row's question."""
+    def ask(self, seq: SequenceState, question: Question) -> None:
+        """Start with a sequence's question."""
         ...
 
     def wait(self, seconds: float) -> None:
         """Wait for an answer, if answers come at any time."""
         ...
 
-    def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
-        """Answers so far to these rows' questions, after work of at most `budget` tokens.
+    def said(self, seqs: Sequence[SequenceState], budget: int) -> list[tuple[SequenceState, bool]]:
+        """Answers so far to these sequences' questions, after work of at most `budget` tokens.
 
-        A row for which it fails gets the `error`.
+        A sequence for which it fails gets the `error`.
         """
         ...
 
-    def keep(self, rows: Sequence[Row]) -> None:
-        """Forget the questions of all other rows."""
+    def keep(self, seqs: Sequence[SequenceState]) -> None:
+        """Forget the questions of all other sequences."""
         ...
 
     def rollback(self) -> None:
@@ -56,7 +56,7 @@ class ThoughtJudge(Protocol):
 
 
 class TrimmingBatch(Batch):
-    """Rows whose thinking is read, judged and closed.
+    """Sequences whose thinking is read, judged and closed.
 
     Args:
         how: what to look for.
@@ -66,66 +66,66 @@ class TrimmingBatch(Batch):
     def __init__(self, *args: Any, how: Thinking, judge: Callable[[], ThoughtJudge], **options: Any) -> None:
         self._how, self._judge = how, judge()
         super().__init__(*args, **options)
-        self._thoughts: dict[int, tuple[Row, Thoughts]] = {}  # with the row, so that no other one gets its id
+        self._thoughts: dict[int, tuple[SequenceState, Thoughts]] = {}  # with the sequence, so that no other one gets its id
 
-    def step(self, budget: int, rows: Sequence[Row] | None = None, most: int | None = None) -> list[Step]:
-        """A step of the rows that do not wait, and some of the judge's work; see `Batch.step`."""
-        wanted = None if rows is None else {id(row) for row in rows}
-        chosen = [row for row in self.rows if wanted is None or id(row) in wanted]
-        self._thoughts = {id(row): self._thoughts.get(id(row)) or (row, self._thoughts_of(row)) for row in self.rows}
-        self._judge.keep(self.rows)
-        steps = self._hear([row for row in chosen if self._waits(row)], budget)
-        able = [row for row in chosen if not self._waits(row)]
+    def step(self, budget: int, seqs: Sequence[SequenceState] | None = None, most: int | None = None) -> list[Step]:
+        """A step of the sequences that do not wait, and some of the judge's work; see `Batch.step`."""
+        wanted = None if seqs is None else {id(seq) for seq in seqs}
+        chosen = [seq for seq in self.seqs if wanted is None or id(seq) in wanted]
+        self._thoughts = {id(seq): self._thoughts.get(id(seq)) or (seq, self._thoughts_of(seq)) for seq in self.seqs}
+        self._judge.keep(self.seqs)
+        steps = self._hear([seq for seq in chosen if self._waits(seq)], budget)
+        able = [seq for seq in chosen if not self._waits(seq)]
         return steps + super().step(budget, able, most) if able else steps
 
-    def _hear(self, waiting: Sequence[Row], budget: int) -> list[Step]:
-        """Continue the rows whose verdict has come."""
+    def _hear(self, waiting: Sequence[SequenceState], budget: int) -> list[Step]:
+        """Continue the sequences whose verdict has come."""
         if not waiting:
             return []
         start, steps = time.perf_counter(), list[Step]()
-        if len(waiting) == len(self.rows):
+        if len(waiting) == len(self.seqs):
             self._judge.wait(_PAUSE)
-        for row, yes in self._judge.said(waiting, budget):
-            self._thoughts[id(row)][1].hear(yes)
-            steps += self._act(row)
+        for seq, yes in self._judge.said(waiting, budget):
+            self._thoughts[id(seq)][1].hear(yes)
+            steps += self._act(seq)
         self.retire()
         self.clock.draft_seconds += time.perf_counter() - start
         self.clock.count(time.perf_counter() - start, decoding=True)
         return steps
 
-    def _thoughts_of(self, row: Row) -> Thoughts:
-        return Thoughts(self._how, row.tokens[: row.prompt_length], row.emitted + row.stop.room)
+    def _thoughts_of(self, seq: SequenceState) -> Thoughts:
+        return Thoughts(self._how, seq.tokens[: seq.prompt_length], seq.emitted + seq.stop.room)
 
-    def _waits(self, row: Row) -> bool:
-        return row.error is None and isinstance(self._thoughts[id(row)][1].due, Question)
+    def _waits(self, seq: SequenceState) -> bool:
+        return seq.error is None and isinstance(self._thoughts[id(seq)][1].due, Question)
 
     @override
     def settle(self, ended: Any, outcomes: Sequence[Outcome]) -> list[Step]:
         steps = super().settle(ended, outcomes)
         for share, _ in ended:
-            if share.row.finish_reason is None:
-                steps += self._act(share.row)
+            if share.seq.finish_reason is None:
+                steps += self._act(share.seq)
         self.retire()
         return steps
 
-    def _act(self, row: Row) -> list[Step]:
-        """Read the row's emitted tokens until something is due; then ask, or close."""
-        thoughts = self._thoughts[id(row)][1]
-        while thoughts.due is None and thoughts.read < len(row.steps):
-            thoughts.see(row.steps[thoughts.read].token)
+    def _act(self, seq: SequenceState) -> list[Step]:
+        """Read the sequence's emitted tokens until something is due; then ask, or close."""
+        thoughts = self._thoughts[id(seq)][1]
+        while thoughts.due is None and thoughts.read < len(seq.steps):
+            thoughts.see(seq.steps[thoughts.read].token)
         if thoughts.due is None:
             return []
         if isinstance(thoughts.due, Question):
-            row.ledger.judged += 1
+            seq.ledger.judged += 1
             try:
-                self._judge.ask(row, thoughts.due)
+                self._judge.ask(seq, thoughts.due)
             except Exception as error:
-                row.error = NoVerdict(f"the judge could not be asked: {type(error).__name__}: {error}")
-                row.error.__cause__ = error
+                seq.error = NoVerdict(f"the judge could not be asked: {type(error).__name__}: {error}")
+                seq.error.__cause__ = error
             return []
-        steps = row.emit(self._how.ending(thoughts.due), 0, row.certain)
-        row.forced += len(steps)  # they come after a token that has not been fed yet
-        row.ledger.put += len(steps)
+        steps = seq.emit(self._how.ending(thoughts.due), 0, seq.certain)
+        seq.forced += len(steps)  # they come after a token that has not been fed yet
+        seq.ledger.put += len(steps)
         thoughts.close(len(steps))
         return steps
 
@@ -148,8 +148,8 @@ class CallableJudge(ThoughtJudge):
         self._asked: dict[int, Awaited] = {}
 
     @override
-    def ask(self, row: Row, question: Question) -> None:
-        self._asked[id(row)] = Awaited(self._whom, question, self._patience, "judge")
+    def ask(self, seq: SequenceState, question: Question) -> None:
+        self._asked[id(seq)] = Awaited(self._whom, question, self._patience, "judge")
 
     @override
     def wait(self, seconds: float) -> None:
@@ -157,19 +157,19 @@ class CallableJudge(ThoughtJudge):
             asked.wait(seconds)
 
     @override
-    def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
-        found: list[tuple[Row, bool]] = []
-        for row in rows:
-            if self._asked[id(row)].wait(0):
+    def said(self, seqs: Sequence[SequenceState], budget: int) -> list[tuple[SequenceState, bool]]:
+        found: list[tuple[SequenceState, bool]] = []
+        for seq in seqs:
+            if self._asked[id(seq)].wait(0):
                 try:
-                    found.append((row, _truth(self._asked.pop(id(row)).answer)))
+                    found.append((seq, _truth(self._asked.pop(id(seq)).answer)))
                 except (ValueError, TimeoutError) as error:
-                    row.error = error
+                    seq.error = error
         return found
 
     @override
-    def keep(self, rows: Sequence[Row]) -> None:
-        alive = {id(row) for row in rows}
+    def keep(self, seqs: Sequence[SequenceState]) -> None:
+        alive = {id(seq) for seq in seqs}
         self._asked = {key: one for key, one in self._asked.items() if key in alive}
 
     @override
@@ -190,10 +190,10 @@ class ModelJudge(ThoughtJudge):
     """
 
     def __init__(self, engine: Any, own: Any, most: int) -> None:
-        self._most = min(most, (engine.stack.max_positions or most + 1) - 1)
-        self._stack, self._tokenizer = engine.stack, engine.tokenizer or own
-        self._plan, self._cache = DepthPlan.full(engine.stack.num_layers), KVCache(engine.stack.windows, 0)
-        self._seated: list[tuple[Row, list[int]]] = []
+        self._most = min(most, (engine.runner.max_positions or most + 1) - 1)
+        self._runner, self._tokenizer = engine.runner, engine.tokenizer or own
+        self._plan, self._cache = DepthPlan.full(engine.runner.num_layers), KVCache(engine.runner.windows, 0)
+        self._has_batch: list[tuple[SequenceState, list[int]]] = []
         yes, no = (self._begins(word) for word in ("yes", "no"))
         self._yes, self._no = sorted(yes - no), sorted(no - yes)
         if not (self._yes and self._no):
@@ -201,50 +201,50 @@ class ModelJudge(ThoughtJudge):
                               "Use another model, or a callable")
 
     @override
-    def ask(self, row: Row, question: Question) -> None:
+    def ask(self, seq: SequenceState, question: Question) -> None:
         prompt = self._prompt(question)
         self._cache.extend(1)
-        self._seated.append((row, prompt))
+        self._has_batch.append((seq, prompt))
 
     @override
     def wait(self, seconds: float) -> None:
         pass  # its work is done in steps
 
     @override
-    def said(self, rows: Sequence[Row], budget: int) -> list[tuple[Row, bool]]:
-        fed: list[tuple[Row, SequenceChunk]] = []
-        wanted = {id(row) for row in rows}
-        for slot, (row, tokens) in enumerate(self._seated):
-            first = self._cache.positions[slot]
-            piece = tokens[first : first + budget] if id(row) in wanted else []
+    def said(self, seqs: Sequence[SequenceState], budget: int) -> list[tuple[SequenceState, bool]]:
+        fed: list[tuple[SequenceState, SequenceChunk]] = []
+        wanted = {id(seq) for seq in seqs}
+        for seq_id, (seq, tokens) in enumerate(self._has_batch):
+            first = self._cache.positions[seq_id]
+            piece = tokens[first : first + budget] if id(seq) in wanted else []
             if piece:
                 ends = first + len(piece) == len(tokens)
-                fed.append((row, SequenceChunk(slot, piece, [0] * len(piece), self._plan, wanted=int(ends))))
+                fed.append((seq, SequenceChunk(seq_id, piece, [0] * len(piece), self._plan, wanted=int(ends))))
                 budget -= len(piece)
         if not fed:
             return []
-        logits = iter(self._stack.forward([chunk for _, chunk in fed], self._cache))
-        for row, chunk in fed:
-            self._cache.commit(chunk.row, range(len(chunk.tokens)))
-            row.ledger.second_layer_tokens += len(chunk.tokens) * self._stack.num_layers
-        found = [(row, self._verdict(next(logits))) for row, chunk in fed if chunk.wanted]
-        self._leave({id(row) for row, _ in found})
+        logits = iter(self._runner.forward([chunk for _, chunk in fed], self._cache))
+        for seq, chunk in fed:
+            self._cache.commit(chunk.seq, range(len(chunk.tokens)))
+            seq.ledger.second_layer_tokens += len(chunk.tokens) * self._runner.num_layers
+        found = [(seq, self._verdict(next(logits))) for seq, chunk in fed if chunk.wanted]
+        self._leave({id(seq) for seq, _ in found})
         return found
 
     @override
-    def keep(self, rows: Sequence[Row]) -> None:
-        self._leave({id(row) for row, _ in self._seated} - {id(row) for row in rows})
+    def keep(self, seqs: Sequence[SequenceState]) -> None:
+        self._leave({id(seq) for seq, _ in self._has_batch} - {id(seq) for seq in seqs})
 
     @override
     def rollback(self) -> None:
-        for slot in range(self._cache.rows):
-            self._cache.rollback(slot)
+        for seq_id in range(self._cache.seqs):
+            self._cache.rollback(seq_id)
 
     def _leave(self, gone: set[int]) -> None:
         """Drop questions."""
         if gone:
-            stay = [slot for slot, (row, _) in enumerate(self._seated) if id(row) not in gone]
-            self._seated = [self._seated[former] for former in self._cache.select(stay)]
+            stay = [seq_id for seq_id, (seq, _) in enumerate(self._has_batch) if id(seq) not in gone]
+            self._has_batch = [self._has_batch[former] for former in self._cache.select(stay)]
 
     def _verdict(self, logits: Tensor) -> bool:
         """Whether yes, in all its spellings, is more probable than no."""

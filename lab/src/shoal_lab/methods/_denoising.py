@@ -24,7 +24,7 @@ from shoal_lab.loops.grammar import MOST
 
 if TYPE_CHECKING:
     from shoal.decode.batch import Batch
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.types import ModelInfo
 
 
@@ -40,12 +40,12 @@ class Denoising(CanvasOptions, Loop):
 
         return partial(DenoisingBatch, how=self)
 
-    def check(self, row: Row) -> None:
+    def check(self, seq: SequenceState) -> None:
         """Refuse options that need left-to-right order, and blocks and steps that do not fit the answer."""
-        room, size, asked = row.stop.room, self.blocks.size, row.sampling
+        room, size, asked = seq.stop.room, self.blocks.size, seq.sampling
         penalised = asked.repetition_penalty != 1 or asked.presence_penalty or asked.frequency_penalty
-        if row.processors or penalised:
-            what = "logits processors" if row.processors else "penalties"
+        if seq.processors or penalised:
+            what = "logits processors" if seq.processors else "penalties"
             raise Unsupported(f"{what} with a masked-diffusion model", "words come in any order, so no text stands "
                               "before them that these could go by", "Leave them out")
         if size is not None and size > room:
@@ -61,7 +61,7 @@ class Denoising(CanvasOptions, Loop):
         if self.grammar is not None and room > MOST:
             raise Unsupported(f"a grammar over {room} words", f"it is tried in plain Python, for up to {MOST}",
                               f"Use a max_new_tokens of at most {MOST}")
-        if self.grammar is not None and not self.grammar.chart(room, row.stop.ends).possible:
+        if self.grammar is not None and not self.grammar.chart(room, seq.stop.ends).possible:
             raise Unsupported(f"a text of the grammar in {room} words", "it has none that fits",
                               "Use another max_new_tokens, or allow the end of sequence")
 
@@ -98,7 +98,7 @@ class DenoisingMethod(Method):
         return Recipe(DepthPlan.full(info.num_layers), loop=Denoising(info.masked, commit, blocks, **parts))
 
 
-def check_range(name: str, knob: str, value: float, low: float, high: float) -> None:
+def check_range(name: str, option: str, value: float, low: float, high: float) -> None:
     """ValueError if an option is not within [low, high]."""
     if not low <= value <= high:
-        raise ValueError(f"{knob} of {name} is {value}; it must be within [{low:g}, {high:g}]")
+        raise ValueError(f"{option} of {name} is {value}; it must be within [{low:g}, {high:g}]")

@@ -18,8 +18,8 @@ from shoal.methods.common.drafting import PairedMethod
 
 if TYPE_CHECKING:
     from shoal.decode.batch import Batch
-    from shoal.decode.row import Row
-    from shoal.model.stack import Stack
+    from shoal.decode.sequence import SequenceState
+    from shoal.model.runner import ModelRunner
     from shoal.types import ModelInfo
     from shoal_lab.loops.switching import SwitchingBatch, TurnPolicy
 
@@ -52,13 +52,13 @@ class SwitchingMethod(PairedMethod):
         engine = self.draft_engine(info)
         mine = engine.info(info.max_new_tokens)
         recipe = Recipe(DepthPlan.full(mine.num_layers)) if self.draft_inner is None else self.draft_inner.recipe(mine)
-        if beside := recipe.beside_plan:
+        if extra := recipe.beside_plan:
             raise ValueError(
-                f"draft_inner of {self.name} is {self.draft_inner}, which fills {beside[0]!r}; give one that only "
+                f"draft_inner of {self.name} is {self.draft_inner}, which fills {extra[0]!r}; give one that only "
                 "chooses layers, such as d3"
             )
         name = engine.model_name or "the draft model"
-        return replace(self.own(info), loop=Switching(policy, engine.stack, recipe.plan, name))
+        return replace(self.own(info), loop=Switching(policy, engine.runner, recipe.plan, name))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Switching(Loop):
 
     Attributes:
         policy: chooses the model.
-        stack: the smaller model; None if there is no engine to load it, as when a method is only described.
+        runner: the smaller model; None if there is no engine to load it, as when a method is only described.
         plan: layers of the smaller model.
         name: its name, for messages.
     """
@@ -75,21 +75,21 @@ class Switching(Loop):
     takes: ClassVar[tuple[str, ...]] = ("plan", "rule", "constraint")
 
     policy: TurnPolicy
-    stack: Any = None
+    runner: Any = None
     plan: DepthPlan | None = None
     name: str = ""
 
     @property
     @override
-    def second_stack(self) -> Stack | None:
-        found: Stack | None = self.stack
+    def second_runner(self) -> ModelRunner | None:
+        found: ModelRunner | None = self.runner
         return found
 
     @override
     def batch(self) -> Callable[..., Batch]:
-        if self.stack is None or self.plan is None:
+        if self.runner is None or self.plan is None:
             raise Unsupported("two models", "there is no engine to load the second", "Use Engine.generate")
-        return partial(self.kind(), policy=self.policy, second=self.stack, plan=self.plan)
+        return partial(self.kind(), policy=self.policy, second=self.runner, plan=self.plan)
 
     def kind(self) -> type[SwitchingBatch]:
         """The class of its batches."""
@@ -97,17 +97,17 @@ class Switching(Loop):
 
         return SwitchingBatch
 
-    def check(self, row: Row) -> None:
-        """Refuse a row that may grow beyond the smaller model's context."""
-        most = None if self.stack is None else self.stack.max_positions
-        if most is not None and len(row.tokens) + row.stop.room > most:
+    def check(self, seq: SequenceState) -> None:
+        """Refuse a sequence that may grow beyond the smaller model's context."""
+        most = None if self.runner is None else self.runner.max_positions
+        if most is not None and len(seq.tokens) + seq.stop.room > most:
             raise Unsupported(
-                f"a text of up to {len(row.tokens) + row.stop.room} tokens with {self.name}",
+                f"a text of up to {len(seq.tokens) + seq.stop.room} tokens with {self.name}",
                 f"its context is {most} tokens",
                 f"Use a max_new_tokens that keeps prompt and answer within {most}, or switch to another model",
             )
 
 
 def turn_of(prompt: Sequence[int]) -> str:
-    """Purpose of a row's draws; it depends on the prompt, or requests of one seed would switch at the same places."""
+    """Purpose of a sequence's draws; it depends on the prompt, or requests of one seed would switch at the same places."""
     return f"turn {zlib.crc32(repr(list(prompt)).encode())}"

@@ -64,9 +64,9 @@ class AStar(VerifiedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob in ("k", "step", "width"):
-            if getattr(self, knob) < 1:
-                raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least 1")
+        for option in ("k", "step", "width"):
+            if getattr(self, option) < 1:
+                raise ValueError(f"{option} is {getattr(self, option)}; it must be at least 1")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget is {self.budget}; it must be at least 1 token, or None")
         if not self.delimiter:
@@ -97,12 +97,12 @@ class BestFirst(Search):
     """The search; see `AStar`.
 
     Attributes:
-        knobs: the method.
+        method: the method.
         budget: most tokens.
         verifier: rates answers.
     """
 
-    knobs: AStar
+    method: AStar
     budget: int
     verifier: Verifier
 
@@ -113,13 +113,13 @@ class BestFirst(Search):
 
     def most(self, greedy: bool) -> int:
         """Branches: the prompt's own, waiting ones, and those in progress."""
-        return 1 if greedy else 1 + self.knobs.width + self.knobs.k
+        return 1 if greedy else 1 + self.method.width + self.method.k
 
     @override
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
         if root.greedy:
             return root
-        if root.row.drafts:
+        if root.seq.drafts:
             raise Unsupported("a_star beside drafts", "an answer that is read anew is fed as a whole", "Leave them out")
         return (yield from _Walk(self, root).run())
 
@@ -156,7 +156,7 @@ class _Walk:
     """
 
     def __init__(self, how: BestFirst, root: Branch) -> None:
-        self._how, self._knobs, self._root = how, how.knobs, root
+        self._how, self._method, self._root = how, how.method, root
         self._left, self._made = how.budget, 0
         self._waiting: list[_Node] = []
 
@@ -166,7 +166,7 @@ class _Walk:
         node = heapq.heappop(self._waiting)
         while not node.finished and self._left:
             branch = yield from self._revived(node)
-            ways = branch.fork(self._knobs.k) if branch is self._root else [branch, *branch.fork(self._knobs.k - 1)]
+            ways = branch.fork(self._method.k) if branch is self._root else [branch, *branch.fork(self._method.k - 1)]
             yield from self._advance(ways)
             yield from self._judge(ways, node)
             self._give_up()
@@ -195,8 +195,8 @@ class _Walk:
 
     def _over(self, way: Branch, tokens: int, text: int) -> bool:
         """Whether the step that began after that many tokens and characters is at its end."""
-        ended = way.finish_reason is not None or len(way.tokens) - tokens >= self._knobs.step
-        return ended or self._knobs.delimiter in way.text[text:].lstrip()
+        ended = way.finish_reason is not None or len(way.tokens) - tokens >= self._method.step
+        return ended or self._method.delimiter in way.text[text:].lstrip()
 
     def _judge(self, ways: Sequence[Branch], parent: _Node | None) -> Generator[Sequence[WaitedFor], None, None]:
         """Let distinct answers wait, once the verifier has rated each."""
@@ -204,21 +204,21 @@ class _Walk:
         for way in ways:
             if differ.setdefault(tuple(way.tokens), way) is not way:
                 way.end()
-        said = [ask(self._how.verifier, attempt_of(way), self._knobs.patience) for way in differ.values()]
+        said = [ask(self._how.verifier, attempt_of(way), self._method.patience) for way in differ.values()]
         yield said
         for way, score in zip(differ.values(), said, strict=True):
             heapq.heappush(self._waiting, self._node(way, parent, 1 - score.result()))
 
     def _node(self, branch: Branch, parent: _Node | None, h: float) -> _Node:
         finished = branch.finish_reason is not None
-        f = h if parent is None else parent.f + _more(self._knobs.edge_cost, parent.h, h)
+        f = h if parent is None else parent.f + _more(self._method.edge_cost, parent.h, h)
         self._made += 1
         deeper = 0 if parent is None else parent.shortness - 1
         return _Node(f, deeper, self._made, h, branch.tokens, finished, branch)
 
     def _give_up(self) -> None:
         """Drop the KV of all but the best waiting answers."""
-        for node in [one for one in sorted(self._waiting) if one.branch is not None][self._knobs.width :]:
+        for node in [one for one in sorted(self._waiting) if one.branch is not None][self._method.width :]:
             assert node.branch is not None
             node.branch.end()
             node.branch = None

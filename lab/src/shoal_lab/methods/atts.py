@@ -18,7 +18,7 @@ from shoal_lab.methods._switching import Switching, SwitchingMethod
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal_lab.loops.atts import JudgingBatch
 
 
@@ -29,7 +29,7 @@ class ATTS(SwitchingMethod):
     The engine's own model reads a chunk in one forward and takes its mean loss per token. A conformal p-value is the
     frequency with which a chunk of the smaller model is at least as bad: if it is at most alpha, the own model
     continues the chunk, which stands in any case, by `target_tokens`; otherwise the smaller one writes on. So the own
-    model takes over in at most a share alpha of the turns, as far as these are like those of the scores. Rows are
+    model takes over in at most a share alpha of the turns, as far as these are like those of the scores. Sequences are
     independent: none waits for a ranking. The paper's code cuts at 0.6 of the scores (alpha 0.4), has chunks of 500
     tokens, and ends after 15 turns, instead of max_new_tokens. An answer that ends within a chunk is not judged any
     more.
@@ -55,9 +55,9 @@ class ATTS(SwitchingMethod):
         super().__post_init__()
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}; it must be from 0 (the smaller model alone) to 1")
-        for knob, least in (("draft_tokens", 0), ("target_tokens", 1)):
-            if getattr(self, knob) < least:
-                raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least {least}")
+        for option, least in (("draft_tokens", 0), ("target_tokens", 1)):
+            if getattr(self, option) < least:
+                raise ValueError(f"{option} is {getattr(self, option)}; it must be at least {least}")
         if wrong := [score for score in self.scores if not 0 <= score < math.inf]:
             raise ValueError(f"scores hold {wrong[0]}; they are mean losses in nats, at least 0")
 
@@ -104,7 +104,7 @@ class ByChunk:
     large: int
     scores: tuple[float, ...]
 
-    def begin(self, row: Row) -> ChunkTurns:
+    def begin(self, seq: SequenceState) -> ChunkTurns:
         """Start with the small model's first chunk."""
         return ChunkTurns(self)
 
@@ -114,7 +114,7 @@ class ByChunk:
 
 
 class ChunkTurns:
-    """The turns of one row; see `shoal_lab.loops.atts.JudgedTurns`."""
+    """The turns of one sequence; see `shoal_lab.loops.atts.JudgedTurns`."""
 
     def __init__(self, policy: ByChunk) -> None:
         self._policy, self._written = policy, 0
@@ -130,7 +130,7 @@ class ChunkTurns:
         self.large = self._policy.takes_over(score)
         return not self.large
 
-    def wrote(self, row: Row, tokens: Sequence[int]) -> None:
+    def wrote(self, seq: SequenceState, tokens: Sequence[int]) -> None:
         """Choose the next turn after these tokens."""
         self._written += len(tokens)
         if self._written < (self._policy.large if self.large else self._policy.small):
@@ -138,5 +138,5 @@ class ChunkTurns:
         if self.large or self._policy.alpha > 0:
             self.large = not self.large
         if self.large and self._policy.alpha < 1:
-            self.since, self.losses = len(row.tokens) - self._written, {}
+            self.since, self.losses = len(seq.tokens) - self._written, {}
         self._written = 0

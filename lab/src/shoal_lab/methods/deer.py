@@ -64,4 +64,4 @@ class DEER(SecondModelMethod):
 
         engine = self.draft_engine(info)
         window = self.window or engine.masked.window
-        return MaskedProposer(engine.stack, engine.masked, self.length, engine.model_name or "the draft model", window)
+        return MaskedProposer(engine.runner, engine.masked, self.length, engine.model_name or "the draft model", window)

@@ -15,16 +15,16 @@ from shoal.depth.plan import DepthPlan
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, LayerList, Number, Share
 from shoal.speculative.draft import Draft, check_least, check_length, check_share
-from shoal.speculative.per_row import PerRow
+from shoal.speculative.per_sequence import PerSequence
 from shoal.speculative.self_speculation import OwnLayersDrafter
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.model.kv.cache import KVCache
-    from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+    from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
 
 _EIGHTHS = (1, 2, 3, 4)
 
@@ -36,8 +36,8 @@ class DEL(DraftingMethod):
     Verification computes the states at every exit anyway. Final norm and LM head turn them into shadow tokens, the
     predictions of each exit. Compared with the target's tokens, they give every exit's acceptance rate and the
     confidence at which its drafts should stop. The block with most expected tokens per layer is drafted; a length of 0
-    is a plain step. Shadow tokens cost a row of the LM head each, so only some exits take part. Models trained with an
-    exit loss gain; on others early exits seldom agree with the full model.
+    is a plain step. Shadow tokens cost a sequence of the LM head each, so only some exits take part. Models trained
+    with an exit loss gain; on others early exits seldom agree with the full model.
 
     Attributes:
         exits: exit layers to choose from, each a number of layers in 1..L; None for 1/8, 2/8, 3/8 and 4/8 of L.
@@ -94,18 +94,18 @@ class DynamicExit(Proposer):
     """The first layers draft; how many, and how far, depends on the exits' predictions of verified tokens.
 
     Attributes:
-        knobs: limits, and how to learn.
+        method: limits, and how to learn.
         exits: exit layers to choose from, as ascending numbers of layers.
         head: cost of the LM head in layers.
     """
 
-    knobs: DEL
+    method: DEL
     exits: tuple[int, ...]
     head: float = 0.0
 
-    def begin(self, stack: Stack, cache: KVCache) -> DynamicDrafter:
-        """A drafter on the target's own stack and cache."""
-        return DynamicDrafter(self, stack, cache)
+    def begin(self, runner: ModelRunner, cache: KVCache) -> DynamicDrafter:
+        """A drafter on the target's own runner and cache."""
+        return DynamicDrafter(self, runner, cache)
 
 
 @dataclass
@@ -174,7 +174,7 @@ def best_block(rates: Mapping[int, float], longest: int, num_layers: int, head: 
 
 @dataclass
 class _State:
-    """A row's exits, and its current choice."""
+    """A sequence's exits, and its current choice."""
 
     exits: dict[int, Exit]
     length: int = 0
@@ -184,16 +184,16 @@ class _State:
 
 @dataclass(frozen=True)
 class _Capture:
-    """A row whose states were captured: its place among them, what was fed, and its number of tokens then."""
+    """A sequence whose states were captured: its place among them, what was fed, and its number of tokens then."""
 
-    row: Row
+    seq: SequenceState
     place: int
     chunk: SequenceChunk
     tokens: int
 
     def path(self) -> tuple[list[int], list[int]]:
         """The accepted nodes, and the target's token after each of them."""
-        after, parents = self.row.tokens[self.tokens :], self.chunk.parents
+        after, parents = self.seq.tokens[self.tokens :], self.chunk.parents
         chain = TokenTree.chain(self.chunk.tokens)
         tree = chain if parents is None else TokenTree(chain.tokens, tuple(parents))
         nodes = [0]
@@ -206,50 +206,50 @@ class _Capture:
 
 
 class DynamicDrafter(OwnLayersDrafter):
-    """Drafts with a chosen exit. Every row has its own estimates."""
+    """Drafts with a chosen exit. Every sequence has its own estimates."""
 
-    def __init__(self, proposer: DynamicExit, stack: Stack, cache: KVCache) -> None:
+    def __init__(self, proposer: DynamicExit, runner: ModelRunner, cache: KVCache) -> None:
         from shoal.speculative.forwards import said
         from shoal_lab.drafts.agreement import repeatable, said_again
 
-        super().__init__(stack, cache)
+        super().__init__(runner, cache)
         self._repeatable, self._said_again, self._said = repeatable, said_again, said
-        knobs, exits = self._knobs, self._exits = proposer.knobs, proposer.exits
+        method, exits = self._method, self._exits = proposer.method, proposer.exits
         self._head = proposer.head
-        self._states = PerRow(lambda _: _State({exit_layer: Exit(knobs.memory) for exit_layer in exits}))
+        self._states = PerSequence(lambda _: _State({exit_layer: Exit(method.memory) for exit_layer in exits}))
         self._captures: list[_Capture] = []
         self._hidden: dict[int, Tensor] = {}
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
         """Learn from the previous block, then draft."""
         self._learn()
-        for row in rows:
-            if self._states[row].fresh and self._knobs.window:
-                self._look_back(row)
-        return super().propose(rows, limits)
+        for seq in seqs:
+            if self._states[seq].fresh and self._method.window:
+                self._look_back(seq)
+        return super().propose(seqs, limits)
 
-    def draft(self, row: Row, limit: int) -> Draft:
+    def draft(self, seq: SequenceState, limit: int) -> Draft:
         """Draft as long and as deep as the estimates say; one guess from the first exit while there are none."""
-        state = self._states[row]
+        state = self._states[seq]
         if state.fresh:
             exit_layer, state.length = self._exits[0], 1
         else:
             rates = {exit_layer: known.rate for exit_layer, known in state.exits.items()}
-            exit_layer, state.length = best_block(rates, self._knobs.longest, self.stack.num_layers, self._head)
+            exit_layer, state.length = best_block(rates, self._method.longest, self.runner.num_layers, self._head)
         state.idle = 0 if state.length else state.idle + 1
-        above = range(exit_layer, self.stack.num_layers)
-        plan = DepthPlan.skipping(self.stack.num_layers, above, above)
-        return Draft(row, plan, min(state.length, limit), state.exits[exit_layer].threshold)
+        above = range(exit_layer, self.runner.num_layers)
+        plan = DepthPlan.skipping(self.runner.num_layers, above, above)
+        return Draft(seq, plan, min(state.length, limit), state.exits[exit_layer].threshold)
 
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
-        """Capture the states at every exit of drafting rows, and sometimes of others."""
-        if not rows[0].emitted:  # a prompt's end is examined before the first draft
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+        """Capture the states at every exit of drafting sequences, and sometimes of others."""
+        if not seqs[0].emitted:  # a prompt's end is examined before the first draft
             return None
         self._hidden = {}
         self._captures = [
-            _Capture(row, place, chunk, len(row.tokens))
-            for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
-            if not row.forced and self._states[row].idle % self._knobs.probe == 0
+            _Capture(seq, place, chunk, len(seq.tokens))
+            for place, (seq, chunk) in enumerate(zip(seqs, chunks, strict=True))
+            if not seq.forced and self._states[seq].idle % self._method.probe == 0
         ]
         return self._keep if self._captures else None
 
@@ -259,38 +259,38 @@ class DynamicDrafter(OwnLayersDrafter):
 
     def _learn(self) -> None:
         """Learn from the states of the last forward, now that the accepted nodes are known."""
-        alive = [one for one in self._captures if one.row.finish_reason is None and len(one.row.tokens) > one.tokens]
+        alive = [one for one in self._captures if one.seq.finish_reason is None and len(one.seq.tokens) > one.tokens]
         self._captures = []
         if not alive:
             return
         paths = [one.path() for one in alive]
         places = [(one.place, nodes) for one, (nodes, _) in zip(alive, paths, strict=True)]
         states = [hidden[place, nodes] for place, nodes in places for hidden in self._hidden.values()]
-        tokens, sure = self._said(self.stack, states)
+        tokens, sure = self._said(self.runner, states)
         for one, (nodes, targets) in zip(alive, paths, strict=True):
-            self._judge(one.row, targets, tokens, sure)
+            self._judge(one.seq, targets, tokens, sure)
             del tokens[: len(nodes) * len(self._hidden)], sure[: len(nodes) * len(self._hidden)]
 
-    def _judge(self, row: Row, targets: Sequence[int], tokens: Sequence[int], sure: Sequence[float]) -> None:
+    def _judge(self, seq: SequenceState, targets: Sequence[int], tokens: Sequence[int], sure: Sequence[float]) -> None:
         """Compare the predictions of each exit, exit after exit, with the target's tokens."""
-        state, count = self._states[row], len(targets)
-        row.ledger.heads_read += 1
+        state, count = self._states[seq], len(targets)
+        seq.ledger.heads_read += 1
         state.fresh = False
         for index, exit_layer in enumerate(self._hidden):
             span = slice(index * count, (index + 1) * count)
             hits = [said == meant for said, meant in zip(tokens[span], targets, strict=True)]
             state.exits[exit_layer].learn(hits, sure[span])
 
-    def _look_back(self, row: Row) -> None:
+    def _look_back(self, seq: SequenceState) -> None:
         """Run the last tokens again for the exits' predictions of them."""
-        count = min(self._knobs.window, self._repeatable(self.cache, row.slot))
+        count = min(self._method.window, self._repeatable(self.cache, seq.seq_id))
         if count < 1:
             return
         self._hidden = {}
-        targets = self._said_again(self.stack, self.cache, row, count, self._keep)
-        plan = row.plan
-        row.ledger.draft_forwards += 1
-        row.ledger.draft_layer_tokens += count * plan.num_layers
-        row.ledger.read(plan.num_layers)
+        targets = self._said_again(self.runner, self.cache, seq, count, self._keep)
+        plan = seq.plan
+        seq.ledger.draft_forwards += 1
+        seq.ledger.draft_layer_tokens += count * plan.num_layers
+        seq.ledger.read(plan.num_layers)
         states = [hidden[0, :count] for hidden in self._hidden.values()]
-        self._judge(row, targets, *self._said(self.stack, states))
+        self._judge(seq, targets, *self._said(self.runner, states))

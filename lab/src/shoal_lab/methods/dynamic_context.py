@@ -18,10 +18,10 @@ from shoal.methods.common.limits import Number, Positions, Seed
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.model.kv.cache import KVCache
     from shoal.model.kv.layer import KVLayer
-    from shoal.model.stack import HiddenStateHook, SequenceChunk, Stack
+    from shoal.model.runner import HiddenStateHook, ModelRunner, SequenceChunk
     from shoal_lab.components.gate import TokenGate
 
 
@@ -30,7 +30,7 @@ class DynamicContext(Method):
     """The KV of an answer's tokens, from a layer on, is evicted where a small trained gate says so.
 
     The gate reads that layer's inputs. A token always sees itself. Its KV goes afterwards, by `every` tokens at once,
-    since later slots are moved. The prompt stays, and so do layers with a sliding window. The model itself is not
+    since later entries are moved. The prompt stays, and so do layers with a sliding window. The model itself is not
     trained; in the paper it is, a little, with the gate. Component: `shoal train dynamic_context`.
 
     Attributes:
@@ -88,61 +88,61 @@ class Gated(Keep):
     differs: ClassVar[bool] = True
     dense_prompt: ClassVar[bool] = True
 
-    knobs: DynamicContext
+    method: DynamicContext
     gate: TokenGate | None
 
-    def begin(self, stack: Any, cache: Any) -> GateKeeper:
+    def begin(self, runner: Any, cache: Any) -> GateKeeper:
         """A keeper."""
         assert self.gate is not None
-        return GateKeeper(self.knobs, self.gate, stack, cache)
+        return GateKeeper(self.method, self.gate, runner, cache)
 
-    def most_columns(self, length: int) -> int:
+    def most_slots(self, length: int) -> int:
         """All of them, which the gate may keep."""
         return length
 
 
 class GateKeeper(Keeper):
-    """Evicts tokens of rows. A token that the gate has not seen, because its layer was skipped, stays."""
+    """Evicts tokens of sequences. A token that the gate has not seen, because its layer was skipped, stays."""
 
-    def __init__(self, knobs: DynamicContext, gate: TokenGate, stack: Stack, cache: KVCache) -> None:
-        from shoal.speculative.taps import Taps
+    def __init__(self, method: DynamicContext, gate: TokenGate, runner: ModelRunner, cache: KVCache) -> None:
+        from shoal.speculative.hidden_states import HiddenStates
 
-        self._knobs, self._gate, self._cache = knobs, gate, cache
-        self._taps = Taps(stack, cache, gate.layer)
+        self._method, self._gate, self._cache = method, gate, cache
+        self._hidden = HiddenStates(runner, cache, gate.layer)
 
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """Read tokens of answers."""
-        return self._taps.watch(rows, chunks) if rows[0].emitted else None
+        return self._hidden.watch(seqs, chunks) if seqs[0].emitted else None
 
     @override
-    def fork(self, row: Row, twins: Sequence[Row]) -> None:
-        self._taps.fork(row, twins)
+    def fork(self, seq: SequenceState, children: Sequence[SequenceState]) -> None:
+        self._hidden.fork(seq, children)
 
-    def next_length(self, row: Row, length: int) -> int:
+    def next_length(self, seq: SequenceState, length: int) -> int:
         """Whole steps of `every` after the prompt."""
-        every = self._knobs.every
-        return row.prompt_length + (max(0, length - row.prompt_length) // every + 1) * every
+        every = self._method.every
+        return seq.prompt_length + (max(0, length - seq.prompt_length) // every + 1) * every
 
-    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
         """Evict those of the newest tokens that are not wanted."""
-        stays = self._wanted(row)
+        stays = self._wanted(seq)
         for number, layer in layers:
             if number >= self._gate.layer and not all(stays):
-                stored = layer.stored(row.slot)
+                stored = layer.stored(seq.seq_id)
                 older = stored - len(stays)
-                layer.keep_columns(row.slot, [*range(older), *(older + i for i, stay in enumerate(stays) if stay)])
+                layer.keep_slots(seq.seq_id, [*range(older), *(older + i for i, stay in enumerate(stays) if stay)])
 
-    def _wanted(self, row: Row) -> list[bool]:
+    def _wanted(self, seq: SequenceState) -> list[bool]:
         """Which of the newest `every` tokens are kept."""
-        every = self._knobs.every
-        first = self._cache.positions[row.slot] - every
-        seen = self._taps.take(row)
-        if self._knobs.random is not None:
+        every = self._method.every
+        first = self._cache.positions[seq.seq_id] - every
+        seen = self._hidden.take(seq)
+        if self._method.random is not None:
             draw = random.Random
-            return [draw(f"{self._knobs.random}/{first + i}").random() < self._gate.kept for i in range(every)]
+            return [draw(f"{self._method.random}/{first + i}").random() < self._gate.kept for i in range(every)]
         stays = [True] * every
         if seen is not None:
             for place, score in enumerate(self._gate.scores(seen[1]), seen[0] - first):
                 if place >= 0:
-                    stays[place] = score >= (self._knobs.threshold or 0.0)
+                    stays[place] = score >= (self._method.threshold or 0.0)
         return stays

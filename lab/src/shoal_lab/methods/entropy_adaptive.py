@@ -16,7 +16,7 @@ from shoal_lab.methods._switching import SwitchingMethod
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,9 +46,9 @@ class EntropyAdaptive(SwitchingMethod):
         super().__post_init__()
         if math.isnan(self.tau):
             raise ValueError("tau is nan; it must be a number of bits, below 0 for the engine's own model alone")
-        for knob in ("window", "dwell"):
-            if getattr(self, knob) < 1:
-                raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least 1 token")
+        for option in ("window", "dwell"):
+            if getattr(self, option) < 1:
+                raise ValueError(f"{option} is {getattr(self, option)}; it must be at least 1 token")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """The engine's own model if it writes all; otherwise a loop of two models."""
@@ -73,13 +73,13 @@ class ByEntropy:
     dwell: int
     large: bool
 
-    def begin(self, row: Row) -> EntropyTurns:
+    def begin(self, seq: SequenceState) -> EntropyTurns:
         """Start with the first model."""
         return EntropyTurns(self)
 
 
 class EntropyTurns:
-    """The turns of one row."""
+    """The turns of one sequence."""
 
     def __init__(self, policy: ByEntropy) -> None:
         self._policy, self._rolling = policy, Rolling(policy.window)
@@ -96,7 +96,7 @@ class EntropyTurns:
             self.large, self._written = not self.large, 0
         return over
 
-    def wrote(self, row: Row, tokens: Sequence[int]) -> None:
+    def wrote(self, seq: SequenceState, tokens: Sequence[int]) -> None:
         """Choose the next turn after these tokens."""
         self._written += len(tokens)
         self._looked = False

@@ -19,8 +19,8 @@ from shoal.types import ModelInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
-    from shoal.model.stack import HiddenStateHook, SequenceChunk
+    from shoal.decode.sequence import SequenceState
+    from shoal.model.runner import HiddenStateHook, SequenceChunk
     from shoal_lab.components.layer_router import LayerRouters
 
 
@@ -59,7 +59,7 @@ class First(Method):
             raise ValueError(f"layers is {self.layers}; it must be above 0: a number of layers, or a share of them")
         if self.inner is None:
             return
-        if "order" not in self.inner.knobs():
+        if "order" not in self.inner.option_names():
             raise ValueError(f"inner of first is {self.inner.name}, which has no order in which layers go; give one "
                              "that has, such as d3")
         if self.layers is not None or self.core is not None:
@@ -108,12 +108,12 @@ class First(Method):
 class LayersByPrompt(PlanByPrompt):
     """Plans layers by the prompt; see `First`."""
 
-    knobs: First
+    method: First
     info: ModelInfo
     routers: LayerRouters | None
 
-    def begin(self, stack: Any, cache: Any) -> LayerChooser:
-        """The worker that sets the plans of a batch's rows."""
+    def begin(self, runner: Any, cache: Any) -> LayerChooser:
+        """The worker that sets the plans of a batch's sequences."""
         assert self.routers is not None
         return LayerChooser(self, self.routers)
 
@@ -123,13 +123,13 @@ class LayerChooser(Worker):
 
     def __init__(self, part: LayersByPrompt, routers: LayerRouters) -> None:
         self._part, self._routers = part, routers
-        self._seen: dict[Row, dict[int, Tensor]] = {}
+        self._seen: dict[SequenceState, dict[int, Tensor]] = {}
 
-    def watch(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
+    def watch(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> HiddenStateHook | None:
         """Read the last tokens of prompts that end."""
-        ending = [(place, len(chunk.tokens) - 1, self._seen.setdefault(row, {}))
-                  for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
-                  if not row.emitted and chunk.wanted]
+        ending = [(place, len(chunk.tokens) - 1, self._seen.setdefault(seq, {}))
+                  for place, (seq, chunk) in enumerate(zip(seqs, chunks, strict=True))
+                  if not seq.emitted and chunk.wanted]
         if not ending:
             return None
 
@@ -140,7 +140,7 @@ class LayerChooser(Worker):
         return hook
 
     def observe(self, report: StepReport) -> None:
-        """Set the plans of rows whose prompts have been read."""
-        for row in report.rows if report.prompt else ():
-            scores = self._routers.scores(self._seen.pop(row))
-            row.plan = self._part.knobs.plan(scores, self._part.info)
+        """Set the plans of sequences whose prompts have been read."""
+        for seq in report.seqs if report.prompt else ():
+            scores = self._routers.scores(self._seen.pop(seq))
+            seq.plan = self._part.method.plan(scores, self._part.info)

@@ -15,16 +15,16 @@ from shoal_lab.methods._switching import SwitchingMethod, turn_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
 
 
 @dataclass(frozen=True, repr=False)
 class FoReaL(SwitchingMethod):
     """The engine's own model leads: it writes the first tokens of a sentence, the smaller model the rest.
 
-    Each sentence is led with probability `share`, by the row's own draw. The smaller model writes the others alone. A
-    sentence ends at a line's end and, in the decoded text, after a full stop, question or exclamation mark. It does not
-    end within 3.14 or x.append, nor after the letter of an abbreviation. Without a tokenizer the answer is one
+    Each sentence is led with probability `share`, by the sequence's own draw. The smaller model writes the others
+    alone. A sentence ends at a line's end and, in the decoded text, after a full stop, question or exclamation mark. It
+    does not end within 3.14 or x.append, nor after the letter of an abbreviation. Without a tokenizer the answer is one
     sentence. The leader reads in one forward what was written since it last led.
 
     Attributes:
@@ -65,32 +65,32 @@ class BySentence:
     share: float
     tokenizer: Any
 
-    def begin(self, row: Row) -> SentenceTurns:
+    def begin(self, seq: SequenceState) -> SentenceTurns:
         """Draw for the first sentence."""
-        return SentenceTurns(self, row)
+        return SentenceTurns(self, seq)
 
 
 class SentenceTurns:
-    """The turns of one row."""
+    """The turns of one sequence."""
 
-    def __init__(self, policy: BySentence, row: Row) -> None:
+    def __init__(self, policy: BySentence, seq: SequenceState) -> None:
         self._policy, self._sentences = policy, Sentences(policy.tokenizer)
-        self._purpose = turn_of(row.tokens[: row.prompt_length])
-        self._draw(row)
+        self._purpose = turn_of(seq.tokens[: seq.prompt_length])
+        self._draw(seq)
 
-    def _draw(self, row: Row) -> None:
-        """Draw whether the sentence that begins with the row's next token is led."""
-        self._written, self._led = 0, row.uniform(0, self._purpose) < self._policy.share
+    def _draw(self, seq: SequenceState) -> None:
+        """Draw whether the sentence that begins with the sequence's next token is led."""
+        self._written, self._led = 0, seq.uniform(0, self._purpose) < self._policy.share
         self.large = self._led
 
     def look(self, logits: Tensor) -> bool:
         """The turn does not depend on logits."""
         return False
 
-    def wrote(self, row: Row, tokens: Sequence[int]) -> None:
+    def wrote(self, seq: SequenceState, tokens: Sequence[int]) -> None:
         """Choose the next turn after these tokens."""
         if any([self._sentences.ends_with(token) for token in tokens]):
-            self._draw(row)
+            self._draw(seq)
         else:
             self._written += len(tokens)
             self.large = self._led and (self._policy.lead is None or self._written < self._policy.lead)

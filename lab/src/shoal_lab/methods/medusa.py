@@ -11,7 +11,7 @@ from shoal.methods.common.limits import Guesses
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.speculative.part_file import TrainedPart
+    from shoal.speculative.draft_head_file import DraftHead
     from shoal_lab.drafts.medusa import MedusaProposer
 
 _MOST = 60
@@ -47,7 +47,7 @@ class Medusa(TrainedMethod):
         """The heads' guesses, verified by the target."""
         return self.verified(self.guessing(info, self._proposer), info)
 
-    def _proposer(self, part: TrainedPart) -> MedusaProposer:
+    def _proposer(self, part: DraftHead) -> MedusaProposer:
         from shoal_lab.drafts.medusa import MedusaProposer, RankTree
 
         length = min(part.size("heads"), self.length or part.size("heads"))

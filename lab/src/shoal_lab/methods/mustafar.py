@@ -19,7 +19,7 @@ from shoal.types import ModelInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.model.kv.layer import KVLayer
 
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class Mustafar(Method):
     """Each head's key and value of a position keep their numbers of largest magnitude; the others count as 0.
 
-    Every vector keeps equally many numbers. So a KV slot takes a bit for each dimension, in whole words of 16, and
+    Every vector keeps equally many numbers. So a KV entry takes a bit for each dimension, in whole words of 16, and
     those numbers in the model's dtype. With 64 dimensions in bfloat16 and a sparsity of 0.7 it is 48 bytes instead of
     128. The prompt is read in full and pruned at its end, except the last `window` positions. The answer is pruned
-    whenever it has grown by `every` tokens. Pruned slots are not touched again. Layers with a sliding window are
-    unchanged. Memory falls if slots are backed by pages: on Linux, on a CPU.
+    whenever it has grown by `every` tokens. Pruned entries are not touched again. Layers with a sliding window are
+    unchanged. Memory falls if entries are backed by pages: on Linux, on a CPU.
 
     The published code keeps one number more of each vector than its sparsity says, and prunes at every token.
 
@@ -53,12 +53,12 @@ class Mustafar(Method):
         super().__post_init__()
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity is {self.sparsity}; it must be in [0, 1), the share of numbers that go")
-        for knob in ("window", "every"):
-            if getattr(self, knob) < 1:
-                raise ValueError(f"{knob} is {getattr(self, knob)}; it must be at least 1")
+        for option in ("window", "every"):
+            if getattr(self, option) < 1:
+                raise ValueError(f"{option} is {getattr(self, option)}; it must be at least 1")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, a format of the KV, and when slots take it."""
+        """Every layer, a format of the KV, and when entries take it."""
         plan = DepthPlan.full(info.num_layers)
         if not self.sparsity:
             return Recipe(plan)
@@ -68,41 +68,41 @@ class Mustafar(Method):
 
 @dataclass(frozen=True)
 class Settling(Keep):
-    """Keeps all slots; those that have left the window are pruned. See `Mustafar`."""
+    """Keeps all entries; those that have left the window are pruned. See `Mustafar`."""
 
     dense_prompt: ClassVar[bool] = True
 
-    knobs: Mustafar
+    method: Mustafar
 
-    def begin(self, stack: Any, cache: Any) -> Settler:
+    def begin(self, runner: Any, cache: Any) -> Settler:
         """A keeper; earlier prunings follow from the text's length."""
-        return Settler(self.knobs)
+        return Settler(self.method)
 
-    def most_columns(self, length: int) -> int:
+    def most_slots(self, length: int) -> int:
         """All of them."""
         return length
 
 
 class Settler(Keeper):
-    """Prunes the slots of rows."""
+    """Prunes the entries of sequences."""
 
-    def __init__(self, knobs: Mustafar) -> None:
-        self._knobs = knobs
+    def __init__(self, method: Mustafar) -> None:
+        self._method = method
 
-    def next_length(self, row: Row, length: int) -> int:
+    def next_length(self, seq: SequenceState, length: int) -> int:
         """The prompt's end, and then every `every` tokens."""
-        every = self._knobs.every
-        return row.prompt_length + max(0, length - row.prompt_length + every) // every * every
+        every = self._method.every
+        return seq.prompt_length + max(0, length - seq.prompt_length + every) // every * every
 
-    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
+    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
         """Prune what is before the window."""
         for _, layer in layers:
-            layer.settle(row.slot, layer.lengths[row.slot] - self._knobs.window)
+            layer.settle(seq.seq_id, layer.lengths[seq.seq_id] - self._method.window)
 
 
 @dataclass(frozen=True)
 class Bitmaps(Store):
-    """The format of pruned slots in some layers."""
+    """The format of pruned entries in some layers."""
 
     dense_prompt: ClassVar[bool] = True
 
@@ -116,7 +116,7 @@ class Bitmaps(Store):
 
 @dataclass(frozen=True)
 class Bitmap(KVForm):
-    """uint8 [heads, slots, 2 words], bit j being dimension j, and [heads, slots, numbers] in the model's dtype.
+    """uint8 [heads, entries, 2 words], bit j being dimension j, and [heads, entries, numbers] in the model's dtype.
 
     The numbers of a vector are in the order of their dimensions. Earlier dimensions win ties.
     """

@@ -11,7 +11,7 @@ from shoal.methods.common.limits import Guesses
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.speculative.part_file import TrainedPart
+    from shoal.speculative.draft_head_file import DraftHead
     from shoal_lab.drafts.ppd import PromptProposer
 
 _MOST = 60
@@ -49,7 +49,7 @@ class PPD(TrainedMethod):
         """The guesses of the prompt tokens, verified by the target."""
         return self.verified(self.guessing(info, self._proposer), info)
 
-    def _proposer(self, part: TrainedPart) -> PromptProposer:
+    def _proposer(self, part: DraftHead) -> PromptProposer:
         from shoal_lab.drafts.ppd import MOST_PROMPTS, PromptProposer
         from shoal_lab.drafts.prompt_tree import PromptTrees
 

@@ -14,7 +14,7 @@ from shoal_lab.methods._switching import SwitchingMethod, turn_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,22 +52,22 @@ class ByChance:
 
     share: float
 
-    def begin(self, row: Row) -> Draws:
+    def begin(self, seq: SequenceState) -> Draws:
         """Draw for the first token."""
-        return Draws(self.share, row)
+        return Draws(self.share, seq)
 
 
 class Draws:
-    """The turns of one row. Draws depend on the row's seed and prompt, not on its neighbours."""
+    """The turns of one sequence. Draws depend on the sequence's seed and prompt, not on its neighbours."""
 
-    def __init__(self, share: float, row: Row) -> None:
-        self._share, self._purpose = share, turn_of(row.tokens[: row.prompt_length])
-        self.wrote(row, ())
+    def __init__(self, share: float, seq: SequenceState) -> None:
+        self._share, self._purpose = share, turn_of(seq.tokens[: seq.prompt_length])
+        self.wrote(seq, ())
 
     def look(self, logits: Tensor) -> bool:
         """The turn does not depend on logits."""
         return False
 
-    def wrote(self, row: Row, tokens: Sequence[int]) -> None:
+    def wrote(self, seq: SequenceState, tokens: Sequence[int]) -> None:
         """Draw for the next token."""
-        self.large = row.uniform(0, self._purpose) < self._share
+        self.large = seq.uniform(0, self._purpose) < self._share

@@ -87,7 +87,7 @@ class Rapid(SecondModelMethod):
         engine = None if self.draft is None else self.draft_engine(info)
         name = "the model itself" if engine is None else engine.model_name or "the draft model"
         shape = Branching((1,) * self.length)
-        return ShortViewProposer(None if engine is None else engine.stack, shape, name, self._view())
+        return ShortViewProposer(None if engine is None else engine.runner, shape, name, self._view())
 
     def _view(self) -> Retrieved:
         return Retrieved(self.context, self.chunk, self.begin, self.end, self.likeness)

@@ -16,10 +16,10 @@ from shoal.methods.common.limits import Layers, Seed
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.model.experts import ExpertChoice, ExpertMLPs
     from shoal.model.kv.cache import KVCache
-    from shoal.model.stack import SequenceChunk, Stack
+    from shoal.model.runner import ModelRunner, SequenceChunk
     from shoal_lab.components.router import ExpertRouter
 
 
@@ -87,40 +87,40 @@ class ReadME(Method):
 class Routed(Experts):
     """Chooses groups by the router; see `ReadME`."""
 
-    knobs: ReadME
+    method: ReadME
     router: ExpertRouter | None
 
-    def bytes_to_come(self, stack: Stack) -> int:
+    def bytes_to_come(self, runner: ModelRunner) -> int:
         """Memory that the groups will take; 0 once they are made."""
-        return 0 if self.router is None else self.router.bytes_to_come(stack)
+        return 0 if self.router is None else self.router.bytes_to_come(runner)
 
-    def begin(self, stack: Any, cache: Any) -> RoutedWorker:
+    def begin(self, runner: Any, cache: Any) -> RoutedWorker:
         """A worker; the MLPs are cut into groups if they are not yet."""
         assert self.router is not None
-        return RoutedWorker(self.knobs, self.router, self.router.mlps(stack), cache)
+        return RoutedWorker(self.method, self.router, self.router.mlps(runner), cache)
 
 
 class RoutedWorker(Worker):
-    """Chooses groups for rows. A choice depends on the text up to the token alone, so nothing is remembered."""
+    """Chooses groups for sequences. A choice depends on the text up to the token alone, so nothing is remembered."""
 
-    def __init__(self, knobs: ReadME, router: ExpertRouter, mlps: ExpertMLPs, cache: KVCache) -> None:
-        self._knobs, self._router, self._mlps, self._cache = knobs, router, mlps, cache
+    def __init__(self, method: ReadME, router: ExpertRouter, mlps: ExpertMLPs, cache: KVCache) -> None:
+        self._method, self._router, self._mlps, self._cache = method, router, mlps, cache
 
-    def experts(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[ExpertChoice | None]:
+    def experts(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[ExpertChoice | None]:
         """Groups for the tokens of answers."""
-        return [self._choice(row, chunk) if chunk.steps[-1] else None for row, chunk in zip(rows, chunks, strict=True)]
+        return [self._choice(seq, chunk) if chunk.steps[-1] else None for seq, chunk in zip(seqs, chunks, strict=True)]
 
-    def _choice(self, row: Row, chunk: SequenceChunk) -> ExpertChoice:
+    def _choice(self, seq: SequenceState, chunk: SequenceChunk) -> ExpertChoice:
         from shoal.model.experts import ExpertChoice
 
-        before = row.tokens[max(0, self._cache.positions[row.slot] - self._router.window) :
-                            self._cache.positions[row.slot]]
+        before = seq.tokens[max(0, self._cache.positions[seq.seq_id] - self._router.window) :
+                            self._cache.positions[seq.seq_id]]
         masks = [self._masks([*before, *_path(chunk, node)]) if step else None for node, step in enumerate(chunk.steps)]
         return ExpertChoice(self._mlps, masks)
 
     def _masks(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        assert self._knobs.experts is not None
-        return self._router.masks(tokens, self._knobs.experts, self._knobs.random)
+        assert self._method.experts is not None
+        return self._router.masks(tokens, self._method.experts, self._method.random)
 
 
 def _path(chunk: SequenceChunk, node: int) -> list[int]:

@@ -19,7 +19,7 @@ from shoal.speculative.corpus import stamp_of, tokens_of
 
 if TYPE_CHECKING:
     from shoal.decode.batch import Batch
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.types import ModelInfo
     from shoal_lab.loops.ngrams import NGramCounts
 
@@ -92,26 +92,26 @@ class Superposing(Loop):
     """The loop of `Superposed`.
 
     Attributes:
-        knobs: the method.
-        counted: n-grams of a corpus; None for those of each row's prompt.
+        method: the method.
+        counted: n-grams of a corpus; None for those of each sequence's prompt.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("plan", "store", "constraint")
 
-    knobs: Superposed
+    method: Superposed
     counted: NGramCounts | None = None
 
     @override
     def batch(self) -> Callable[..., Batch]:
         from shoal_lab.loops.superposed import DraftOptions, SuperposedBatch
 
-        knobs, tokens = self.knobs, self.knobs.tokens or 3 * self.knobs.k
-        how = DraftOptions(knobs.k, tokens, knobs.alpha, knobs.sharpen, knobs.unseen, self.counted)
+        method, tokens = self.method, self.method.tokens or 3 * self.method.k
+        how = DraftOptions(method.k, tokens, method.alpha, method.sharpen, method.unseen, self.counted)
         return partial(SuperposedBatch, how=how)
 
-    def check(self, row: Row) -> None:
+    def check(self, seq: SequenceState) -> None:
         """Refuse a request for the scores of every token."""
-        if row.record is not None:
+        if seq.record is not None:
             raise Unsupported("scores and logits of every token with superposed", "they are of a mixture of drafts",
                               "Leave output_scores and output_logits out")
 

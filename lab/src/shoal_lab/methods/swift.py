@@ -13,7 +13,7 @@ from shoal.errors import Unsupported
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, Share, Tries
 from shoal.speculative.draft import Draft, check_least, check_length, check_share, within
-from shoal.speculative.per_row import PerRow
+from shoal.speculative.per_sequence import PerSequence
 from shoal.speculative.self_speculation import OwnLayersDrafter
 from shoal.types import ModelInfo
 from shoal_lab.drafts.skips import Skips, sublayers
@@ -21,10 +21,10 @@ from shoal_lab.drafts.skips import Skips, sublayers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.decode.tree import TokenTree
     from shoal.model.kv.cache import KVCache
-    from shoal.model.stack import Stack
+    from shoal.model.runner import ModelRunner
     from shoal_lab.drafts.skip_search import SkipSearch
 
 _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3))
@@ -32,12 +32,12 @@ _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3))
 
 @dataclass(frozen=True)
 class Swift(DraftingMethod):
-    """The model drafts without a fixed share of its sublayers; the row's own text decides which.
+    """The model drafts without a fixed share of its sublayers; the sequence's own text decides which.
 
     Before a draft, one more set is tried: how many of the last tokens would the model have predicted without these
     sublayers? That takes one forward over those tokens. The best set so far drafts, with several candidates where the
     model is unsure. Sets are random, and sometimes chosen by Bayesian optimisation. The search starts anew with every
-    row, so it pays off in long answers; the paper's goes on over many prompts.
+    sequence, so it pays off in long answers; the paper's goes on over many prompts.
 
     Attributes:
         ratio: share of all sublayers to skip; the first and the last layer stay whole.
@@ -46,7 +46,7 @@ class Swift(DraftingMethod):
         trees: whether unsure places get several candidates: 10 up to 0.5, 5 up to 0.8, 3 up to 0.95.
         nodes: most nodes of a tree.
         window: tokens on which a set is judged; the search begins when half as many have been generated.
-        rounds: most sets tried per row; 0 keeps the evenly spaced one.
+        rounds: most sets tried per sequence; 0 keeps the evenly spaced one.
         patience: sets without improvement after which the search ends.
         enough: share of predicted tokens at which it ends.
         bayes_every: one set in this many is found by Bayesian optimisation; 0 for none.
@@ -97,70 +97,70 @@ class Swift(DraftingMethod):
 
 @dataclass(frozen=True)
 class Searched(Proposer):
-    """Some sublayers are skipped; which ones is searched for on the row's own text.
+    """Some sublayers are skipped; which ones is searched for on the sequence's own text.
 
     Attributes:
-        knobs: limits of drafts, and how to search.
+        method: limits of drafts, and how to search.
         skipped: number of skipped sublayers.
     """
 
-    knobs: Swift
+    method: Swift
     skipped: int
 
-    def begin(self, stack: Stack, cache: KVCache) -> SwiftDrafter:
-        """A drafter on the target's own stack and cache."""
-        return SwiftDrafter(self, stack, cache)
+    def begin(self, runner: ModelRunner, cache: KVCache) -> SwiftDrafter:
+        """A drafter on the target's own runner and cache."""
+        return SwiftDrafter(self, runner, cache)
 
 
 class SwiftDrafter(OwnLayersDrafter):
-    """Searches and drafts; each row searches on its own text."""
+    """Searches and drafts; each sequence searches on its own text."""
 
-    def __init__(self, proposer: Searched, stack: Stack, cache: KVCache) -> None:
+    def __init__(self, proposer: Searched, runner: ModelRunner, cache: KVCache) -> None:
         from shoal_lab.drafts.agreement import agreements, repeatable
         from shoal_lab.drafts.skip_search import SkipSearch
 
-        super().__init__(stack, cache)
-        self._knobs = knobs = proposer.knobs
+        super().__init__(runner, cache)
+        self._method = method = proposer.method
         self._agreements, self._repeatable = agreements, repeatable
-        start = Skips.spread(stack.num_layers, proposer.skipped)
+        start = Skips.spread(runner.num_layers, proposer.skipped)
 
-        def search(row: Row) -> SkipSearch:
-            seed = hash((row.seed, row.number))
-            return SkipSearch(stack.num_layers, start, seed, bayes_every=knobs.bayes_every)
+        def search(seq: SequenceState) -> SkipSearch:
+            seed = hash((seq.seed, seq.number))
+            return SkipSearch(runner.num_layers, start, seed, bayes_every=method.bayes_every)
 
-        self._searches = PerRow(search)
+        self._searches = PerSequence(search)
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """Try one more set per row that still searches, then draft with the best one."""
-        self._try([row for row in rows if self._searching(row)])
-        return super().propose(rows, limits)
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
+        """Try one more set per sequence that still searches, then draft with the best one."""
+        self._try([seq for seq in seqs if self._searching(seq)])
+        return super().propose(seqs, limits)
 
-    def draft(self, row: Row, limit: int) -> Draft:
+    def draft(self, seq: SequenceState, limit: int) -> Draft:
         """Draft with the best set so far."""
-        one = self._knobs
-        plan = self._searches[row].best.plan(self.stack.num_layers)
-        return Draft(row, plan, min(one.length, limit), one.stop, _WIDTHS if one.trees else (), one.nodes)
+        one = self._method
+        plan = self._searches[seq].best.plan(self.runner.num_layers)
+        return Draft(seq, plan, min(one.length, limit), one.stop, _WIDTHS if one.trees else (), one.nodes)
 
-    def _searching(self, row: Row) -> bool:
-        one, search = self._knobs, self._searches[row]
+    def _searching(self, seq: SequenceState) -> bool:
+        one, search = self._method, self._searches[seq]
         over = search.tried >= one.rounds or search.since >= one.patience or search.score >= one.enough
-        return not over and self._window(row) >= one.window // 2
+        return not over and self._window(seq) >= one.window // 2
 
-    def _window(self, row: Row) -> int:
-        """How many of the row's last generated tokens a set is judged on."""
-        return min(self._knobs.window, row.emitted, self._repeatable(self.cache, row.slot))
+    def _window(self, seq: SequenceState) -> int:
+        """How many of the sequence's last generated tokens a set is judged on."""
+        return min(self._method.window, seq.emitted, self._repeatable(self.cache, seq.seq_id))
 
-    def _try(self, rows: Sequence[Row]) -> None:
-        if not rows:
+    def _try(self, seqs: Sequence[SequenceState]) -> None:
+        if not seqs:
             return
-        sets = [self._searches[row].ask() for row in rows]
+        sets = [self._searches[seq].ask() for seq in seqs]
         texts = []
-        for row, skips in zip(rows, sets, strict=True):
-            plan = within(skips.plan(self.stack.num_layers), row.plan, row.emitted)
-            texts.append((row.slot, row.tokens, self._window(row), plan))
-        for row, skips, score in zip(rows, sets, self._agreements(self.stack, self.cache, texts), strict=True):
-            self._searches[row].tell(skips, score)
-        for row, (_, _, count, plan) in zip(rows, texts, strict=True):
-            row.ledger.draft_forwards += 1
-            row.ledger.draft_layer_tokens += count * plan.depth(1)
-            row.ledger.read(plan.depth(1))
+        for seq, skips in zip(seqs, sets, strict=True):
+            plan = within(skips.plan(self.runner.num_layers), seq.plan, seq.emitted)
+            texts.append((seq.seq_id, seq.tokens, self._window(seq), plan))
+        for seq, skips, score in zip(seqs, sets, self._agreements(self.runner, self.cache, texts), strict=True):
+            self._searches[seq].tell(skips, score)
+        for seq, (_, _, count, plan) in zip(seqs, texts, strict=True):
+            seq.ledger.draft_forwards += 1
+            seq.ledger.draft_layer_tokens += count * plan.depth(1)
+            seq.ledger.read(plan.depth(1))

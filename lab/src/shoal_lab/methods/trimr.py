@@ -18,7 +18,7 @@ from shoal.methods.common.limits import Positions, Seconds, Share, TokenIds
 
 if TYPE_CHECKING:
     from shoal.decode.batch import Batch
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.types import ModelInfo
     from shoal_lab.loops.thoughts import Thinking
     from shoal_lab.loops.trimr import ThoughtJudge
@@ -30,11 +30,12 @@ class TrimR(Method):
 
     Thinking is the text between two tags. It consists of thoughts; a cue such as "Wait" begins the next one. A judge, a
     small instructed model or a callable, decides of each whether it states a result, and whether that is the previous
-    one; after `agree` equal results in a row, thoughts without a result left out, the thinking is closed gently. It is
-    closed forcefully if it repeats the same tokens, or has taken its share of max_new_tokens and many thoughts. Rows
-    that wait for a verdict rest; the judge reads for all of them together, and other rows go on. Inserted tokens count
-    as answer (`put_tokens` of the statistics) and have log-probability 0. A judge that always says no leaves the answer
-    unchanged if nothing repeats. How good a judgement is depends on the judge, and Shoal has measured none: it has no
+    one; after `agree` equal results in a sequence, thoughts without a result left out, the thinking is closed gently.
+    It is closed forcefully if it repeats the same tokens, or has taken its share of max_new_tokens and many thoughts.
+    Sequences that wait for a verdict rest; the judge reads for all of them together, and other sequences go on.
+    Inserted tokens count as answer (`put_tokens` of the statistics) and have log-probability 0. A judge that always
+    says no leaves the answer unchanged if nothing repeats. How good a judgement is depends on the judge, and Shoal has
+        measured none: it has no
     model that thinks between tags.
 
 
@@ -42,11 +43,12 @@ class TrimR(Method):
         judge: a model's folder, Hub id, name or `.gguf` file, with any tokens; a loaded transformers model; or a
             callable that is given a `thoughts.Question` and returns True or False, always the same for the same
             question. None for no judge: `agree` then has no effect.
-        agree: thoughts in a row with the same result that close the thinking, at least 2.
+        agree: thoughts in a sequence with the same result that close the thinking, at least 2.
         sentences: last sentences of a thought that the judge reads, at least 1.
         share: share of max_new_tokens in thinking after which it is closed; None never does.
         thoughts: least number of ended thoughts for `share` to apply.
-        repeats: times that the same tokens in a row, at least 16 in all, close the thinking; at least 2, None: never.
+        repeats: times that the same tokens in a sequence, at least 16 in all, close the thinking; at least 2, None:
+            never.
         opening: the tag that begins the thinking, in the answer or at the end of the prompt; empty for an answer that
             begins with it; None for one that the tokenizer has as a token, otherwise <think>.
         closing: the tag that ends it, or its token ids; None for that of the opening tag, such as </think> of <think>.
@@ -73,10 +75,10 @@ class TrimR(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob, least in (("agree", 2), ("sentences", 1), ("thoughts", 0), ("repeats", 2)):
-            value = getattr(self, knob)
+        for option, least in (("agree", 2), ("sentences", 1), ("thoughts", 0), ("repeats", 2)):
+            value = getattr(self, option)
             if value is not None and value < least:
-                raise ValueError(f"{knob} is {value}; it must be at least {least}")
+                raise ValueError(f"{option} is {value}; it must be at least {least}")
         if self.share is not None and not 0 < self.share <= 1:
             raise ValueError(f"share is {self.share}; it must be in (0, 1], a part of max_new_tokens, or None")
         if self.closing is not None and not self.closing:
@@ -122,7 +124,7 @@ class Trimming(Loop):
     """The loop of `TrimR`.
 
     Attributes:
-        knobs: the method.
+        method: the method.
         tokenizer: of the thinking model.
         judge: the engine of a judge that is a model.
     """
@@ -131,19 +133,19 @@ class Trimming(Loop):
     second_reads: ClassVar[int] = 2048
     """Most tokens of a question to a model."""
 
-    knobs: TrimR
+    method: TrimR
     tokenizer: Any
     judge: Any = None
 
     @property
-    def second_stack(self) -> Any:
+    def second_runner(self) -> Any:
         """The judge, if it is a model."""
-        return None if self.judge is None else self.judge.stack
+        return None if self.judge is None else self.judge.runner
 
     @property
     def timed(self) -> bool:
         """Whether verdicts come at any time: a callable's do, a model's come within steps."""
-        return self.judge is None and callable(self.knobs.judge)
+        return self.judge is None and callable(self.method.judge)
 
     @override
     def batch(self) -> Callable[..., Batch]:
@@ -156,9 +158,9 @@ class Trimming(Loop):
         """What a thinking is, and what ends it."""
         from shoal_lab.loops.thoughts import Thinking
 
-        knobs = self.knobs
-        return Thinking(self.tokenizer, knobs.opening, knobs.closing, knobs.cues, knobs.judge is not None, knobs.agree,
-                        knobs.sentences, knobs.share, knobs.thoughts, knobs.repeats)
+        method = self.method
+        return Thinking(self.tokenizer, method.opening, method.closing, method.cues, method.judge is not None, method.agree,
+                        method.sentences, method.share, method.thoughts, method.repeats)
 
     def _judging(self) -> Callable[[], ThoughtJudge]:
         """Makes the judge of a batch.
@@ -168,20 +170,20 @@ class Trimming(Loop):
         """
         from shoal_lab.loops.trimr import CallableJudge, ModelJudge
 
-        judge = self.knobs.judge
+        judge = self.method.judge
         if self.judge is not None:
             return partial(ModelJudge, self.judge, self.tokenizer, self.second_reads)
         if isinstance(judge, str) or hasattr(judge, "get_output_embeddings"):
             raise Unsupported("a judge", "there is no engine to load it", "Use Engine.generate")
-        return partial(CallableJudge, judge, self.knobs.patience)
+        return partial(CallableJudge, judge, self.method.patience)
 
-    def check(self, row: Row) -> None:
+    def check(self, seq: SequenceState) -> None:
         """Refuse a model without text, and a request for the scores of every token."""
-        knobs = self.knobs
-        blind = knobs.judge is None and knobs.opening == "" and isinstance(knobs.closing, tuple)
+        method = self.method
+        blind = method.judge is None and method.opening == "" and isinstance(method.closing, tuple)
         if self.tokenizer is None and not blind:
             raise Unsupported("trimr without a tokenizer", "tags and thoughts are text", "Load the model with one, or "
                               'use opening="" and closing as token ids, without a judge')
-        if row.record is not None:
+        if seq.record is not None:
             raise Unsupported("scores and logits of every token with trimr", "the tokens that it puts in have none",
                               "Leave output_scores and output_logits out")

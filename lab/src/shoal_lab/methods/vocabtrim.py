@@ -65,7 +65,7 @@ class VocabTrim(SecondModelMethod):
 
         ids, engine = self._ids(info), self.draft_engine(info)
         name = engine.model_name or "the draft model"
-        return CutHeadProposer(engine.stack, self._shape(), name, engine.cut_head(ids), ids)
+        return CutHeadProposer(engine.runner, self._shape(), name, engine.cut_head(ids), ids)
 
     def _ids(self, info: ModelInfo) -> tuple[int, ...]:
         if self.text is None and self.tokens is None:
@@ -74,7 +74,7 @@ class VocabTrim(SecondModelMethod):
         draft = self.draft_engine(info)
         special = {*draft.eos_token_ids, *getattr(info.tokenizer, "all_special_ids", ())}
         kept = tuple(sorted({*found[: self.keep], *special}))
-        size = draft.stack.vocab_size
+        size = draft.runner.vocab_size
         if not kept or not 0 <= kept[0] <= kept[-1] < size:
             raise ValueError(f"tokens holds ids {kept[:1]}..{kept[-1:]}; the draft model's are 0..{size - 1}")
         return kept

@@ -222,11 +222,11 @@ def through_gates(model: Any, layer: int) -> Any:
     Raises:
         Unsupported: attention does not look up its function, or no such layer sees the whole text.
     """
-    from shoal.model.prepacked import can_ask_by_rows
+    from shoal.model.prepacked import can_ask_by_seqs
 
     windows = windows_of(model.config)
     layers = [place for place in range(layer, len(windows)) if windows[place] is None]
-    if not layers or not all(can_ask_by_rows(model.model.layers[place]) for place in layers):
+    if not layers or not all(can_ask_by_seqs(model.model.layers[place]) for place in layers):
         raise Unsupported(f"a gate for model type {model.config.model_type!r}", "its attention above the gate cannot "
                           "be told what to count, or sees a window alone", "Use streaming_llm or kv_int8")
     _register()

@@ -23,7 +23,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.scheduling.request_handle import RequestHandle
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.types import Result
 from shoal_lab.train import files
 
@@ -146,7 +146,7 @@ def make(
         ValueError: the folder holds another corpus.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"fingerprint": engine.fingerprint, "vocab_size": engine.stack.vocab_size, **_told(wish)}
+    facts = {"fingerprint": engine.fingerprint, "vocab_size": engine.runner.vocab_size, **_told(wish)}
     _claim(folder / "corpus.json", facts)
     asked = _asked(folder / "prompts.json", prompts)
     made, whole = sum(_size(path) for path in _shards(folder)), True
@@ -184,7 +184,7 @@ def read(
         raise ValueError("there is no text of two tokens or more to train on; give a longer one")
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
-    _claim(folder / "corpus.json", {"fingerprint": engine.fingerprint, "vocab_size": engine.stack.vocab_size,
+    _claim(folder / "corpus.json", {"fingerprint": engine.fingerprint, "vocab_size": engine.runner.vocab_size,
                                     "text": digest})
     count = -(-len(whole) // SHARD)
     for number in range(len(_shards(folder)), count):
@@ -237,24 +237,24 @@ def _write_shard(path: Path, engine: Engine, texts: Sequence[tuple[list[int], li
         "tokens": torch.tensor([token for _, text in texts for token in text], dtype=torch.int32),
         "lengths": torch.tensor([len(text) for _, text in texts], dtype=torch.int32),
         "prompts": torch.tensor([len(prompt) for prompt, _ in texts], dtype=torch.int32),
-        "states": torch.cat([states(engine.stack, text) for _, text in texts]),
+        "states": torch.cat([states(engine.runner, text) for _, text in texts]),
     }
     files.write(path, lambda part: save_file(tensors, part))
     return _spoken(tensors)
 
 
 @torch.no_grad()
-def states(stack: Stack, tokens: Sequence[int]) -> Tensor:
+def states(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
     """The LM head's inputs at every token of a text, [n, D] in bfloat16."""
-    cache, plan, found = KVCache(stack.windows, 1), DepthPlan.full(stack.num_layers), []
+    cache, plan, found = KVCache(runner.windows, 1), DepthPlan.full(runner.num_layers), []
 
     def hook(layer: int, hidden: Tensor) -> None:
-        if layer == stack.num_layers:
-            found.append(stack.normed(hidden[0]).to("cpu", torch.bfloat16))
+        if layer == runner.num_layers:
+            found.append(runner.normed(hidden[0]).to("cpu", torch.bfloat16))
 
-    for first in range(0, len(tokens), stack.prefill_chunk):
-        piece = tokens[first : first + stack.prefill_chunk]
-        stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan, wanted=0)], cache, hook)
+    for first in range(0, len(tokens), runner.prefill_chunk):
+        piece = tokens[first : first + runner.prefill_chunk]
+        runner.forward([SequenceChunk(0, piece, [0] * len(piece), plan, wanted=0)], cache, hook)
         cache.commit(0, range(len(piece)))
     return torch.cat(found)
 
@@ -307,7 +307,7 @@ def answered(
         seed: of the draws, if the options sample.
         **options: as for `shoal.engine.request.Request`.
     """
-    with Scheduler(engine, max_rows=together, max_waiting=4 * together, prefix_bytes=0) as scheduler:
+    with Scheduler(engine, max_seqs=together, max_waiting=4 * together, prefix_bytes=0) as scheduler:
         under_way: deque[RequestHandle] = deque()
         for number, prompt in enumerate(prompts):
             if len(under_way) >= 3 * together:

@@ -57,14 +57,14 @@ class DrafterShape:
             ValueError: it has fewer layers, or a shorter context.
             Unsupported: its blocks cannot run as a masked model's.
         """
-        stack = engine.stack
-        if self.layers > stack.num_layers:
-            raise ValueError(f"layers is {self.layers}; it must be 1 to {stack.num_layers}, which is all that the "
+        runner = engine.runner
+        if self.layers > runner.num_layers:
+            raise ValueError(f"layers is {self.layers}; it must be 1 to {runner.num_layers}, which is all that the "
                              "model has")
-        if stack.max_positions is not None and self.window + self.block > stack.max_positions:
+        if runner.max_positions is not None and self.window + self.block > runner.max_positions:
             raise ValueError(f"window is {self.window} and block {self.block}; together they must be at most the "
-                             f"model's context, {stack.max_positions}")
-        if engine.masked is not None or any(stack.windows):
+                             f"model's context, {runner.max_positions}")
+        if engine.masked is not None or any(runner.windows):
             raise Unsupported("a drafter for this model", "its layers see later words, or not all earlier ones",
                               "Train one for a model that writes from left to right with full attention")
 
@@ -222,7 +222,7 @@ def mask_token(engine: Engine, answers: Corpus, given: str | None) -> int:
     Raises:
         ValueError: there is no such token, or texts hold it.
     """
-    tokenizer, size = engine.tokenizer, engine.stack.vocab_size
+    tokenizer, size = engine.tokenizer, engine.runner.vocab_size
     known: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
     used = {*engine.eos_token_ids}
     for shard in range(len(answers.shards)):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, silu, smooth_l1_loss
 from typing_extensions import override
 
+from shoal.speculative.draft_head_file import TOKENS
 from shoal.speculative.layer_head import FUSE, NORMS, LayerShape
-from shoal.speculative.part_file import TOKENS
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.part import Base, CutHead, Guessed, PartModule, TextBatch
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal import __version__
 from shoal.engine.engine import Engine
-from shoal.speculative.part_file import CARD, FORMAT, SCALE, TENSORS, vocabulary
+from shoal.speculative.draft_head_file import CARD, FORMAT, SCALE, TENSORS, vocabulary
 from shoal_lab.train import files
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.loop import TrainingRun
@@ -45,7 +45,7 @@ def export(
     files.write(folder / TENSORS, lambda part: save_file(tensors, part))
     card = {
         "format": FORMAT, "part": module.kind, "shape": module.shape(), "fingerprints": [engine.fingerprint],
-        "layers": engine.stack.num_layers,
+        "layers": engine.runner.num_layers,
         "vocabulary": None if engine.tokenizer is None else vocabulary(engine.tokenizer),
         "model": Path(engine.model_name).name, "weights": weights, "bytes": (folder / TENSORS).stat().st_size,
         "shoal": __version__, **facts,

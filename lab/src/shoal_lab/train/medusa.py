@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from typing_extensions import override
 
-from shoal.speculative.part_file import TOKENS
+from shoal.speculative.draft_head_file import TOKENS
 from shoal_lab.drafts.medusa import BIAS, WEIGHT
 from shoal_lab.train.corpus import Corpus
 from shoal_lab.train.part import Base, CutHead, Guessed, PartModule, TextBatch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
-from shoal.model.stack import Stack
+from shoal.model.runner import ModelRunner
 from shoal_lab.train.corpus import AnsweredText, Corpus
 from shoal_lab.train.distributions import cross_entropy
 
@@ -21,20 +21,20 @@ class Base:
     """The frozen model's embedding and LM head, on the CPU, where modules are trained.
 
     Args:
-        stack: the model.
+        runner: the model.
     """
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D], float32, of int64 ids [...]."""
-        flat = ids.flatten().to(self._stack.device)
-        return self._stack.embed(flat, torch.zeros_like(flat)).float().cpu().view(*ids.shape, -1)
+        flat = ids.flatten().to(self._runner.device)
+        return self._runner.embed(flat, torch.zeros_like(flat)).float().cpu().view(*ids.shape, -1)
 
     def rows(self, ids: Sequence[int]) -> Tensor:
         """The LM head's rows for some tokens, float32 [n, D]."""
-        return self._stack.head_rows(list(ids)).float().cpu()
+        return self._runner.head_rows(list(ids)).float().cpu()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
-from shoal.model.packed.stack import PackedStack
+from shoal.model.packed.runner import PackedRunner
 from shoal_lab.components.experts import MOST_GROUPS, UNIT
 from shoal_lab.components.router import BIAS, MIX, NEURONS, OUT, TABLE, router_scores
 from shoal_lab.train.corpus import Corpus
@@ -204,8 +204,8 @@ def mlp_widths(engine: Engine) -> Sequence[int]:
     Raises:
         Unsupported: a layer has no gated MLP.
     """
-    if isinstance(engine.stack, PackedStack):
-        return engine.stack.shape.ffns
+    if isinstance(engine.runner, PackedRunner):
+        return engine.runner.shape.ffns
     return [mlp.down_proj.in_features for mlp in gated_mlps(engine.model)]
 
 

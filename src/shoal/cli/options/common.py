@@ -67,10 +67,10 @@ def add_method(parser: Parser, default: str = "full", *, card: bool = True) -> N
 
 def method_from(word: str) -> Method:
     """The method that a text such as `d3`, `d3:mean=0.6:core=4` or `card.json` names."""
-    name, *knobs = re.split(r":(?=[a-z_]\w*(?:[:=]|$))", word)  # a value may be a URL
+    name, *texts = re.split(r":(?=[a-z_]\w*(?:[:=]|$))", word)  # a value may be a URL
     parser = Parser(add_help=False)
     add_method(parser, card=False)
-    options = ["--" + knob.replace("_", "-", knob.partition("=")[0].count("_")) for knob in knobs]
+    options = ["--" + text.replace("_", "-", text.partition("=")[0].count("_")) for text in texts]
     method: Method = parse(parser, ["--method", name, *options]).method
     return method
 
@@ -97,9 +97,9 @@ def add_sampling(parser: Parser, *, greedy: bool = False) -> argparse._ArgumentG
                                  "0.7 and min-p 0.05")
     group = parser.add_argument_group("sampling", about)
     group.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="stop after that many tokens")
-    for name, (metavar, kind, neutral, words) in _CHOOSING.items():
+    for name, (metavar, kind, neutral, argv) in _CHOOSING.items():
         group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, type=kind,
-                           default=neutral if greedy else None, help=words)
+                           default=neutral if greedy else None, help=argv)
     group.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     return group
@@ -172,7 +172,7 @@ def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Sch
 
     patience = math.inf if args.patience is None else args.patience
     kv, prefixes = (None if gib is None else int(gib * 2**30) for gib in (args.kv_gib, args.prefix_gib))
-    return Scheduler(engine, policy=Policy(args.admission, patience), max_rows=args.max_rows, kv_bytes=kv,
+    return Scheduler(engine, policy=Policy(args.admission, patience), max_seqs=args.max_seqs, kv_bytes=kv,
                      prefix_bytes=prefixes, prefill_chunk=args.prefill_chunk, **more)
 
 
@@ -262,7 +262,7 @@ def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
         return
     if card.bears is not None:
         kept = "" if cards.find(engine).empty else "; kept for the next time"
-        print(f"done: {name} bears {card.bears:g} of {engine.stack.num_layers} layers on average{kept}",
+        print(f"done: {name} bears {card.bears:g} of {engine.runner.num_layers} layers on average{kept}",
               file=sys.stderr)
 
 
@@ -278,4 +278,4 @@ def encode(engine: Engine, prompt: str, raw: bool) -> list[int]:
     tokenizer = engine.tokenizer
     chat = not raw and getattr(tokenizer, "chat_template", None)
     given = chat_ids([{"role": "user", "content": prompt}], tokenizer) if chat else prompt
-    return prompt_ids(given, tokenizer, engine.stack.vocab_size, engine.stack.max_positions)
+    return prompt_ids(given, tokenizer, engine.runner.vocab_size, engine.runner.max_positions)

@@ -18,7 +18,7 @@ from shoal import methods
 from shoal.methods.base import Method
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.common.combined import Combined
-from shoal.methods.knobs import field_docs
+from shoal.methods.options import field_docs
 
 _NEAR = 0.7
 _PREFIX = "knob."

@@ -1,1 +1,1 @@
-"""Searches over branches of a row, and the verifiers that judge them."""
+"""Searches over branches of a sequence, and the verifiers that judge them."""

@@ -1,4 +1,4 @@
-"""A running search: the batch runs its branches with all other rows, and the winner is emitted as if it were alone."""
+"""A running search: the batch runs its branches with all other sequences, and the winner is emitted as if it were alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shoal.types import Step
 
 if TYPE_CHECKING:
     from shoal.decode.recipe import Search, WaitedFor
-    from shoal.decode.recipe_row import RecipeRow
-    from shoal.decode.row import Row
-    from shoal.model.stack import Stack
+    from shoal.decode.running_sequence import RunningSequence
+    from shoal.decode.sequence import SequenceState
+    from shoal.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -27,39 +27,39 @@ log = logging.getLogger(__name__)
 class BranchBatch(Protocol):
     """What a search needs of the batch that runs its branches; see `shoal.decode.batch.Batch`."""
 
-    stack: Stack
+    runner: ModelRunner
     searches: list[SearchRun]
 
-    def fork(self, row: RecipeRow, twins: Sequence[RecipeRow]) -> None:
-        """Add rows that continue from the state of `row`."""
+    def fork(self, seq: RunningSequence, children: Sequence[RunningSequence]) -> None:
+        """Add sequences that continue from the state of `sequence`."""
         ...
 
-    def due(self, row: Row) -> int:
-        """How many of the row's tokens are to be fed."""
+    def due(self, seq: SequenceState) -> int:
+        """How many of the sequence's tokens are to be fed."""
         ...
 
     def retire(self) -> None:
-        """Remove finished rows."""
+        """Remove finished sequences."""
         ...
 
 
 class SearchRun:
-    """One row's running search.
+    """One sequence's running search.
 
     Args:
-        batch: runs the branches as rows.
-        root: the row, which is not in the batch itself.
+        batch: runs the branches as sequences.
+        root: the sequence, which is not in the batch itself.
         search: the search to run.
 
     Attributes:
-        root: the row.
-        branches: those that were not ended, each with its row.
+        root: the sequence.
+        branches: those that were not ended, each with its sequence.
 
     Raises:
-        Unsupported: something observes each token of the row.
+        Unsupported: something observes each token of the sequence.
     """
 
-    def __init__(self, batch: BranchBatch, root: RecipeRow, search: Search) -> None:
+    def __init__(self, batch: BranchBatch, root: RunningSequence, search: Search) -> None:
         if root.record is not None:
             raise Unsupported(
                 "scores and logits of every token with a search",
@@ -78,9 +78,9 @@ class SearchRun:
         self._winner: Branch | None = None
         self._error: BaseException | None = None
 
-    def among(self, rows: set[Row]) -> bool:
-        """Whether the row or one of its branches is one of these."""
-        return self.root in rows or any(row in rows for row in self.branches.values())
+    def among(self, seqs: set[SequenceState]) -> bool:
+        """Whether the sequence or one of its branches is one of these."""
+        return self.root in seqs or any(seq in seqs for seq in self.branches.values())
 
     def go_on(self) -> list[Step]:
         """Run the search while what it waits for is there; return the winner's steps at its end, else nothing."""
@@ -126,41 +126,41 @@ class SearchRun:
                 f"{count} more branches beside {len(self.branches)}, and the search announced {self._most} at most; "
                 "end some, or announce more"
             )
-        row, made = self.branches[branch], range(self._made, self._made + count)
-        twins = [
-            replace(row, tokens=list(row.tokens), steps=list(row.steps), stop=row.stop.copy(), allowed=None,
-                    seed=branch_seed(self.root.seed, row.number, number), until=row.emitted)
+        seq, made = self.branches[branch], range(self._made, self._made + count)
+        children = [
+            replace(seq, tokens=list(seq.tokens), steps=list(seq.steps), stop=seq.stop.copy(), allowed=None,
+                    seed=branch_seed(self.root.seed, seq.number, number), until=seq.emitted)
             for number in made
         ]
-        self.batch.fork(row, twins)
-        new = [Branch(self, twin, number) for twin, number in zip(twins, made, strict=True)]
-        self.branches |= zip(new, twins, strict=True)
+        self.batch.fork(seq, children)
+        new = [Branch(self, child, number) for child, number in zip(children, made, strict=True)]
+        self.branches |= zip(new, children, strict=True)
         self._made = made.stop
         return new
 
     def force(self, branch: Branch, tokens: Sequence[int]) -> None:
         """Append given tokens to a branch; the next forward feeds them."""
-        row, vocabulary = branch.row, self.batch.stack.vocab_size
+        seq, vocabulary = branch.seq, self.batch.runner.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise ValueError(f"force was given token id {wrong}; the model's ids are 0..{vocabulary - 1}")
-        if row.drafts:
+        if seq.drafts:
             raise Unsupported("force beside drafts", "they expect one new token at a time", "Leave the drafts out")
-        forced = row.emit(tokens)
-        row.until = None if row.until is None else row.until + len(forced)
+        forced = seq.emit(tokens)
+        seq.until = None if seq.until is None else seq.until + len(forced)
 
     def end(self, branch: Branch) -> None:
         """Give a branch up."""
         if branch in self.branches:
             del self.branches[branch]
-            branch.row.held, branch.row.stop.finish_reason = False, "cancelled"
+            branch.seq.held, branch.seq.stop.finish_reason = False, "cancelled"
             self.batch.retire()
 
     def stop(self, left: int = 0) -> None:
         """End the search and keep `left` branches in the cache. Errors that the search raises then are logged."""
         try:
             self._run.close()
-        except Exception:  # nobody waits for the search any more, and other rows go on
+        except Exception:  # nobody waits for the search any more, and other sequences go on
             log.exception("a search did not end when it was told to")
         finally:
             self.batch.searches.remove(self)
@@ -170,8 +170,8 @@ class SearchRun:
     def _rests(self, one: WaitedFor) -> bool:
         if isinstance(one, Future):
             return one.done()
-        row = one.row
-        return row.leaves or (row.room == 0 and self.batch.due(row) == 0)
+        seq = one.seq
+        return seq.leaves or (seq.room == 0 and self.batch.due(seq) == 0)
 
     def _check(self, branch: object) -> None:
         if branch not in self.branches:
@@ -180,32 +180,32 @@ class SearchRun:
                              "ended")
 
     def _finish(self, winner: Branch) -> list[Step]:
-        """Copy the winner into the row; only its KV stays in the cache."""
+        """Copy the winner into the sequence; only its KV stays in the cache."""
         for branch in [one for one in self.branches if one is not winner]:
             self.end(branch)
-        root, row = self.root, winner.row
+        root, seq = self.root, winner.seq
         plain = root.sampling.logprobs is None
-        root.tokens[:], root.stop = row.tokens, row.stop
-        root.steps += [replace(step, logprob=None) for step in row.steps] if plain else row.steps
-        row.held, root.ledger.branches = False, self._made
+        root.tokens[:], root.stop = seq.tokens, seq.stop
+        root.steps += [replace(step, logprob=None) for step in seq.steps] if plain else seq.steps
+        seq.held, root.ledger.branches = False, self._made
         self.batch.searches.remove(self)
         self.batch.retire()
         return root.steps
 
 
-def score_forced(row: Row, first: int, logits: Tensor) -> None:
-    """Note the log-probabilities of tokens that were forced upon a row.
+def score_forced(seq: SequenceState, first: int, logits: Tensor) -> None:
+    """Note the log-probabilities of tokens that were forced upon a sequence.
 
     Args:
-        row: the row.
+        sequence: the sequence.
         first: the position of the first token that was fed.
         logits: [fed, V].
     """
-    wanted = row.sampling.logprobs or 0
+    wanted = seq.sampling.logprobs or 0
     for place, values in enumerate(logits, start=first + 1):
-        index = place - row.prompt_length
-        if 0 <= index < len(row.steps):
+        index = place - seq.prompt_length
+        if 0 <= index < len(seq.steps):
             scores = sampling.scores(
-                values, row.tokens[:place], row.prompt_length, row.sampling, row.processors, row.allowed
+                values, seq.tokens[:place], seq.prompt_length, seq.sampling, seq.processors, seq.allowed
             )
-            row.steps[index] = replace(row.steps[index], logprob=sampling.logprob(scores, row.tokens[place], wanted))
+            seq.steps[index] = replace(seq.steps[index], logprob=sampling.logprob(scores, seq.tokens[place], wanted))

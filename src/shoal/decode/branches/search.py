@@ -1,7 +1,7 @@
-"""Searches: plain Python over branches of one row, each of them a row of the batch like any other.
+"""Searches: plain Python over branches of one sequence, each of them a sequence of the batch like any other.
 
 A search never asks for a forward. It says how far its branches are to decode and waits; the batch runs them with all
-other rows. The winner is emitted as if the row had decoded it alone.
+other sequences. The winner is emitted as if the sequence had decoded it alone.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from shoal.decode import sampling
 from shoal.types import FinishReason
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
 
 
-def branch_seed(seed: int, row: int, branch: int) -> int:
-    """The seed of a branch's draws, from the request's seed, the row's number and the branch's number.
+def branch_seed(seed: int, seq: int, branch: int) -> int:
+    """The seed of a branch's draws, from the request's seed, the sequence's number and the branch's number.
 
-    Branch 0 has the request's seed: it draws what the row would draw without a search.
+    Branch 0 has the request's seed: it draws what the sequence would draw without a search.
     """
-    return int(sampling.uniform(seed, row, branch, "branch") * 2**53) if branch else seed
+    return int(sampling.uniform(seed, seq, branch, "branch") * 2**53) if branch else seed
 
 
 class BranchOwner(Protocol):
@@ -41,15 +41,16 @@ class BranchOwner(Protocol):
 
 
 class Branch:
-    """One continuation of a row, as a search sees it.
+    """One continuation of a sequence, as a search sees it.
 
     Attributes:
         number: counts the branches of a search in the order in which they were made.
-        row: the branch as a row of the batch; its work is counted in the ledger of the row that is searched.
+        sequence: the branch as a sequence of the batch; its work is counted in the ledger of the sequence that is
+            searched.
     """
 
-    def __init__(self, search: BranchOwner, row: Row, number: int) -> None:
-        self._search, self.row, self.number = search, row, number
+    def __init__(self, search: BranchOwner, seq: SequenceState, number: int) -> None:
+        self._search, self.seq, self.number = search, seq, number
 
     def fork(self, count: int = 1) -> list[Branch]:
         """New resting branches that have emitted the same tokens and draw random numbers of their own.
@@ -61,7 +62,7 @@ class Branch:
 
     def advance(self, count: int | None = None) -> None:
         """Let the branch emit that many more tokens; None to decode to its end. Returns at once."""
-        self.row.until = None if count is None else self.row.emitted + count
+        self.seq.until = None if count is None else self.seq.emitted + count
 
     def force(self, tokens: Sequence[int]) -> None:
         """Append given tokens. They count as emitted, as far as a stop rule allows, and the next forward feeds them.
@@ -83,30 +84,30 @@ class Branch:
         processors, and it is taken after them. Forced tokens count once they have been fed: after a wait that
         follows `advance`, even by 0 tokens.
         """
-        found = [step.logprob.logprob for step in self.row.steps if step.logprob is not None]
+        found = [step.logprob.logprob for step in self.seq.steps if step.logprob is not None]
         return sum(found) / len(found) if found else 0.0
 
     @property
     def tokens(self) -> list[int]:
         """The emitted tokens."""
-        return self.row.tokens[self.row.prompt_length :]
+        return self.seq.tokens[self.seq.prompt_length :]
 
     @property
     def text(self) -> str:
         """The text of the emitted tokens, as far as it is certain; without a stop string."""
-        return "".join(step.text for step in self.row.steps)
+        return "".join(step.text for step in self.seq.steps)
 
     @property
     def question(self) -> str:
         """The text of the prompt, without special tokens; empty without a tokenizer."""
-        return self.row.stop.text_of(self.row.tokens[: self.row.prompt_length])
+        return self.seq.stop.text_of(self.seq.tokens[: self.seq.prompt_length])
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the branch ended; None while it runs."""
-        return self.row.finish_reason
+        return self.seq.finish_reason
 
     @property
     def greedy(self) -> bool:
         """Whether tokens are chosen without a draw: then branches with the same tokens stay alike."""
-        return self.row.sampling.greedy
+        return self.seq.sampling.greedy

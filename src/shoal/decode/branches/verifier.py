@@ -110,13 +110,13 @@ def is_url(spec: object) -> bool:
 
 def attempt_of(branch: Branch) -> Attempt:
     """A branch as a verifier is shown it."""
-    row = branch.row
-    return Attempt(tuple(row.tokens[: row.prompt_length]), tuple(branch.tokens), branch.text,
+    seq = branch.seq
+    return Attempt(tuple(seq.tokens[: seq.prompt_length]), tuple(branch.tokens), branch.text,
                    branch.finish_reason is not None, min(1.0, math.exp(branch.score)), branch.question)
 
 
 def ask(verifier: Verifier, attempt: Attempt, seconds: float) -> Future[float]:
-    """A future of `verdict`, for which a search can wait while other rows run."""
+    """A future of `verdict`, for which a search can wait while other sequences run."""
     said: Future[float] = Future()
     if verifier is likelihood:
         said.set_result(attempt.likelihood)

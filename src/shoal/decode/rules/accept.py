@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """What a rule may ask about the target model's opinion at the nodes of one row's tree."""
+    """What a rule may ask about the target model's opinion at the nodes of one sequence's tree."""
 
     @property
     def greedy(self) -> bool:
-        """Whether the row takes the most likely token instead of drawing one."""
+        """Whether the sequence takes the most likely token instead of drawing one."""
         ...
 
     def choice(self, node: int) -> int:
@@ -35,7 +35,7 @@ class Target(Protocol):
         ...
 
     def index(self, node: int) -> int:
-        """How many tokens the row has emitted when the token after `node` comes."""
+        """How many tokens the sequence has emitted when the token after `node` comes."""
         ...
 
     def history(self, node: int) -> list[int]:
@@ -43,7 +43,7 @@ class Target(Protocol):
         ...
 
     def uniform(self, node: int, purpose: str) -> float:
-        """A uniform number in [0, 1) that depends on seed, row, emitted index and `purpose` alone."""
+        """A uniform number in [0, 1) that depends on seed, sequence, emitted index and `purpose` alone."""
         ...
 
     def draw(self, probs: Tensor, node: int, purpose: str) -> int:
@@ -88,11 +88,11 @@ class Rule(Protocol):
         return "draft" if place is None else f"draft {place}.{rank}"
 
 
-class TargetsNumbers(Rule):
+class TargetStream(Rule):
     """A rule that compares draws: a draft takes the target's own number first.
 
-    Where both distributions agree, so do both draws. Right only for such rules, and for trees of which no part hangs on
-    another part's draw.
+    Where both distributions agree, so do both draws. Right only for such rules, and for trees of which no component
+    hangs on another component's draw.
     """
 
     __slots__ = ()
@@ -103,7 +103,7 @@ class TargetsNumbers(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Match(TargetsNumbers):
+class Match(TargetStream):
     """Descend while a child carries the token that the target chooses itself.
 
     Greedy decoding: equal to the plain loop token for token. Sampling: the emitted token is always a draw from the

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from shoal.decode.rules.accept import Match, Outcome, Rule, Target, TargetsNumbers
+from shoal.decode.rules.accept import Match, Outcome, Rule, Target, TargetStream
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -23,15 +23,16 @@ class Rejection(Rule):
     """Recursive rejection sampling among siblings that were drawn without replacement.
 
     At a node with target distribution t, its children come in the order in which they were drawn. A child that was
-    drawn from d is kept with probability min(1, t/d) of its token; if it is not, t becomes the normalised positive part
-    of t - d, and d for the next sibling is the draft distribution without the tokens drawn before. If no child is kept,
-    the token comes from the last t and the walk ends; after the last node of a path it comes from the target's
-    distribution. A chain is the classic case (arXiv 2211.17192, 2302.01318), siblings are section 3.2 of 2402.14160.
+    drawn from d is kept with probability min(1, t/d) of its token; if it is not, t becomes the normalised positive
+    component of t - d, and d for the next sibling is the draft distribution without the tokens drawn before. If no
+    child is kept, the token comes from the last t and the walk ends; after the last node of a path it comes from the
+    target's distribution. A chain is the classic case (arXiv 2211.17192, 2302.01318), siblings are section 3.2 of
+    2402.14160.
 
     The output has the target's distribution, whatever the draft; the samples are not those of plain decoding. A guess
     without a distribution was certain: it is kept with its own probability under t. Two things are the proposer's duty:
     siblings stand in the order of drawing, and whether a node is proposed at all does not depend on its own token.
-    Greedy rows are matched exactly.
+    Greedy sequences are matched exactly.
     """
 
     exact: bool = True
@@ -60,7 +61,7 @@ def _descend(tree: TokenTree, target: Target, node: int) -> tuple[int | None, in
     probs = probs.double()
     for rank, child in enumerate(children):
         token = tree.tokens[child]
-        draft = _draft_law(tree, child, [tree.tokens[earlier] for earlier in children[:rank]])
+        draft = _draft_distribution(tree, child, [tree.tokens[earlier] for earlier in children[:rank]])
         mine, theirs = _probabilities(probs, draft, token)
         if target.uniform(node, f"accept {rank}") * theirs < mine:
             return child, token
@@ -68,7 +69,7 @@ def _descend(tree: TokenTree, target: Target, node: int) -> tuple[int | None, in
     return None, target.draw(probs, node, "residual")
 
 
-def _draft_law(tree: TokenTree, child: int, drawn: Sequence[int]) -> Tensor | None:
+def _draft_distribution(tree: TokenTree, child: int, drawn: Sequence[int]) -> Tensor | None:
     """What `child` was drawn from [V] once its earlier siblings were gone; None if the guess was certain."""
     probs: Any = None if tree.draft_probs is None else tree.draft_probs[child]
     if probs is None:
@@ -106,13 +107,13 @@ def _residual(probs: Tensor, draft: Tensor | None, token: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Lenient(TargetsNumbers):
+class Lenient(TargetStream):
     """Keeps a guess whose log-probability under the target is within `margin` of the best token's.
 
     Among the children of a node the one that carries the target's own choice comes first, else the most likely one that
-    is near enough. Log-probabilities are those of the scores in greedy rows, and of the distribution after temperature
-    and truncation in sampled ones. A token that the request rules out (a banned one, or one cut off by top-k and the
-    like) is never kept. The token after the last kept guess is the target's own choice.
+    is near enough. Log-probabilities are those of the scores in greedy sequences, and of the distribution after
+    temperature and truncation in sampled ones. A token that the request rules out (a banned one, or one cut off by
+    top-k and the like) is never kept. The token after the last kept guess is the target's own choice.
 
     Attributes:
         margin: nats, 0 or more. 0 keeps only the target's own choices and is exact; infinity keeps every guess.
@@ -161,7 +162,7 @@ class Typical(Rule):
     The longest path of such guesses is taken, the first in drawing order among equals, then the target's own token.
     The formula is arXiv 2401.10774, section 3.3.1, with its delta at the suggested sqrt(epsilon); the threshold is
     that of truncation sampling (arXiv 2210.15191). The output follows the draft where the target is unsure, so it
-    has no distribution of its own. Greedy rows are matched exactly.
+    has no distribution of its own. Greedy sequences are matched exactly.
 
     Attributes:
         epsilon: in (0, 1]; the larger, the fewer guesses are kept.

@@ -21,7 +21,7 @@ _SPACE = "\u2581"
 
 
 class Detokenizer:
-    """Incremental decoder of one row, at a cost linear in its tokens.
+    """Incremental decoder of one sequence, at a cost linear in its tokens.
 
     The pieces of all `push` calls and of `flush` join to
     `tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)`.
@@ -45,9 +45,9 @@ class Detokenizer:
 
     def copy(self) -> Detokenizer:
         """The same state for other tokens to come."""
-        twin = copy.copy(self)
-        twin._context, twin._open, twin._run = list(self._context), list(self._open), copy.deepcopy(self._run)
-        return twin
+        copied = copy.copy(self)
+        copied._context, copied._open, copied._run = list(self._context), list(self._open), copy.deepcopy(self._run)
+        return copied
 
     @property
     def tail(self) -> str:

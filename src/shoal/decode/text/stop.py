@@ -1,4 +1,4 @@
-"""Where a row's generation ends: one implementation for all methods, on the emitted tokens.
+"""Where a sequence's generation ends: one implementation for all methods, on the emitted tokens.
 
 A block of accepted tokens is cut exactly where token-by-token decoding would have ended. Text that may be the
 beginning of a stop string is held back, so that no reader sees a part of one.
@@ -26,7 +26,7 @@ Criterion = Callable[[Tensor, None], Any]
 
 @dataclass(frozen=True)
 class StopRules:
-    """When one row stops.
+    """When one sequence stops.
 
     Attributes:
         eos_token_ids: end-of-sequence ids: kept as tokens, without text; reason "stop".
@@ -59,16 +59,16 @@ class StopRules:
 
 
 class StopState:
-    """Follows one row under `rules`.
+    """Follows one sequence under `rules`.
 
     Args:
         rules: when to stop.
         tokenizer: a transformers tokenizer, or None: then pieces carry no text.
-        prompt_ids: the row's prompt.
+        prompt_ids: the sequence's prompt.
 
     Attributes:
         room: how many more tokens the limits allow.
-        finish_reason: why the row ended; None while it runs. "length" from the start if there is no room.
+        finish_reason: why the sequence ended; None while it runs. "length" from the start if there is no room.
 
     Raises:
         Unsupported: for stop strings without a tokenizer.
@@ -93,28 +93,28 @@ class StopState:
 
     @property
     def ends(self) -> frozenset[int]:
-        """Ids that end the row."""
+        """Ids that end the sequence."""
         return self._rules.eos_token_ids | self._rules.stop_token_ids
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, decoded as the row's own."""
+        """Tokens as text, decoded as the sequence's own."""
         return self._detokenizer.text_of(tokens)
 
     def copy(self) -> StopState:
-        """The same state for a row that diverges from here."""
-        twin = copy.copy(self)
-        twin._ids, twin._detokenizer = list(self._ids), self._detokenizer.copy()
-        return twin
+        """The same state for a sequence that diverges from here."""
+        copied = copy.copy(self)
+        copied._ids, copied._detokenizer = list(self._ids), self._detokenizer.copy()
+        return copied
 
     def ahead(self) -> StopState:
         """The same state for a guessed text: criteria do not see it, and only the context limits it."""
-        twin, most = self.copy(), self._rules.max_length
-        twin._rules = replace(self._rules, criteria=())
-        twin.room = sys.maxsize if most is None else most - len(self._ids)
-        return twin
+        copied, most = self.copy(), self._rules.max_length
+        copied._rules = replace(self._rules, criteria=())
+        copied.room = sys.maxsize if most is None else most - len(self._ids)
+        return copied
 
     def push(self, tokens: Sequence[int]) -> list[str]:
-        """The text that became certain with each token of an accepted block, up to the first one that ends the row."""
+        """The text that became certain with each token of an accepted block, up to the first one that ends the sequence."""
         texts: list[str] = []
         for token in tokens:
             if self.finish_reason is not None:
@@ -139,7 +139,7 @@ class StopState:
         return self._release() if self.room else self._finish("length")
 
     def _finish(self, reason: FinishReason) -> str:
-        """End the row; return all held text, up to a stop string that its last characters may complete."""
+        """End the sequence; return all held text, up to a stop string that its last characters may complete."""
         text = self._held + self._detokenizer.flush()
         cut = self._find(text)
         self.finish_reason = reason if cut is None else "stop"

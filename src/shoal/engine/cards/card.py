@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shoal.model.hf import HFStack
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import Stack
+from shoal.model.hf import HFRunner
+from shoal.model.packed.runner import PackedRunner
+from shoal.model.runner import ModelRunner
 from shoal.user_cache import cache_folder
 
 if TYPE_CHECKING:
@@ -141,12 +141,12 @@ def find(engine: LoadedModel) -> Card:
     print_ = _fingerprint(engine)
     for path, data in like:
         if print_ is not None and print_ in data["model"].get("fingerprints", ()):
-            return replace(Card.from_dict(data, engine.stack.num_layers, str(path)), origin=_origin(path, data))
+            return replace(Card.from_dict(data, engine.runner.num_layers, str(path)), origin=_origin(path, data))
     path, data = like[0]
     weights = data["model"].get("weights") or "other weights"
     log.info("%s: its card was calibrated on %s", engine.model_name or "the model", weights)
     origin = f"{_origin(path, data)}, calibrated on {weights}"
-    return replace(Card.from_dict(data, engine.stack.num_layers, str(path)), origin=origin, borrowed=True)
+    return replace(Card.from_dict(data, engine.runner.num_layers, str(path)), origin=origin, borrowed=True)
 
 
 def evidence(engine: LoadedModel) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def evidence(engine: LoadedModel) -> dict[str, Any]:
 
 def _alike(engine: LoadedModel) -> list[tuple[Path, dict[str, Any]]]:
     """The cards of the model, in whatever form its weights were."""
-    sizes = sizes_of(engine.stack)
+    sizes = sizes_of(engine.runner)
     like = [(path, data) for path, data in every() if data["model"].get("sizes") == sizes]
-    norms = norm_keys(engine.stack) if like else ()
+    norms = norm_keys(engine.runner) if like else ()
     return [(path, data) for path, data in like if set(norms) & set(data["model"].get("norms", ()))]
 
 
@@ -173,9 +173,9 @@ def identity(engine: LoadedModel, weights: str = "") -> dict[str, Any]:
     return {
         "name": Path(engine.model_name).name,
         "fingerprints": [] if print_ is None else [print_],
-        "norms": list(norm_keys(engine.stack)),
-        "sizes": sizes_of(engine.stack),
-        "weights": weights or str(engine.stack.dtype).removeprefix("torch."),
+        "norms": list(norm_keys(engine.runner)),
+        "sizes": sizes_of(engine.runner),
+        "weights": weights or str(engine.runner.dtype).removeprefix("torch."),
     }
 
 
@@ -198,31 +198,31 @@ def keep(data: Mapping[str, Any]) -> Path:
     return path
 
 
-def sizes_of(stack: Stack) -> dict[str, int]:
+def sizes_of(runner: ModelRunner) -> dict[str, int]:
     """Layers, vocabulary and width, which are the same for every backend."""
-    return {"layers": stack.num_layers, "vocab": stack.vocab_size, "hidden": _width(stack)}
+    return {"layers": runner.num_layers, "vocab": runner.vocab_size, "hidden": _width(runner)}
 
 
-def norm_keys(stack: Stack) -> tuple[str, ...]:
+def norm_keys(runner: ModelRunner) -> tuple[str, ...]:
     """Hashes of the layers' norm weights as they are and less 1, as some formats store 1 + w; none without norms.
 
     Values are rounded to bfloat16. Two models are alike where any of their keys are equal.
     """
-    layers = [list(_norms(stack, layer)) for layer in range(stack.num_layers)]
+    layers = [list(_norms(runner, layer)) for layer in range(runner.num_layers)]
     if not any(layers):
         return ()
     return tuple(_hash([[vector - shift for vector in layer] for layer in layers]) for shift in (0.0, 1.0))
 
 
-def _norms(stack: Stack, layer: int) -> Iterator[Tensor]:
+def _norms(runner: ModelRunner, layer: int) -> Iterator[Tensor]:
     """The norm weights of a layer, in float32."""
-    if isinstance(stack, HFStack):
-        for module in stack.parts.layers[layer].modules():
+    if isinstance(runner, HFRunner):
+        for module in runner.parts.layers[layer].modules():
             weight = getattr(module, "weight", None)
             if "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter) and weight.dim() == 1:
                 yield weight.detach().float().cpu()
-    elif isinstance(stack, PackedStack):
-        block = stack.weights.layers[layer]
+    elif isinstance(runner, PackedRunner):
+        block = runner.weights.layers[layer]
         assert is_dataclass(block)
         for one in fields(block):
             value = getattr(block, one.name)
@@ -240,10 +240,10 @@ def _hash(layers: list[list[Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _width(stack: Stack) -> int:
-    if isinstance(stack, PackedStack):
-        return stack.shape.hidden
-    return max((len(vector) for vector in _norms(stack, 0)), default=0)
+def _width(runner: ModelRunner) -> int:
+    if isinstance(runner, PackedRunner):
+        return runner.shape.hidden
+    return max((len(vector) for vector in _norms(runner, 0)), default=0)
 
 
 def _fingerprint(engine: LoadedModel) -> str | None:

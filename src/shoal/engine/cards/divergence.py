@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk, Stack, Start
+from shoal.model.runner import ModelRunner, SequenceChunk, Start
 
 Text = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt, and at least two of its answer."""
@@ -53,20 +53,20 @@ class Judged:
     """A text read at full depth, ready to be read again with less.
 
     Args:
-        stack: the model.
+        runner: the model.
         text: prompt and answer; the first token of the answer comes from the prompt and is not judged.
         every: one token of the answer in this many is judged, which saves most of the LM head.
     """
 
-    def __init__(self, stack: Stack, text: Text, every: int = 1) -> None:
+    def __init__(self, runner: ModelRunner, text: Text, every: int = 1) -> None:
         prompt, answer = text
-        self._stack, self._every = stack, every
-        self._answer, self._full = list(answer[:-1]), DepthPlan.full(stack.num_layers)
+        self._runner, self._every = runner, every
+        self._answer, self._full = list(answer[:-1]), DepthPlan.full(runner.num_layers)
         self._steps = list(range(1, len(answer)))
-        self._cache = KVCache(stack.windows, rows=1)
-        for first in range(0, len(prompt), stack.prefill_chunk):
-            part = list(prompt[first : first + stack.prefill_chunk])
-            stack.forward([SequenceChunk(0, part, [0] * len(part), self._full)], self._cache)
+        self._cache = KVCache(runner.windows, seqs=1)
+        for first in range(0, len(prompt), runner.prefill_chunk):
+            part = list(prompt[first : first + runner.prefill_chunk])
+            runner.forward([SequenceChunk(0, part, [0] * len(part), self._full)], self._cache)
             self._cache.commit(0, range(len(part)))
         self._states: list[Tensor] = []
         self._forward(self._full, None, lambda _, hidden: self._states.append(hidden.clone()))
@@ -87,12 +87,12 @@ class Judged:
                             for a, b in pairs])
 
     def _forward(self, plan: DepthPlan, start: Start | None, hook: Callable[[int, Tensor], None]) -> None:
-        self._stack.forward([SequenceChunk(0, self._answer, self._steps, plan)], self._cache, hook, start=start)
+        self._runner.forward([SequenceChunk(0, self._answer, self._steps, plan)], self._cache, hook, start=start)
         self._cache.rollback(0)
 
     def _judge(self, plan: DepthPlan, start: Start | None) -> DivergenceSums:
         last: list[Tensor] = []
-        layers = self._stack.num_layers
+        layers = self._runner.num_layers
         if start is not None and start.layer == layers:
             last.append(start.hidden)
         else:
@@ -104,4 +104,4 @@ class Judged:
 
     def _probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities [tokens, V] float32 of the judged tokens."""
-        return self._stack.exit_logits(hidden[0, :: self._every]).float().log_softmax(-1)
+        return self._runner.exit_logits(hidden[0, :: self._every]).float().log_softmax(-1)

@@ -116,7 +116,7 @@ def measure_card(
         until = None if effort.seconds is None else began + share * effort.seconds
         return lambda: until is None or time.monotonic() < until
 
-    layers = engine.stack.num_layers
+    layers = engine.runner.num_layers
     hidden = None if progress is None else not progress
     with tqdm(total=1.0, desc="measuring the layers", bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}",
               disable=hidden) as bar:
@@ -138,10 +138,10 @@ def measure_card(
         "layer_scores": {"leave_one_out": _rounded(scores), "influence": _rounded(influence)},
         "agreement": _rounded(part.agreement for part in without),
         "bears": {"kl": BEARABLE, "mean_layers": bearable(layers, curve) if curve else None, "curve": curve},
-        "bytes": {"head_layers": round(engine.stack.head_layers, 3)},  # of the model's shape, not of a machine
+        "bytes": {"head_layers": round(engine.runner.head_layers, 3)},  # of the model's shape, not of a machine
         "measured": {"score": "KL in nats per token without the layer, teacher-forced", "texts": count,
                      "tokens": without[0].tokens, "source": source,
-                     "dtype": str(engine.stack.dtype).removeprefix("torch."), "machine": platform.machine(),
+                     "dtype": str(engine.runner.dtype).removeprefix("torch."), "machine": platform.machine(),
                      "torch": torch.__version__, "shoal": installed_version("shoal")},
     }
 
@@ -164,11 +164,11 @@ def _layers(
     Returns:
         The sums without each layer, its influence on a token, and the number of texts.
     """
-    layers = engine.stack.num_layers
+    layers = engine.runner.num_layers
     without, turns = [DivergenceSums() for _ in range(layers)], torch.zeros(layers, dtype=torch.float64)
     goal, turned, count = min(effort.tokens, sum(len(answer) - 1 for _, answer in texts)), 0, 0
     for text in texts:
-        judged = Judged(engine.stack, text, effort.every)
+        judged = Judged(engine.runner, text, effort.every)
         parts = []
         for layer in range(layers):
             late = not wanted()
@@ -190,7 +190,7 @@ def _curve(
     engine: Engine, texts: Sequence[Text], effort: Effort, order: tuple[int, ...], wanted: Callable[[], bool], bar: Any
 ) -> list[list[float]]:
     """[mean depth, KL, agreement] of D3 in this order, deepest first, until KL exceeds what the model bears."""
-    layers, core = engine.stack.num_layers, default_core(engine.stack.num_layers)
+    layers, core = engine.runner.num_layers, default_core(engine.runner.num_layers)
     removal = tuple(layer for layer in order if layer in core.flex(layers))
     shortest = min(len(answer) for _, answer in texts)
     least = lowest_mean(layers, shortest, 0.0, core.size)
@@ -199,7 +199,7 @@ def _curve(
     for text in texts[: max(1, len(texts) // 2)]:
         if not wanted():
             break
-        judged, tokens = Judged(engine.stack, text, effort.every), len(text[1])
+        judged, tokens = Judged(engine.runner, text, effort.every), len(text[1])
         for mean in list(sums):
             plan = engine.recipe(D3(mean=mean, order=removal, horizon=tokens), tokens).plan
             sums[mean].add(judged.under(plan))
@@ -235,7 +235,7 @@ def quick_card(
     """
     engine.recipe("full", 1)
     data = measure_card(engine, effort=Effort(seconds), progress=progress)
-    engine.card = Card.from_dict(data, engine.stack.num_layers)
+    engine.card = Card.from_dict(data, engine.runner.num_layers)
     if keep:
         try:
             cards.keep(data)
@@ -246,12 +246,12 @@ def quick_card(
 
 def asked(engine: Engine, questions: Sequence[str] = ASKED, begun: Sequence[str] = BEGUN) -> list[list[int]]:
     """Token ids of prompts: questions where the tokenizer has a chat template, else beginnings of texts."""
-    words, stack = engine.tokenizer, engine.stack
-    if getattr(words, "chat_template", None):
-        prompts: list[Any] = [chat_ids([{"role": "user", "content": question}], words) for question in questions]
+    tokenizer, runner = engine.tokenizer, engine.runner
+    if getattr(tokenizer, "chat_template", None):
+        prompts: list[Any] = [chat_ids([{"role": "user", "content": question}], tokenizer) for question in questions]
     else:
         prompts = list(begun)
-    return [prompt_ids(one, words, stack.vocab_size, stack.max_positions) for one in prompts]
+    return [prompt_ids(one, tokenizer, runner.vocab_size, runner.max_positions) for one in prompts]
 
 
 def answered(
@@ -276,7 +276,7 @@ def answered(
             part, max_new_tokens=new_tokens, temperature=0.0 if chats else 1.0, seed=first, method="full"
         ) as stream:
             for step in stream:
-                answers[step.row].append(step.token)
+                answers[step.seq].append(step.token)
                 if until is not None and time.monotonic() > until:
                     break
         texts += [(one, answer) for one, answer in zip(part, answers, strict=True) if len(answer) > 1]

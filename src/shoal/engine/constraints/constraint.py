@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from shoal.decode.prefixes import common
 from shoal.decode.sampling import Allowed
+from shoal.engine.constraints.length_end import LengthAwareEnd, Patience, Spelling
 from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched
-from shoal.engine.constraints.wind_up import Patience, Spelling, WindUp
 from shoal.errors import Unsupported, check_text, needs
 from shoal.sandbox.helper import Helpers, NoAnswer
 
@@ -70,7 +70,7 @@ class Constraint(ABC):
 
     Attributes:
         text: the schema, pattern or grammar.
-        wind_up: whether an answer is brought to its end before the limit of its length cuts it; see `WindUp`.
+        wind_up: whether an answer is brought to its end before the limit of its length cuts it; see `LengthAwareEnd`.
     """
 
     text: str
@@ -302,7 +302,7 @@ class Compiler:
         end = None
         if wanted.wind_up and limit is not None:
             reserve = min(max(_RESERVE[0], len(wanted.text) // 4), _RESERVE[1])
-            end = partial(WindUp, matcher, patience, self._spelling, limit, reserve)
+            end = partial(LengthAwareEnd, matcher, patience, self._spelling, limit, reserve)
         return partial(Mask, matcher, wanted, self._eos, self._size, end)
 
     def prepare(self, wanted: Constraint) -> None:
@@ -361,7 +361,7 @@ class Mask(Allowed):
     """
 
     def __init__(
-        self, matcher: Any, wanted: Constraint, eos: frozenset[int], size: int, end: Callable[[], WindUp] | None = None
+        self, matcher: Any, wanted: Constraint, eos: frozenset[int], size: int, end: Callable[[], LengthAwareEnd] | None = None
     ) -> None:
         self._matcher, self._wanted, self._size = matcher.deep_copy(), wanted, size
         self._ends = torch.zeros(size, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """Compiles grammars in a process of its own first: llguidance bounds most of its work, but not how deep it recurses.
 
-A chain of a few thousand rules or references overflows the stack, which ends the process. A grammar that compiles here,
-on a small stack and in limited time, compiles safely in any other process. Imports no torch.
+A chain of a few thousand rules or references overflows the runner, which ends the process. A grammar that compiles
+here, on a small runner and in limited time, compiles safely in any other process. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _FUEL, _ITEMS, _STATES = 3_000_000, 200_000, 100_000
 kilobyte or two each. Objects of thousands of properties need more than its defaults."""
 
 
-def matcher_of(words: Any, lark: str) -> Any:
+def matcher_of(tokenizer: Any, lark: str) -> Any:
     """A grammar's `LLMatcher`, in an error state where it cannot be compiled.
 
     Args:
-        words: llguidance's tokenizer.
+        tokenizer: llguidance's tokenizer.
         lark: the grammar in its dialect of Lark's notation.
     """
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_items_in_row=_ITEMS, step_max_items=_ITEMS,
                             max_lexer_states=_STATES, verbose_errors=False)
-    return LLMatcher(words, LLMatcher.grammar_from_lark(lark + _OPTIONS), log_level=0, limits=limits)
+    return LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark + _OPTIONS), log_level=0, limits=limits)
 
 
-def stand_in(words: Any, size: int, eos: frozenset[int]) -> list[Any]:
+def stand_in(tokenizer: Any, size: int, eos: frozenset[int]) -> list[Any]:
     """A small stand-in for a model's vocabulary: its size, ends of sequence, and special tokens with their texts.
 
     Grammars name no other tokens. A trial reads the rest byte by byte, which takes less time than a vocabulary.
     """
-    special = [token for token in range(size) if token in eos or words.is_special_token(token)]
-    return [size, sorted(eos), [[token, words.decode_bytes([token]).decode("latin-1")] for token in special]]
+    special = [token for token in range(size) if token in eos or tokenizer.is_special_token(token)]
+    return [size, sorted(eos), [[token, tokenizer.decode_bytes([token]).decode("latin-1")] for token in special]]
 
 
 def answer(question: tuple[str, list[Any] | None]) -> str | None:
@@ -74,7 +74,7 @@ def _translated(grammar: str) -> str:
 
 def _compile(lark: str, vocabulary: list[Any]) -> None:
     size, eos, special = vocabulary
-    matcher = matcher_of(_words(size, tuple(eos), tuple(map(tuple, special))), lark)
+    matcher = matcher_of(_tokenizer(size, tuple(eos), tuple(map(tuple, special))), lark)
     if not matcher.is_error():
         matcher.compute_logit_bias()
     if matcher.is_error():
@@ -82,7 +82,7 @@ def _compile(lark: str, vocabulary: list[Any]) -> None:
 
 
 @lru_cache(4)
-def _words(size: int, eos: tuple[int, ...], special: tuple[tuple[int, str], ...]) -> Any:
+def _tokenizer(size: int, eos: tuple[int, ...], special: tuple[tuple[int, str], ...]) -> Any:
     named = {token: text.encode("latin-1") for token, text in special}
     size = max(size, len(named) + 256)
     texts, singles = [named.get(token, b"") for token in range(size)], iter(range(256))

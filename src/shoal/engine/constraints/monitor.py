@@ -71,9 +71,9 @@ class Continuations(NamedTuple):
     whole: frozenset[bytes]
     begun: frozenset[bytes]
 
-    def lets(self, word: bytes, ended: bool) -> bool:
+    def lets(self, name: bytes, ended: bool) -> bool:
         """Whether a text may hold this word, as one that has ended or as one that may go on."""
-        return word in (self.whole if ended else self.begun)
+        return name in (self.whole if ended else self.begun)
 
 
 class _Question:
@@ -121,8 +121,8 @@ class MarkedTokens:
         for token, text in enumerate(self._texts):
             if text or token in eos:
                 first[self._first(token)].append(token)
-            for head, word, ended in self.words(token):
-                self.marked[head].append((token, word, ended))
+            for head, name, ended in self.allowed(token):
+                self.marked[head].append((token, name, ended))
         self._by_first = {key: np.array(tokens) for key, tokens in first.items()}
         self._questions: OrderedDict[tuple[Monitor, str], _Question] = OrderedDict()
         self._lock = threading.Lock()
@@ -160,20 +160,20 @@ class MarkedTokens:
         found = self._open.search(text, text.rfind(b"\n") + 1)
         return None if found is None else (text[: found.start(1)], found[1])
 
-    def goes_on(self, token: int, begun: bytes, words: Continuations) -> bool:
+    def goes_on(self, token: int, begun: bytes, allowed: Continuations) -> bool:
         """Whether a token may follow the beginning of a word."""
-        word, ended = self._first(token)
-        return bool(self._texts[token] or token in self._eos) and words.lets(begun + word, ended)
+        name, ended = self._first(token)
+        return bool(self._texts[token] or token in self._eos) and allowed.lets(begun + name, ended)
 
-    def following(self, begun: bytes, words: Continuations) -> NDArray[np.bool_]:
+    def following(self, begun: bytes, allowed: Continuations) -> NDArray[np.bool_]:
         """`goes_on` for all tokens, bool [V], looked up by what could follow and not token by token."""
         mask = np.zeros(self.size, bool)
-        for word, ended in [*((one, False) for one in words.begun), *((one, True) for one in words.whole)]:
-            if word.startswith(begun) and (tokens := self._by_first.get((word[len(begun) :], ended))) is not None:
+        for name, ended in [*((one, False) for one in allowed.begun), *((one, True) for one in allowed.whole)]:
+            if name.startswith(begun) and (tokens := self._by_first.get((name[len(begun) :], ended))) is not None:
                 mask[tokens] = True
         return mask
 
-    def words(self, token: int) -> Iterator[tuple[bytes, bytes, bool]]:
+    def allowed(self, token: int) -> Iterator[tuple[bytes, bytes, bool]]:
         """The words behind marks within a token: the bytes before each, the word, and whether it has ended."""
         text = self._texts[token]
         return ((text[: found.start(1)], found[1], found.end() < len(text))
@@ -182,14 +182,14 @@ class MarkedTokens:
     def _first(self, token: int) -> tuple[bytes, bool]:
         """The bytes of the word with which a token begins, and whether the word ends in the token."""
         found = re.match(_WORD, self._texts[token])
-        word = found[0] if found else b""
-        return word, token in self._eos or len(word) < len(self._texts[token])
+        name = found[0] if found else b""
+        return name, token in self._eos or len(name) < len(self._texts[token])
 
     def _known(self, monitor: Monitor, text: str) -> Continuations | None:
         """What a monitor says, less the words that the tokens cannot spell byte by byte, which would be dead ends."""
-        words = [word.encode() for word in asked(monitor, text)]
-        whole = frozenset(word for word in words if self._single.issuperset(word))
-        begun = frozenset(word[:end] for word in whole for end in range(len(word) + 1))
+        allowed = [name.encode() for name in asked(monitor, text)]
+        whole = frozenset(name for name in allowed if self._single.issuperset(name))
+        begun = frozenset(name[:end] for name in whole for end in range(len(name) + 1))
         return Continuations(whole, begun) if whole else None
 
 
@@ -234,8 +234,8 @@ class Watched(Allowed):
         if opened is not None and not self._vocabulary.goes_on(token, *opened):
             return False
         # only the marks of this token are asked about
-        found = ((self._known(text + head), word, ended) for head, word, ended in self._vocabulary.words(token))
-        return all(words is None or words.lets(word, ended) for words, word, ended in found)
+        found = ((self._known(text + head), name, ended) for head, name, ended in self._vocabulary.allowed(token))
+        return all(allowed is None or allowed.lets(name, ended) for allowed, name, ended in found)
 
     @override
     def sole(self, tokens: Sequence[int]) -> int | None:
@@ -252,15 +252,15 @@ class Watched(Allowed):
         mask = np.ones(self._vocabulary.size, bool) if opened is None else self._vocabulary.following(*opened)
         for head, places in self._vocabulary.marked.items():
             places = [place for place in places if mask[place[0]]]
-            if places and (words := self._known(text + head)) is not None:
-                mask[[token for token, word, ended in places if not words.lets(word, ended)]] = False
+            if places and (allowed := self._known(text + head)) is not None:
+                mask[[token for token, name, ended in places if not allowed.lets(name, ended)]] = False
         return mask
 
     def _opened(self, text: bytes) -> tuple[bytes, Continuations] | None:
         """The open word: its beginning, and what may come. None where a prompt began it with something else."""
         found = self._vocabulary.open(text)
-        words = None if found is None else self._known(found[0])
-        return None if found is None or words is None or found[1] not in words.begun else (found[1], words)
+        allowed = None if found is None else self._known(found[0])
+        return None if found is None or allowed is None or found[1] not in allowed.begun else (found[1], allowed)
 
     def _known(self, text: bytes) -> Continuations | None:
         said = text.decode("utf-8", "replace")
@@ -282,13 +282,13 @@ def asked(monitor: Monitor, text: str) -> Collection[str]:
     thread = threading.Thread(target=_ask, args=(monitor, text, said), daemon=True)
     thread.start()
     thread.join(threading.TIMEOUT_MAX if monitor.keeps_time else min(monitor.seconds, threading.TIMEOUT_MAX))
-    words = said[0] if said else TimeoutError(f"no answer within {monitor.seconds:g} s")
-    if isinstance(words, BaseException):
-        raise _failed(monitor, f"{type(words).__name__}: {words}") from words
-    words = () if words is None else words
-    if not isinstance(words, Collection) or isinstance(words, str | bytes | Mapping) or not all(map(_is_word, words)):
-        raise _failed(monitor, f"it says {words!r:.200}, which is no collection of words")
-    return words
+    allowed = said[0] if said else TimeoutError(f"no answer within {monitor.seconds:g} s")
+    if isinstance(allowed, BaseException):
+        raise _failed(monitor, f"{type(allowed).__name__}: {allowed}") from allowed
+    allowed = () if allowed is None else allowed
+    if not isinstance(allowed, Collection) or isinstance(allowed, str | bytes | Mapping) or not all(map(_is_word, allowed)):
+        raise _failed(monitor, f"it says {allowed!r:.200}, which is no collection of words")
+    return allowed
 
 
 def _ask(monitor: Monitor, text: str, said: list[Any]) -> None:

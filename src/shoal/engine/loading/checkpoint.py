@@ -15,7 +15,7 @@ from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
 from shoal.errors import LAB_INSTALL, Unsupported
 from shoal.model.config import WIDTHS
-from shoal.model.modules import check_quantised, check_told, class_of, loaded, quantised_by
+from shoal.model.modules import check_loading_info, check_quantised, class_of, loaded, quantised_by
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 from shoal.model.packed.weights import check_names
@@ -38,7 +38,7 @@ OF_LAB = ("llada", "Dream")
 class Foreign(Protocol):
     """Reads the checkpoints of a model type that transformers does not know as those of one that it knows."""
 
-    def config(self, told: Mapping[str, Any]) -> Any:
+    def config(self, info: Mapping[str, Any]) -> Any:
         """The transformers config for what is written in `config.json`; Unsupported if there is none."""
 
     def weights(self, source: Source) -> Source:
@@ -108,14 +108,14 @@ class Checkpoint:
         from transformers import AutoConfig
 
         if self._foreign is not None:
-            return self._foreign.config(self._told)
+            return self._foreign.config(self._config_json)
         config = AutoConfig.from_pretrained(self.place, **self._options)
         if "quantization_config" in vars(config) and config.quantization_config is None:
             del config.quantization_config  # transformers 5.0 takes one that is null for one that is there
         return config
 
     @cached_property  # on the Hub every read of the file is a request
-    def _told(self) -> dict[str, Any]:
+    def _config_json(self) -> dict[str, Any]:
         """The config as it is written."""
         from transformers import PreTrainedConfig
 
@@ -124,7 +124,7 @@ class Checkpoint:
     @cached_property
     def _foreign(self) -> Foreign | None:
         """What reads a checkpoint whose own code is not needed, since its blocks come with transformers."""
-        if self._gguf is not None or (kind := self._told.get("model_type")) is None:
+        if self._gguf is not None or (kind := self._config_json.get("model_type")) is None:
             return None
         from importlib.metadata import entry_points
 
@@ -155,7 +155,7 @@ class Checkpoint:
         """What the files themselves say of where an answer ends: options of `eos_ids`."""
         if self._gguf is not None:
             return self._gguf.ends()
-        parts = [self._told, *(part for part in self._told.values() if isinstance(part, dict))]
+        parts = [self._config_json, *(part for part in self._config_json.values() if isinstance(part, dict))]
         return {"written": any(part.get("eos_token_id") is not None for part in parts)}
 
     def model(self, dtype: Any, **options: Any) -> Any:
@@ -177,8 +177,8 @@ class Checkpoint:
         kind = AutoModelForCausalLM if getattr(config, WIDTHS, None) is None else class_of(config)
         with _no_bars_into_pipes():
             options = {**self._options, **options, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, told = kind.from_pretrained(self.place, config=config, dtype=dtype, **options)
-        check_told(told, f"the checkpoint {shown_name(self.name)!r}", self._read)
+            model, info = kind.from_pretrained(self.place, config=config, dtype=dtype, **options)
+        check_loading_info(info, f"the checkpoint {shown_name(self.name)!r}", self._read)
         return model
 
     def _read(self, name: str) -> Tensor:

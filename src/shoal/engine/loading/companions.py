@@ -69,7 +69,7 @@ def same_tokens(home: LoadedModel, other: LoadedModel) -> bool:
     """
     if home.tokenizer is not None and other.tokenizer is not None:
         return bool(home.tokenizer.get_vocab() == other.tokenizer.get_vocab())
-    return home.stack.vocab_size == other.stack.vocab_size
+    return home.runner.vocab_size == other.runner.vocab_size
 
 
 def check_tokens(home: LoadedModel, other: LoadedModel) -> None:
@@ -81,7 +81,7 @@ def check_tokens(home: LoadedModel, other: LoadedModel) -> None:
         raise Unsupported(f"drafting with {name!r}", "its tokenizer has another vocabulary", _REMEDY)
     raise Unsupported(
         f"drafting with {name!r}",
-        f"it has {other.stack.vocab_size} tokens and the model {home.stack.vocab_size}, so their ids differ",
+        f"it has {other.runner.vocab_size} tokens and the model {home.runner.vocab_size}, so their ids differ",
         _REMEDY,
     )
 

@@ -160,29 +160,29 @@ def _is_default(config: Any, token: int) -> bool:
     return token in (found if isinstance(found, list | tuple) else [found])
 
 
-def told_by(generation_config: Any) -> Mapping[str, Any]:
+def generation_settings(generation_config: Any) -> Mapping[str, Any]:
     """The fields that ask for something, with their values."""
     found = {name: getattr(generation_config, name, None) for name in FIELDS}
     tokens = ("forced_bos_token_id", "forced_eos_token_id")  # 0 is one
     return {name: value for name, value in found.items() if value or (name in tokens and value is not None)}
 
 
-def processors(told: Mapping[str, Any], prompt: Sequence[int], most: int, device: Any) -> tuple[Any, ...]:
+def processors(generation_rules: Mapping[str, Any], prompt: Sequence[int], most: int, device: Any) -> tuple[Any, ...]:
     """Logits processors for one row.
 
     Args:
-        told: see `told_by`.
+        generation_rules: see `generation_settings`.
         prompt: the row's token ids.
         most: how many tokens are asked for; a forced end comes as the last of them.
         device: of the logits.
     """
-    if not told:
+    if not generation_rules:
         return ()
     import torch
     from transformers.generation import logits_process as hf
 
     ids, length, device = torch.tensor([list(prompt)], device=device), len(prompt), str(device)
-    first = length + (length == 1 and "forced_bos_token_id" in told)
+    first = length + (length == 1 and "forced_bos_token_id" in generation_rules)
     make = {
         "sequence_bias": hf.SequenceBiasLogitsProcessor,
         "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
@@ -193,4 +193,4 @@ def processors(told: Mapping[str, Any], prompt: Sequence[int], most: int, device
         "suppress_tokens": lambda tokens: hf.SuppressTokensLogitsProcessor(tokens, device),
         "begin_suppress_tokens": lambda tokens: hf.SuppressTokensAtBeginLogitsProcessor(tokens, first, device),
     }
-    return tuple(make[name](value) for name, value in told.items())
+    return tuple(make[name](value) for name, value in generation_rules.items())

@@ -20,7 +20,7 @@ from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Header, read_said
 from shoal.model.gguf.metadata import Metadata, vocabulary_of
 from shoal.model.gguf.source import ASIDE, GgufSource
-from shoal.model.modules import check_told, expected, loaded, refuse
+from shoal.model.modules import check_loading_info, expected, loaded, refuse
 
 _MAGIC = b"GGUF"
 _COUNTS = ("embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
@@ -86,8 +86,8 @@ class GgufCheckpoint:
             return modules_of(*self._own, dtype)
         from transformers import AutoModelForCausalLM
 
-        model, told = self._by_transformers(AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
-        check_told(told, f"the GGUF file {self.path.name!r}")
+        model, info = self._by_transformers(AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+        check_loading_info(info, f"the GGUF file {self.path.name!r}")
         if self._said is not None:
             check_taken(model, self._said[1], self.path.name)
         return model
@@ -95,8 +95,8 @@ class GgufCheckpoint:
     def ends(self) -> dict[str, Any]:
         """What the metadata say of where an answer ends: options of `eos_ids`."""
         header = self._own[0].header if self._own is not None else self._said and self._said[0]
-        words = vocabulary_of(header) if header else None
-        return {"written": self._own is not None, "more": [] if words is None else words.ends}
+        vocabulary = vocabulary_of(header) if header else None
+        return {"written": self._own is not None, "more": [] if vocabulary is None else vocabulary.ends}
 
     @cached_property
     def _own(self) -> tuple[GgufFile, Any] | None:
@@ -129,8 +129,8 @@ class GgufCheckpoint:
         except Exception as error:
             if "memory" in str(error):  # running out of memory on a CPU is a RuntimeError
                 raise
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            why = f"{self._reason.why}, and transformers does not read it either ({told:.160})"
+            info = " ".join(f"{type(error).__name__}: {error}".split())
+            why = f"{self._reason.why}, and transformers does not read it either ({info:.160})"
             remedy = "Use the model's safetensors, or a Q4_K_M file of a known architecture"
             if lacking := [name for name in _OF_TRANSFORMERS if find_spec(name) is None]:
                 why = f"{self._reason.why}, and transformers may, but not without {' and '.join(lacking)}"

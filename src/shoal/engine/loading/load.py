@@ -15,20 +15,20 @@ from shoal.engine.loaded import LoadedModel
 from shoal.engine.loading import ranks
 from shoal.engine.loading.checkpoint import OF_LAB, Checkpoint
 from shoal.engine.loading.device import as_dtype, default_dtype, device_of
-from shoal.engine.loading.generation_config import eos_ids, recommended, told_by
+from shoal.engine.loading.generation_config import eos_ids, generation_settings, recommended
 from shoal.engine.memory.amounts import naming
 from shoal.engine.memory.footprint import weights_on_disk
 from shoal.engine.memory.memory_limit import MemoryLimit
 from shoal.errors import OutOfMemory, Unsupported
 from shoal.model.config import layers_of, masked_of
-from shoal.model.hf import HFStack
+from shoal.model.hf import HFRunner
 from shoal.model.packed import build as packed
 from shoal.model.packed.linear import Quant
-from shoal.model.packed.native_stack import NativeStack
+from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.source import ModelSource, Source
 from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_layout
 from shoal.model.probe import in_transformers
-from shoal.model.stack import Stack
+from shoal.model.runner import ModelRunner
 from shoal.model.transform import Transform
 
 Backend = Literal["auto", "hf", "packed"]
@@ -119,8 +119,8 @@ def load(
 def _limited(engine: Engine, limit: MemoryLimit | None) -> Engine:
     """Set the limit. Under one, no memory is spent on speed alone."""
     engine.limit = limit
-    if limit is not None and isinstance(engine.stack, NativeStack):
-        engine.stack.bounds_logits = False
+    if limit is not None and isinstance(engine.runner, NativeRunner):
+        engine.runner.bounds_logits = False
     return engine
 
 
@@ -144,50 +144,50 @@ def engine_for(
         raise Unsupported("a model in training mode", "its dropout would change the output", "Call model.eval() before")
     compat.tell_untested()
     _check_decoder(model.config)
-    stack: Stack | None = None
+    runner: ModelRunner | None = None
     if backend != "hf":
         embedding = model.get_input_embeddings().weight
         source = ModelSource(model)
-        stack = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, reference=model)
-    if stack is None:
+        runner = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, reference=model)
+    if runner is None:
         with in_transformers(model.config, "it cannot be taken apart into layers, which ends in"):
-            stack = HFStack(model)
-        settle_layout(stack, model)
+            runner = HFRunner(model)
+        settle_layout(runner, model)
     origin = getattr(model.config, "_name_or_path", "")
     if card is None and os.path.isdir(origin):
-        card = read_card(origin, stack.num_layers)
+        card = read_card(origin, runner.num_layers)
     generation = getattr(model, "generation_config", None)
     name = name or origin or type(model).__name__
-    return _engine(stack, tokenizer, model.config, generation, name, card, files, model)
+    return _engine(runner, tokenizer, model.config, generation, name, card, files, model)
 
 
 def _engine(
-    stack: Stack, tokenizer: Any, config: Any, generation: Any, name: str, card: Card | None, files: Checkpoint | None,
+    runner: ModelRunner, tokenizer: Any, config: Any, generation: Any, name: str, card: Card | None, files: Checkpoint | None,
     model: Any = None,
 ) -> Engine:
     """The engine of a stack, with what its config, its generation config and its files say of answers."""
     eos = eos_ids(generation, config, tokenizer, **({} if files is None else files.ends()))
-    made = Engine(stack, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_beside,
-                  told=told_by(generation))
+    made = Engine(runner, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_extra,
+                  generation_rules=generation_settings(generation))
     made.sampling, made.masked = recommended(generation), masked_of(config)
     if files is not None:
         made.sampling, made.changed, made.changes = files.sampling(generation), files.changed, files.changes
     return made
 
 
-def open_beside(home: LoadedModel, model: Any) -> Engine:
+def open_extra(home: LoadedModel, model: Any) -> Engine:
     """The engine of a model that works beside that of `home`; see `shoal.engine.loading.companions`."""
     if not isinstance(model, str):
         engine = engine_for(model)
-        if engine.stack.device != home.stack.device:
+        if engine.runner.device != home.runner.device:
             raise Unsupported(
-                f"a draft model on {engine.stack.device} for a model on {home.stack.device}",
+                f"a draft model on {engine.runner.device} for a model on {home.runner.device}",
                 "logits of both are compared",
                 "Move the draft model there before, with draft.to(...)",
             )
         return engine
     try:
-        return load(model, dtype=home.stack.dtype, device=home.stack.device)
+        return load(model, dtype=home.runner.dtype, device=home.runner.device)
     except OutOfMemory:
         raise
     except (ValueError, OSError) as error:
@@ -215,11 +215,11 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
     config = files.config()
     _check_decoder(config)
     ranks.check_model(config, others)
-    words = files.tokenizer(tokenizer)
+    tokenizer = files.tokenizer(tokenizer)
     with naming(lambda: (f"a slice of the model {files.name!r} in {dtype}", "Use more processes or a smaller dtype")):
         model = files.model(dtype, **ranks.loading(others)).eval()
     card = read_card(files.place, config.get_text_config().num_hidden_layers, files.revision)
-    engine = engine_for(model, words, name=files.name, card=card, files=files)
+    engine = engine_for(model, tokenizer, name=files.name, card=card, files=files)
     engine.ranks = others
     return engine
 
@@ -229,20 +229,20 @@ def _from_files(
 ) -> Engine:
     config = files.config()
     _check_decoder(config)
-    words = files.tokenizer(tokenizer)
+    tokenizer = files.tokenizer(tokenizer)
     layers = layers_of(config.get_text_config())
     card = read_card(files.place, layers, files.revision) if files.changed is None else Card()
     source = files.weights() if backend != "hf" else None
-    stack = None if source is None else _pack(config, source, dtype, device, quant, backend)
-    if stack is not None:
-        return _engine(stack, words, config, files.generation_config(), files.name, card, files)
+    runner = None if source is None else _pack(config, source, dtype, device, quant, backend)
+    if runner is not None:
+        return _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
     with naming(lambda: (f"the model {files.name!r} in {dtype}", _SMALLER)):
         with in_transformers(config):
             model = files.model(dtype)
         model = model.to(device).eval()
     backend = "hf" if source else backend
-    engine = engine_for(model, words, name=files.name, card=card, quant=quant, backend=backend, files=files)
-    if not isinstance(engine.stack, HFStack):
+    engine = engine_for(model, tokenizer, name=files.name, card=card, quant=quant, backend=backend, files=files)
+    if not isinstance(engine.runner, HFRunner):
         engine.model = None  # its packed weights are a copy
     return engine
 
@@ -250,8 +250,8 @@ def _from_files(
 def _pack(
     config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend,
     reference: Any = None,
-) -> Stack | None:
-    """The packed stack, checked against the reference, a model that it must equal, if there is one.
+) -> ModelRunner | None:
+    """The packed runner, checked against the reference, a model that it must equal, if there is one.
 
     A masked-diffusion model's tokens see later ones, which torch computes, so its matrices are packed for torch. Under
     "auto" it is None, which is logged, where the model does not fit and needs no quantisation.
@@ -260,10 +260,10 @@ def _pack(
         if backend == "auto" and quant is None:
             packed.worth_packing(dtype, device)
         with naming(lambda: (f"packing the model's weights as {quant or dtype}", _SMALLER)):
-            stack = packed.build(config, source, dtype, device, quant, kernels=masked_of(config) is None)
+            runner = packed.build(config, source, dtype, device, quant, kernels=masked_of(config) is None)
         if reference is not None and quant is None:
-            check_parity(stack, reference, OTHER_ARITHMETIC)
-        return stack
+            check_parity(runner, reference, OTHER_ARITHMETIC)
+        return runner
     except OutOfMemory:
         raise
     except Unsupported as reason:

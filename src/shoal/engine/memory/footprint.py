@@ -4,10 +4,10 @@ Weights that are not loaded yet are counted by their files. The process is measu
 every model in it. KV, masks and logits follow from shapes and are those that the engine makes. What is left,
 activations and the like, is estimated.
 
-The peak of the KV is exact for rows that are decoded together to their full length of two tokens or more, token by
+The peak of the KV is exact for sequences that are decoded together to their full length of two tokens or more, token by
 token or with chains of guesses: at full depth, by depth plans, in other forms (`store`), and where `keep` says how many
-columns there are. It is an upper bound for sliding windows, trees, a `keep` that knows only its most columns, the bias
-of merged columns, and forms that columns take late, which are counted in both forms.
+slots there are. It is an upper bound for sliding windows, trees, a `keep` that knows only its most slots, the bias
+of merged slots, and forms that slots take late, which are counted in both forms.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.worker import Select
 from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.shorter import guesses
 from shoal.heap import give_back, resident
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.form import GROWTH, column_bytes
+from shoal.model.kv.form import GROWTH, slot_bytes
 from shoal.model.kv.layer import WINDOW_SLACK, KVLayer
 from shoal.model.kv.memory import SMALL, is_paged
 from shoal.model.packed.native.library import ROOM_BESIDE
 from shoal.model.packed.native_calls import LIMIT
-from shoal.model.packed.native_stack import NativeStack
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import Stack
+from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.packed.runner import PackedRunner
+from shoal.model.runner import ModelRunner
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +49,10 @@ OVERHEAD = 3 << 20
 """Bytes of a request's small objects and of gaps between them, measured by `lab/benchmarks/memory.py`."""
 
 _RANKING = 3
-"""Copies in float32 of the scores of a layer's columns while torch ranks them: an estimate."""
+"""Copies in float32 of the scores of a layer's slots while torch ranks them: an estimate."""
 
 _REWRITING = 5
-"""Copies in float32 of a layer's columns while some of them are chosen or merged: measured."""
+"""Copies in float32 of a layer's slots while some of them are chosen or merged: measured."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Footprint:
         """A line for each part."""
         return "\n".join(f"  {name:<8} {shown(size):>11}" for name, size in self.to_dict().items())
 
-    def words(self) -> str:
+    def sentence(self) -> str:
         """The parts in one line."""
         return ", ".join(f"{name} {shown(size)}" for name, size in asdict(self).items() if size)
 
@@ -108,162 +108,162 @@ def standing() -> int:
 
 
 def footprint(
-    engine: LoadedModel, rows: Sequence[RecipeRow], method: Method, max_new_tokens: int, process: int | None = None
+    engine: LoadedModel, seqs: Sequence[RunningSequence], method: Method, max_new_tokens: int, process: int | None = None
 ) -> Footprint:
-    """The peak of rows that are decoded together by `Engine.generate`.
+    """The peak of sequences that are decoded together by `Engine.generate`.
 
     Args:
         engine: whose process it is, with all models loaded.
-        rows: as `Engine.rows` makes them.
+        sequences: as `Engine.sequences` makes them.
         method: by which they decode.
         max_new_tokens: of the request.
         process: bytes that the process takes as it stands, weights included; None measures them.
     """
     process = standing() if process is None else process
-    stack, (most, extra) = engine.stack, guesses(method, rows[0].recipe)
-    cache = engine.cache_for(rows, max_new_tokens)
-    plain, whole = peak_of(stack, cache, rows), peak_of(stack, cache, rows, extra)
-    nodes = [1 + max(0, min(most, row.stop.room - 2 + extra)) for row in rows for _ in range(row.branches)]
-    weights, work = weight_bytes(engine), _work(engine, rows, nodes) + whole.resident + whole.moving - whole.counted
+    runner, (most, extra) = engine.runner, guesses(method, seqs[0].recipe)
+    cache = engine.cache_for(seqs, max_new_tokens)
+    plain, whole = peak_of(runner, cache, seqs), peak_of(runner, cache, seqs, extra)
+    nodes = [1 + max(0, min(most, seq.stop.room - 2 + extra)) for seq in seqs for _ in range(seq.branches)]
+    weights, work = weight_bytes(engine), _work(engine, seqs, nodes) + whole.resident + whole.moving - whole.counted
     return Footprint(
         process=max(0, process - weights), weights=weights, kv=plain.counted,
-        drafts=whole.counted - plain.counted + second_bytes(rows, extra), masks=_masks(stack, rows, nodes),
-        logits=logits_bytes(stack, nodes), work=work,
+        drafts=whole.counted - plain.counted + second_bytes(seqs, extra), masks=_masks(runner, seqs, nodes),
+        logits=logits_bytes(runner, nodes), work=work,
     )
 
 
 def weight_bytes(engine: LoadedModel) -> int:
     """Bytes of a model's weights in memory, a tied matrix counted once."""
-    if isinstance(engine.stack, PackedStack):
-        return engine.stack.weights.nbytes
+    if isinstance(engine.runner, PackedRunner):
+        return engine.runner.weights.nbytes
     return 0 if engine.model is None else sum(one.nbytes for one in engine.model.parameters())
 
 
-def second_bytes(rows: Sequence[RecipeRow], extra: int) -> int:
-    """Keys and values that a second model stores of the rows."""
+def second_bytes(seqs: Sequence[RunningSequence], extra: int) -> int:
+    """Keys and values that a second model stores of the sequences."""
     total = 0
-    for row in rows:
-        if (other := row.recipe.second_stack) is not None:
-            length = row.recipe.second_reads or row.prompt_length + row.stop.room - 1 + extra
+    for seq in seqs:
+        if (other := seq.recipe.second_runner) is not None:
+            length = seq.recipe.second_reads or seq.prompt_length + seq.stop.room - 1 + extra
             total += length * sum(other.position_bytes)
     return total
 
 
-def logits_bytes(stack: Stack, nodes: Sequence[int]) -> int:
-    """Bytes of the logits of a forward, by each row's nodes. Logits of several calls are joined in a copy."""
-    size = 4 if isinstance(stack, NativeStack) else stack.dtype.itemsize
-    copies = 2 if isinstance(stack, NativeStack) and sum(nodes) > LIMIT else 1
-    return copies * sum(nodes) * stack.vocab_size * size
+def logits_bytes(runner: ModelRunner, nodes: Sequence[int]) -> int:
+    """Bytes of the logits of a forward, by each sequence's nodes. Logits of several calls are joined in a copy."""
+    size = 4 if isinstance(runner, NativeRunner) else runner.dtype.itemsize
+    copies = 2 if isinstance(runner, NativeRunner) and sum(nodes) > LIMIT else 1
+    return copies * sum(nodes) * runner.vocab_size * size
 
 
-def work_bytes(engine: LoadedModel, tokens: int, columns: int, sampled: int = 0) -> int:
+def work_bytes(engine: LoadedModel, tokens: int, slots: int, sampled: int = 0) -> int:
     """An estimate of the bytes that a forward's activations and buffers and the choice of tokens take.
 
     Args:
         tokens: of the forward.
-        columns: most that one of them sees.
+        slots: most that one of them sees.
         sampled: nodes whose token is drawn. The probabilities of each are kept, and those of one are sorted.
     """
-    stack, vocabulary = engine.stack, engine.stack.vocab_size
+    runner, vocabulary = engine.runner, engine.runner.vocab_size
     total = OVERHEAD + (sampled and (sampled + 8) * vocabulary * 4)
-    if isinstance(stack, NativeStack):
-        return total + stack.decoder.scratch_bytes(min(tokens, LIMIT), columns)
-    heads = [sum(dims) * count for count, *dims in stack.kv_sizes]
-    if isinstance(stack, PackedStack):
-        shape = stack.shape
+    if isinstance(runner, NativeRunner):
+        return total + runner.decoder.scratch_bytes(min(tokens, LIMIT), slots)
+    heads = [sum(dims) * count for count, *dims in runner.kv_sizes]
+    if isinstance(runner, PackedRunner):
+        shape = runner.shape
         hidden, ffn, query = shape.hidden, max(shape.ffns), shape.heads * shape.head_dim
     else:
         config = _config(engine)
         hidden, query = config.hidden_size, config.hidden_size
         ffn = getattr(config, "intermediate_size", None) or 4 * hidden
-    line = 24 * hidden + (3 * ffn + 3 * query + max(heads)) * stack.dtype.itemsize
-    return int(total + tokens * (line + columns * stack.dtype.itemsize))
+    line = 24 * hidden + (3 * ffn + 3 * query + max(heads)) * runner.dtype.itemsize
+    return int(total + tokens * (line + slots * runner.dtype.itemsize))
 
 
 def _config(engine: LoadedModel) -> Any:
     return engine.model.config.get_text_config()
 
 
-def _work(engine: LoadedModel, rows: Sequence[RecipeRow], nodes: Sequence[int]) -> int:
+def _work(engine: LoadedModel, seqs: Sequence[RunningSequence], nodes: Sequence[int]) -> int:
     """Bytes of work of the larger of two forwards: one that reads prompts, and one that decodes."""
-    stack, columns = engine.stack, max(row.prompt_length + row.stop.room for row in rows)
-    read = min(stack.prefill_chunk, sum(row.prompt_length for row in rows))
-    drawn = 0 if rows[0].sampling.greedy else max(nodes)
+    runner, slots = engine.runner, max(seq.prompt_length + seq.stop.room for seq in seqs)
+    read = min(runner.prefill_chunk, sum(seq.prompt_length for seq in seqs))
+    drawn = 0 if seqs[0].sampling.greedy else max(nodes)
     rewriting = 0
-    if _chooses(rows):  # scores and copies in float32, one layer at a time
-        width = max(heads * sum(dims) for heads, *dims in stack.kv_sizes)
-        rewriting = _REWRITING * 4 * width * columns
-    lengths = [row.prompt_length + row.stop.room for row in rows for _ in range(row.branches)]
-    choosing = choosing_bytes(engine, rows[0].recipe.select, lengths, nodes)
-    bounds = stack.bound_bytes if isinstance(stack, NativeStack) and rows[0].takes_likeliest else 0
-    experts = rows[0].recipe.experts
-    groups = 0 if experts is None else experts.bytes_to_come(stack)
-    forward = max(work_bytes(engine, tokens, columns, drawn) for tokens in {read, sum(nodes)})
+    if _chooses(seqs):  # scores and copies in float32, one layer at a time
+        width = max(heads * sum(dims) for heads, *dims in runner.kv_sizes)
+        rewriting = _REWRITING * 4 * width * slots
+    lengths = [seq.prompt_length + seq.stop.room for seq in seqs for _ in range(seq.branches)]
+    choosing = choosing_bytes(engine, seqs[0].recipe.select, lengths, nodes)
+    bounds = runner.bound_bytes if isinstance(runner, NativeRunner) and seqs[0].takes_argmax else 0
+    experts = seqs[0].recipe.experts
+    groups = 0 if experts is None else experts.bytes_to_come(runner)
+    forward = max(work_bytes(engine, tokens, slots, drawn) for tokens in {read, sum(nodes)})
     return bounds + rewriting + choosing + groups + forward
 
 
 def choosing_bytes(engine: LoadedModel, select: Select | None, lengths: Sequence[int], nodes: Sequence[int]) -> int:
-    """Bytes taken while rows of these lengths select what they read: scores, selected columns, labels of kernels."""
-    stack = engine.stack
+    """Bytes taken while sequences of these lengths select what they read: scores, selected slots, labels of kernels."""
+    runner = engine.runner
     if select is None or max(lengths) <= select.most_read:
         return 0
-    heads = stack.shape.heads if isinstance(stack, PackedStack) else _config(engine).num_attention_heads
-    kv_heads, dim, _ = max(stack.kv_sizes)
-    labels = [select.label_bytes(stack, length) for length in lengths]
-    if None in labels or not isinstance(stack, NativeStack):  # torch ranks the columns of a row at a time
+    heads = runner.shape.heads if isinstance(runner, PackedRunner) else _config(engine).num_attention_heads
+    kv_heads, dim, _ = max(runner.kv_sizes)
+    labels = [select.label_bytes(runner, length) for length in lengths]
+    if None in labels or not isinstance(runner, NativeRunner):  # torch ranks the slots of a sequence at a time
         return int(4 * max(lengths) * (_RANKING * heads * max(nodes) + kv_heads * dim))
     scores = sum(count * (length + ROOM_BESIDE) for count, length in zip(nodes, lengths, strict=True))
     chosen = (heads if select.by_query_head else kv_heads) * select.most_read * sum(nodes)
     return 4 * (heads * scores + chosen) + sum(filter(None, labels))
 
 
-def _chooses(rows: Sequence[RecipeRow]) -> bool:
-    """Whether a `keep` compares the columns of a prompt."""
-    keep = rows[0].recipe.keep
-    return keep is not None and keep.differs and max(row.prompt_length for row in rows) > keep.untouched
+def _chooses(seqs: Sequence[RunningSequence]) -> bool:
+    """Whether a `keep` compares the slots of a prompt."""
+    keep = seqs[0].recipe.keep
+    return keep is not None and keep.differs and max(seq.prompt_length for seq in seqs) > keep.untouched
 
 
-def _masks(stack: Stack, rows: Sequence[RecipeRow], nodes: Sequence[int]) -> int:
-    """Bytes of the masks of the largest forward: in the kernels 8 for each token, else 1 for each column."""
-    reads = [*_reads([row.prompt_length for row in rows], stack.prefill_chunk)]
-    if isinstance(stack, NativeStack):
+def _masks(runner: ModelRunner, seqs: Sequence[RunningSequence], nodes: Sequence[int]) -> int:
+    """Bytes of the masks of the largest forward: in the kernels 8 for each token, else 1 for each slot."""
+    reads = [*_reads([seq.prompt_length for seq in seqs], runner.prefill_chunk)]
+    if isinstance(runner, NativeRunner):
         sizes = [sum(size for _, _, size in read) for read in reads] + [sum(nodes)]
         return 8 * min(max(sizes), LIMIT)
-    last = [(row, rows[row].prompt_length + rows[row].stop.room - 1 - count, count) for row, count in enumerate(nodes)]
-    return max(_mask(stack, read) for read in [*reads, last])
+    last = [(seq, seqs[seq].prompt_length + seqs[seq].stop.room - 1 - count, count) for seq, count in enumerate(nodes)]
+    return max(_mask(runner, read) for read in [*reads, last])
 
 
-def _mask(stack: Stack, read: Sequence[tuple[int, int, int]]) -> int:
-    """Of pieces of rows: row, first position and size; a byte for each token and column, or an element to be added."""
-    adds = stack.adds_masks
-    element = stack.dtype.itemsize if adds else 1
-    if isinstance(stack, PackedStack):  # row by row, in each layer anew
-        return max(_seen(first, size, window, adds) for _, first, size in read for window in {*stack.windows})
+def _mask(runner: ModelRunner, read: Sequence[tuple[int, int, int]]) -> int:
+    """Of pieces of sequences: sequence, first position and size; a byte for each token and slot, or an element to be added."""
+    adds = runner.adds_masks
+    element = runner.dtype.itemsize if adds else 1
+    if isinstance(runner, PackedRunner):  # sequence by sequence, in each layer anew
+        return max(_seen(first, size, window, adds) for _, first, size in read for window in {*runner.windows})
     firsts, sizes = [first for _, first, _ in read], {size for _, _, size in read}
-    if len(sizes) > 1 and stack.shows_queries:  # see `PrepackedCall`
-        return element * sum(_seen(first, size, window, adds) for _, first, size in read for window in {*stack.windows})
+    if len(sizes) > 1 and runner.shows_queries:  # see `PrepackedCall`
+        return element * sum(_seen(first, size, window, adds) for _, first, size in read for window in {*runner.windows})
     first, size, ragged = max(firsts), max(sizes), adds or len({*firsts}) + len(sizes) > 2
     return element * len(read) * sum(_seen(first, size, window, ragged) or (first + size) * (ragged and len(read) > 1)
-                                     for window in {*stack.windows})
+                                     for window in {*runner.windows})
 
 
 def _seen(first: int, size: int, window: int | None, explicit: bool) -> int:
-    """Elements of one row's mask; none where attention needs none, see `shoal.model.masks`."""
+    """Elements of one sequence's mask; none where attention needs none, see `shoal.model.masks`."""
     fits = window is None or first + size <= window
     free = fits and (size == 1 or (first == 0 and not explicit))
     return 0 if free else size * (first + size)
 
 
 def _reads(lengths: Sequence[int], budget: int) -> Sequence[Sequence[tuple[int, int, int]]]:
-    """Forwards that read prompts of these lengths: of each the row, the first position and how many tokens."""
+    """Forwards that read prompts of these lengths: of each the sequence, the first position and how many tokens."""
     found, at = [], [0] * len(lengths)
     while any(place < length for place, length in zip(at, lengths, strict=True)):
         left, pieces = budget, []
-        for row, length in enumerate(lengths):
-            size = min(length - at[row], left)
+        for seq, length in enumerate(lengths):
+            size = min(length - at[seq], left)
             if size:
-                pieces.append((row, at[row], size))
-                at[row], left = at[row] + size, left - size
+                pieces.append((seq, at[seq], size))
+                at[seq], left = at[seq] + size, left - size
         found.append(pieces)
     return found
 
@@ -309,96 +309,96 @@ class KVPeak:
     moving: int = 0
 
 
-def peak_of(stack: Stack, cache: KVCache, rows: Sequence[RecipeRow], extra: int = 0) -> KVPeak:
-    """The peak of rows that have run nothing yet.
+def peak_of(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence], extra: int = 0) -> KVPeak:
+    """The peak of sequences that have run nothing yet.
 
     Args:
-        stack: the model.
+        runner: the model.
         cache: as the engine makes it for them, still empty; nothing is written to it.
-        rows: the rows, each with room for as many tokens as it may emit.
-        extra: nodes of a tree beside those of its deepest path, of each row.
+        sequences: the sequences, each with room for as many tokens as it may emit.
+        extra: nodes of a tree beside those of its deepest path, of each sequence.
     """
-    rows = [row for row in rows for _ in range(row.branches)]
-    last = max(row.stop.room for row in rows) - 1
-    drops = {drop - 1 for row in rows for drop in row.plan.attention if drop - 1 < last}
-    found = [_at(stack, cache, rows, step, extra) for step in sorted({0, last, *drops})]
+    seqs = [seq for seq in seqs for _ in range(seq.branches)]
+    last = max(seq.stop.room for seq in seqs) - 1
+    drops = {drop - 1 for seq in seqs for drop in seq.plan.attention if drop - 1 < last}
+    found = [_at(runner, cache, seqs, step, extra) for step in sorted({0, last, *drops})]
     counted, resident, moving = (max(sizes) for sizes in zip(*map(astuple, found), strict=True))
     return KVPeak(counted, resident, moving)
 
 
-def _at(stack: Stack, cache: KVCache, rows: Sequence[RecipeRow], step: int, extra: int) -> KVPeak:
-    """What is stored when every row has fed `step` tokens of its answer and released nothing since."""
+def _at(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence], step: int, extra: int) -> KVPeak:
+    """What is stored when every sequence has fed `step` tokens of its answer and released nothing since."""
     counted = resident = moving = 0
     for number, layer in enumerate(cache.layers):
-        heads, *dims = stack.kv_sizes[number]
-        ends = [_columns(row, number, layer, stack.prefill_chunk, step, extra) for row in rows]
-        first = max(layer.reserve, min(stack.prefill_chunk, *(_kept(row, row.prompt_length) for row in rows)))
-        slots, beside = [], 0
-        for row, end in zip(rows, ends, strict=True):
-            form = None if row.recipe.store is None else row.recipe.store.form(number)
-            size = 0 if form is None else column_bytes(form, stack.kv_sizes[number], stack.dtype)
-            slots.append(end if form is None or form.late else 0)
-            if form is not None and form.late:  # columns leave the slot later, so they are counted in both
-                beside += size * _more(max(layer.reserve, end))
+        heads, *dims = runner.kv_sizes[number]
+        ends = [_slots(seq, number, layer, runner.prefill_chunk, step, extra) for seq in seqs]
+        first = max(layer.reserve, min(runner.prefill_chunk, *(_kept(seq, seq.prompt_length) for seq in seqs)))
+        written, outside = [], 0
+        for seq, end in zip(seqs, ends, strict=True):
+            form = None if seq.recipe.store is None else seq.recipe.store.form(number)
+            size = 0 if form is None else slot_bytes(form, runner.kv_sizes[number], runner.dtype)
+            written.append(end if form is None or form.late else 0)
+            if form is not None and form.late:  # slots leave the cache later, so they are counted in both
+                outside += size * _more(max(layer.reserve, end))
             elif end:
-                beside += size * _grown(first, end)
-            if row.recipe.keep is not None and row.recipe.keep.weighs:  # a bias on the scores of each column
-                beside += 4 * heads * _more(end)
-        capacity, held, pages = _grown(first, max(slots)), 0, 0
-        if any(slots) and is_paged(stack.device):
-            held = sum(slots) * stack.position_bytes[number]
-            pages = sum(_pages(tuple(slots), heads, capacity, dim * stack.dtype.itemsize) for dim in dims)
-        elif any(slots):
-            held = pages = len(rows) * capacity * stack.position_bytes[number]
-        counted, resident = counted + held + beside, resident + pages + beside
+                outside += size * _grown(first, end)
+            if seq.recipe.keep is not None and seq.recipe.keep.weighs:  # a bias on the scores of each slot
+                outside += 4 * heads * _more(end)
+        capacity, held, pages = _grown(first, max(written)), 0, 0
+        if any(written) and is_paged(runner.device):
+            held = sum(written) * runner.position_bytes[number]
+            pages = sum(_pages(tuple(written), heads, capacity, dim * runner.dtype.itemsize) for dim in dims)
+        elif any(written):
+            held = pages = len(seqs) * capacity * runner.position_bytes[number]
+        counted, resident = counted + held + outside, resident + pages + outside
         moving = max(moving, held if capacity > first and layer.window is None else 0)
     return KVPeak(counted, resident, moving)
 
 
-def _columns(row: RecipeRow, number: int, layer: KVLayer, chunk: int, step: int, extra: int) -> int:
-    """Columns of a layer, scratch included; none where it was released."""
-    drop, fed = row.plan.attention[number], min(step, row.stop.room - 1)
-    if drop <= fed and not row.drafts:
+def _slots(seq: RunningSequence, number: int, layer: KVLayer, chunk: int, step: int, extra: int) -> int:
+    """Slots of a layer, scratch included; none where it was released."""
+    drop, fed = seq.plan.attention[number], min(step, seq.stop.room - 1)
+    if drop <= fed and not seq.drafts:
         return 0
-    end = row.prompt_length + min(fed, drop - 1) + (extra if fed else 0)
+    end = seq.prompt_length + min(fed, drop - 1) + (extra if fed else 0)
     if layer.window is not None:
-        piece = min(chunk, row.prompt_length)
+        piece = min(chunk, seq.prompt_length)
         needed, room = layer.window + piece + min(layer.window, WINDOW_SLACK) // 2, max(piece, layer.reserve)
         return min(end, max(needed, _more(room)) if needed > room else room)
-    return _kept(row, end)
+    return _kept(seq, end)
 
 
-def _kept(row: RecipeRow, positions: int) -> int:
-    """Columns that are stored of the first `positions`."""
-    return positions if row.recipe.keep is None else row.recipe.keep.most_columns(positions)
+def _kept(seq: RunningSequence, positions: int) -> int:
+    """Slots that are stored of the first `positions`."""
+    return positions if seq.recipe.keep is None else seq.recipe.keep.most_slots(positions)
 
 
 def _more(capacity: int) -> int:
     return int(capacity * GROWTH) + 16
 
 
-def _grown(capacity: int, columns: int) -> int:
-    """The capacity once `columns` are needed."""
-    while capacity < columns:
+def _grown(capacity: int, slots: int) -> int:
+    """The capacity once `slots` are needed."""
+    while capacity < slots:
         capacity = _more(capacity)
     return capacity
 
 
 @lru_cache(maxsize=256)
-def _pages(slots: tuple[int, ...], heads: int, capacity: int, size: int) -> int:
-    """Bytes of the pages of a tensor [slots, heads, capacity] that are written to; see `shoal.model.kv.memory.zeros`.
+def _pages(written: tuple[int, ...], heads: int, capacity: int, size: int) -> int:
+    """Bytes of the pages of a tensor [entries, heads, capacity] that are written to; see `shoal.model.kv.memory.zeros`.
 
     Args:
-        slots: columns that are written of each slot.
-        size: bytes of a column.
+        written: slots that are written of each entry.
+        size: bytes of a slot.
     """
-    whole = len(slots) * heads * capacity * size
+    whole = len(written) * heads * capacity * size
     if whole < SMALL:
         return whole
     pages = done = 0
-    for place, columns in enumerate(columns for columns in slots for _ in range(heads)):
-        first, end = place * capacity * size, (place * capacity + columns) * size
+    for place, slots in enumerate(slots for slots in written for _ in range(heads)):
+        first, end = place * capacity * size, (place * capacity + slots) * size
         begin, stop = max(done, first // mmap.PAGESIZE), -(-end // mmap.PAGESIZE)
-        if columns and stop > begin:
+        if slots and stop > begin:
             pages, done = pages + stop - begin, stop
     return pages * mmap.PAGESIZE

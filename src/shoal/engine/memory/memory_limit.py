@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.memory.amounts import parse, shown
 from shoal.engine.memory.footprint import Footprint, choosing_bytes, footprint, logits_bytes, standing, work_bytes
 from shoal.engine.memory.shorter import amount, guesses, shorter
@@ -35,13 +35,13 @@ class MemoryPlan:
 
     Attributes:
         method: by which method.
-        rows: prompts at a time.
+        sequences: prompts at a time.
         sizes: memory of the largest group of that many prompts.
         changed: what was given up for the memory, in words; empty for nothing.
     """
 
     method: Method
-    rows: int
+    seqs: int
     sizes: Footprint
     changed: str = ""
 
@@ -78,10 +78,10 @@ class MemoryLimit:
         """
         least: Footprint | None = None
         process = standing()
-        for method, rows, changed in self._ways(make(request.method), len(ids)):
-            sizes = self._largest(engine, ids, replace(request, method=method), rows, process)
+        for method, seqs, changed in self._ways(make(request.method), len(ids)):
+            sizes = self._largest(engine, ids, replace(request, method=method), seqs, process)
             if sizes.total <= self.usable:
-                return MemoryPlan(method, rows, sizes, changed)
+                return MemoryPlan(method, seqs, sizes, changed)
             least = sizes if least is None or sizes.total < least.total else least
         assert least is not None
         raise self._refusal(engine, ids, request, least)
@@ -93,21 +93,21 @@ class MemoryLimit:
                 whole = method if lossy is None else make([method, lossy])
             except ValueError:  # the method fills that part already
                 continue
-            rows = prompts
-            while rows:
+            seqs = prompts
+            while seqs:
                 for number, less in enumerate(shorter(whole)):
-                    said = [f"prompts at a time: {rows}"] * (rows < prompts)
+                    said = [f"prompts at a time: {seqs}"] * (seqs < prompts)
                     said += [f"guesses: method {less.name} {amount(less)}"] * (number > 0)
                     said += [f"KV as {lossy.name}, which is lossy"] if lossy is not None else []
-                    yield less, rows, ", ".join(said)
-                rows //= 2
+                    yield less, seqs, ", ".join(said)
+                seqs //= 2
 
     def _largest(
-        self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, rows: int, process: int
+        self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, seqs: int, process: int
     ) -> Footprint:
         method, plain = make(request.method), replace(request, constraint=None)
         recipe = engine.recipe(method, request.max_new_tokens)
-        groups = (engine.rows(ids[first : first + rows], plain, recipe) for first in range(0, len(ids), rows))
+        groups = (engine.seqs(ids[first : first + seqs], plain, recipe) for first in range(0, len(ids), seqs))
         found = (footprint(engine, group, method, request.max_new_tokens, process) for group in groups)
         return max(found, key=lambda sizes: sizes.total)
 
@@ -117,7 +117,7 @@ class MemoryLimit:
         longest = max(map(len, ids))
         what = (f"memory of {shown(int(self.memory))} for {len(ids)} prompt{'s' * (len(ids) > 1)} of up to {longest} "
                 f"tokens with max_new_tokens={request.max_new_tokens}")
-        why = (f"the least that they need is {shown(least.total)} ({least.words()}), and {SPARE:.0%} of the limit are "
+        why = (f"the least that they need is {shown(least.total)} ({least.sentence()}), and {SPARE:.0%} of the limit are "
                "kept back")
         return OutOfMemory(what, why, self._remedy(engine, ids, request, least))
 
@@ -138,14 +138,14 @@ class MemoryLimit:
         others = "" if any(one.name == "kv_int8" for one in self.lossy) else ", allow the lossy kv_int8"
         return f"{first}{others}, or give memory of {shown(least.total / (1 - SPARE))}"
 
-    def for_rows(self, engine: LoadedModel, prefill_chunk: int) -> int:
-        """Bytes left for a scheduler's rows and for what it keeps of earlier prompts.
+    def for_seqs(self, engine: LoadedModel, prefill_chunk: int) -> int:
+        """Bytes left for a scheduler's sequences and for what it keeps of earlier prompts.
 
         Raises:
             OutOfMemory: nothing is left.
         """
         used = resident() or 0
-        left = self.usable - used - work_bytes(engine, prefill_chunk, engine.stack.max_positions or prefill_chunk)
+        left = self.usable - used - work_bytes(engine, prefill_chunk, engine.runner.max_positions or prefill_chunk)
         if left <= 0:
             raise OutOfMemory(
                 f"memory of {shown(int(self.memory))}", f"the process takes {shown(used)} before it serves anything",
@@ -170,9 +170,9 @@ class MemoryLimit:
             )
 
 
-def beside_kv(engine: LoadedModel, row: RecipeRow, method: Method) -> int:
-    """Bytes of a scheduler's row beside its KV: logits, probabilities if it samples, choices of columns."""
-    most, _ = guesses(method, row.recipe)
+def extra_kv(engine: LoadedModel, seq: RunningSequence, method: Method) -> int:
+    """Bytes of a scheduler's sequence beside its KV: logits, probabilities if it samples, choices of slots."""
+    most, _ = guesses(method, seq.recipe)
     nodes = 1 + most
-    choosing = choosing_bytes(engine, row.recipe.select, [row.prompt_length + row.stop.room], [nodes])
-    return logits_bytes(engine.stack, [nodes]) * (1 if row.sampling.greedy else 3) + choosing
+    choosing = choosing_bytes(engine, seq.recipe.select, [seq.prompt_length + seq.stop.room], [nodes])
+    return logits_bytes(engine.runner, [nodes]) * (1 if seq.sampling.greedy else 3) + choosing

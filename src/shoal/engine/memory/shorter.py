@@ -66,11 +66,11 @@ def _less(one: Any) -> Any:
     branching = one.option("branching")
     if branching is not None:
         return replace(one, branching=branching[:-1]) if len(branching) > 1 else None
-    for knobs in (("nodes",), ("nodes", "length"), ("length",)):
-        values = [one.option(knob) for knob in knobs]
-        halves = {knob: value // 2 for knob, value in zip(knobs, values, strict=True)
+    for options in (("nodes",), ("nodes", "length"), ("length",)):
+        values = [one.option(option) for option in options]
+        halves = {option: value // 2 for option, value in zip(options, values, strict=True)
                   if isinstance(value, int) and value > 1}
-        if len(halves) == len(knobs):
+        if len(halves) == len(options):
             with suppress(ValueError):  # some methods take no tree that is smaller than its longest path
                 return replace(one, **halves)
     return None
@@ -82,7 +82,7 @@ def _members(method: Method) -> tuple[Method, ...]:
 
 def _member(method: Method) -> Method | None:
     """The member that guesses by a number of its own."""
-    return next((one for one in _members(method) if isinstance(one, DraftingMethod) or "length" in one.knobs()), None)
+    return next((one for one in _members(method) if isinstance(one, DraftingMethod) or "length" in one.option_names()), None)
 
 
 def _with(method: Method, one: Method) -> Method:

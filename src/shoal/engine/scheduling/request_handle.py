@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.ledger import Clock
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.scheduling.stream import result_of
 from shoal.types import ModelInfo, Result, Step
 
@@ -23,47 +23,47 @@ class Placed:
     """A token of a canvas that is settled, though tokens before it may be missing.
 
     Attributes:
-        row: number of its row.
+        sequence: number of its sequence.
         place: index in the answer.
         token: its id. It is no part of the answer where that ends before.
         step: the step that decided it.
     """
 
-    row: int
+    seq: int
     place: int
     token: int
     step: int
 
 
 Item = Step | Placed | BaseException | None
-"""What a handle is given: a step of one of its rows, a token out of order where that is asked for, an error, or None
-after the last step of the last row."""
+"""What a handle is given: a step of one of its sequences, a token out of order where that is asked for, an error, or
+None after the last step of the last sequence."""
 Deliver = Callable[[Item], None]
 
 
 @dataclass(eq=False)
-class ScheduledRow:
-    """A row in the scheduler's hands.
+class ScheduledSequence:
+    """A sequence in the scheduler's hands.
 
     Attributes:
-        row: the row.
+        sequence: the sequence.
         handle: whose it is.
-        need: the KV that it may come to store; so does each branch of a row that is searched.
+        need: the KV that it may come to store; so does each branch of a sequence that is searched.
         arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.
-        told, shown: steps, and tokens out of order, that were handed to the handle.
+        delivered, shown: steps, and tokens out of order, that were handed to the handle.
         gaps: seconds between two steps that were handed out.
-        error: what the row failed with.
-        awaited: an answer without which the row cannot go on; others do.
+        error: what the sequence failed with.
+        awaited: an answer without which the sequence cannot go on; others do.
     """
 
-    row: RecipeRow
+    seq: RunningSequence
     handle: RequestHandle
     need: Need
     arrived: float = field(default_factory=time.monotonic)
     joined: float | None = None
     first: float | None = None
     ended: float | None = None
-    told: int = 0
+    delivered: int = 0
     shown: int = 0
     gaps: list[float] = field(default_factory=list)
     _last: float | None = None
@@ -71,10 +71,10 @@ class ScheduledRow:
     awaited: Future[Any] | None = None
 
     def waits(self) -> bool:
-        """Whether the row has to wait for an answer before its next step."""
-        row = self.row
-        if self.awaited is None and row.allowed is not None:
-            self.awaited = row.allowed.awaited(row.tokens[row.prompt_length :])
+        """Whether the sequence has to wait for an answer before its next step."""
+        seq = self.seq
+        if self.awaited is None and seq.allowed is not None:
+            self.awaited = seq.allowed.awaited(seq.tokens[seq.prompt_length :])
         if self.awaited is not None and self.awaited.done():
             self.awaited = None
             return self.waits()
@@ -83,24 +83,24 @@ class ScheduledRow:
     @property
     def needs(self) -> list[Need]:
         """What each of its branches may come to store."""
-        return [self.need] * self.row.branches
+        return [self.need] * self.seq.branches
 
     def hand_out(self, now: float) -> list[Step | Placed]:
         """The items that the handle has not had yet; they count as handed out from now on."""
-        placed = (self.row.placed or [])[self.shown :]
+        placed = (self.seq.placed or [])[self.shown :]
         self.shown += len(placed)
-        steps = self.row.steps[self.told :]
+        steps = self.seq.steps[self.delivered :]
         if steps:
-            self.told += len(steps)
+            self.delivered += len(steps)
             if self._last is not None:
                 self.gaps.append(now - self._last)
             self._last = now
             self.first = self.first or now
-        return [*(Placed(self.row.number, *word) for word in placed), *steps]
+        return [*(Placed(self.seq.number, *word) for word in placed), *steps]
 
     @property
     def clock(self) -> Clock:
-        """Seconds of the prompt and of decoding, with other rows' share of the forwards.
+        """Seconds of the prompt and of decoding, with other sequences' share of the forwards.
 
         All of a search counts as decoding, since its first token comes with its last.
         """
@@ -108,19 +108,19 @@ class ScheduledRow:
             return Clock()
         now = time.monotonic() if self.ended is None else self.ended
         first = now if self.first is None else self.first
-        if self.row.recipe.search is not None:
+        if self.seq.recipe.search is not None:
             first = self.joined
         return Clock(first - self.joined, now - first)
 
     @property
     def queue_seconds(self) -> float:
-        """How long the row waited for admission."""
+        """How long the sequence waited for admission."""
         until = self.joined or self.ended or time.monotonic()
         return until - self.arrived
 
 
 class RequestHandle(Iterator[Step]):
-    """Made by `Scheduler.submit`. Iterating waits for the steps of all rows, and raises what went wrong.
+    """Made by `Scheduler.submit`. Iterating waits for the steps of all sequences, and raises what went wrong.
 
     Args:
         info: about the model.
@@ -128,7 +128,7 @@ class RequestHandle(Iterator[Step]):
         deliver: called from the scheduler's thread with every item, in place of iterating; must not block.
 
     Attributes:
-        entries: the request's rows.
+        entries: the request's sequences.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class RequestHandle(Iterator[Step]):
         self._info, self._cancel = info, cancel
         self._items: SimpleQueue[Item] = SimpleQueue()
         self.deliver: Deliver = deliver or self._items.put
-        self.entries: list[ScheduledRow] = []
+        self.entries: list[ScheduledSequence] = []
         self._over = False
 
     def __next__(self) -> Step:
@@ -156,12 +156,12 @@ class RequestHandle(Iterator[Step]):
 
     @property
     def done(self) -> bool:
-        """Whether no row is under way or waiting."""
+        """Whether no sequence is under way or waiting."""
         return all(entry.ended is not None for entry in self.entries)
 
     @property
     def results(self) -> list[Result]:
-        """The outcome of every row so far."""
+        """The outcome of every sequence so far."""
         now = time.monotonic()
-        return [result_of(entry.row, self._info, entry.clock, (entry.ended or now) - entry.arrived)
+        return [result_of(entry.seq, self._info, entry.clock, (entry.ended or now) - entry.arrived)
                 for entry in self.entries]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shoal.decode.batch import begin, run
-from shoal.decode.ledger import Clock, RowLedger
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.ledger import Clock, SequenceLedger
+from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.memory.amounts import naming
 from shoal.model.kv.cache import KVBytes, KVCache
 from shoal.types import ModelInfo, Result, Stats, Step
@@ -22,27 +22,27 @@ class Stream(Iterator[Step]):
 
     Args:
         engine: the model, whose lock each step takes.
-        rows: the rows to decode, all of one loop.
+        sequences: the sequences to decode, all of one loop.
         cache: their cache.
         release: whether dropped layers free their KV at once.
-        prefill_chunk: the most prompt tokens per row and forward; None for the loop's own choice.
+        prefill_chunk: the most prompt tokens per sequence and forward; None for the loop's own choice.
     """
 
     def __init__(
         self,
         engine: LoadedModel,
-        rows: list[RecipeRow],
+        seqs: list[RunningSequence],
         cache: KVCache,
         *,
         release: bool = True,
         prefill_chunk: int | None = None,
     ) -> None:
-        self._engine, self._rows = engine, rows
-        for row in rows:
-            row.check()
-        batch = begin(rows[0].recipe.loop, engine.stack, cache, rows, release=release)
+        self._engine, self._seqs = engine, seqs
+        for seq in seqs:
+            seq.check()
+        batch = begin(seqs[0].recipe.loop, engine.runner, cache, seqs, release=release)
         most = {} if prefill_chunk is None else {"most": prefill_chunk}
-        self._steps, self._clock = run(batch, engine.stack.prefill_chunk, **most), batch.clock
+        self._steps, self._clock = run(batch, engine.runner.prefill_chunk, **most), batch.clock
         self._ready: list[Step] = []
         self._started = time.perf_counter()
         self._seconds = 0.0
@@ -56,9 +56,9 @@ class Stream(Iterator[Step]):
 
     def _size(self) -> tuple[str, str]:
         """What fills the memory, and what to do where it is too small."""
-        prompt = max(row.prompt_length for row in self._rows)
-        new = max(row.emitted + row.stop.room for row in self._rows)
-        what = f"a batch of {len(self._rows)}, prompts of up to {prompt} tokens and max_new_tokens={new}"
+        prompt = max(seq.prompt_length for seq in self._seqs)
+        new = max(seq.emitted + seq.stop.room for seq in self._seqs)
+        what = f"a batch of {len(self._seqs)}, prompts of up to {prompt} tokens and max_new_tokens={new}"
         return what, "Use a smaller max_new_tokens, fewer prompts at once, or shorter ones"
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Stream(Iterator[Step]):
     @property
     def tokens(self) -> list[int]:
         """Prompt and generated tokens of a single prompt."""
-        return self._rows[0].tokens
+        return self._seqs[0].tokens
 
     @property
     def result(self) -> Result:
@@ -85,35 +85,35 @@ class Stream(Iterator[Step]):
 
     @property
     def results(self) -> list[Result]:
-        """The outcome of every row; a row that was ended early has the finish reason "cancelled"."""
-        return [result_of(row, self._engine.info(), self._clock, self._seconds) for row in self._rows]
+        """The outcome of every sequence; a sequence that was ended early has the finish reason "cancelled"."""
+        return [result_of(seq, self._engine.info(), self._clock, self._seconds) for seq in self._seqs]
 
 
-def result_of(row: RecipeRow, info: ModelInfo, clock: Clock, seconds: float) -> Result:
-    """The row's outcome so far."""
-    wanted = row.sampling.logprobs is not None
+def result_of(seq: RunningSequence, info: ModelInfo, clock: Clock, seconds: float) -> Result:
+    """The sequence's outcome so far."""
+    wanted = seq.sampling.logprobs is not None
     return Result(
-        text="".join(step.text for step in row.steps),
-        tokens=tuple(step.token for step in row.steps),
-        finish_reason=row.finish_reason or "cancelled",
-        stats=_stats(row, info, clock, seconds),
-        depths=tuple(step.depth for step in row.steps),
-        seed=row.seed,
-        sampling=row.sampling,
-        logprobs=tuple(step.logprob for step in row.steps if step.logprob is not None) if wanted else None,
+        text="".join(step.text for step in seq.steps),
+        tokens=tuple(step.token for step in seq.steps),
+        finish_reason=seq.finish_reason or "cancelled",
+        stats=_stats(seq, info, clock, seconds),
+        depths=tuple(step.depth for step in seq.steps),
+        seed=seq.seed,
+        sampling=seq.sampling,
+        logprobs=tuple(step.logprob for step in seq.steps if step.logprob is not None) if wanted else None,
         changes=info.changes,
-        alternatives=row.alternatives,
+        alternatives=seq.alternatives,
     )
 
 
-def _stats(row: RecipeRow, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
-    new, ledger = len(row.steps), row.ledger
-    layer_tokens = sum(step.depth for step in row.steps)
+def _stats(seq: RunningSequence, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
+    new, ledger = len(seq.steps), seq.ledger
+    layer_tokens = sum(step.depth for step in seq.steps)
     mean = layer_tokens / new if new else float(info.num_layers)
     forwards = ledger.target_forwards - ledger.prefill_forwards
-    kv = row.bytes or KVBytes(0, 0, 0)
+    kv = seq.bytes or KVBytes(0, 0, 0)
     return Stats(
-        prompt_tokens=row.prompt_length,
+        prompt_tokens=seq.prompt_length,
         new_tokens=new,
         num_layers=info.num_layers,
         mean_layers=mean,
@@ -127,7 +127,7 @@ def _stats(row: RecipeRow, info: ModelInfo, clock: Clock, seconds: float) -> Sta
         accepted=ledger.accepted,
         acceptance=tuple(ledger.accepted_at[at] / count for at, count in sorted(ledger.drafted_at.items())),
         tokens_per_forward=(new - 1) / forwards if new > 1 and forwards else 0.0,
-        horizon=row.recipe.horizon or new,
+        horizon=seq.recipe.horizon or new,
         seconds=seconds,
         prefill_seconds=clock.prefill_seconds,
         decode_seconds=clock.decode_seconds,
@@ -149,7 +149,7 @@ def _stats(row: RecipeRow, info: ModelInfo, clock: Clock, seconds: float) -> Sta
     )
 
 
-def _ideal_speedup(ledger: RowLedger, info: ModelInfo, new_tokens: int) -> float:
+def _ideal_speedup(ledger: SequenceLedger, info: ModelInfo, new_tokens: int) -> float:
     """The speed-up by reads of layers and heads alone. The prefill counts as one token."""
     read = info.num_layers + ledger.layers_read + (1 + ledger.heads_read) * info.head_layers
     return max(new_tokens, 1) * (info.num_layers + info.head_layers) / read

@@ -47,18 +47,18 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "masked diffusion": (),
     "constraint": ("constraint",),
 })
-"""Families of methods, each with the parts that its methods fill."""
+"""Families of methods, each with the components that its methods fill."""
 
 
-def family_of(cls: type[Method], parts: Collection[str]) -> str:
-    """The family of a method that fills `parts`: the class's own, else the last family that has one of the parts."""
-    found = [family for family, own in FAMILIES.items() if not set(own).isdisjoint(parts)]
+def family_of(cls: type[Method], components: Collection[str]) -> str:
+    """The family of a method that fills `components`: the class's own, else the last family that has one of the components."""
+    found = [family for family, own in FAMILIES.items() if not set(own).isdisjoint(components)]
     return cls.family or (found[-1] if found else "baseline")
 
 
 @dataclass(frozen=True)
 class Combined(Method):
-    """Several methods at once, each of which fills parts of the recipe that the others leave empty.
+    """Several methods at once, each of which fills components of the recipe that the others leave empty.
 
     `shoal.methods.make` makes it from a list. Its name is the names of its members with + between them.
 
@@ -81,7 +81,7 @@ class Combined(Method):
         object.__setattr__(self, "name", "+".join(names))
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The parts of all members, none filled by two or excluded by one; ValueError names both, part and remedy.
+        """The components of all members, none filled by two or excluded by one; ValueError names both, component and remedy.
 
         Each member learns about the machine apart from what it learns when it runs alone.
         """
@@ -89,19 +89,19 @@ class Combined(Method):
         whole, owners, excluded = dict[str, Any](), dict[str, str](), dict[str, str]()
         for member in self.members:
             recipe = member.recipe(info)
-            for part in recipe.parts:
-                if part in owners:
+            for component in recipe.components:
+                if component in owners:
                     raise ValueError(
-                        f"{owners[part]} and {member.name} both fill the part {part!r} ({QUESTIONS[part]}), which "
-                        f"takes one method; leave {owners[part]} or {member.name} out"
+                        f"{owners[component]} and {member.name} both fill the part {component!r} ({QUESTIONS[component]}), which "
+                        f"takes one method; leave {owners[component]} or {member.name} out"
                     )
-                owners[part] = member.name
+                owners[component] = member.name
             excluded |= dict.fromkeys(recipe.excludes, member.name)
             whole |= _filled(recipe)
-        for part in filter(excluded.get, owners):
+        for component in filter(excluded.get, owners):
             raise ValueError(
-                f"{excluded[part]} has a loop of its own, without a place for the part {part!r} ({QUESTIONS[part]}) of "
-                f"{owners[part]}; leave {excluded[part]} or {owners[part]} out"
+                f"{excluded[component]} has a loop of its own, without a place for the part {component!r} ({QUESTIONS[component]}) of "
+                f"{owners[component]}; leave {excluded[component]} or {owners[component]} out"
             )
         return replace(Recipe(DepthPlan.full(info.num_layers)), **whole)
 
@@ -120,7 +120,7 @@ class Combined(Method):
 
 
 def _filled(recipe: Recipe) -> dict[str, Any]:
-    """The filled parts, with the fields that belong to them."""
+    """The filled components, with the fields that belong to them."""
     beside = {"plan": ("horizon",), "proposer": ("meter", "self_metered")}
-    names = [name for part in recipe.parts for name in (part, *beside.get(part, ()))]
+    names = [name for component in recipe.components for name in (component, *beside.get(component, ()))]
     return {name: getattr(recipe, name) for name in names}

@@ -1,4 +1,4 @@
-"""What methods that draft have in common: who verifies, the rule that accepts, a second model, a trained part.
+"""What methods that draft have in common: who verifies, the rule that accepts, a second model, a trained component.
 
 Imports no torch before there is an engine.
 """
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
 from shoal.decode.rules.probabilistic import Lenient, Rejection, Typical
-from shoal.decode.worker import DraftLengthPolicy, Paced, Part, Proposer
+from shoal.decode.worker import Component, DraftLengthPolicy, Paced, Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
@@ -23,12 +23,12 @@ from shoal.speculative.cost.policy import Goodput, Width
 
 if TYPE_CHECKING:
     from shoal.decode.rules.accept import Rule
+    from shoal.speculative.draft_head_file import DraftHead
     from shoal.speculative.growth import TreeShape
-    from shoal.speculative.part_file import TrainedPart
     from shoal.types import ModelInfo
 
 RuleName = Literal["match", "rejection", "typical", "lenient"]
-_POLICIES: dict[str, Part[DraftLengthPolicy] | None] = {"none": None, "goodput": Goodput, "width": Width}
+_POLICIES: dict[str, Component[DraftLengthPolicy] | None] = {"none": None, "goodput": Goodput, "width": Width}
 ControlName = Literal["none", "goodput", "width"]
 
 
@@ -44,9 +44,9 @@ class DraftingMethod(Method):
             distribution allows; both are exact. "typical" and "lenient" keep more and are lossy.
         margin: of the rule "lenient": how many nats a kept token may be less likely than the best one; 0 is exact.
         epsilon: of the rule "typical": the threshold, in (0, 1]; None for 0.09.
-        control: "none" guesses as much as the method's own knobs say, "goodput" as much as pays at the times measured
-            while decoding, which may be nothing, "width" the same for all rows, found by trial and kept for a while.
-            Output under an exact match is the same either way.
+        control: "none" guesses as much as the method's own options say, "goodput" as much as pays at the times measured
+            while decoding, which may be nothing, "width" the same for all sequences, found by trial and kept for a
+            while. Output under an exact match is the same either way.
     """
 
     inner: Method | None = field(default=None, kw_only=True)
@@ -57,10 +57,10 @@ class DraftingMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob, owner in (("margin", "lenient"), ("epsilon", "typical")):
-            if getattr(self, knob) is not None and self.rule != owner:
+        for option, owner in (("margin", "lenient"), ("epsilon", "typical")):
+            if getattr(self, option) is not None and self.rule != owner:
                 raise ValueError(
-                    f"{knob} is {getattr(self, knob)}, but rule is {self.rule!r}; it belongs to rule={owner!r}"
+                    f"{option} is {getattr(self, option)}, but rule is {self.rule!r}; it belongs to rule={owner!r}"
                 )
         if self.rule == "lenient" and self.margin is None:
             raise ValueError("rule is 'lenient', but margin is None; give the margin in nats, 0 or more")
@@ -155,7 +155,7 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
         from shoal.speculative.model import ModelProposer
 
         engine = self.draft_engine(info)
-        return ModelProposer(engine.stack, shape, engine.model_name or "the draft model")
+        return ModelProposer(engine.runner, shape, engine.model_name or "the draft model")
 
 
 def check_named(name: str, draft: object) -> None:
@@ -179,7 +179,7 @@ def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
     if fills_masks and engine.masked is None:
         raise Unsupported(what, "it writes from left to right, and its config names no mask_token_id",
                           "Draft with a masked-diffusion model, or use draft_model")
-    if fills_masks and any(engine.stack.windows):
+    if fills_masks and any(engine.runner.windows):
         raise Unsupported(what, "its sliding windows say nothing of what stands to the right",
                           "Draft with a model whose layers see all of the text")
     if not fills_masks and engine.masked is not None:
@@ -191,7 +191,7 @@ def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
 class Absent(Proposer):
     """Stands for a draft model when a method is only described or planned, without an engine to load it."""
 
-    def begin(self, stack: Any, cache: Any) -> Any:
+    def begin(self, runner: Any, cache: Any) -> Any:
         """Refuses."""
         raise Unsupported("drafting with a second model", "there is no engine to load it", "Use Engine.generate")
 
@@ -212,56 +212,56 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainedMethod(DraftingMethod):
-    """A method whose guesses come from a small part that was trained on the model's own answers.
+    """A method whose guesses come from a small component that was trained on the model's own answers.
 
     Attributes:
-        part: the folder that `shoal train` wrote; None for the part that is known for the model.
+        component: the folder that `shoal train` wrote; None for the component that is known for the model.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
     reads: ClassVar[tuple[str, ...]] = ("part",)
 
-    part: str | None = field(default=None)
+    component: str | None = field(default=None)
 
-    def guessing(self, info: ModelInfo, make: Callable[[TrainedPart], Any]) -> Proposer:
-        """The proposer that `make` makes of the part; one for all requests of the same method, so that rows share it.
+    def guessing(self, info: ModelInfo, make: Callable[[DraftHead], Any]) -> Proposer:
+        """The proposer that `make` makes of the component; one for all requests of the same method, so that sequences share it.
 
         Raises:
-            ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
+            ValueError: no component was named and none is known, or it cannot be read, or is of another kind.
             Unsupported: it was trained for another model.
         """
         if info.tensors is None:
             return Absent()
-        proposer: Proposer = made_of(self.name, self.part, info, make, repr(self))[1]
+        proposer: Proposer = made_of(self.name, self.component, info, make, repr(self))[1]
         return proposer
 
 
 def made_of(
-    kind: str, folder: str | None, info: ModelInfo, make: Callable[[TrainedPart], T], key: str = ""
-) -> tuple[TrainedPart, T]:
-    """A part, read by `part_of`, and what `make` makes of it: one object for all requests with that key."""
-    part, where = part_of(kind, folder, info), (kind, folder, key)
+    kind: str, folder: str | None, info: ModelInfo, make: Callable[[DraftHead], T], key: str = ""
+) -> tuple[DraftHead, T]:
+    """A component, read by `part_of`, and what `make` makes of it: one object for all requests with that key."""
+    component, where = part_of(kind, folder, info), (kind, folder, key)
     known = info.memory.get(where)
-    if known is None or known[0] is not part.tensors:
-        known = info.memory[where] = part.tensors, make(part)
+    if known is None or known[0] is not component.tensors:
+        known = info.memory[where] = component.tensors, make(component)
     made: T = known[1]
-    return part, made
+    return component, made
 
 
-def part_of(kind: str, folder: str | None, info: ModelInfo) -> TrainedPart:
-    """The part in a folder, or the known part of the model.
+def part_of(kind: str, folder: str | None, info: ModelInfo) -> DraftHead:
+    """The component in a folder, or the known part of the model.
 
     Raises:
-        ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
+        ValueError: no component was named and none is known, or it cannot be read, or is of another kind.
         Unsupported: it was trained for another model.
     """
     if not info.free:
         what, why = f"{kind} with tensor parallelism", "each process has a slice of the head alone"
         raise Unsupported(what, why, "Use one process, or replicas")
-    from shoal.speculative import part_file
+    from shoal.speculative import draft_head_file
 
-    found = folder or part_file.known(kind, info)
+    found = folder or draft_head_file.known(kind, info)
     if found is None:
         raise ValueError(f"{kind} has no trained part, and none is known for this model; give part, the folder that "
                          f"`shoal train {kind}` wrote")
-    return part_file.read(found, kind, info)
+    return draft_head_file.read(found, kind, info)

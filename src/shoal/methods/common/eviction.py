@@ -1,4 +1,4 @@
-"""Methods that evict columns of the KV: everything but the scores. Imports no torch at first."""
+"""Methods that evict slots of the KV: everything but the scores. Imports no torch at first."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Keep, Keeper
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.methods.base import Method, whole_layers
-from shoal.speculative.per_row import PerRow
+from shoal.speculative.per_sequence import PerSequence
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.model.kv.cache import KVCache
-    from shoal.model.kv.choice import StoredColumns
+    from shoal.model.kv.choice import StoredSlots
     from shoal.model.kv.layer import KVLayer
-    from shoal.model.stack import QueryHook, SequenceChunk, Stack
+    from shoal.model.runner import ModelRunner, QueryHook, SequenceChunk
 
 
 @dataclass(frozen=True)
 class EvictionMethod(Method, Keep):
-    """A method that scores the columns of the KV and gives up those that score least. It is its own part `keep`.
+    """A method that scores the slots of the KV and gives up those that score least. It is its own part `keep`.
 
-    A subclass defines `score`, and by options or properties of the names below how many columns stay and when the
+    A subclass defines `score`, and by options or properties of the names below how many slots stay and when the
     others go. Layers with a sliding window keep what the window needs.
 
     Attributes:
@@ -41,22 +41,22 @@ class EvictionMethod(Method, Keep):
 
     @property
     def budget(self) -> int | None:
-        """Columns that stay, the ends among them; None for all."""
+        """Slots that stay, the ends among them; None for all."""
         return None
 
     @property
     def sinks(self) -> int:
-        """The first columns, which stay whatever their scores."""
+        """The first slots, which stay whatever their scores."""
         return 0
 
     @property
     def window(self) -> int | None:
-        """The last columns, which stay whatever their scores."""
+        """The last slots, which stay whatever their scores."""
         return 0
 
     @property
     def every(self) -> int | None:
-        """Columns go whenever the text has grown by so many tokens; None: once, at the prompt's end."""
+        """Slots go whenever the text has grown by so many tokens; None: once, at the prompt's end."""
         return None
 
     @property
@@ -66,18 +66,18 @@ class EvictionMethod(Method, Keep):
 
     @property
     def neutral(self) -> bool:
-        """Whether all columns stay."""
+        """Whether all slots stay."""
         return self.budget is None
 
-    def kept(self, columns: int) -> int:
-        """How many of `columns` columns stay."""
-        return columns if self.budget is None else min(columns, self.budget)
+    def kept(self, slots: int) -> int:
+        """How many of `slots` slots stay."""
+        return slots if self.budget is None else min(slots, self.budget)
 
     @abstractmethod
-    def score(self, columns: StoredColumns) -> Tensor:
-        """What each column is worth: [columns], or [kv_heads, columns] where the heads differ.
+    def score(self, slots: StoredSlots) -> Tensor:
+        """What each slot is worth: [slots], or [kv_heads, slots] where the heads differ.
 
-        Scores of the window may be left out, since it stays. Of equal columns the earlier one stays.
+        Scores of the window may be left out, since it stays. Of equal slots the earlier one stays.
         """
 
     def recipe(self, info: ModelInfo) -> Recipe:
@@ -111,7 +111,7 @@ class EvictionMethod(Method, Keep):
         return self.budget or 0
 
     @override
-    def most_columns(self, length: int) -> int:
+    def most_slots(self, length: int) -> int:
         if self.every is None:
             return length
         kept = self.kept(length)
@@ -119,56 +119,56 @@ class EvictionMethod(Method, Keep):
         return length if length <= due else max(due, kept + min(self.every, length - due))
 
     @override
-    def begin(self, stack: Any, cache: Any) -> ScoreKeeper:
-        return ScoreKeeper(self, stack, cache)
+    def begin(self, runner: Any, cache: Any) -> ScoreKeeper:
+        return ScoreKeeper(self, runner, cache)
 
 
 class ScoreKeeper(Keeper):
-    """Gives up the columns that score least.
+    """Gives up the slots that score least.
 
     It remembers the last queries of prompts, per layer and with the position of the first.
     """
 
-    def __init__(self, method: EvictionMethod, stack: Stack, cache: KVCache) -> None:
-        self._method, self._stack, self._cache = method, stack, cache
-        self._queries: PerRow[dict[int, list[tuple[int, Tensor]]]] = PerRow(lambda _: {})
+    def __init__(self, method: EvictionMethod, runner: ModelRunner, cache: KVCache) -> None:
+        self._method, self._runner, self._cache = method, runner, cache
+        self._queries: PerSequence[dict[int, list[tuple[int, Tensor]]]] = PerSequence(lambda _: {})
 
-    def next_length(self, row: Row, length: int) -> int:
+    def next_length(self, seq: SequenceState, length: int) -> int:
         """The prompt's end, or the next multiple of `every`, at which there is something to give up."""
-        method, prompt = self._method, row.prompt_length
+        method, prompt = self._method, seq.prompt_length
         if method.every is None:
             return prompt if length < prompt and method.kept(prompt) < prompt else NEVER
         return (max(length, method.untouched) // method.every + 1) * method.every
 
-    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+    def query_hooks(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
         """Hooks for pieces of prompts that reach into the last `queries` positions."""
-        return [self._listener(row, len(chunk.tokens)) for row, chunk in zip(rows, chunks, strict=True)]
+        return [self._listener(seq, len(chunk.tokens)) for seq, chunk in zip(seqs, chunks, strict=True)]
 
-    def _listener(self, row: Row, size: int) -> QueryHook | None:
-        begin, first = self._cache.positions[row.slot], row.prompt_length - self._method.queries
-        if row.emitted or begin + size <= first or self._method.kept(row.prompt_length) >= row.prompt_length:
+    def _listener(self, seq: SequenceState, size: int) -> QueryHook | None:
+        begin, first = self._cache.positions[seq.seq_id], seq.prompt_length - self._method.queries
+        if seq.emitted or begin + size <= first or self._method.kept(seq.prompt_length) >= seq.prompt_length:
             return None
-        known = self._queries[row.root or row]
+        known = self._queries[seq.root or seq]
 
         def note(layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> None:
-            if self._stack.windows[layer] is None:
+            if self._runner.windows[layer] is None:
                 before = [one for one in known.get(layer, ()) if one[0] < begin]  # a forward that failed is run again
                 known[layer] = [*before, (begin, queries[:, max(0, first - begin) :])]
 
         return note
 
-    def rewrite(self, row: Row, layers: Sequence[tuple[int, KVLayer]]) -> None:
-        """Keep the best columns and the ends."""
-        from shoal.model.kv.choice import StoredColumns, best_columns
+    def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
+        """Keep the best slots and the ends."""
+        from shoal.model.kv.choice import StoredSlots, best_slots
 
         method = self._method
-        known = self._queries[row.root or row]
+        known = self._queries[seq.root or seq]
         for number, layer in layers:
             pieces = [piece for _, piece in known.get(number, ())]
-            columns = StoredColumns(number, layer, row.slot, self._stack, pieces)
-            count = method.kept(columns.count)
-            if count < columns.count:
-                sizes = count, columns.count, method.sinks, method.window or 0
-                layer.keep_columns(row.slot, best_columns(method.score(columns), *sizes))
-        if row.root is None:  # branches of a search read the prompt's last token each for itself
-            self._queries.forget(row)
+            slots = StoredSlots(number, layer, seq.seq_id, self._runner, pieces)
+            count = method.kept(slots.count)
+            if count < slots.count:
+                sizes = count, slots.count, method.sinks, method.window or 0
+                layer.keep_slots(seq.seq_id, best_slots(method.score(slots), *sizes))
+        if seq.root is None:  # branches of a search read the prompt's last token each for itself
+            self._queries.forget(seq)

@@ -1,4 +1,4 @@
-"""Methods whose queries read some columns of the KV: everything but the scores. Imports no torch at first."""
+"""Methods whose queries read some slots of the KV: everything but the scores. Imports no torch at first."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shoal.decode.worker import Select, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import SHOWN_QUERIES, Method, check_first
-from shoal.speculative.per_row import PerRow
+from shoal.speculative.per_sequence import PerSequence
 from shoal.types import ModelInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.decode.row import Row
+    from shoal.decode.sequence import SequenceState
     from shoal.model.kv.cache import KVCache
     from shoal.model.kv.choice import Labels, Ranking
-    from shoal.model.stack import QueryHook, SequenceChunk, Stack
+    from shoal.model.runner import ModelRunner, QueryHook, SequenceChunk
 
 ALL, SELECTS, READS, LABELED = range(4)
 """Roles of layers, as in `shoal.model.kv.choice`, which imports torch."""
@@ -31,7 +31,7 @@ ALL, SELECTS, READS, LABELED = range(4)
 
 @dataclass(frozen=True)
 class SelectionMethod(Method, Select):
-    """A method whose queries read the `k` columns that score best, their own among them. It is its own part `select`.
+    """A method whose queries read the `k` slots that score best, their own among them. It is its own part `select`.
 
     Prompts are read in full. A subclass has an option `k`, and may have `first` and `share`, as `TopKOracle` and
     `Tidal` have. It defines `score` if each layer chooses for itself, in torch. It names the `roles` of layers instead
@@ -50,7 +50,7 @@ class SelectionMethod(Method, Select):
     @property
     @abstractmethod
     def k(self) -> int | None:
-        """Columns that a query reads; None for all."""
+        """Slots that a query reads; None for all."""
 
     @property
     def first(self) -> int:
@@ -58,7 +58,7 @@ class SelectionMethod(Method, Select):
         return 0
 
     def selects(self, info: ModelInfo) -> bool:
-        """Whether queries leave columns out on that model; checks the options against it.
+        """Whether queries leave slots out on that model; checks the options against it.
 
         Raises:
             ValueError: an option is out of range for this model.
@@ -78,7 +78,7 @@ class SelectionMethod(Method, Select):
         return layer >= self.first
 
     def score(self, queries: Tensor, keys: Tensor, seen: Tensor, ranking: Ranking) -> Tensor:
-        """What each column is worth to each query: [kv_heads or heads, nodes, columns], -inf where `seen` is false.
+        """What each slot is worth to each query: [kv_heads or heads, nodes, slots], -inf where `seen` is false.
 
         Args:
             queries, keys, seen: as of a `QueryHook`.
@@ -97,15 +97,15 @@ class SelectionMethod(Method, Select):
 
     @property
     def label_width(self) -> int:
-        """Dimensions of a head's keys that label a column in layers of the role `LABELED`."""
+        """Dimensions of a head's keys that label a slot in layers of the role `LABELED`."""
         return 0
 
     def labels(self) -> Labels | None:
-        """Empty labels by which kernels score a row's columns; None if keys serve."""
+        """Empty labels by which kernels score a sequence's slots; None if keys serve."""
         return None
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and some of the columns.
+        """Every layer, and some of the slots.
 
         Raises:
             ValueError: an option is out of range for this model.
@@ -124,45 +124,45 @@ class SelectionMethod(Method, Select):
         return bool(self.option("share") == "query_head")
 
     @override
-    def label_bytes(self, stack: Stack, columns: int) -> int | None:
-        """What kernels keep beside a row of that many columns; None where they do not choose."""
-        roles = self.roles(layers_of(stack))
+    def label_bytes(self, runner: ModelRunner, slots: int) -> int | None:
+        """What kernels keep beside a sequence of that many slots; None where they do not choose."""
+        roles = self.roles(layers_of(runner))
         if roles is None:
             return None
-        heads = sum(sizes[0] for sizes, role in zip(stack.kv_sizes, roles, strict=True) if role == LABELED)
-        return heads * self.label_width * (columns + 16) * stack.dtype.itemsize
+        heads = sum(sizes[0] for sizes, role in zip(runner.kv_sizes, roles, strict=True) if role == LABELED)
+        return heads * self.label_width * (slots + 16) * runner.dtype.itemsize
 
     @override
-    def begin(self, stack: Any, cache: Any) -> ScoreSelector:
-        return ScoreSelector(self, stack, cache)
+    def begin(self, runner: Any, cache: Any) -> ScoreSelector:
+        return ScoreSelector(self, runner, cache)
 
 
-def layers_of(stack: Stack) -> ModelInfo:
+def layers_of(runner: ModelRunner) -> ModelInfo:
     """The part of a model's info that `roles` reads."""
-    return ModelInfo(stack.num_layers, windows=stack.windows)
+    return ModelInfo(runner.num_layers, windows=runner.windows)
 
 
 class ScoreSelector(Worker):
-    """Scores the columns for each query of decoding rows and lets it read the best."""
+    """Scores the slots for each query of decoding sequences and lets it read the best."""
 
-    def __init__(self, method: SelectionMethod, stack: Stack, cache: KVCache) -> None:
+    def __init__(self, method: SelectionMethod, runner: ModelRunner, cache: KVCache) -> None:
         from shoal.model.kv.choice import Ranking
 
-        self._method, self._cache, self._roles = method, cache, method.roles(layers_of(stack))
-        self._ranking = Ranking.of(stack, method.by_query_head)
-        self._labels = PerRow(lambda _: method.labels())
+        self._method, self._cache, self._roles = method, cache, method.roles(layers_of(runner))
+        self._ranking = Ranking.of(runner, method.by_query_head)
+        self._labels = PerSequence(lambda _: method.labels())
 
-    def query_hooks(self, rows: Sequence[Row], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
-        """A hook for each decoding row."""
-        return [self._hook(row) if row.emitted else None for row in rows]
+    def query_hooks(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
+        """A hook for each decoding sequence."""
+        return [self._hook(seq) if seq.emitted else None for seq in seqs]
 
-    def _hook(self, row: Row) -> QueryHook:
-        from shoal.model.kv.choice import TopColumns
+    def _hook(self, seq: SequenceState) -> QueryHook:
+        from shoal.model.kv.choice import TopSlots
 
         if self._roles is None:
             return self._choose
         count = self._method.most_read
-        return TopColumns(count, self._roles, self._cache, row.slot, self._ranking, self._labels[row])
+        return TopSlots(count, self._roles, self._cache, seq.seq_id, self._ranking, self._labels[seq])
 
     def _choose(self, layer: int, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor | None:
         from shoal.model.kv.choice import largest

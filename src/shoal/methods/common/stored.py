@@ -65,7 +65,7 @@ class StoredFrom(Store):
 
 @dataclass(frozen=True)
 class Int8(KVForm):
-    """int8 [heads, columns, head_dim] and float16 scales [heads, columns, blocks]."""
+    """int8 [heads, slots, head_dim] and float16 scales [heads, slots, blocks]."""
 
     kernel: ClassVar[str | None] = "int8"
 
@@ -84,7 +84,7 @@ class Int8(KVForm):
 
 @dataclass(frozen=True)
 class Int4(KVForm):
-    """uint8 [heads, columns, blocks, 16], two numbers each, and float16 scales [heads, columns, blocks].
+    """uint8 [heads, slots, blocks, 16], two numbers each, and float16 scales [heads, slots, blocks].
 
     Zeros fill the last block.
 

@@ -175,9 +175,9 @@ def config_of(file: GgufFile) -> Any:
     family = family_of(metadata)
     common = _common(file, metadata)
     fields = common | family.own(file, metadata, common)
-    words = vocabulary_of(file.header)
-    _check_vocabulary(file, words, fields["vocab_size"])
-    return AutoConfig.for_model(family.model_type, **fields, **_special(words))
+    vocabulary = vocabulary_of(file.header)
+    _check_vocabulary(file, vocabulary, fields["vocab_size"])
+    return AutoConfig.for_model(family.model_type, **fields, **_special(vocabulary))
 
 
 def _common(file: GgufFile, metadata: Metadata) -> Fields:
@@ -240,16 +240,16 @@ def _rows(file: GgufFile) -> int:
     return file.header.tensors[EMBEDDING].shape[0]
 
 
-def _check_vocabulary(file: GgufFile, words: Vocabulary | None, rows: int) -> None:
-    if words is not None and len(words) != rows:
-        raise ValueError(f"the GGUF file {file.path.name!r} has {len(words)} tokens and an embedding of {rows} rows; "
+def _check_vocabulary(file: GgufFile, vocabulary: Vocabulary | None, rows: int) -> None:
+    if vocabulary is not None and len(vocabulary) != rows:
+        raise ValueError(f"the GGUF file {file.path.name!r} has {len(vocabulary)} tokens and an embedding of {rows} rows; "
                          "both must be the same. Convert the model again")
 
 
-def _special(words: Vocabulary | None) -> Fields:
-    if words is None:
+def _special(vocabulary: Vocabulary | None) -> Fields:
+    if vocabulary is None:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return {"bos_token_id": words.bos, "eos_token_id": words.ends, "pad_token_id": words.pad}
+    return {"bos_token_id": vocabulary.bos, "eos_token_id": vocabulary.ends, "pad_token_id": vocabulary.pad}
 
 
 def rope_parameters(file: GgufFile, metadata: Metadata, head_dim: int) -> dict[str, Any]:

@@ -149,21 +149,21 @@ def tokenizer_of(header: Header) -> Any | None:
 
 
 def _made(header: Header) -> Any | None:
-    words = vocabulary_of(header)
-    if words is None:
+    vocabulary = vocabulary_of(header)
+    if vocabulary is None:
         return None
     metadata = Metadata(header)
-    if words.kind == "gpt2":
-        rules = _rules(words.pre)
-        tokens = _distinct(words)
-        backend, add_bos = _byte_level(tokens, words, rules), rules.add_bos
-    elif words.kind == "llama":
-        tokens = _spelled(_distinct(words))
-        backend, add_bos = _sentencepiece(tokens, words, metadata.architecture), True
+    if vocabulary.kind == "gpt2":
+        rules = _rules(vocabulary.pre)
+        tokens = _distinct(vocabulary)
+        backend, add_bos = _byte_level(tokens, vocabulary, rules), rules.add_bos
+    elif vocabulary.kind == "llama":
+        tokens = _spelled(_distinct(vocabulary))
+        backend, add_bos = _sentencepiece(tokens, vocabulary, metadata.architecture), True
     else:
-        raise Unsupported(f"a GGUF tokenizer of model {words.kind!r}", "Shoal reads gpt2 and llama", _REMEDY)
-    _add_special(backend, tokens, words, metadata.architecture)
-    return _wrapped(backend, tokens, words, add_bos, metadata)
+        raise Unsupported(f"a GGUF tokenizer of model {vocabulary.kind!r}", "Shoal reads gpt2 and llama", _REMEDY)
+    _add_special(backend, tokens, vocabulary, metadata.architecture)
+    return _wrapped(backend, tokens, vocabulary, add_bos, metadata)
 
 
 def _rules(name: str) -> PreTokenizer:
@@ -173,9 +173,9 @@ def _rules(name: str) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _distinct(words: Vocabulary) -> list[str]:
+def _distinct(vocabulary: Vocabulary) -> list[str]:
     """The tokens, checked for duplicates; empty ones, which occur in no text, get names of their own."""
-    tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(words.tokens)]
+    tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(vocabulary.tokens)]
     if len(set(tokens)) < len(tokens):
         seen: set[str] = set()
         double = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
@@ -188,8 +188,8 @@ def _spelled(tokens: list[str]) -> list[str]:
     return [SPACE * len(token) if token.isspace() and not token.strip(" ") else token for token in tokens]
 
 
-def _byte_level(tokens: list[str], words: Vocabulary, rules: PreTokenizer) -> Tokenizer:
-    backend = _bpe(tokens, _pairs(words.merges), ignore_merges=rules.whole_words)
+def _byte_level(tokens: list[str], vocabulary: Vocabulary, rules: PreTokenizer) -> Tokenizer:
+    backend = _bpe(tokens, _pairs(vocabulary.merges), ignore_merges=rules.whole_words)
     if rules.nfc:
         backend.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in rules.cuts]
@@ -209,16 +209,16 @@ def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _sentencepiece(tokens: list[str], words: Vocabulary, architecture: str) -> Tokenizer:
+def _sentencepiece(tokens: list[str], vocabulary: Vocabulary, architecture: str) -> Tokenizer:
     in_order = architecture in _IN_ORDER
-    keys: Sequence[float] = range(len(tokens)) if in_order else [-score for score in words.scores]
+    keys: Sequence[float] = range(len(tokens)) if in_order else [-score for score in vocabulary.scores]
     if len(keys) < len(tokens):
         raise ValueError(f"the GGUF tokenizer of model 'llama' has no scores; they must be there. {_REMEDY}")
     options: dict[str, Any] = {"byte_fallback": True, "fuse_unk": True}
-    if words.unk is not None:
-        options["unk_token"] = tokens[words.unk]
-    backend = _bpe(tokens, merges_of(tokens, words.kinds, keys), **options)
-    prefixed = words.add_space_prefix if words.add_space_prefix is not None else True
+    if vocabulary.unk is not None:
+        options["unk_token"] = tokens[vocabulary.unk]
+    backend = _bpe(tokens, merges_of(tokens, vocabulary.kinds, keys), **options)
+    prefixed = vocabulary.add_space_prefix if vocabulary.add_space_prefix is not None else True
     spaces = normalizers.Replace(" ", SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -233,16 +233,16 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> To
         raise ValueError(f"the GGUF tokenizer's merges do not fit its tokens: {error}. {_REMEDY}") from None
 
 
-def _add_special(backend: Tokenizer, tokens: list[str], words: Vocabulary, architecture: str) -> None:
+def _add_special(backend: Tokenizer, tokens: list[str], vocabulary: Vocabulary, architecture: str) -> None:
     """Add tokens that are matched before anything else; control tokens are skipped in decoded text."""
-    stripping = architecture in _STRIPPING and words.kind == "llama"
-    named = {number for number in (words.bos, words.eos, words.unk, words.pad) if number is not None}
-    control = named | set(words.of_kind(CONTROL, UNKNOWN))
+    stripping = architecture in _STRIPPING and vocabulary.kind == "llama"
+    named = {number for number in (vocabulary.bos, vocabulary.eos, vocabulary.unk, vocabulary.pad) if number is not None}
+    control = named | set(vocabulary.of_kind(CONTROL, UNKNOWN))
     backend.add_special_tokens([
         AddedToken(tokens[n], special=True, normalized=False, rstrip=stripping and tokens[n] not in _NOT_STRIPPING)
-        for n in sorted(control) if words.kinds[n : n + 1] != [BYTE]
+        for n in sorted(control) if vocabulary.kinds[n : n + 1] != [BYTE]
     ])
-    plain = [n for n in words.of_kind(USER_DEFINED) if n not in control]
+    plain = [n for n in vocabulary.of_kind(USER_DEFINED) if n not in control]
     backend.add_tokens([AddedToken(tokens[n], special=False, normalized=False) for n in plain])
 
 
@@ -256,16 +256,16 @@ class _Handed:
         return self._backend
 
 
-def _wrapped(backend: Tokenizer, tokens: list[str], words: Vocabulary, add_bos: bool, metadata: Metadata) -> Any:
-    named = {"bos_token": words.bos, "eos_token": words.eos, "unk_token": words.unk, "pad_token": words.pad}
+def _wrapped(backend: Tokenizer, tokens: list[str], vocabulary: Vocabulary, add_bos: bool, metadata: Metadata) -> Any:
+    named = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unk, "pad_token": vocabulary.pad}
     special = {name: None if number is None else tokens[number] for name, number in named.items()}
-    begins = words.add_bos if words.add_bos is not None else add_bos
+    begins = vocabulary.add_bos if vocabulary.add_bos is not None else add_bos
     return PreTrainedTokenizerFast(
         tokenizer_object=_Handed(backend),
         **special,
-        add_bos_token=begins and words.bos is not None,
-        add_eos_token=bool(words.add_eos) and words.eos is not None,
-        chat_template=words.chat_template,
+        add_bos_token=begins and vocabulary.bos is not None,
+        add_eos_token=bool(vocabulary.add_eos) and vocabulary.eos is not None,
+        chat_template=vocabulary.chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=metadata.whole("context_length"),
     )

@@ -1,4 +1,4 @@
-"""Rows whose keys and values are stored in another form than the one in which the model computes them.
+"""Sequences whose keys and values are stored in another form than the one in which the model computes them.
 
 torch is imported only when needed, since methods name their forms.
 """
@@ -20,11 +20,12 @@ KVSizes = tuple[int, int, int]
 
 
 class KVForm(ABC):
-    """How a layer stores keys and values: each column by itself, so that columns can be dropped and overwritten.
+    """How a layer stores keys and values: each slot by itself, so that slots can be dropped and overwritten.
 
     Attributes:
         kernel: the name by which the native kernels know the form; None if they do not read it.
-        late: whether columns take the form only when the recipe's `keep` settles them; until then they are in the slot.
+        late: whether slots take the form only when the recipe's `keep` settles them; until then they are in the
+            cache.
     """
 
     kernel: ClassVar[str | None] = None
@@ -37,11 +38,11 @@ class KVForm(ABC):
 
     @abstractmethod
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Encode keys or values [heads, columns, head_dim] as any number of tensors [heads, columns, ...]."""
+        """Encode keys or values [heads, slots, head_dim] as any number of tensors [heads, slots, ...]."""
 
     @abstractmethod
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """Decode to [heads, columns, head_dim or more], in float32 or the dtype that was encoded."""
+        """Decode to [heads, slots, head_dim or more], in float32 or the dtype that was encoded."""
 
 
 class Store(ABC):
@@ -55,7 +56,7 @@ class Store(ABC):
 
     @abstractmethod
     def form(self, layer: int) -> KVForm | None:
-        """The form of a row in that layer; None to store it as it is computed."""
+        """The form of a sequence in that layer; None to store it as it is computed."""
 
 
 def forms_of(form: KVForm) -> tuple[KVForm, KVForm]:
@@ -63,7 +64,7 @@ def forms_of(form: KVForm) -> tuple[KVForm, KVForm]:
     return form.of_keys or form, form
 
 
-def column_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
+def slot_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
     """Bytes of one position, keys and values together, for a model that computes them in `dtype`."""
     import torch
 
@@ -71,14 +72,14 @@ def column_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
     return sum(part.nbytes for one, dim in sides for part in one.encode(torch.zeros(sizes[0], 1, dim, dtype=dtype)))
 
 
-class EncodedRow:
-    """What one row stores in one layer, in a form of its own.
+class EncodedSequence:
+    """What one sequence stores in one layer, in a form of its own.
 
     Attributes:
         form: the form.
         keys, values: encoded tensors [heads, capacity, ...]; none before the first write.
-        capacity: number of columns that there is room for.
-        settled: number of columns that have taken a `late` form.
+        capacity: number of slots that there is room for.
+        settled: number of slots that have taken a `late` form.
     """
 
     def __init__(self, form: KVForm, reserve: int = 0) -> None:
@@ -99,40 +100,40 @@ class EncodedRow:
         return sum(part.nbytes for part in self.tensors)
 
     @property
-    def column_bytes(self) -> int:
-        """Bytes of one column."""
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
         return self.nbytes // self.capacity if self.capacity else 0
 
-    def allocate(self, like: Tensor, sizes: KVSizes, columns: int) -> None:
-        """Allocate storage for at least that many columns; `like` has the dtype and device of the model's keys."""
-        columns = max(columns, self._reserve)
+    def allocate(self, like: Tensor, sizes: KVSizes, slots: int) -> None:
+        """Allocate storage for at least that many slots; `like` has the dtype and device of the model's keys."""
+        slots = max(slots, self._reserve)
         heads, *dims = sizes
         self._dims = dims
         samples = [form.encode(like.new_zeros(heads, 1, dim)) for form, dim in zip(self._sides, dims, strict=True)]
-        self.keys, self.values = (tuple(part.repeat(1, columns, *[1] * (part.ndim - 2)) for part in parts)
+        self.keys, self.values = (tuple(part.repeat(1, slots, *[1] * (part.ndim - 2)) for part in parts)
                                   for parts in samples)
-        self.capacity = columns
+        self.capacity = slots
 
-    def make_room(self, columns: int) -> None:
-        """Make room for that many columns; tensors that are too small are replaced."""
+    def make_room(self, slots: int) -> None:
+        """Make room for that many slots; tensors that are too small are replaced."""
         import torch
 
-        if columns > self.capacity:
-            more = max(columns, int(self.capacity * GROWTH) + 16) - self.capacity
+        if slots > self.capacity:
+            more = max(slots, int(self.capacity * GROWTH) + 16) - self.capacity
             self.keys, self.values = (tuple(torch.cat([part, part.new_zeros(part.shape[0], more, *part.shape[2:])], 1)
                                             for part in parts) for parts in (self.keys, self.values))
             self.capacity += more
 
     def write(self, at: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [heads, n, head_dim] to the columns from `at` on; there must be room."""
+        """Write keys and values [heads, n, head_dim] to the slots from `at` on; there must be room."""
         for form, parts, new in zip(self._sides, (self.keys, self.values), (keys, values), strict=True):
             for part, encoded in zip(parts, form.encode(new), strict=True):
                 part[:, at : at + new.shape[1]] = encoded
 
-    def read(self, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads, columns, head_dim] of the first columns."""
+    def read(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [heads, slots, head_dim] of the first slots."""
         sides = zip(self._sides, (self.keys, self.values), self._dims, strict=True)
-        keys, values = (form.decode([part[:, :columns] for part in parts])[..., :dim].to(dtype)
+        keys, values = (form.decode([part[:, :slots] for part in parts])[..., :dim].to(dtype)
                         for form, parts, dim in sides)
         return keys, values
 
@@ -142,21 +143,21 @@ class EncodedRow:
         self.capacity = self.settled = 0
 
 
-def move(tensors: Sequence[Tensor], columns: Tensor, to: int) -> None:
-    """Copy columns of a row's tensors [heads, capacity, ...] to those from `to` on.
+def move(tensors: Sequence[Tensor], slots: Tensor, to: int) -> None:
+    """Copy slots of a sequence's tensors [heads, capacity, ...] to those from `to` on.
 
     Args:
-        columns: int64 [n], or [heads, n] if the heads differ.
+        slots: int64 [n], or [heads, n] if the heads differ.
     """
-    count = columns.shape[-1]
-    moved = [_picked(tensor, columns) for tensor in tensors]  # read all before any is written
+    count = slots.shape[-1]
+    moved = [_picked(tensor, slots) for tensor in tensors]  # read all before any is written
     for tensor, part in zip(tensors, moved, strict=True):
         tensor[:, to : to + count] = part
 
 
-def _picked(tensor: Tensor, columns: Tensor) -> Tensor:
+def _picked(tensor: Tensor, slots: Tensor) -> Tensor:
     import torch
 
-    if columns.ndim == 1:
-        return tensor.index_select(1, columns)
-    return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], columns]
+    if slots.ndim == 1:
+        return tensor.index_select(1, slots)
+    return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], slots]

@@ -1,7 +1,8 @@
 """KV memory that the operating system backs page by page, as it is written.
 
-Attention over several rows needs one tensor, with room for the longest row in each slot. The unused room of shorter
-rows is only an address range: of each head's columns only the pages in use take memory, as in vAttention (arXiv
+Attention over several sequences needs one tensor, with room for the longest sequence in each entry. The unused room of
+shorter sequences is only an address range: of each head's slots only the pages in use take memory, as in vAttention
+    (arXiv
 2405.04437) on GPUs. This works on CPUs under Linux; elsewhere, and for small tensors, a tensor takes all its memory.
 """
 
@@ -42,7 +43,7 @@ def zeros(like: Tensor, *shape: int) -> Tensor:
     except OSError as error:
         raise MemoryError(f"can't allocate memory: {size} bytes of KV") from error
     with suppress(OSError):  # kernels without huge pages refuse the advice
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would span columns of many heads and rows
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would span slots of many heads and sequences
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 

@@ -1,4 +1,4 @@
-"""From a config and a source of weights to a packed stack. Matrices of a GGUF file keep the types of the file."""
+"""From a config and a source of weights to a packed runner. Matrices of a GGUF file keep the types of the file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
-from shoal.model.packed.native_stack import NativeStack, fits_kernels, pack_for
+from shoal.model.packed.native_runner import NativeRunner, fits_kernels, pack_for
 from shoal.model.packed.repacked import Repacked
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import FewerLayers, HalvesPaired, ModelSource, Source
-from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def _woven_bytes(kind: GgmlType, rows: int, columns: int) -> int:
 def build(
     config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None = None, *,
     kernels: bool = True,
-) -> PackedStack:
+) -> PackedRunner:
     """Pack a decoder.
 
     Args:
@@ -159,7 +159,7 @@ def build(
         kept.finish()
     elif kept is not None:  # with layers left out it is no copy of the file
         kept.abandon()
-    return (NativeStack if kernels else PackedStack)(shape, weights, rotary, dtype, device)
+    return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
 
 
 def _pack_original(source: FewerLayers, pack: PackFile, names: Sequence[str], role: Role) -> Linear:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.packed import native
-from shoal.model.stack import FromLayer, HiddenStateHook, SequenceChunk
+from shoal.model.runner import FromLayer, HiddenStateHook, SequenceChunk
 
 LIMIT = native.MAX_TOKENS
 """Most tokens of one call."""
@@ -27,7 +27,7 @@ class KernelCall:
 
     Attributes:
         by_kernels: whether the kernels run it; otherwise plain torch does.
-        chunks: chunks in the order of their rows.
+        chunks: chunks in the order of their sequences.
         places: for each the number of the whole chunk, and its first token there.
     """
 
@@ -73,8 +73,8 @@ def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall
     So the arithmetic of a chunk does not depend on the others. Usually one call of the kernels runs all chunks as they
     are; then the list is empty.
     """
-    beside = [store for store in cache.layers if store.beside]
-    by_kernels = [_runs_native(chunk, beside) for chunk in chunks]
+    extra = [store for store in cache.layers if store.extra]
+    by_kernels = [_runs_native(chunk, extra) for chunk in chunks]
     if all(by_kernels) and _fit_together(chunks):
         return []
     calls, by_torch = list[KernelCall](), KernelCall(False, [], [])
@@ -108,13 +108,14 @@ def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
     return found
 
 
-def _runs_native(chunk: SequenceChunk, beside: Sequence[KVLayer]) -> bool:
+def _runs_native(chunk: SequenceChunk, extra: Sequence[KVLayer]) -> bool:
     """Whether the kernels can run a chunk.
 
-    Its nodes must fit the bits of ancestors and see no later ones, and the row's forms and groups must be supported.
+    Its nodes must fit the bits of ancestors and see no later ones, and the sequence's forms and groups must be
+    supported.
 
     Args:
-        beside: the layers in which some row stores anything outside its slot.
+        extra: the layers in which some sequence stores anything outside its slot.
     """
     if chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES:
         return False
@@ -122,11 +123,11 @@ def _runs_native(chunk: SequenceChunk, beside: Sequence[KVLayer]) -> bool:
         cut = len(chunk.tokens) > LIMIT and not (chunk.vectors is None and chunk.experts is None)
         if chunk.mutual or cut or not (chunk.experts is None or chunk.experts.mlps.native):
             return False
-    return all(_readable(store, chunk.row) for store in beside)
+    return all(_readable(store, chunk.seq) for store in extra)
 
 
-def _readable(store: KVLayer, row: int) -> bool:
-    """Whether the kernels can read the forms in which a layer stores a row."""
-    own, older = store.encoded[row], store.settled[row]
+def _readable(store: KVLayer, seq: int) -> bool:
+    """Whether the kernels can read the forms in which a layer stores a sequence."""
+    own, older = store.encoded[seq], store.settled[seq]
     return ((own is None or own.form.kernel in ("int8", "int4"))
             and (older is None or older.form.kernel == "bitmap"))

@@ -62,14 +62,14 @@ class FileSource(Source):
 
     def __init__(self, folder: Path) -> None:
         index = folder / INDEX
-        told = _weight_map(index) if index.is_file() else {}
+        info = _weight_map(index) if index.is_file() else {}
         self._files: dict[str, Path] = {}
-        for name in sorted(set(told.values())) or [SINGLE]:
+        for name in sorted(set(info.values())) or [SINGLE]:
             with _opened(folder / name) as file:
                 self._files.update(dict.fromkeys(file.keys(), folder / name))
-        if absent := sorted(told.keys() - self._files.keys()):
+        if absent := sorted(info.keys() - self._files.keys()):
             more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            raise ValueError(f"{INDEX} names the tensor {absent[0]!r}{more}, and {told[absent[0]]!r} does not hold it. "
+            raise ValueError(f"{INDEX} names the tensor {absent[0]!r}{more}, and {info[absent[0]]!r} does not hold it. "
                              "Fetch the model again")
 
     @override
@@ -126,20 +126,20 @@ class FewerLayers(Source):
     """Some layers of a source, renumbered from 0, and all tensors that belong to no layer.
 
     Args:
-        source: the checkpoint, with the layers of one stack.
+        source: the checkpoint, with the layers of one runner.
         layers: the layers to keep, ascending.
 
     Attributes:
         source: the checkpoint itself, even if layers were already left out of it.
 
     Raises:
-        ValueError: the checkpoint has more than one stack of layers.
+        ValueError: the checkpoint has more than one runner of layers.
     """
 
     def __init__(self, source: Source, layers: Sequence[int]) -> None:
-        stacks = {found[1] for name in source.names() if (found := _NUMBERED.fullmatch(name))}
-        if len(stacks) > 1:
-            raise ValueError(f"tensors are numbered under {', '.join(sorted(stacks))}; it must be one stack of layers")
+        runners = {found[1] for name in source.names() if (found := _NUMBERED.fullmatch(name))}
+        if len(runners) > 1:
+            raise ValueError(f"tensors are numbered under {', '.join(sorted(runners))}; it must be one stack of layers")
         below = source if isinstance(source, FewerLayers) else None
         self.source: Source = below.source if below else source
         self._layers: list[int] = [below._layers[layer] for layer in layers] if below else list(layers)

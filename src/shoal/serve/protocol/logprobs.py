@@ -16,7 +16,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal.types import TokenLogprob, finite_logprob
 
 _PIECE = 64
@@ -176,8 +176,8 @@ def echo_of(engine: Engine, prompt: str | list[int], top: int | None, vocabulary
     Raises:
         ValueError: the prompt is empty or too long, or the model has no tokenizer.
     """
-    stack, most = engine.stack, engine.stack.max_positions
-    ids = prompt_ids(prompt, engine.tokenizer, stack.vocab_size, None if most is None else most + 1)
+    runner, most = engine.runner, engine.runner.max_positions
+    ids = prompt_ids(prompt, engine.tokenizer, runner.vocab_size, None if most is None else most + 1)
     if vocabulary is None:
         raise ValueError("the prompt cannot be echoed: the model has no tokenizer, so tokens have no text")
     decode = vocabulary.tokenizer.decode
@@ -199,14 +199,14 @@ def prompt_logprobs(engine: Engine, ids: Sequence[int], top: int) -> list[TokenL
         ids: of the prompt; at least one.
         top: alternatives for each.
     """
-    stack, found = engine.stack, [TokenLogprob(ids[0], 0.0)]
-    cache, plan = KVCache(stack.windows, 1), DepthPlan.full(stack.num_layers)
-    size = min(_PIECE, stack.prefill_chunk)
+    runner, found = engine.runner, [TokenLogprob(ids[0], 0.0)]
+    cache, plan = KVCache(runner.windows, 1), DepthPlan.full(runner.num_layers)
+    size = min(_PIECE, runner.prefill_chunk)
     for first in range(0, len(ids) - 1, size):
         tokens = ids[first : first + size]
         chunk = SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))
         with engine.turn():
-            logits = stack.forward([chunk], cache)
+            logits = runner.forward([chunk], cache)
             cache.commit(0, range(len(tokens)))
         following = ids[first + 1 : first + 1 + len(tokens)]
         found += [sampling.logprob(scores, token, top) for scores, token in zip(logits, following, strict=False)]

@@ -107,7 +107,7 @@ class TokenRoutes:
         ids, ignored = self._chat(body) if not texts else (self._text(texts[0], body), [])
         names = {"token_strs": self._tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
         tokens = [{"id": token, "piece": self._piece(token)} for token in ids] if body.with_pieces else ids
-        found = {"tokens": tokens, "count": len(ids), "max_model_len": self._engine.stack.max_positions}
+        found = {"tokens": tokens, "count": len(ids), "max_model_len": self._engine.runner.max_positions}
         return {**found, **names}, ignored
 
     def _piece(self, token: int) -> str | list[int]:
@@ -133,7 +133,7 @@ class TokenRoutes:
             return []
         try:
             if body.specials is None and body.parse_special:
-                return prompt_ids(text, self._tokenizer, self._engine.stack.vocab_size, None)
+                return prompt_ids(text, self._tokenizer, self._engine.runner.vocab_size, None)
             if self._tokenizer is None:
                 raise refused("prompt", "the model has no tokenizer")
             how = {"add_special_tokens": body.specials is not False, "split_special_tokens": not body.parse_special}
@@ -142,7 +142,7 @@ class TokenRoutes:
             raise refused("prompt", str(error)) from None
 
     def _detokenized(self, body: DetokenizeBody) -> dict[str, Any]:
-        wrong = next((token for token in body.tokens if not 0 <= token < self._engine.stack.vocab_size), None)
+        wrong = next((token for token in body.tokens if not 0 <= token < self._engine.runner.vocab_size), None)
         if wrong is not None or self._tokenizer is None:
             raise refused("tokens", "the model has no tokenizer" if wrong is None else f"token {wrong} has no text")
         text = str(self._tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
@@ -154,12 +154,12 @@ class TokenRoutes:
         return {
             "model_alias": self._settings.model_name,
             "build_info": f"shoal {__version__}",
-            "total_slots": self._scheduler.max_rows,
+            "total_slots": self._scheduler.max_seqs,
             "chat_template": getattr(self._tokenizer, "chat_template", None),
             "modalities": {"vision": False, "audio": False},
-            "default_generation_settings": {"n_ctx": engine.stack.max_positions, "params": filled({}, engine.sampling)},
-            "num_layers": engine.stack.num_layers,
-            "vocab_size": engine.stack.vocab_size,
+            "default_generation_settings": {"n_ctx": engine.runner.max_positions, "params": filled({}, engine.sampling)},
+            "num_layers": engine.runner.num_layers,
+            "vocab_size": engine.runner.vocab_size,
             "eos_token_ids": sorted(engine.eos_token_ids),
             "changes": engine.changes,
             "card": {"layer_scores": {kind: list(found) for kind, found in card.layer_scores.items()},

@@ -1,7 +1,7 @@
 """The cost of a step, the chance that a guess is kept, and the number of guesses with the most tokens per cost.
 
 All of it is measured while decoding; `policy` uses it. Gain is expected tokens divided by cost. A cost is in
-seconds, or in plain steps: forwards of the same rows without a guess.
+seconds, or in plain steps: forwards of the same sequences without a guess.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _PLAIN, _WIDE = 15, 5
 """Measurements kept of plain steps, and of each number of guesses."""
 _SLOPE = 0.08
-"""Cost of a guess in plain steps of one row, until it was measured."""
+"""Cost of a guess in plain steps of one sequence, until it was measured."""
 _MOST_ADDED = 2.0
 """Most plain steps that a guess may seem to add: the rest is load of other processes."""
 
@@ -38,7 +38,7 @@ class Acceptance:
         self._fade, self._kept, self._tried = fade, 2 * prior, 2.0
 
     def observe(self, kept: int, offered: int) -> None:
-        """`kept` guesses in a row were accepted out of `offered` one after another."""
+        """`kept` guesses in a sequence were accepted out of `offered` one after another."""
         for attempt in range(min(kept + 1, offered)):
             self._kept = self._fade * self._kept + (attempt < kept)
             self._tried = self._fade * self._tried + 1
@@ -60,36 +60,36 @@ def gain_of(tokens: float, cost: float) -> float:
 
 
 def best_length(costs: Mapping[int, float], tokens: Callable[[int], float], floor: float = 0.0) -> int:
-    """The number of guesses, equal for every row, with the largest gain; 0 if none gains more than `floor`.
+    """The number of guesses, equal for every sequence, with the largest gain; 0 if none gains more than `floor`.
 
     Args:
-        costs: of a step, by the number of guesses of each row.
-        tokens: expected tokens of a row's block, by its number of guesses.
+        costs: of a step, by the number of guesses of each sequence.
+        tokens: expected tokens of a sequence's block, by its number of guesses.
     """
     best = max(costs, key=lambda length: (tokens(length) / costs[length], -length), default=0)
     return best if best and tokens(best) / costs[best] > floor else 0
 
 
 def best_lengths(
-    chances: Sequence[Sequence[float]], rows: int, cost: Callable[[int], float], floor: float, room: int | None = None
+    chances: Sequence[Sequence[float]], seqs: int, cost: Callable[[int], float], floor: float, room: int | None = None
 ) -> tuple[float, list[int]]:
-    """The largest gain if guesses are added over all rows, the likeliest first; and how many each row gets.
+    """The largest gain if guesses are added over all sequences, the likeliest first; and how many each sequence gets.
 
     Args:
-        chances: for each row that may guess, the chance of each next guess to be kept with all before it, falling.
-        rows: of the forward, those without guesses included.
-        cost: of a step with so many guesses of all rows together.
+        chances: for each sequence that may guess, the chance of each next guess to be kept with all before it, falling.
+        sequences: of the forward, those without guesses included.
+        cost: of a step with so many guesses of all sequences together.
         floor: gain that guesses must exceed; if they do not, it is returned with no guesses.
-        room: most guesses of all rows together; None for any number.
+        room: most guesses of all sequences together; None for any number.
     """
-    ranked = sorted(((chance, row) for row, some in enumerate(chances) for chance in some), reverse=True)[:room]
-    best, count, tokens = floor, 0, float(rows)
+    ranked = sorted(((chance, seq) for seq, some in enumerate(chances) for chance in some), reverse=True)[:room]
+    best, count, tokens = floor, 0, float(seqs)
     for guesses, (chance, _) in enumerate(ranked, start=1):
         tokens += chance
         if (gain := gain_of(tokens, cost(guesses))) > best:
             best, count = gain, guesses
-    lengths = Counter(row for _, row in ranked[:count])
-    return best, [lengths[row] for row in range(len(chances))]
+    lengths = Counter(seq for _, seq in ranked[:count])
+    return best, [lengths[seq] for seq in range(len(chances))]
 
 
 class LeastSquares:
@@ -148,7 +148,7 @@ class LinearLatency:
 
 
 class ForwardTimes:
-    """Seconds of forwards of one model on this machine, by rows and by guesses on top of them.
+    """Seconds of forwards of one model on this machine, by sequences and by guesses on top of them.
 
     A forward without guesses times the plain step; one with guesses times what they add.
     """
@@ -158,27 +158,27 @@ class ForwardTimes:
         self._added = defaultdict[int, dict[int, deque[float]]](dict)
         self._curves: dict[int, list[tuple[int, float]]] = {}
 
-    def observe(self, rows: int, guesses: int, seconds: float) -> None:
-        """Add the time of a forward of so many rows, with so many guesses over all rows."""
+    def observe(self, seqs: int, guesses: int, seconds: float) -> None:
+        """Add the time of a forward of so many sequences, with so many guesses over all sequences."""
         if guesses == 0:
-            self._steps[rows].append(seconds)
-        elif step := self.step(rows):
+            self._steps[seqs].append(seconds)
+        elif step := self.step(seqs):
             near = _GRID[min(bisect_left(_GRID, guesses), len(_GRID) - 1)]
             added = min(max(seconds / step - 1, 0.0), _MOST_ADDED * guesses)
-            self._added[load(rows)].setdefault(near, deque(maxlen=_WIDE)).append(added)
-            self._curves.pop(load(rows), None)
+            self._added[load(seqs)].setdefault(near, deque(maxlen=_WIDE)).append(added)
+            self._curves.pop(load(seqs), None)
 
-    def known(self, rows: int) -> bool:
-        """Whether plain steps of so many rows were timed."""
-        return len(self._steps[rows]) > 1
+    def known(self, seqs: int) -> bool:
+        """Whether plain steps of so many sequences were timed."""
+        return len(self._steps[seqs]) > 1
 
-    def step(self, rows: int) -> float:
-        """Seconds of a plain step of so many rows; 0 before one was timed."""
-        return statistics.median(self._steps[rows] or [0.0])
+    def step(self, seqs: int) -> float:
+        """Seconds of a plain step of so many sequences; 0 before one was timed."""
+        return statistics.median(self._steps[seqs] or [0.0])
 
-    def added(self, rows: int, guesses: int) -> float:
+    def added(self, seqs: int, guesses: int) -> float:
         """Plain steps that so many guesses add to one: straight lines between what was measured."""
-        curve = self._curve(rows)
+        curve = self._curve(seqs)
         at = bisect_left(curve, (guesses, -1.0))
         if at == len(curve):
             size, added = curve[-1]
@@ -187,29 +187,29 @@ class ForwardTimes:
         below, least = curve[at - 1] if at else (0, 0.0)
         return least + (added - least) * (guesses - below) / (size - below)
 
-    def widest(self, rows: int) -> int:
-        """The largest number of guesses that was timed for so many rows; 0 if none was."""
-        return max(self._added[load(rows)], default=0)
+    def widest(self, seqs: int) -> int:
+        """The largest number of guesses that was timed for so many sequences; 0 if none was."""
+        return max(self._added[load(seqs)], default=0)
 
-    def forget(self, rows: int) -> None:
-        """Forget what guesses add to a step of so many rows."""
-        self._added.pop(load(rows), None)
-        self._curves.pop(load(rows), None)
+    def forget(self, seqs: int) -> None:
+        """Forget what guesses add to a step of so many sequences."""
+        self._added.pop(load(seqs), None)
+        self._curves.pop(load(seqs), None)
 
-    def _curve(self, rows: int) -> list[tuple[int, float]]:
+    def _curve(self, seqs: int) -> list[tuple[int, float]]:
         """Points (guesses, plain steps), both ascending."""
-        if load(rows) not in self._curves:
-            cells, points, least = self._added[load(rows)], deque[tuple[int, float]](), math.inf
+        if load(seqs) not in self._curves:
+            cells, points, least = self._added[load(seqs)], deque[tuple[int, float]](), math.inf
             for size in sorted(cells, reverse=True):  # more positions never take less: the excess is noise
                 least = min(least, statistics.median(cells[size]))
                 points.appendleft((size, least))
-            self._curves[load(rows)] = list(points) or [(1, _SLOPE / (1 + _SLOPE * (rows - 1)))]
-        return self._curves[load(rows)]
+            self._curves[load(seqs)] = list(points) or [(1, _SLOPE / (1 + _SLOPE * (seqs - 1)))]
+        return self._curves[load(seqs)]
 
 
-def load(rows: int) -> int:
-    """Numbers of rows that are taken together."""
-    return rows.bit_length()
+def load(seqs: int) -> int:
+    """Numbers of sequences that are taken together."""
+    return seqs.bit_length()
 
 
 class DraftCost:

@@ -28,8 +28,8 @@ from shoal.speculative.cost.model import (
 )
 
 if TYPE_CHECKING:
-    from shoal.decode.row import Row
     from shoal.decode.rules.accept import Outcome
+    from shoal.decode.sequence import SequenceState
     from shoal.decode.tree import TokenTree
 
 MARGIN = 1.08
@@ -74,9 +74,10 @@ class Backoff:
 class Goodput(DraftLengthPolicy):
     """SmartSpec (arXiv 2406.14066): predicted tokens per second for every draft length, and the best of them.
 
-    It measures the forwards of a batch, fits their time online, and estimates the acceptance of each row. Then each
-    row's guesses are limited to what pays. A row that stopped guessing tries a single guess now and then, ever more
-    rarely while that fails: without attempts the estimate would never recover. The number of guesses follows measured
+    It measures the forwards of a batch, fits their time online, and estimates the acceptance of each sequence. Then
+    each sequence's guesses are limited to what pays. A sequence that stopped guessing tries a single guess now and
+    then, ever more rarely while that fails: without attempts the estimate would never recover. The number of guesses
+        follows measured
     times, so it differs between runs.
 
     Args:
@@ -97,22 +98,22 @@ class Goodput(DraftLengthPolicy):
         self._lengths: list[int] = []
 
     @classmethod
-    def begin(cls, stack: Any, cache: Any) -> Goodput:
-        """The policy of one batch of rows."""
+    def begin(cls, runner: Any, cache: Any) -> Goodput:
+        """The policy of one batch of sequences."""
         return cls()
 
-    def limits(self, rows: Sequence[Row]) -> list[int]:
+    def limits(self, seqs: Sequence[SequenceState]) -> list[int]:
         """The first steps measure: one plain, one with all guesses."""
         before = list(self._states)
-        self._states = {id(row): self._states.get(id(row)) or (Acceptance(), Backoff(self._RAREST_PROBE))
-                        for row in rows}
+        self._states = {id(seq): self._states.get(id(seq)) or (Acceptance(), Backoff(self._RAREST_PROBE))
+                        for seq in seqs}
         self._steps += 1
         if self._steps <= self._MEASURED:
-            return [0 if self._steps < self._MEASURED else self._most] * len(rows)
+            return [0 if self._steps < self._MEASURED else self._most] * len(seqs)
         if self._planned <= 0 or before != list(self._states):
-            self._plan([self._states[id(row)][0].rate for row in rows])
+            self._plan([self._states[id(seq)][0].rate for seq in seqs])
         self._planned -= 1
-        return [self._waking(self._states[id(row)][1], length) for row, length in zip(rows, self._lengths, strict=True)]
+        return [self._waking(self._states[id(seq)][1], length) for seq, length in zip(seqs, self._lengths, strict=True)]
 
     def _waking(self, pause: Backoff, length: int) -> int:
         if length:
@@ -121,7 +122,7 @@ class Goodput(DraftLengthPolicy):
         return int(pause.passed(self._FIRST_PROBE))
 
     def _plan(self, rates: Sequence[float]) -> None:
-        """Choose the lengths. If no row is to guess, that holds until a probe has measured something."""
+        """Choose the lengths. If no sequence is to guess, that holds until a probe has measured something."""
         self._lengths = goodput_lengths(rates, self._most, self._target, self._draft)
         self._planned = self._PLANNED if any(self._lengths) else self._RAREST_PROBE
 
@@ -137,43 +138,43 @@ class Goodput(DraftLengthPolicy):
             self._draft.observe(longest, report.draft_seconds)
             if not any(self._lengths):
                 self._planned = 0
-        for row, tree, outcome in report.guessed():
-            if id(row) in self._states:
-                self._states[id(row)][0].observe(*kept_of(tree, outcome))
+        for seq, tree, outcome in report.guessed():
+            if id(seq) in self._states:
+                self._states[id(seq)][0].observe(*kept_of(tree, outcome))
 
     def _again(self, report: StepReport) -> None:
         """Let the next step measure in place of one that could only prepare guesses."""
-        ready = [row for row, tree in zip(report.rows, report.trees, strict=True)
+        ready = [seq for seq, tree in zip(report.seqs, report.trees, strict=True)
                  if len(tree) == 1 and tree.vectors is not None]
         if ready and self._steps == self._MEASURED:
             self._steps -= 1
-        for row in ready:
-            if id(row) in self._states:
-                self._states[id(row)][1].soon(self._FIRST_PROBE)
+        for seq in ready:
+            if id(seq) in self._states:
+                self._states[id(seq)][1].soon(self._FIRST_PROBE)
 
 
 def goodput_lengths(rates: Sequence[float], most: int, target: LinearLatency, draft: LinearLatency) -> list[int]:
-    """The guesses per row, 0..most each, with the largest expected tokens per second of the whole batch.
+    """The guesses per sequence, 0..most each, with the largest expected tokens per second of the whole batch.
 
-    Drafting costs by the longest row, verifying by the sum.
+    Drafting costs by the longest sequence, verifying by the sum.
     """
-    rows, plain = len(rates), target.seconds(len(rates))
-    best, lengths = gain_of(rows, plain) if plain else 0.0, [0] * rows
+    seqs, plain = len(rates), target.seconds(len(rates))
+    best, lengths = gain_of(seqs, plain) if plain else 0.0, [0] * seqs
     for longest in range(1, most + 1):
 
         def cost(guesses: int, drafting: float = draft.seconds(longest)) -> float:
-            return target.seconds(rows + guesses) + drafting
+            return target.seconds(seqs + guesses) + drafting
 
         chances = [[rate**place for place in range(1, longest + 1)] for rate in rates]
-        floor = max(best, gain_of(rows, cost(0)))  # above `best` only while a plain step seems to take no time
-        gain, found = best_lengths(chances, rows, cost, floor)
+        floor = max(best, gain_of(seqs, cost(0)))  # above `best` only while a plain step seems to take no time
+        gain, found = best_lengths(chances, seqs, cost, floor)
         if any(found):
             best, lengths = gain, found
     return lengths
 
 
 def kept_of(tree: TokenTree, outcome: Outcome) -> tuple[int, int]:
-    """The kept guesses of a tree, and the judged ones in a row: one more if a guess was rejected."""
+    """The kept guesses of a tree, and the judged ones in a sequence: one more if a guess was rejected."""
     kept = len(outcome.path) - 1
     return kept, kept + bool(tree.children(outcome.path[-1]))
 
@@ -183,8 +184,8 @@ class Width(DraftLengthPolicy):
 
     Scylla (arXiv 2505.07858) chooses the width at which arithmetic becomes the limit. Here the measured time stands in
     for the roofline. Every width is tried a few times. The law of acceptance over width, A(k) = a log10(k) + c, smooths
-    what each brought, and the median says what each took. It is coarser than `Goodput`, which treats rows separately
-    and adapts with every step. But it is steadier, and a fixed width suits captured graphs.
+    what each brought, and the median says what each took. It is coarser than `Goodput`, which treats sequences
+    separately and adapts with every step. But it is steadier, and a fixed width suits captured graphs.
     """
 
     _WIDTHS = (2, 4, 8)
@@ -198,12 +199,12 @@ class Width(DraftLengthPolicy):
         self._length, self._left = 0, 0
 
     @classmethod
-    def begin(cls, stack: Any, cache: Any) -> Width:
-        """The policy of one batch of rows."""
+    def begin(cls, runner: Any, cache: Any) -> Width:
+        """The policy of one batch of sequences."""
         return cls()
 
-    def limits(self, rows: Sequence[Row]) -> list[int]:
-        """The same limit for all rows."""
+    def limits(self, seqs: Sequence[SequenceState]) -> list[int]:
+        """The same limit for all sequences."""
         if self._left:
             self._left -= 1
         elif self._waiting:
@@ -211,7 +212,7 @@ class Width(DraftLengthPolicy):
         else:
             self._length, self._left, self._waiting = self._best(), self._LASTS, self._plan.copy()
             self._found.clear()
-        return [self._length] * len(rows)
+        return [self._length] * len(seqs)
 
     def observe(self, report: StepReport) -> None:
         """Learn the width's tokens and time; a trial that shared its forward with a prompt is repeated."""
@@ -233,13 +234,13 @@ class Width(DraftLengthPolicy):
 
 
 class CostModel:
-    """Says how many guesses pay, from the times of forwards and the record of a helper's guesses.
+    """Says how many guesses pay, from the times of forwards and the record of a drafter's guesses.
 
     It outlives the batch, so that later batches begin with what it knows.
 
     Attributes:
         times: of forwards.
-        helper: the record of the helper.
+        drafter: the record of the drafter.
     """
 
     _TRIAL = 3
@@ -247,49 +248,49 @@ class CostModel:
     _LIKELY = 0.5
     """Chance above which a guess that was not made counts towards measuring the costs again."""
 
-    def __init__(self, helper: HelperRecord | None = None, times: ForwardTimes | None = None) -> None:
-        self.times, self.helper = times or ForwardTimes(), helper or HelperRecord()
+    def __init__(self, drafter: DrafterRecord | None = None, times: ForwardTimes | None = None) -> None:
+        self.times, self.drafter = times or ForwardTimes(), drafter or DrafterRecord()
         self._declined = Backoff(_LONGEST_PAUSE)
 
-    def lengths(self, chances: Sequence[Sequence[float]], rows: int, room: int) -> list[int]:
-        """The number of guesses for each row that has some. The first steps of a new number of rows are plain.
+    def lengths(self, chances: Sequence[Sequence[float]], seqs: int, room: int) -> list[int]:
+        """The number of guesses for each sequence that has some. The first steps of a new number of sequences are plain.
 
         Args:
-            chances: for each such row, the chance of each next guess to be kept with all before it.
-            rows: of the forward, those without guesses included.
-            room: most guesses of all rows together.
+            chances: for each such sequence, the chance of each next guess to be kept with all before it.
+            sequences: of the forward, those without guesses included.
+            room: most guesses of all sequences together.
         """
-        if not self.times.known(rows):
+        if not self.times.known(seqs):
             return [0] * len(chances)
-        room = min(room, max(self._TRIAL, rows, 2 * self.times.widest(rows)))
-        lengths = paying_lengths(chances, self.times, room, rows)
+        room = min(room, max(self._TRIAL, seqs, 2 * self.times.widest(seqs)))
+        lengths = paying_lengths(chances, self.times, room, seqs)
         if any(lengths):
-            if self.times.widest(rows):  # without a measurement this is a trial
+            if self.times.widest(seqs):  # without a measurement this is a trial
                 self._declined.end()
         elif max(map(max, filter(None, chances)), default=0.0) > self._LIKELY and self._declined.passed(_FIRST_PAUSE):
-            self.times.forget(rows)
+            self.times.forget(seqs)
         return lengths
 
-    def helped(self, rows: int, room: int) -> int:
-        """The number of guesses that a helper is to make for each row."""
-        return self.helper.length(self.times, rows, room // rows) if self.times.known(rows) else 0
+    def helped(self, seqs: int, room: int) -> int:
+        """The number of guesses that a drafter is to make for each sequence."""
+        return self.drafter.length(self.times, seqs, room // seqs) if self.times.known(seqs) else 0
 
     def observe(self, report: StepReport, helped: int) -> None:
-        """Learn from a step in which a helper made at most `helped` guesses for a row."""
-        rows, guesses = len(report.rows), sum(map(len, report.trees)) - len(report.rows)
+        """Learn from a step in which a drafter made at most `helped` guesses for a sequence."""
+        seqs, guesses = len(report.seqs), sum(map(len, report.trees)) - len(report.seqs)
         if report.target_seconds is not None:
-            self.times.observe(rows, guesses, report.target_seconds)
-        if helped and (step := self.times.step(rows)):
-            self.helper.took(rows, helped, report.draft_seconds / step)
+            self.times.observe(seqs, guesses, report.target_seconds)
+        if helped and (step := self.times.step(seqs)):
+            self.drafter.took(seqs, helped, report.draft_seconds / step)
 
 
-def paying_lengths(chances: Sequence[Sequence[float]], times: ForwardTimes, room: int, rows: int) -> list[int]:
-    """The guesses per row that `best_lengths` finds; none if they do not pay."""
-    return best_lengths(chances, rows, lambda guesses: rows * (1 + times.added(rows, guesses)), MARGIN, room)[1]
+def paying_lengths(chances: Sequence[Sequence[float]], times: ForwardTimes, room: int, seqs: int) -> list[int]:
+    """The guesses per sequence that `best_lengths` finds; none if they do not pay."""
+    return best_lengths(chances, seqs, lambda guesses: seqs * (1 + times.added(seqs, guesses)), MARGIN, room)[1]
 
 
-class HelperRecord:
-    """How often a helper's guesses are kept, what they cost, and when to try the helper again.
+class DrafterRecord:
+    """How often a drafter's guesses are kept, what they cost, and when to try the drafter again.
 
     Args:
         rate: prior chance that a guess is kept.
@@ -298,12 +299,12 @@ class HelperRecord:
     """
 
     _TRIES = 4
-    """Guesses in a new text before a helper may be put off."""
+    """Guesses in a new text before a drafter may be put off."""
     _SHORTEST_REST = 16
     _TRIALS = 0.01
-    """Share of the time for trying a bad helper again, with one guess; it sets the pause, within bounds."""
+    """Share of the time for trying a bad drafter again, with one guess; it sets the pause, within bounds."""
     _AWAKE = 32
-    """Steps before its next trial from which on the helper sees what is decoded."""
+    """Steps before its next trial from which on the drafter sees what is decoded."""
 
     def __init__(self, rate: float = 0.5, cost: float = 0.5, most: int = 8) -> None:
         self._rate, self._acceptance = rate, Acceptance(prior=rate)
@@ -316,58 +317,58 @@ class HelperRecord:
         """Begin a new text: try again, unless no text pays. What is known of other texts counts half."""
         self._acceptance = Acceptance(prior=(self._acceptance.rate + self._rate) / 2)
         self._tries, self._behind = self._TRIES, True
-        for rows, pause in self._pauses.items():
-            if not self._hopeless.get(rows):
+        for seqs, pause in self._pauses.items():
+            if not self._hopeless.get(seqs):
                 pause.end()
 
-    def length(self, times: ForwardTimes, rows: int, most: int) -> int:
-        """Guesses per row with the most tokens per second, few at first; one now and then if none pays.
+    def length(self, times: ForwardTimes, seqs: int, most: int) -> int:
+        """Guesses per sequence with the most tokens per second, few at first; one now and then if none pays.
 
         Args:
             times: of the model's forwards.
-            rows: the number of rows that the helper would guess for.
-            most: guesses per row that there is room for.
+            sequences: the number of sequences that the drafter would guess for.
+            most: guesses per sequence that there is room for.
         """
-        pause = self._pause = self._pauses[load(rows)]
+        pause = self._pause = self._pauses[load(seqs)]
         if pause.left:
             self._behind = True
             return min(1, most) if pause.passed() else 0
-        if found := self._best(self._acceptance.rate, times, rows, min(most, self._most, 1 + self._judged)):
+        if found := self._best(self._acceptance.rate, times, seqs, min(most, self._most, 1 + self._judged)):
             pause.end()
             return found
-        hopeless = times.widest(rows) > 0 and not self._best(1.0, times, rows, min(most, self._most))
+        hopeless = times.widest(seqs) > 0 and not self._best(1.0, times, seqs, min(most, self._most))
         if self._tries > 0 and not hopeless:
             return min(1, most)
-        trial = self._costs[load(rows)].of(1) + times.added(rows, rows)
+        trial = self._costs[load(seqs)].of(1) + times.added(seqs, seqs)
         rest = max(self._SHORTEST_REST, min(math.ceil(trial / self._TRIALS), _FIRST_PAUSE))
         pause.begin(_FIRST_PAUSE if hopeless else rest)
-        self._hopeless[load(rows)] = hopeless
+        self._hopeless[load(seqs)] = hopeless
         return 0
 
-    def _best(self, rate: float, times: ForwardTimes, rows: int, most: int) -> int:
-        """Guesses per row, up to `most`, with the most tokens per second at that chance; 0 if none pays."""
-        drafting = self._costs[load(rows)]
-        costs = {length: 1 + drafting.of(length) + times.added(rows, rows * length) for length in range(1, most + 1)}
+    def _best(self, rate: float, times: ForwardTimes, seqs: int, most: int) -> int:
+        """Guesses per sequence, up to `most`, with the most tokens per second at that chance; 0 if none pays."""
+        drafting = self._costs[load(seqs)]
+        costs = {length: 1 + drafting.of(length) + times.added(seqs, seqs * length) for length in range(1, most + 1)}
         return best_length(costs, partial(expected_tokens, rate), MARGIN)
 
     @property
     def rests(self) -> bool:
-        """Whether the helper makes no guess in the next steps either, with the last number of rows."""
+        """Whether the drafter makes no guess in the next steps either, with the last number of sequences."""
         return self._pause.left > self._AWAKE
 
     def judged(self, kept: int, offered: int) -> None:
-        """Learn that `kept` of `offered` guesses in a row were right."""
+        """Learn that `kept` of `offered` guesses in a sequence were right."""
         self._judged += 1
         self._tries -= 1
         self._acceptance.observe(kept, offered)
 
-    def took(self, rows: int, guesses: int, share: float) -> None:
-        """Learn the time of so many successive guesses in each row, as a share of a plain step of so many rows.
+    def took(self, seqs: int, guesses: int, share: float) -> None:
+        """Learn the time of so many successive guesses in each sequence, as a share of a plain step of so many sequences.
 
         The first guesses of a text or after a pause do not count, as they include reading what came before.
         """
         if not self._behind:
-            self._costs[load(rows)].took(guesses, share)
+            self._costs[load(seqs)].took(guesses, share)
         self._behind = False
 
 
@@ -395,9 +396,9 @@ class Meter(Worker):
         self._name, self._tell, self._told = name, tell, False
         self._begin(0)
 
-    def _begin(self, rows: int) -> None:
-        """Forget the times of batches with another number of rows, and start again."""
-        self._rows = rows
+    def _begin(self, seqs: int) -> None:
+        """Forget the times of batches with another number of sequences, and start again."""
+        self._seqs = seqs
         self._plain, self._wide = deque[float](maxlen=self._STEPS), deque[float](maxlen=self._STEPS)
         self._count()
 
@@ -408,9 +409,9 @@ class Meter(Worker):
         """Learn from a step in which only this method decoded."""
         if self._told or report.target_seconds is None:
             return
-        if len(report.rows) != self._rows:
-            self._begin(len(report.rows))
-        guesses = sum(map(len, report.trees)) - self._rows
+        if len(report.seqs) != self._seqs:
+            self._begin(len(report.seqs))
+        guesses = sum(map(len, report.trees)) - self._seqs
         (self._wide if guesses else self._plain).append(report.target_seconds)
         self._guesses += guesses
         self._kept += sum(len(outcome.path) - 1 for outcome in report.outcomes)
@@ -421,7 +422,7 @@ class Meter(Worker):
     def _judge(self) -> None:
         step = statistics.median(self._plain if len(self._plain) >= self._PLAIN else self._wide or self._plain)
         stalled = self._STALL * statistics.median(self._seconds)
-        tokens, cost = self._STEPS + self._kept / self._rows, sum(min(one, stalled) for one in self._seconds) / step
+        tokens, cost = self._STEPS + self._kept / self._seqs, sum(min(one, stalled) for one in self._seconds) / step
         if self._guesses and tokens / cost < self._LOSS:
             self._told = True
             self._tell(

@@ -15,7 +15,7 @@ from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.cuda.form import MOST_GROUPS, ForwardForm, fit_of, fits_of, lacking_room
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 graphs = pytest.importorskip("shoal.model.packed.cuda.graphs", reason="needs Triton")
 
@@ -25,18 +25,18 @@ ROWS = [prompt(5, 1), prompt(7, 2), prompt(3, 3)]
 
 
 def filled() -> KVCache:
-    stack = packed(tiny("llama"))
-    cache = KVCache(stack.windows, 3, [16] * 6)
-    for row, ids in enumerate(ROWS):
-        stack.forward([SequenceChunk(row, ids, [0] * len(ids), FULL)], cache)
-        cache.commit(row, range(len(ids)))
+    runner = packed(tiny("llama"))
+    cache = KVCache(runner.windows, 3, [16] * 6)
+    for seq, ids in enumerate(ROWS):
+        runner.forward([SequenceChunk(seq, ids, [0] * len(ids), FULL)], cache)
+        cache.commit(seq, range(len(ids)))
     return cache
 
 
 def chains(*sizes: int, plan: DepthPlan = FULL, step: int = 1, **more: Any) -> list[SequenceChunk]:
     return [
-        SequenceChunk(row, prompt(size, row), [step] * size, plan, **{"wanted": size, **more})
-        for row, size in enumerate(sizes)
+        SequenceChunk(seq, prompt(size, seq), [step] * size, plan, **{"wanted": size, **more})
+        for seq, size in enumerate(sizes)
     ]
 
 
@@ -78,13 +78,13 @@ def test_a_piece_of_a_prompt_that_ends_later_has_a_form() -> None:
     assert fit is not None and fit.form == ForwardForm(2, 8, False)
 
 
-def groups_of(chunks: list[SequenceChunk], rows: int) -> list[tuple[list[int], ForwardForm]]:
-    found = fits_of(chunks, KVCache([None] * 6, rows, [600] * 6))
+def groups_of(chunks: list[SequenceChunk], seqs: int) -> list[tuple[list[int], ForwardForm]]:
+    found = fits_of(chunks, KVCache([None] * 6, seqs, [600] * 6))
     return [(list(numbers), fit.form) for numbers, fit in found or ()]
 
 
 def test_what_has_no_form_as_a_whole_runs_in_groups_that_have_one() -> None:
-    prompts = [SequenceChunk(row, prompt(size, row), [0] * size, FULL) for row, size in ((1, 200), (3, 90), (4, 180))]
+    prompts = [SequenceChunk(seq, prompt(size, seq), [0] * size, FULL) for seq, size in ((1, 200), (3, 90), (4, 180))]
     tokens, shallow = chains(1, 1, 1, 1, 1, 1), chains(*[1] * 7, plan=D3, step=3)
     mixed = [tokens[0], prompts[0], tokens[2], *prompts[1:], tokens[5], shallow[6]]
     assert groups_of(mixed, 7) == [
@@ -92,7 +92,7 @@ def test_what_has_no_form_as_a_whole_runs_in_groups_that_have_one() -> None:
         ([6], ForwardForm(1, 1, True)),
     ]  # fmt: skip
     assert groups_of([*mixed, MISFITS["a tree"][0]], 7) == []
-    many = [SequenceChunk(row, prompt(400, row), [0] * 400, FULL) for row in range(MOST_GROUPS + 1)]
+    many = [SequenceChunk(seq, prompt(400, seq), [0] * 400, FULL) for seq in range(MOST_GROUPS + 1)]
     assert groups_of(many, MOST_GROUPS + 1) == [] and len(groups_of(many[1:], MOST_GROUPS + 1)) == MOST_GROUPS
 
 

@@ -14,8 +14,8 @@ from families import tiny
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.cuda.form import ForwardForm
-from shoal.model.packed.stack import PackedStack
-from shoal.model.stack import SequenceChunk
+from shoal.model.packed.runner import PackedRunner
+from shoal.model.runner import SequenceChunk
 
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here; tests/gpu has its twin")
@@ -37,187 +37,187 @@ def _few_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static, "SHARES", (2, 2))
 
 
-def pair(name: str, **changes: Any) -> tuple[PackedStack, PackedStack]:
-    """A stack that runs all flat, and one that runs what it can in pieces."""
+def pair(name: str, **changes: Any) -> tuple[PackedRunner, PackedRunner]:
+    """A runner that runs all flat, and one that runs what it can in pieces."""
     model = tiny(name, dtype=torch.float32, layers=LAYERS, **changes)
-    flat, stack = packed(model), packed(model)
-    stack.use_graphs(capture=False)
-    return flat, stack
+    flat, runner = packed(model), packed(model)
+    runner.use_graphs(capture=False)
+    return flat, runner
 
 
-def forms(stack: PackedStack) -> list[ForwardForm]:
-    assert stack.graphs is not None
-    return list(stack.graphs.forms)
+def forms(runner: PackedRunner) -> list[ForwardForm]:
+    assert runner.graphs is not None
+    return list(runner.graphs.forms)
 
 
 def feed(
-    stacks: Sequence[PackedStack], caches: Sequence[KVCache], sizes: Sequence[int], plan: DepthPlan = FULL,
+    runners: Sequence[PackedRunner], caches: Sequence[KVCache], sizes: Sequence[int], plan: DepthPlan = FULL,
     step: int = 1, every: bool = True, seed: int = 0,
 ) -> None:
-    """Run chains of these sizes on all stacks, compare with the first one's logits and KV, commit."""
+    """Run chains of these sizes on all runners, compare with the first one's logits and KV, commit."""
     chunks = [
-        SequenceChunk(row, prompt(size, seed + row), [step] * size, plan, wanted=size if every else 1)
-        for row, size in enumerate(sizes) if size
+        SequenceChunk(seq, prompt(size, seed + seq), [step] * size, plan, wanted=size if every else 1)
+        for seq, size in enumerate(sizes) if size
     ]  # fmt: skip
-    expected = stacks[0].forward(chunks, caches[0])
-    for stack, cache in zip(stacks[1:], caches[1:], strict=True):
-        assert gap(stack.forward(chunks, cache), expected) <= EXACT
+    expected = runners[0].forward(chunks, caches[0])
+    for runner, cache in zip(runners[1:], caches[1:], strict=True):
+        assert gap(runner.forward(chunks, cache), expected) <= EXACT
     for cache in caches:
         for chunk in chunks:
-            cache.commit(chunk.row, range(len(chunk.tokens)))
+            cache.commit(chunk.seq, range(len(chunk.tokens)))
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         assert one.lengths == other.lengths and one.starts == other.starts
-        for row, length in enumerate(one.lengths):
-            count = length - one.starts[row]
-            if count and one.keys is not None and not one.released[row]:
-                assert gap(one.keys[row, :, :count], other.keys[row, :, :count]) <= EXACT
-                assert gap(one.values[row, :, :count], other.values[row, :, :count]) <= EXACT
+        for seq, length in enumerate(one.lengths):
+            count = length - one.starts[seq]
+            if count and one.keys is not None and not one.released[seq]:
+                assert gap(one.keys[seq, :, :count], other.keys[seq, :, :count]) <= EXACT
+                assert gap(one.values[seq, :, :count], other.values[seq, :, :count]) <= EXACT
 
 
-def empty(stacks: Sequence[PackedStack], rows: int, reserve: int = 64) -> list[KVCache]:
-    return [KVCache(stack.windows, rows, [reserve] * LAYERS) for stack in stacks]
+def empty(runners: Sequence[PackedRunner], seqs: int, reserve: int = 64) -> list[KVCache]:
+    return [KVCache(runner.windows, seqs, [reserve] * LAYERS) for runner in runners]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PACKED])
 def test_pieces_are_the_flat_forward(name: str) -> None:
     """Prompts, a token for each, drafts of other lengths, a shallower plan."""
-    stacks = pair(name)
-    caches = empty(stacks, 2)
-    feed(stacks, caches, [3, 4], step=0, every=False)
-    feed(stacks, caches, [1, 1])
-    feed(stacks, caches, [2, 1])
-    feed(stacks, caches, [1, 1], SHALLOW, step=3)
-    assert forms(stacks[1]) == [ForwardForm(2, 4, False), ForwardForm(2, 2, True), ForwardForm(2, 1, True)]
+    runners = pair(name)
+    caches = empty(runners, 2)
+    feed(runners, caches, [3, 4], step=0, every=False)
+    feed(runners, caches, [1, 1])
+    feed(runners, caches, [2, 1])
+    feed(runners, caches, [1, 1], SHALLOW, step=3)
+    assert forms(runners[1]) == [ForwardForm(2, 4, False), ForwardForm(2, 2, True), ForwardForm(2, 1, True)]
 
 
 def test_rows_that_decode_beside_prompts_of_other_lengths() -> None:
     """Each kind runs in a form of its own; the logits come in the order of the chunks, of a piece that goes on none."""
-    stacks = pair("llama")
-    caches = empty(stacks, 5)
-    feed(stacks, caches, [3, 4], step=0, every=False)
+    runners = pair("llama")
+    caches = empty(runners, 5)
+    feed(runners, caches, [3, 4], step=0, every=False)
     kinds = [(0, 1, 1, SHALLOW), (1, 1, 1, FULL), (2, 9, 0, FULL), (3, 2, 1, FULL), (4, 8, 1, FULL)]
-    chunks = [SequenceChunk(row, prompt(size, row), [3 * (row < 2)] * size, plan, wanted=wanted)
-              for row, size, wanted, plan in kinds]  # fmt: skip
-    expected, logits = (stack.forward(chunks, cache) for stack, cache in zip(stacks, caches, strict=True))
+    chunks = [SequenceChunk(seq, prompt(size, seq), [3 * (seq < 2)] * size, plan, wanted=wanted)
+              for seq, size, wanted, plan in kinds]  # fmt: skip
+    expected, logits = (runner.forward(chunks, cache) for runner, cache in zip(runners, caches, strict=True))
     assert len(logits) == 4 and gap(logits, expected) <= EXACT
-    assert forms(stacks[1])[1:] == [ForwardForm(3, 10, False), ForwardForm(1, 1, True)]
+    assert forms(runners[1])[1:] == [ForwardForm(3, 10, False), ForwardForm(1, 1, True)]
     for cache in caches:
         for chunk in chunks:
-            cache.commit(chunk.row, range(len(chunk.tokens)))
-    feed(stacks, caches, [0, 1, 1, 1, 1])
+            cache.commit(chunk.seq, range(len(chunk.tokens)))
+    feed(runners, caches, [0, 1, 1, 1, 1])
 
 
 @pytest.mark.slow
 def test_windows_before_and_after_they_move() -> None:
-    stacks = pair("hybrid")
-    caches = empty(stacks, 1, 0)
-    feed(stacks, caches, [6], step=0, every=False)
+    runners = pair("hybrid")
+    caches = empty(runners, 1, 0)
+    feed(runners, caches, [6], step=0, every=False)
     for seed in range(12):
-        feed(stacks, caches, [3], seed=seed)
+        feed(runners, caches, [3], seed=seed)
     assert max(layer.starts[0] for layer in caches[1].layers) > 0
-    assert forms(stacks[1]) == [ForwardForm(1, 6, False), ForwardForm(1, 3, True)]
+    assert forms(runners[1]) == [ForwardForm(1, 6, False), ForwardForm(1, 3, True)]
 
 
 @pytest.mark.slow
 def test_a_long_prompt_and_columns_of_many_chunks() -> None:
-    stacks = pair("llama")
-    caches = empty(stacks, 1, 0)
-    feed(stacks, caches, [130], step=0, every=False)
-    feed(stacks, caches, [70], step=0, every=False, seed=1)
-    feed(stacks, caches, [1])
-    assert forms(stacks[1]) == [ForwardForm(1, 192, False), ForwardForm(1, 96, False), ForwardForm(1, 1, True)]
+    runners = pair("llama")
+    caches = empty(runners, 1, 0)
+    feed(runners, caches, [130], step=0, every=False)
+    feed(runners, caches, [70], step=0, every=False, seed=1)
+    feed(runners, caches, [1])
+    assert forms(runners[1]) == [ForwardForm(1, 192, False), ForwardForm(1, 96, False), ForwardForm(1, 1, True)]
 
 
 def test_columns_that_were_chosen() -> None:
-    """What `snapkv` and its like leave of a row: fewer columns than positions."""
-    stacks = pair("llama")
-    caches = empty(stacks, 2)
-    feed(stacks, caches, [9, 7], step=0, every=False)
+    """What `snapkv` and its like leave of a sequence: fewer columns than positions."""
+    runners = pair("llama")
+    caches = empty(runners, 2)
+    feed(runners, caches, [9, 7], step=0, every=False)
     for cache in caches:
         for layer in cache.layers:
             layer.keep_columns(0, [0, 2, 3, 8])
-    feed(stacks, caches, [1, 1])
-    assert forms(stacks[1])[-1] == ForwardForm(2, 1, True)
+    feed(runners, caches, [1, 1])
+    assert forms(runners[1])[-1] == ForwardForm(2, 1, True)
 
 
 @pytest.mark.slow
 def test_rows_that_leave_and_join_and_other_storage() -> None:
-    stacks = pair("llama")
-    caches = empty(stacks, 3)
-    feed(stacks, caches, [5, 7, 5], step=0, every=False)
-    for rows in ([2, 0], [1]):
+    runners = pair("llama")
+    caches = empty(runners, 3)
+    feed(runners, caches, [5, 7, 5], step=0, every=False)
+    for seqs in ([2, 0], [1]):
         for cache in caches:
-            cache.select(rows)
-        feed(stacks, caches, [1] * len(rows))
+            cache.select(seqs)
+        feed(runners, caches, [1] * len(seqs))
     for cache in caches:
         cache.extend(1)
-    feed(stacks, caches, [1, 4], every=False)
+    feed(runners, caches, [1, 4], every=False)
     for layer in caches[1].layers:
         layer.resize(layer.slots, layer.capacity + 40)
-    feed(stacks, caches, [1, 1])
-    other = empty(stacks, 2)
-    feed(stacks, other, [4, 4], step=0, every=False)
-    feed(stacks, other, [1, 1])
-    feed(stacks, caches, [1, 1])
+    feed(runners, caches, [1, 1])
+    other = empty(runners, 2)
+    feed(runners, other, [4, 4], step=0, every=False)
+    feed(runners, other, [1, 1])
+    feed(runners, caches, [1, 1])
 
 
 def test_a_table_of_positions_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.model.packed.cuda import graphs
 
     monkeypatch.setattr(graphs, "REACH", 0)
-    stacks = pair("llama", max_position_embeddings=1024)
-    caches = empty(stacks, 1)
-    for stack, cache in zip(stacks, caches, strict=True):
+    runners = pair("llama", max_position_embeddings=1024)
+    caches = empty(runners, 1)
+    for runner, cache in zip(runners, caches, strict=True):
         ids = prompt(254)
-        graph, stack.graphs = stack.graphs, None
-        stack.forward([SequenceChunk(0, ids, [0] * 254, FULL)], cache)
-        stack.graphs = graph
+        graph, runner.graphs = runner.graphs, None
+        runner.forward([SequenceChunk(0, ids, [0] * 254, FULL)], cache)
+        runner.graphs = graph
         cache.commit(0, range(254))
-    feed(stacks, caches, [1])
-    _, stack = stacks
-    runner, stack.graphs = stack.graphs, None
-    stack.forward([SequenceChunk(0, prompt(300), [0] * 300, FULL)], KVCache(stack.windows, 1))  # grows it from outside
-    stack.graphs = runner
-    assert stack.rotary.positions > 256
+    feed(runners, caches, [1])
+    _, runner = runners
+    runner, runner.graphs = runner.graphs, None
+    runner.forward([SequenceChunk(0, prompt(300), [0] * 300, FULL)], KVCache(runner.windows, 1))  # grows it from outside
+    runner.graphs = runner
+    assert runner.rotary.positions > 256
     for seed in range(4):
-        feed(stacks, caches, [1], seed=seed)
-    assert forms(stacks[1]) == [ForwardForm(1, 1, True)]
+        feed(runners, caches, [1], seed=seed)
+    assert forms(runners[1]) == [ForwardForm(1, 1, True)]
 
 
 def test_shallow_positions_are_known() -> None:
     """The refill of a later turn starts there."""
-    _, stack = pair("llama")
-    (cache,) = empty([stack], 1)
-    stack.forward([SequenceChunk(0, ROWS[0], [0] * 5, FULL)], cache)
+    _, runner = pair("llama")
+    (cache,) = empty([runner], 1)
+    runner.forward([SequenceChunk(0, ROWS[0], [0] * 5, FULL)], cache)
     cache.commit(0, range(5))
     for step in range(1, 5):
-        stack.forward([SequenceChunk(0, [4], [step], SHALLOW)], cache)
+        runner.forward([SequenceChunk(0, [4], [step], SHALLOW)], cache)
         cache.commit(0, [0])
     assert cache.first_shallow(0) == 6
 
 
 def test_a_plan_that_grows_and_a_released_row_are_refused_as_ever() -> None:
-    _, stack = pair("llama")
-    (cache,) = empty([stack], 2)
-    for row in range(2):
-        stack.forward([SequenceChunk(row, ROWS[row], [0] * len(ROWS[row]), FULL)], cache)
-        cache.commit(row, range(len(ROWS[row])))
-    stack.forward([SequenceChunk(0, [4], [2], SHALLOW)], cache)
+    _, runner = pair("llama")
+    (cache,) = empty([runner], 2)
+    for seq in range(2):
+        runner.forward([SequenceChunk(seq, ROWS[seq], [0] * len(ROWS[seq]), FULL)], cache)
+        cache.commit(seq, range(len(ROWS[seq])))
+    runner.forward([SequenceChunk(0, [4], [2], SHALLOW)], cache)
     cache.commit(0, [0])
     with pytest.raises(RuntimeError, match="layer 1 holds the KV of 5 positions of row 0, but 6 precede.*not nested"):
-        stack.forward([SequenceChunk(0, [5], [3], FULL)], cache)
+        runner.forward([SequenceChunk(0, [5], [3], FULL)], cache)
     cache.rollback(0)
     cache.release(1, [2])
     with pytest.raises(RuntimeError, match="released"):
-        stack.forward([SequenceChunk(1, [4], [1], FULL)], cache)
+        runner.forward([SequenceChunk(1, [4], [1], FULL)], cache)
 
 
 def test_a_forward_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.model.packed.cuda import static
 
-    stacks = pair("llama")
-    caches = empty(stacks, 1)
-    feed(stacks, caches, [5], step=0, every=False)
+    runners = pair("llama")
+    caches = empty(runners, 1)
+    feed(runners, caches, [5], step=0, every=False)
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
@@ -225,6 +225,6 @@ def test_a_forward_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(static.StaticForward, "leave", fail)
         with pytest.raises(RuntimeError, match="broken"):
-            stacks[1].forward([SequenceChunk(0, [4], [1], FULL)], caches[1])
+            runners[1].forward([SequenceChunk(0, [4], [1], FULL)], caches[1])
     assert all(layer.scratch == [0] for layer in caches[1].layers)
-    feed(stacks, caches, [1])
+    feed(runners, caches, [1])

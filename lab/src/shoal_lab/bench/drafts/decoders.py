@@ -41,12 +41,12 @@ class ShoalRun(TaskRun):
 
     def __init__(self, engine: Engine, method: Method, task: DraftTask) -> None:
         request = Request.from_options({"method": method, "max_new_tokens": task.new_tokens})
-        rows = engine.rows([list(task.prompt)], request)
-        cache = engine.cache_for(rows, task.new_tokens)
-        self._stream, self._seconds = Stream(engine, rows, cache), 0.0
-        known = dense_beginning(rows[0].recipe, len(task.prompt))
+        seqs = engine.seqs([list(task.prompt)], request)
+        cache = engine.cache_for(seqs, task.new_tokens)
+        self._stream, self._seconds = Stream(engine, seqs, cache), 0.0
+        known = dense_beginning(seqs[0].recipe, len(task.prompt))
         if task.held is not None and known and task.held.restorable(known):
-            copy_in(cache, rows[0].slot, task.held, known)  # the stream empties a sequence whose KV it transforms
+            copy_in(cache, seqs[0].seq_id, task.held, known)  # the stream empties a sequence whose KV it transforms
         next(self._stream)
         next(self._stream, None)
         self._before = len(self._stream.tokens) - len(task.prompt)

@@ -11,7 +11,7 @@ import torch
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.model.kv.cache import KVCache, copy_in
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 from shoal_lab.bench.drafts.suite import DraftTask
 from shoal_lab.eval.agreement import agreement
 
@@ -66,13 +66,13 @@ def difference(
 @torch.no_grad()
 def scores(engine: Engine, task: DraftTask, tokens: Sequence[int]) -> torch.Tensor:
     """The full model's logits [len(tokens), V] float32 that decide each of `tokens`, which follow the prompt."""
-    stack = engine.stack
+    runner = engine.runner
     text = [*task.prompt, *tokens]
-    cache = KVCache(stack.windows, 1, [len(text)] * len(stack.windows))
+    cache = KVCache(runner.windows, 1, [len(text)] * len(runner.windows))
     if task.held is not None:
         copy_in(cache, 0, task.held, len(task.prompt) - 1)
     fed = text[cache.positions[0] : -1]
     steps = [max(0, place - len(fed) + len(tokens)) for place in range(len(fed))]
-    chunk = SequenceChunk(0, fed, steps, DepthPlan.full(stack.num_layers), wanted=len(tokens))
+    chunk = SequenceChunk(0, fed, steps, DepthPlan.full(runner.num_layers), wanted=len(tokens))
     with engine.turn():
-        return stack.forward([chunk], cache).float().cpu()
+        return runner.forward([chunk], cache).float().cpu()

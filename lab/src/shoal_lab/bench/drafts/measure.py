@@ -140,7 +140,7 @@ def measure(
     exact = [PLAIN, *(name for name, method in methods.items() if engine.recipe(method, 9).exact_to == "full")]
     systems |= _baselines(model, setting, engine, wish)
     asked = {**wish.asked(), "model": shown_name(engine.model_name), "systems": list(systems),
-             "executor": type(engine.stack).__name__, "computes_in": str(engine.stack.dtype).removeprefix("torch.")}
+             "executor": type(engine.runner).__name__, "computes_in": str(engine.runner.dtype).removeprefix("torch.")}
     if found.setdefault("asked", asked) != asked:
         raise ValueError(f"the report was measured with other settings: {found['asked']}; name another file")
     found |= {"exact": exact, "stopped_early": False, "texts": found.get("texts", [])}
@@ -198,7 +198,7 @@ def _text(
         return {**about, "too_short": True}
     if not number:
         together(task, systems)
-    spare = max(0, (os.cpu_count() or 1) - torch.get_num_threads()) if engine.stack.device.type == "cpu" else 0
+    spare = max(0, (os.cpu_count() or 1) - torch.get_num_threads()) if engine.runner.device.type == "cpu" else 0
     rounds = _quietest(lambda again: together(task, {name: systems[name] for name in
                                                      in_order(list(systems), number + again)}), wish.rounds, spare)
     return {**about, "busy": [busy for busy, _ in rounds],
@@ -220,12 +220,12 @@ def _begun(engine: Engine, prompt: str, new_tokens: int) -> tuple[DraftTask, tup
     """Tokenise a text, as a user's message if the model has a chat template, and decode it plainly."""
     chat = getattr(engine.tokenizer, "chat_template", None)
     request = chat_ids([{"role": "user", "content": prompt}], engine.tokenizer) if chat else prompt
-    ids = prompt_ids(request, engine.tokenizer, engine.stack.vocab_size, engine.stack.max_positions)
-    rows = engine.rows([ids], Request.from_options({"max_new_tokens": new_tokens}))
+    ids = prompt_ids(request, engine.tokenizer, engine.runner.vocab_size, engine.runner.max_positions)
+    rows = engine.seqs([ids], Request.from_options({"max_new_tokens": new_tokens}))
     cache = engine.cache_for(rows, new_tokens)
     stream = Stream(engine, rows, cache)
     next(stream)
-    held = copy_out(cache, 0) if cache.rows and len(ids) > 1 else None
+    held = copy_out(cache, 0) if cache.seqs and len(ids) > 1 else None
     for _ in stream:
         pass
     task = DraftTask(tuple(ids), new_tokens, held if held and held.restorable(len(ids) - 1) else None)
@@ -272,7 +272,7 @@ def _transformers(
         return {}
     dtype = as_dtype(setting.dtype)
     hf_model = model.hf_model(dtype, setting.device)
-    filled: dict[str, Any] = {"assistant_early_exit": wish.exit_layer or max(1, engine.stack.num_layers // 3)}
+    filled: dict[str, Any] = {"assistant_early_exit": wish.exit_layer or max(1, engine.runner.num_layers // 3)}
     if "hf-draft-model" in baselines and small is not None:
         filled["assistant_model"] = small.hf_model(dtype, setting.device)
     eos = sorted(engine.eos_token_ids)

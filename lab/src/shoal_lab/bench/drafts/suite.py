@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.model.kv.cache import RowCopy
+from shoal.model.kv.cache import SequenceCopy
 
 PLAIN = "full"
 
@@ -27,7 +27,7 @@ class DraftTask:
 
     prompt: tuple[int, ...]
     new_tokens: int
-    held: RowCopy | None = None
+    held: SequenceCopy | None = None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class ServersConfig:
         methods: Shoal's methods by label.
         admissions: Shoal's policies, each with a server of its own.
         baselines: names in `BASELINES`.
-        max_rows: most requests in progress in one server.
+        max_seqs: most requests in progress in one server.
         equal_lengths: whether every answer has its full length.
         chat: whether requests are chats.
         llama_server: llama.cpp's own server: a path, or a name on PATH.
@@ -50,7 +50,7 @@ class ServersConfig:
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"full": {"method": "full"}})
     admissions: Sequence[str] = ("join",)
     baselines: Sequence[str] = ()
-    max_rows: int = 16
+    max_seqs: int = 16
     equal_lengths: bool = True
     chat: bool = False
     llama_server: str = "llama-server"
@@ -59,8 +59,8 @@ class ServersConfig:
         for baseline in self.baselines:
             if baseline not in BASELINES:
                 raise unknown("peer under load", baseline, BASELINES)
-        if self.max_rows < 1:
-            raise ValueError(f"max_rows is {self.max_rows}; it must be at least 1")
+        if self.max_seqs < 1:
+            raise ValueError(f"max_rows is {self.max_seqs}; it must be at least 1")
         if self.chat and "llama.cpp" in self.baselines:
             raise ValueError("llama.cpp takes no chats here; leave out --chat")
 
@@ -143,7 +143,7 @@ class Servers(ExitStack):
         config, port = self.config, free_port()
         names = (name for method in config.methods.values() for name in make(method).name.split("+"))
         allowed = ",".join(dict.fromkeys(names))
-        more = ["--admission", admission, "--max-rows", str(config.max_rows), "--methods", allowed]
+        more = ["--admission", admission, "--max-rows", str(config.max_seqs), "--methods", allowed]
         server = self._server(shoal_argv(path, port, setting, [*more, *_NO_PREFIXES]), port, setting)
         for label, method in config.methods.items():
             form = Form(str(path), config.chat, own_fields(method, config.equal_lengths))
@@ -176,7 +176,7 @@ class Servers(ExitStack):
             raise NotMeasured(f"there is no program {self.config.llama_server!r}")
         if not model.is_file or setting.quant is not None:
             raise NotMeasured("it is given GGUF files alone, in their own numbers")
-        path, port, rows = Path(str(model.model)), free_port(), self.config.max_rows
+        path, port, rows = Path(str(model.model)), free_port(), self.config.max_seqs
         server = self._server(llama_argv(binary, path, port, setting, rows), port, setting)
         server.until_healthy()
         fields = {"stream_options": {"include_usage": True}, "ignore_eos": self._equal}
@@ -189,7 +189,7 @@ class Servers(ExitStack):
         if path.suffix == ".gguf":
             raise NotMeasured("of a GGUF file there is llama.cpp's own server, the peer llama-server")
         tokenizer = AutoTokenizer.from_pretrained(path)
-        target = Multi(MeasuredModel(model=str(path)), setting, self.config.max_rows, tokenizer)
+        target = Multi(MeasuredModel(model=str(path)), setting, self.config.max_seqs, tokenizer)
         self.callback(target.stop)
         self.targets.append(target)
         self.notes.append("llama.cpp's batches are driven in a process of their own, without HTTP and without text, "
@@ -202,7 +202,7 @@ class Servers(ExitStack):
 
     def _warm_up(self, prompts: Prompts) -> None:
         short = Prompts(prompts.texts, prompts.lengths, (_WARM,), prompts.seed)
-        failed = warm_up(self.targets, self.config.max_rows, short)
+        failed = warm_up(self.targets, self.config.max_seqs, short)
         for place, why in failed.items():
             if self.targets[place].name == OURS:
                 raise ValueError(f"Shoal itself could not be measured: {why}")

@@ -97,7 +97,7 @@ class Http(LoadTarget):
     @override
     def run(self, turn: LoadPhase, prompts: Prompts) -> list[Trace]:
         if self._server is not None:
-            self._server.go_on()
+            self._server.resume()
 
         async def run() -> list[Trace]:
             async with library().AsyncClient(**self._address.options()) as client:

@@ -14,8 +14,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.device import as_dtype
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
-from shoal.model.packed.native_stack import NativeStack
-from shoal.model.stack import SequenceChunk, Stack
+from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal_lab.bench.model import MeasuredModel
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, System, traffic_of
 from shoal_lab.calibrate.cost import measure
@@ -23,9 +23,9 @@ from shoal_lab.components.cost import CostCard, Traffic
 
 _CHUNK = 2048
 _EXECUTORS = {
-    "NativeStack": "packed, native kernels",
-    "PackedStack": "packed, torch",
-    "HFStack": "the model's own modules",
+    "NativeRunner": "packed, native kernels",
+    "PackedRunner": "packed, torch",
+    "HFRunner": "the model's own modules",
 }
 
 
@@ -50,10 +50,10 @@ class Shoal(System):
         setting = self._setting
         self._engine = self._model.engine(self._dtype, setting.device, setting.backend, setting.quant)
         traffic = self._traffic()
-        weight_bytes = traffic.layer * self.engine.stack.num_layers + traffic.head
-        executor = type(self.engine.stack).__name__
-        on_cpu = self.engine.stack.device.type == "cpu"
-        extra = {"native_kernels": native.why_not()} if executor == "PackedStack" and on_cpu else {}
+        weight_bytes = traffic.layer * self.engine.runner.num_layers + traffic.head
+        executor = type(self.engine.runner).__name__
+        on_cpu = self.engine.runner.device.type == "cpu"
+        extra = {"native_kernels": native.why_not()} if executor == "PackedRunner" and on_cpu else {}
         return About(__version__, _EXECUTORS.get(executor, executor), weight_bytes, extra)
 
     @override
@@ -64,7 +64,7 @@ class Shoal(System):
             [list(prompt) for prompt in prompts], method=method or "full", max_new_tokens=new_tokens, ignore_eos=True
         )
         for step in stream:
-            if step.row == len(prompts) - 1:
+            if step.seq == len(prompts) - 1:
                 times.append(time.perf_counter() - start)
         result = stream.results[0]
         return Run(tuple(times), result.tokens, result.stats.mean_layers, result.stats.ideal_speedup)
@@ -77,15 +77,15 @@ class Shoal(System):
 
     @override
     def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
-        stack, plan = self.engine.stack, self._model.full_plan()
-        cache = KVCache(stack.windows, 1, [len(prompt) + positions] * stack.num_layers)
+        runner, plan = self.engine.runner, self._model.full_plan()
+        cache = KVCache(runner.windows, 1, [len(prompt) + positions] * runner.num_layers)
         for first in range(0, len(prompt), _CHUNK):
             piece = prompt[first : first + _CHUNK]
-            stack.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
+            runner.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
             cache.commit(0, range(len(piece)))
         tokens = [prompt[i % len(prompt)] for i in range(positions)]
-        chunk = SequenceChunk(0, tokens, list(range(1, positions + 1)), plan, wanted=positions, likeliest=True)
-        return [_timed(stack, chunk, cache) for _ in range(repeats)]
+        chunk = SequenceChunk(0, tokens, list(range(1, positions + 1)), plan, wanted=positions, argmax_only=True)
+        return [_timed(runner, chunk, cache) for _ in range(repeats)]
 
     @override
     def expect(self, context: int, rows: int, new_tokens: int, method: Mapping[str, Any] | None) -> Expected:
@@ -108,29 +108,29 @@ class Shoal(System):
     def _traffic(self) -> Traffic:
         """Traffic of the packed weights; by arithmetic if the model's own modules run."""
         plain = traffic_of(self._model, self._dtype.itemsize * 8, self._dtype.itemsize)
-        weights = getattr(self.engine.stack, "weights", None)
+        weights = getattr(self.engine.runner, "weights", None)
         if weights is None:
             return plain
         layer = sum(one.nbytes for one in weights.layers) / len(weights.layers)
         head = weights.head.nbytes
         if self._model.shape is None:  # with random weights no token stands out, so bounds save little
-            head = _head_reads(self.engine.stack, head)
+            head = _head_reads(self.engine.runner, head)
         return Traffic(layer, head, plain.kv, plain.windows, plain.layer_weights)
 
 
-def _timed(stack: Stack, chunk: SequenceChunk, cache: KVCache) -> float:
+def _timed(runner: ModelRunner, chunk: SequenceChunk, cache: KVCache) -> float:
     start = time.perf_counter()
-    logits = stack.forward([chunk], cache)
+    logits = runner.forward([chunk], cache)
     torch.argmax(logits, -1).tolist()
     seconds = time.perf_counter() - start
     cache.rollback(0)
     return seconds
 
 
-def _head_reads(stack: Stack, head: int) -> int:
+def _head_reads(runner: ModelRunner, head: int) -> int:
     """Bytes of the head that a greedy step reads, apart from what bounds let through; `head` without bounds."""
-    if not isinstance(stack, NativeStack) or not stack.bounds_logits:
+    if not isinstance(runner, NativeRunner) or not runner.bounds_logits:
         return head
-    matrix = stack.weights.head
+    matrix = runner.weights.head
     upper = matrix.upper if isinstance(matrix, native.PackedWeight) else None
     return head if upper is None else upper.nbytes

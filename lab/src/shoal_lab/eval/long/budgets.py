@@ -1,4 +1,4 @@
-"""Methods at a budget: the share of a context's KV slots left to a query, equal for all methods and the controls."""
+"""Methods at a budget: the share of a context's KV entries left to a query, equal for all methods and the controls."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from shoal.methods.common.combined import Combined
 
 SINKS, EVERY = 4, 16
 _KNOBS: Mapping[str, Callable[[int, int], dict[str, Any]]] = MappingProxyType({
-    "tidal": lambda columns, _: {"k": columns},
-    "double_sparsity": lambda columns, _: {"k": columns},
-    "topk_oracle": lambda columns, _: {"k": columns},
-    "snapkv": lambda columns, _: {"budget": columns},
-    "streaming_llm": lambda columns, _: {"window": columns - SINKS, "sinks": SINKS, "every": EVERY},
-    "centroid_kv": lambda columns, length: {"removed": 1 - columns / length},
+    "tidal": lambda slots, _: {"k": slots},
+    "double_sparsity": lambda slots, _: {"k": slots},
+    "topk_oracle": lambda slots, _: {"k": slots},
+    "snapkv": lambda slots, _: {"budget": slots},
+    "streaming_llm": lambda slots, _: {"window": slots - SINKS, "sinks": SINKS, "every": EVERY},
+    "centroid_kv": lambda slots, length: {"removed": 1 - slots / length},
 })
 CONTROLS: Mapping[str, Method] = MappingProxyType({"window": make("streaming_llm"), "random": make(
     {"method": "snapkv", "method_args": {"random": 0}})})
-"""Controls for every method at a budget: the two ends of the context, and random slots with the context's end."""
+"""Controls for every method at a budget: the two ends of the context, and random entries with the context's end."""
 
 
-def at_budget(method: Method, columns: int, length: int) -> Method | None:
-    """The method with about `columns` of `length` KV slots left to a query; None for one without such an option.
+def at_budget(method: Method, slots: int, length: int) -> Method | None:
+    """The method with about `slots` of `length` KV entries left to a query; None for one without such an option.
 
     Raises:
         ValueError: the method cannot work with so few.
     """
     if isinstance(method, Calibrated):
-        inner = at_budget(method.inner, columns, length)
+        inner = at_budget(method.inner, slots, length)
         return None if inner is None else replace(method, inner=inner)
     if isinstance(method, Combined):
-        members = [at_budget(member, columns, length) for member in method.members]
+        members = [at_budget(member, slots, length) for member in method.members]
         if not any(members):
             return None
         return make([new or old for new, old in zip(members, method.members, strict=True)])
     if method.name not in _KNOBS:
         return None
     try:
-        return replace(method, **_KNOBS[method.name](columns, length))
+        return replace(method, **_KNOBS[method.name](slots, length))
     except ValueError as error:
-        raise ValueError(f"{method.name} with {columns} of {length} columns: {error}") from error
+        raise ValueError(f"{method.name} with {slots} of {length} columns: {error}") from error
 
 
 def budgets_of(text: str | None) -> tuple[Fraction, ...]:

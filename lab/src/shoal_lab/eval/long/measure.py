@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
@@ -37,13 +37,13 @@ class LongEvaluator:
     Attributes:
         engine: the model.
         outcomes: where outcomes are kept and looked up.
-        rows: most answers in progress at once.
+        sequences: most answers in progress at once.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
     """
 
     engine: Engine
     outcomes: Outcomes = field(default_factory=Outcomes)
-    rows: int = 64
+    seqs: int = 64
     progress: bool | None = None
 
     def run(self, wanted: Wanted, contexts: Sequence[LongContext], methods: Mapping[str, Method]) -> dict[str, Found]:
@@ -53,7 +53,7 @@ class LongEvaluator:
         hidden = None if self.progress is None else not self.progress
         for context in tqdm(contexts, desc=f"{wanted.suite}, {wanted.length} tokens", unit="context", disable=hidden):
             prompts = [sample.prompt for sample in (*context.samples, *context.strange)]
-            shared = SharedPrompts(self.engine, prompts, self.rows)
+            shared = SharedPrompts(self.engine, prompts, self.seqs)
             for label, run in runs.items():
                 method, base = methods.get(label) or Full(), found[FULL]
                 measure = partial(self._outcomes, shared, context.samples, method, base, wanted)
@@ -73,9 +73,9 @@ class LongEvaluator:
         """The outcomes of a context, measured if one is missing."""
         known = self.outcomes.of(run)
         if any(known.get(one.item.id, {}).get("asked") != _hash(one) for one in samples):
-            rows = zip(samples, measure(), strict=True)
-            self.outcomes.add(run, [(sample.item.id, {**row, "asked": _hash(sample), "cluster": sample.item.cluster,
-                                                      "group": sample.item.group}) for sample, row in rows])
+            seqs = zip(samples, measure(), strict=True)
+            self.outcomes.add(run, [(sample.item.id, {**seq, "asked": _hash(sample), "cluster": sample.item.cluster,
+                                                      "group": sample.item.group}) for sample, seq in seqs])
         return {sample.item.id: self.outcomes.of(run)[sample.item.id] for sample in samples}
 
     def _outcomes(
@@ -86,13 +86,13 @@ class LongEvaluator:
         try:
             if wanted.suite == "novels":
                 return self._losses(forks, prompts, [sample.reference for sample in samples])
-            rows = self._answers(forks, samples, wanted)
-            said = [base.get(sample.item.id, row)["tokens"]
-                    for sample, row in zip(samples, rows, strict=True)]
-            parted = [place for place, row in enumerate(rows) if row["tokens"] != said[place]]
+            seqs = self._answers(forks, samples, wanted)
+            said = [base.get(sample.item.id, seq)["tokens"]
+                    for sample, seq in zip(samples, seqs, strict=True)]
+            parted = [place for place, seq in enumerate(seqs) if seq["tokens"] != said[place]]
             again = self._losses(forks, [prompts[place] for place in parted], [said[place] for place in parted])
             argmax = dict(zip(parted, (one["argmax"] for one in again), strict=True))
-            return [{**row, "argmax": argmax.get(place, said[place])} for place, row in enumerate(rows)]
+            return [{**seq, "argmax": argmax.get(place, said[place])} for place, seq in enumerate(seqs)]
         finally:
             forks.close()
 
@@ -106,15 +106,15 @@ class LongEvaluator:
     def _answers(self, forks: Forks, samples: Sequence[Sample], wanted: Wanted) -> list[dict[str, Any]]:
         """Decode greedy answers, and judge them."""
         options = {"max_new_tokens": wanted.longest}
-        rows = forks.run([sample.prompt for sample in samples], [options] * len(samples))
+        seqs = forks.run([sample.prompt for sample in samples], [options] * len(samples))
         return [
-            {**judges.get(sample.item.judge)(self._text(row), sample.item), "tokens": _said(row),
-             "cut": row.finish_reason == "length", "kv_bytes": 0 if row.bytes is None else row.bytes.used}
-            for sample, row in zip(samples, rows, strict=True)
+            {**judges.get(sample.item.judge)(self._text(seq), sample.item), "tokens": _said(seq),
+             "cut": seq.finish_reason == "length", "kv_bytes": 0 if seq.bytes is None else seq.bytes.used}
+            for sample, seq in zip(samples, seqs, strict=True)
         ]
 
-    def _text(self, row: Row) -> str:
-        said = _said(row)
+    def _text(self, seq: SequenceState) -> str:
+        said = _said(seq)
         return str(self.engine.tokenizer.decode(said[:-1] if said and said[-1] in self.engine.eos_token_ids else said))
 
     def _losses(
@@ -123,13 +123,13 @@ class LongEvaluator:
         """The prediction in place of each token that is fed, and that token's negative log-likelihood in nats."""
         forced = [Forced(reference) for reference in references]
         options = [{"max_new_tokens": len(one.tokens), "ignore_eos": True, "logits_processor": [one]} for one in forced]
-        rows = forks.run(prompts, options)
+        seqs = forks.run(prompts, options)
         return [{"argmax": one.argmax, "nll": [round(value, 5) for value in one.nll],
-                 "kv_bytes": 0 if row.bytes is None else row.bytes.used} for one, row in zip(forced, rows, strict=True)]
+                 "kv_bytes": 0 if seq.bytes is None else seq.bytes.used} for one, seq in zip(forced, seqs, strict=True)]
 
 
 class Forced:
-    """A logits processor that forces a row to emit given tokens, and notes its own predictions."""
+    """A logits processor that forces a sequence to emit given tokens, and notes its own predictions."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
@@ -146,8 +146,8 @@ class Forced:
         return only
 
 
-def _said(row: Row) -> list[int]:
-    return row.tokens[row.prompt_length :]
+def _said(seq: SequenceState) -> list[int]:
+    return seq.tokens[seq.prompt_length :]
 
 
 def _hash(sample: Sample) -> str:

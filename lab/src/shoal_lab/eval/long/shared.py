@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.decode.batch import Batch
 from shoal.decode.recipe import Recipe
-from shoal.decode.recipe_row import RecipeRow
+from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.worker import Keep, Select
 from shoal.engine.engine import Engine
 from shoal.engine.memory.amounts import free
@@ -21,7 +21,7 @@ from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv.cache import RowCopy, copy_in, copy_out
+from shoal.model.kv.cache import SequenceCopy, copy_in, copy_out
 from shoal.model.kv.form import Store
 from shoal.types import Step
 
@@ -31,8 +31,8 @@ _PARTS = ("keep", "store", "select")
 
 def dense_prompt(recipe: Recipe) -> bool:
     """Whether a prompt is read, and stored up to its last token, as the model itself does."""
-    parts: tuple[Keep | Store | Select | None, ...] = (recipe.keep, recipe.store, recipe.select)
-    return all(part is None or part.dense_prompt for part in parts)
+    components: tuple[Keep | Store | Select | None, ...] = (recipe.keep, recipe.store, recipe.select)
+    return all(component is None or component.dense_prompt for component in components)
 
 
 def dense_beginning(recipe: Recipe, length: int) -> int:
@@ -56,13 +56,13 @@ class SharedPrompts:
     Args:
         engine: the model.
         prompts: token ids.
-        rows: most of them in progress at once; fewer if memory is short.
+        sequences: most of them in progress at once; fewer if memory is short.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], rows: int = 64) -> None:
-        self.engine, self.prompts, self._rows = engine, [list(prompt) for prompt in prompts], rows
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], seqs: int = 64) -> None:
+        self.engine, self.prompts, self._seqs = engine, [list(prompt) for prompt in prompts], seqs
         self._common = len(os.path.commonprefix(self.prompts))
-        self._dense: RowCopy | None = None
+        self._dense: SequenceCopy | None = None
 
     def under(self, method: Method, longest: int) -> Forks:
         """The prompts under one method, for answers of up to `longest` tokens.
@@ -71,10 +71,10 @@ class SharedPrompts:
             Unsupported: the method does more than the plain step.
         """
         recipe = self.engine.recipe(method, longest)
-        beside = [part for part in recipe.beside_plan if part not in _PARTS]
-        if beside:
+        extra = [component for component in recipe.beside_plan if component not in _PARTS]
+        if extra:
             raise Unsupported(
-                f"{method.name} on long contexts", f"its part {beside[0]!r} is no way of keeping or reading KV",
+                f"{method.name} on long contexts", f"its part {extra[0]!r} is no way of keeping or reading KV",
                 "Name methods that fill plan, keep, store or select (shoal methods says which)",
             )
         shared = min(self._common, min(map(len, self.prompts)) - _heard(recipe))
@@ -82,9 +82,9 @@ class SharedPrompts:
         dense = self._read_dense() if dense_prompt(recipe) and shared else None
         if dense is not None and not dense.restorable(shared):  # a sliding window has dropped what comes next
             dense = None
-        return Forks(self.engine, recipe, self.prompts[0], shared, dense, self._rows)
+        return Forks(self.engine, recipe, self.prompts[0], shared, dense, self._seqs)
 
-    def _read_dense(self) -> RowCopy:
+    def _read_dense(self) -> SequenceCopy:
         if self._dense is None:
             shared = min(self._common, min(map(len, self.prompts)) - 1)
             forks = Forks(self.engine, self.engine.recipe(Full(), 1), self.prompts[0], shared, None, 1)
@@ -94,61 +94,61 @@ class SharedPrompts:
 
 
 class Forks:
-    """Rows that continue from a common prefix. Made by `SharedPrompts.under`."""
+    """Sequences that continue from a common prefix. Made by `SharedPrompts.under`."""
 
     def __init__(
-        self, engine: Engine, recipe: Recipe, prompt: list[int], shared: int, dense: RowCopy | None, rows: int
+        self, engine: Engine, recipe: Recipe, prompt: list[int], shared: int, dense: SequenceCopy | None, seqs: int
     ) -> None:
         self._engine, self._recipe = engine, recipe
-        self._chunk = min(_CHUNK, engine.stack.prefill_chunk)
-        self._batch = Batch(engine.stack)
+        self._chunk = min(_CHUNK, engine.runner.prefill_chunk)
+        self._batch = Batch(engine.runner)
         (self._holder,) = self._new([prompt], {"max_new_tokens": 1})
         with engine.turn():
             self._batch.join([self._holder])
             if dense is not None:
-                copy_in(self._batch.cache, self._holder.slot, dense, shared)
-            while (left := shared - self._batch.cache.positions[self._holder.slot]) > 0:
+                copy_in(self._batch.cache, self._holder.seq_id, dense, shared)
+            while (left := shared - self._batch.cache.positions[self._holder.seq_id]) > 0:
                 self._batch.step(min(self._chunk, left), [self._holder])
-        stored, spare = self._batch.cache.row_bytes(self._holder.slot).used, free(engine.stack.device)
-        self._most = rows if not stored or spare is None else max(1, min(rows, int(spare / 4 / stored)))
+        stored, spare = self._batch.cache.seq_bytes(self._holder.seq_id).used, free(engine.runner.device)
+        self._most = seqs if not stored or spare is None else max(1, min(seqs, int(spare / 4 / stored)))
 
-    def _new(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[RecipeRow]:
+    def _new(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[RunningSequence]:
         request = Request.from_options({"temperature": 0.0, **options})
-        return self._engine.rows([list(prompt) for prompt in prompts], request, self._recipe)
+        return self._engine.seqs([list(prompt) for prompt in prompts], request, self._recipe)
 
-    def run(self, prompts: Sequence[Sequence[int]], options: Sequence[Mapping[str, Any]]) -> list[RecipeRow]:
-        """Rows that have answered the prompts, which begin with the prefix, under each one's options."""
-        rows = [row for prompt, own in zip(prompts, options, strict=True) for row in self._new([prompt], own)]
-        for first in range(0, len(rows), self._most):
-            self._answer(rows[first : first + self._most])
-        return rows
+    def run(self, prompts: Sequence[Sequence[int]], options: Sequence[Mapping[str, Any]]) -> list[RunningSequence]:
+        """Sequences that have answered the prompts, which begin with the prefix, under each one's options."""
+        seqs = [seq for prompt, own in zip(prompts, options, strict=True) for seq in self._new([prompt], own)]
+        for first in range(0, len(seqs), self._most):
+            self._answer(seqs[first : first + self._most])
+        return seqs
 
-    def _answer(self, rows: list[RecipeRow]) -> None:
+    def _answer(self, seqs: list[RunningSequence]) -> None:
         with self._engine.turn():
-            self._batch.fork(self._holder, rows)
-            while alive := [row for row in rows if row.finish_reason is None]:
-                self._batch.step(self._chunk, sorted(alive, key=lambda row: row.slot))
+            self._batch.fork(self._holder, seqs)
+            while alive := [seq for seq in seqs if seq.finish_reason is None]:
+                self._batch.step(self._chunk, sorted(alive, key=lambda seq: seq.seq_id))
 
     def begin(self, prompt: Sequence[int], options: Mapping[str, Any]) -> tuple[Callable[[], list[Step]], int]:
-        """A row that has emitted its first token; each call of the returned function runs a step.
+        """A sequence that has emitted its first token; each call of the returned function runs a step.
 
         The prefix is released, so this works once. Also returns the bytes of KV in use.
         """
-        (row,) = self._new([prompt], options)
+        (seq,) = self._new([prompt], options)
         with self._engine.turn():
-            self._batch.fork(self._holder, [row])
+            self._batch.fork(self._holder, [seq])
             self._batch.leave([self._holder])
-            while not row.emitted:
+            while not seq.emitted:
                 self._batch.step(self._chunk)
-        return lambda: self._batch.step(self._chunk), self._batch.cache.row_bytes(row.slot).used
+        return lambda: self._batch.step(self._chunk), self._batch.cache.seq_bytes(seq.seq_id).used
 
-    def copy(self) -> RowCopy:
+    def copy(self) -> SequenceCopy:
         """Copy the prefix out of the cache.
 
         Raises:
             RuntimeError: a layer has dropped what a next token would see.
         """
-        found = copy_out(self._batch.cache, self._holder.slot)
+        found = copy_out(self._batch.cache, self._holder.seq_id)
         if found is None:
             raise RuntimeError("a prompt that was read as it is cannot be gone on from")
         return found

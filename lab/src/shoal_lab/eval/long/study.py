@@ -25,16 +25,16 @@ def at_budgets(methods: Mapping[str, Method], budgets: Sequence[Fraction], lengt
     """Methods by label: those with a budget at each share, with the controls, and the others unchanged.
 
     Raises:
-        ValueError: a method cannot work with so few KV slots.
+        ValueError: a method cannot work with so few KV entries.
     """
     found: dict[str, Method] = {}
     for share in budgets or (None,):
-        columns = 0 if share is None else max(1, round(share * length))
+        slots = 0 if share is None else max(1, round(share * length))
         for label, method in methods.items():
-            cut = None if share is None else at_budget(method, columns, length)
+            cut = None if share is None else at_budget(method, slots, length)
             found |= {label: method} if cut is None else {f"{label} at {share}": cut}
         for name, control in CONTROLS.items():
-            if share is not None and (cut := at_budget(control, columns, length)) is not None:
+            if share is not None and (cut := at_budget(control, slots, length)) is not None:
                 found[f"{name} at {share}"] = cut
     return found
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.model.kv.cache import KVCache
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 QUERIES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens per row of the forms; chunks are padded to the next of these."""
+"""Tokens per sequence of the forms; chunks are padded to the next of these."""
 MOST_TOKENS = 512
-"""Most tokens of a form, all rows together."""
+"""Most tokens of a form, all sequences together."""
 MOST_GROUPS = 4
 """Most groups that a forward is split into; each reads the weights again."""
 _WASTE = 2.0
-"""If a form has more than this many times the real tokens, running rows one after the other is better."""
+"""If a form has more than this many times the real tokens, running sequences one after the other is better."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class ForwardForm:
     """What is fixed in a captured step.
 
     Attributes:
-        rows: number of chunks.
+        sequences: number of chunks.
         queries: tokens of each chunk, padded.
         every: whether logits of all tokens are wanted; otherwise of each chunk's last token.
     """
 
-    rows: int
+    seqs: int
     queries: int
     every: bool
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
-        return self.rows * self.queries
+        """Tokens of all sequences."""
+        return self.seqs * self.queries
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Fit:
 def fits_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[tuple[Sequence[int], Fit]] | None:
     """Groups of the chunks, by number, that have a form each; None if the forward must run without graphs.
 
-    Rows do not see each other, so groups may run in turn: decoding rows, rows of another depth, pieces of prompts.
+    Sequences do not see each other, so groups may run in turn: decoding sequences, sequences of another depth, pieces
+        of prompts.
     """
     whole = fit_of(chunks, cache)
     if whole is not None:
@@ -100,7 +101,7 @@ def fit_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Fit | None:
 
 
 def _queries(counts: Sequence[int]) -> int | None:
-    """Tokens per row of the form for chunks of these lengths; None if it would be too large or too empty."""
+    """Tokens per sequence of the form for chunks of these lengths; None if it would be too large or too empty."""
     place = bisect_left(QUERIES, max(counts))
     most = min(MOST_TOKENS, max(len(counts), int(_WASTE * sum(counts))))
     return QUERIES[place] if place < len(QUERIES) and len(counts) * QUERIES[place] <= most else None
@@ -119,23 +120,23 @@ def _layers_of(chunks: Sequence[SequenceChunk]) -> tuple[int, ...] | None:
 
 def _are_plain(layers: Sequence[int], chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
     """Whether these layers hold all positions before the tokens, in slots."""
-    places = [(chunk.row, cache.positions[chunk.row], chunk.fed) for chunk in chunks]
+    places = [(chunk.seq, cache.positions[chunk.seq], chunk.fed) for chunk in chunks]
     for layer in layers:
         store = cache.layers[layer]
-        if store.beside or (store.keys is None and any(store.encoded)):
+        if store.extra or (store.keys is None and any(store.encoded)):
             return False
-        for row, position, fed in places:
-            if store.lengths[row] != position or store.scratch[row] != fed or store.released[row]:
+        for seq, position, fed in places:
+            if store.lengths[seq] != position or store.scratch[seq] != fed or store.released[seq]:
                 return False
     return True
 
 
 def lacking_room(layers: Sequence[int], chunks: Sequence[SequenceChunk], cache: KVCache) -> list[int]:
     """The layers that need storage, or more of it, before the tokens can be written."""
-    places = [(chunk.row, cache.positions[chunk.row] + chunk.fed + len(chunk.tokens)) for chunk in chunks]
+    places = [(chunk.seq, cache.positions[chunk.seq] + chunk.fed + len(chunk.tokens)) for chunk in chunks]
     lacking = list[int]()
     for layer in layers:
         store = cache.layers[layer]
-        if store.keys is None or any(end - store.starts[row] > store.capacity for row, end in places):
+        if store.keys is None or any(end - store.starts[seq] > store.capacity for seq, end in places):
             lacking.append(layer)
     return lacking

@@ -21,7 +21,7 @@ from shoal.model.packed.cuda.form import Fit, ForwardForm, fits_of, lacking_room
 from shoal.model.packed.cuda.static import StaticForward
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Weights
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 LIMIT = 48
 """Most forms kept; a new one replaces the least recently used."""
@@ -132,7 +132,7 @@ class GraphRunner:
         return tuple(self._forms)
 
     def forward(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor | None:
-        """Logits as `Stack.forward` gives them; None if the forward has no form, even split into groups of rows."""
+        """Logits as `ModelRunner.forward` gives them; None if the forward has no form, even split into groups of sequences."""
         fits = fits_of(chunks, cache)
         if fits is None:
             return None
@@ -147,19 +147,19 @@ class GraphRunner:
 
     def _run(self, chunks: Sequence[SequenceChunk], cache: KVCache, fit: Fit) -> Tensor:
         """The wanted logits of chunks that have a form; the next forward of this form overwrites them."""
-        rows, counts = [chunk.row for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        seqs, counts = [chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         for layer in lacking_room(fit.layers, chunks, cache):
             sizes = self._shape.kv_heads, self._shape.head_dim, self._shape.head_dim
-            cache.layers[layer].prepare(self._like, sizes, rows, counts)
-        self._reach(max(cache.positions[chunk.row] + chunk.fed + len(chunk.tokens) for chunk in chunks))
+            cache.layers[layer].prepare(self._like, sizes, seqs, counts)
+        self._reach(max(cache.positions[chunk.seq] + chunk.fed + len(chunk.tokens) for chunk in chunks))
         pieces = self._forms.pop(fit.form, None) or self._made(fit.form)
         self._forms[fit.form] = pieces
         pieces.step.load(chunks, cache)
         pieces.run(fit.layers)
         for layer in fit.layers:
             scratch = cache.layers[layer].scratch
-            for row, count in zip(rows, counts, strict=True):
-                scratch[row] += count
+            for seq, count in zip(seqs, counts, strict=True):
+                scratch[seq] += count
         return block.scaled_logits(_wanted(pieces.step.logits, chunks, fit.form), self._shape)
 
     def _reach(self, positions: int) -> None:
@@ -175,6 +175,6 @@ class GraphRunner:
             del self._forms[next(iter(self._forms))]
         if self.capture and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        log.info("%s rows x %s tokens: captured as their layers run", form.rows, form.queries)
+        log.info("%s rows x %s tokens: captured as their layers run", form.seqs, form.queries)
         step = StaticForward(form, self._shape, self._weights, self._rotary, self._dtype)
         return CapturedForward(step, self.capture, self._pool)

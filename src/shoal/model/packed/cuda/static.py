@@ -23,21 +23,21 @@ from shoal.model.packed.cuda.products import Activation, matrix_of, product
 from shoal.model.packed.linear import Linear
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Layer, Weights
-from shoal.model.stack import SequenceChunk
+from shoal.model.runner import SequenceChunk
 
 SHARES = (8, 64)
-"""Fewest and most programs that share the columns of a row and KV head."""
+"""Fewest and most programs that share the columns of a sequence and KV head."""
 
 _FEW, _ABREAST = 64, (16, 64)
-"""Queries per row from which on it is a prompt, and queries times heads per program below that number and from it on.
-Fewer queries may be drafts, which must add up as a single query does."""
+"""Queries per sequence from which on it is a prompt, and queries times heads per program below that number and from it
+on. Fewer queries may be drafts, which must add up as a single query does."""
 
 
 class _Bound(NamedTuple):
-    """The cache and rows whose KV the table describes, and what of it may change."""
+    """The cache and sequences whose KV the table describes, and what of it may change."""
 
     cache: ref[KVCache]
-    rows: tuple[int, ...]
+    seqs: tuple[int, ...]
     state: list[int]
 
 
@@ -47,7 +47,7 @@ class StaticForward:
     Attributes:
         form: the form.
         x: the residual stream [T, hidden], float32.
-        logits: [T or rows, V] in the dtype of the model, after `leave` has run.
+        logits: [T or sequences, V] in the dtype of the model, after `leave` has run.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class StaticForward:
         def narrow(*sizes: int) -> Tensor:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
-        parts = [tokens, tokens, form.rows, form.rows, form.rows]
+        parts = [tokens, tokens, form.seqs, form.seqs, form.seqs]
         self._told = torch.zeros(sum(parts), dtype=torch.long, device=device)
-        self._ids, self._positions, self._rows, self._counts, self._last = self._told.split(parts)
-        self._kv = torch.zeros(shape.num_layers, kernels.ADDRESSES + form.rows, dtype=torch.long, device=device)
+        self._ids, self._positions, self._seqs, self._counts, self._last = self._told.split(parts)
+        self._kv = torch.zeros(shape.num_layers, kernels.ADDRESSES + form.seqs, dtype=torch.long, device=device)
         self._bound: _Bound | None = None
         self._cos, self._sin = rotary.cos, rotary.sin
         self.x, self._normed = wide(tokens, shape.hidden), narrow(tokens, shape.hidden)
@@ -77,7 +77,7 @@ class StaticForward:
         self._sums = wide(tokens, shape.heads, self._shares, shape.head_dim)
         self._peaks = wide(tokens, shape.heads, self._shares, 2)
         self._inner = narrow(tokens * max(shape.ffns))
-        self.logits = narrow(tokens if form.every else form.rows, shape.vocab)
+        self.logits = narrow(tokens if form.every else form.seqs, shape.vocab)
 
     def load(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
         """Write the inputs of a forward; the KV must have room, and the rotary table the positions."""
@@ -85,29 +85,29 @@ class StaticForward:
         for chunk in chunks:
             filling = [0] * (queries - len(chunk.tokens))
             ids += [*chunk.tokens, *filling]
-            positions += [*chunk.positions(cache.positions[chunk.row]), *filling]
-        rows, counts = [chunk.row for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+            positions += [*chunk.positions(cache.positions[chunk.seq]), *filling]
+        seqs, counts = [chunk.seq for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         last = [queries * index + count - 1 for index, count in enumerate(counts)]
-        self._told.copy_(torch.tensor([*ids, *positions, *rows, *counts, *last]))
-        self._bind(rows, cache)
+        self._told.copy_(torch.tensor([*ids, *positions, *seqs, *counts, *last]))
+        self._bind(seqs, cache)
 
-    def _bind(self, rows: Sequence[int], cache: KVCache) -> None:
+    def _bind(self, seqs: Sequence[int], cache: KVCache) -> None:
         """Write the addresses of the KV, unless they are unchanged."""
         state = list[int]()
         for layer in cache.layers:
             state.append(layer.version)
-            state += [layer.starts[row] for row in rows]
+            state += [layer.starts[seq] for seq in seqs]
         bound = self._bound
-        if bound is not None and bound.cache() is cache and bound.rows == tuple(rows) and bound.state == state:
+        if bound is not None and bound.cache() is cache and bound.seqs == tuple(seqs) and bound.state == state:
             return
         table = list[list[int]]()
         for layer in cache.layers:
             keys, values, where = layer.keys, layer.values, (0,) * kernels.ADDRESSES
             if keys is not None and values is not None:
                 where = keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1)
-            table.append([*where, *(layer.starts[row] for row in rows)])
+            table.append([*where, *(layer.starts[seq] for seq in seqs)])
         self._kv.copy_(torch.tensor(table))
-        self._bound = _Bound(ref(cache), tuple(rows), state)
+        self._bound = _Bound(ref(cache), tuple(seqs), state)
 
     def enter(self) -> None:
         """Write the embedding to the stream."""
@@ -189,14 +189,14 @@ class StaticForward:
         table, starts = self._kv[index], self._kv[index, kernels.ADDRESSES :]
         size = max(16, triton.next_power_of_2(shape.head_dim))
         kernels.rotate[(form.tokens, shape.heads + 2 * shape.kv_heads)](
-            self._qkv, self._q, self._cos[turn or 0], self._sin[turn or 0], self._positions, self._rows, self._counts,
+            self._qkv, self._q, self._cos[turn or 0], self._sin[turn or 0], self._positions, self._seqs, self._counts,
             table, starts, shape.heads, shape.kv_heads, form.queries,
             SIZE=shape.head_dim, HALF=self._cos.shape[2], BLOCK=size, ROTARY=turn is not None, num_warps=1,
         )  # fmt: skip
         abreast = min(form.queries, max(1, _ABREAST[form.queries >= _FEW] // group))
         tile = max(16, triton.next_power_of_2(group * abreast))
-        kernels.attend[(form.rows, shape.kv_heads * triton.cdiv(form.queries, abreast), self._shares)](
-            self._q, self._sums, self._peaks, self._positions, self._rows, self._counts, table, starts,
+        kernels.attend[(form.seqs, shape.kv_heads * triton.cdiv(form.queries, abreast), self._shares)](
+            self._q, self._sums, self._peaks, self._positions, self._seqs, self._counts, table, starts,
             shape.heads, form.queries, shape.attention_scale, shape.attention_cap or 0.0, window or 0,
             SIZE=shape.head_dim, BLOCK=size, GROUP=group, ABREAST=abreast, M=tile, COLUMNS=kernels.CHUNK,
             CAPPED=shape.attention_cap is not None, WINDOWED=window is not None,

@@ -25,13 +25,13 @@ ATTENTION, MLP = 1, 2
 class NativeBatch:
     """Up to 256 tokens in ascending order of rows; the tokens of a row are consecutive nodes of its tree.
 
-    Nodes before a row's first token are already in the cache, in the columns of nodes.
+    Nodes before a row's first token are already in the cache, in the slots of nodes.
 
     Attributes:
         ids, positions: id and position of each token.
         rows: cache row of each token.
         nodes: index of each token within its row's tree, below 64, or below 256 without ancestors.
-        bases: committed positions of each token's row; the keys of node j go to column `base - start + j`.
+        bases: committed positions of each token's row; the keys of node j go to slot `base - start + j`.
         ancestors: per token, bit j is set if it sees node j of the same row: itself and its path to node 0. With 0 it
             sees all nodes up to itself.
         wanted: indices of the tokens whose logits are wanted.
@@ -56,14 +56,14 @@ class NativeBatch:
         """The batch in the library's form; lengths are checked here, values by the library."""
         layers = range(num_layers) if self.layers is None else self.layers
         self._check_lengths(len(self.ids), len(layers))
-        words = array("i", self.ids)
+        argv = array("i", self.ids)
         for part in (self.positions, self.rows, self.nodes, self.bases, self.wanted, layers):
-            words.extend(part)
+            argv.extend(part)
         for line in self.starts or ():
-            words.extend(line)
+            argv.extend(line)
         bits = array("Q", self.ancestors)
         flags = None if self.active is None else array("B", b"".join(map(bytes, self.active)))
-        count, at = len(self.ids), words.buffer_info()[0]
+        count, at = len(self.ids), argv.buffer_info()[0]
         struct = BatchStruct(tokens=count, wanted_count=len(self.wanted), active_count=len(layers), rows=kv.rows)
         size = 4 * count
         struct.ids, struct.position, struct.row = at, at + size, at + 2 * size
@@ -74,7 +74,7 @@ class NativeBatch:
         struct.active = None if flags is None else flags.buffer_info()[0]
         struct.keys, struct.values, struct.capacity = kv.addresses
         struct.own = kv.own_address
-        struct.memory = (words, bits, flags, kv)
+        struct.memory = (argv, bits, flags, kv)
         return struct
 
     def _check_lengths(self, count: int, layers: int) -> None:
@@ -110,7 +110,7 @@ class KVBinding:
         layers: int,
         shape: tuple[int, int],
         dtype: torch.dtype,
-        own: Sequence[Sequence[OwnColumns]] | None = None,
+        own: Sequence[Sequence[OwnSlots]] | None = None,
     ) -> None:
         if len(keys) != layers or len(values) != layers:
             raise ValueError(f"KV of {len(keys)} and {len(values)} layers was given; the model has {layers}")
@@ -127,7 +127,7 @@ class KVBinding:
         arrays = (self._keys, self._values, self._capacity)
         self.addresses = tuple(ctypes.addressof(one) for one in arrays)
         self._own = None if own is None else (Own * (layers * self.rows))(
-            *(one.struct(shape, dtype) for line in own for one in [*line, *[OwnColumns()] * (self.rows - len(line))])
+            *(one.struct(shape, dtype) for line in own for one in [*line, *[OwnSlots()] * (self.rows - len(line))])
         )
         self._own_tensors = own
         self.own_address = None if self._own is None else ctypes.addressof(self._own)
@@ -139,18 +139,18 @@ class KVBinding:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnColumns:
+class OwnSlots:
     """What a row stores in a layer outside its slot.
 
     Attributes:
         keys, values: instead of the slot, int8 [kv_heads, capacity, head_dim], or uint8 [kv_heads, capacity, blocks,
             16] with two numbers per byte, and the scales of blocks of 32, float16 [kv_heads, capacity, blocks]. Keys
             have at least as many bits as values. None for the slot.
-        bias: float32 [kv_heads, columns], added to scores; None for nothing.
-        older: instead of the slot's first columns, bits and numbers of keys, then of values: uint8 [kv_heads, capacity,
+        bias: float32 [kv_heads, slots], added to scores; None for nothing.
+        older: instead of the slot's first slots, bits and numbers of keys, then of values: uint8 [kv_heads, capacity,
             2 bytes per 16 dimensions], and [kv_heads, capacity, numbers] in the slot's dtype, the numbers whose bits
             are set. None for the slot.
-        settled: number of those columns.
+        settled: number of those slots.
     """
 
     keys: Sequence[Tensor] | None = None

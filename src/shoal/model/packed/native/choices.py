@@ -1,4 +1,4 @@
-"""How tokens of a forward choose the columns of the KV that they read; see choose.h."""
+"""How tokens of a forward choose the slots of the KV that they read; see choose.h."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shoal.model.packed.native.library import ROOM_BESIDE, BatchStruct, ChoiceSt
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnLabels:
-    """Some dimensions of the keys of one row; the library fills in those of new columns.
+class SlotLabels:
+    """Some dimensions of the keys of one row; the library fills in those of new slots.
 
     Attributes:
         dims: int32 [running layers, kv_heads, width].
-        buffers: per running layer [kv_heads, groups of 16 columns, width, 16] in the dtype of keys, all of one size;
+        buffers: per running layer [kv_heads, groups of 16 slots, width, 16] in the dtype of keys, all of one size;
             None for a layer that does not choose by labels.
-        known: per running layer, the number of columns whose labels are filled in.
+        known: per running layer, the number of slots whose labels are filled in.
     """
 
     dims: Tensor
@@ -29,22 +29,22 @@ class ColumnLabels:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnChoice:
-    """How one token chooses columns.
+class SlotChoice:
+    """How one token chooses slots.
 
     Attributes:
-        count: number of columns to choose, per KV head or query head.
+        count: number of slots to choose, per KV head or query head.
         roles: per running layer 0 (reads all), 1 (reads all and chooses), 2 (reads the last choice, or chooses if that
             does not fit) or 3 (chooses by labels); 0 in layers with a window.
-        columns: most columns that a layer has of the token's row after the forward.
+        slots: most slots that a layer has of the token's row after the forward.
         labels: labels for role 3; None if no layer has it.
-        apart: whether each query head has columns of its own; otherwise heads that share a KV head share columns.
+        apart: whether each query head has slots of its own; otherwise heads that share a KV head share slots.
     """
 
     count: int
     roles: bytes
-    columns: int
-    labels: ColumnLabels | None = None
+    slots: int
+    labels: SlotLabels | None = None
     apart: bool = False
 
 
@@ -57,10 +57,10 @@ class ChoicesAtWork:
         heads, kv_heads: numbers of heads of the model.
 
     Raises:
-        ValueError: the number of tokens, layers or columns does not fit the batch.
+        ValueError: the number of tokens, layers or slots does not fit the batch.
     """
 
-    def __init__(self, choices: Sequence[ColumnChoice | None], struct: BatchStruct, heads: int, kv_heads: int) -> None:
+    def __init__(self, choices: Sequence[SlotChoice | None], struct: BatchStruct, heads: int, kv_heads: int) -> None:
         if len(choices) != struct.tokens:
             raise ValueError(f"{len(choices)} tokens choose columns; there are {struct.tokens}, some of them with None")
         self._choices = choices
@@ -70,21 +70,21 @@ class ChoicesAtWork:
         struct.choices = ctypes.addressof(self._structs)
 
     def _fill(
-        self, choice: ColumnChoice, to: ChoiceStruct, layers: int, heads: int, kv_heads: int
+        self, choice: SlotChoice, to: ChoiceStruct, layers: int, heads: int, kv_heads: int
     ) -> tuple[object, ...]:
         if choice.count < 1 or len(choice.roles) != layers:
             raise ValueError(f"{choice.count} columns in {len(choice.roles)} layers are chosen; there must be at least "
                              f"1, in {layers}")
         roles = ctypes.create_string_buffer(choice.roles, layers)
-        room = choice.columns + ROOM_BESIDE
+        room = choice.slots + ROOM_BESIDE
         scores = torch.empty(heads, room)
-        columns = torch.empty(heads if choice.apart else kv_heads, choice.count, dtype=torch.int32)
-        to.roles, to.scores, to.columns = ctypes.addressof(roles), scores.data_ptr(), columns.data_ptr()
+        slots = torch.empty(heads if choice.apart else kv_heads, choice.count, dtype=torch.int32)
+        to.roles, to.scores, to.columns = ctypes.addressof(roles), scores.data_ptr(), slots.data_ptr()
         to.count, to.room, to.stored, to.apart = choice.count, room, -1, choice.apart
-        return roles, scores, columns, None if choice.labels is None else _label(choice.labels, to, layers)
+        return roles, scores, slots, None if choice.labels is None else _label(choice.labels, to, layers)
 
 
-def _label(labels: ColumnLabels, to: ChoiceStruct, layers: int) -> tuple[object, ...]:
+def _label(labels: SlotLabels, to: ChoiceStruct, layers: int) -> tuple[object, ...]:
     rooms = {16 * buffer.shape[1] for buffer in labels.buffers if buffer is not None}
     sizes = len(labels.dims), len(labels.buffers), len(labels.known)
     if sizes != (layers,) * 3 or len(rooms) > 1 or labels.dims.dtype != torch.int32:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
 from shoal.model.packed.linear import Linear, parts_of
-from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnColumns, address
+from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnSlots, address
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
-from shoal.model.packed.native.choices import ChoicesAtWork, ColumnChoice
+from shoal.model.packed.native.choices import ChoicesAtWork, SlotChoice
 from shoal.model.packed.native.library import (
     ACTIVATIONS,
     LANES,
@@ -60,51 +60,51 @@ class _Asked:
         self._choose, self._batch, self._heads = choose, batch, (shape.kv_heads, shape.heads)
         self._kept: list[Tensor | None] = []
         self._queries = torch.empty(struct.tokens, shape.heads, shape.head_dim)
-        self._columns, self._counts = (c_void_p * struct.tokens)(), (c_int32 * struct.tokens)()
+        self._slots, self._counts = (c_void_p * struct.tokens)(), (c_int32 * struct.tokens)()
         self._apart = (c_uint8 * struct.tokens)()
         self._function = SELECT(self._select)
         struct.queries, struct.select = self._queries.data_ptr(), self._function
-        struct.columns, struct.counts = ctypes.addressof(self._columns), ctypes.addressof(self._counts)
+        struct.columns, struct.counts = ctypes.addressof(self._slots), ctypes.addressof(self._counts)
         struct.apart = ctypes.addressof(self._apart)
 
     def _select(self, entry: int) -> None:
-        """Fill in the columns that tokens read; all after an error, which cannot be raised through the library."""
+        """Fill in the slots that tokens read; all after an error, which cannot be raised through the library."""
         ctypes.memset(self._counts, 0, ctypes.sizeof(self._counts))
         if self.error is not None:
             return
         try:
             chosen = self._checked(entry, self._choose(entry, self._queries))
-            for token, columns in enumerate(chosen):
-                if columns is not None:
-                    self._columns[token], self._counts[token] = columns.data_ptr(), columns.shape[1]
-                    self._apart[token] = len(columns) > self._heads[0]
+            for token, slots in enumerate(chosen):
+                if slots is not None:
+                    self._slots[token], self._counts[token] = slots.data_ptr(), slots.shape[1]
+                    self._apart[token] = len(slots) > self._heads[0]
             self._kept = chosen
         except BaseException as error:
             ctypes.memset(self._counts, 0, ctypes.sizeof(self._counts))
             self.error = error
 
     def _checked(self, entry: int, chosen: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The chosen columns, contiguous; ValueError for what the library would misread."""
+        """The chosen slots, contiguous; ValueError for what the library would misread."""
         if len(chosen) != len(self._counts):
             raise ValueError(f"columns of {len(chosen)} tokens were chosen; there are {len(self._counts)}, each with "
                              "its columns or None")
         starts = None if self._batch.starts is None else self._batch.starts[entry]
-        for token, columns in enumerate(chosen):
-            if columns is not None:
+        for token, slots in enumerate(chosen):
+            if slots is not None:
                 own = self._batch.bases[token] + self._batch.nodes[token] - (0 if starts is None else starts[token])
-                self._check(token, columns, own)
-        return [None if columns is None else columns.contiguous() for columns in chosen]
+                self._check(token, slots, own)
+        return [None if slots is None else slots.contiguous() for slots in chosen]
 
-    def _check(self, token: int, columns: Tensor, own: int) -> None:
-        fits = columns.dtype == torch.int32 and columns.ndim == 2 and len(columns) in self._heads
-        if not fits or columns.device.type != "cpu":
-            raise ValueError(f"the columns of token {token} are {columns.dtype} {list(columns.shape)} on "
-                             f"{columns.device}; they must be torch.int32 [{self._heads[0]} or {self._heads[1]}, any "
+    def _check(self, token: int, slots: Tensor, own: int) -> None:
+        fits = slots.dtype == torch.int32 and slots.ndim == 2 and len(slots) in self._heads
+        if not fits or slots.device.type != "cpu":
+            raise ValueError(f"the columns of token {token} are {slots.dtype} {list(slots.shape)} on "
+                             f"{slots.device}; they must be torch.int32 [{self._heads[0]} or {self._heads[1]}, any "
                              "number] on the CPU")
-        if not columns.shape[1] or int(columns[:, -1].min()) < 0:
+        if not slots.shape[1] or int(slots[:, -1].min()) < 0:
             raise ValueError(f"a head of token {token} is left no column; each needs one, such as the token's own")
-        low, high = (int(end) for end in columns.aminmax())
-        if low < -1 or high > own or int(columns.diff().min() if columns.shape[1] > 1 else 0) < 0:
+        low, high = (int(end) for end in slots.aminmax())
+        if low < -1 or high > own or int(slots.diff().min() if slots.shape[1] > 1 else 0) < 0:
             raise ValueError(f"the columns of token {token} are {low}..{high}; they must ascend within [0, {own}], "
                              "-1s first")
 
@@ -162,7 +162,7 @@ class NativeModel:
 
     def bind(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],
-        own: Sequence[Sequence[OwnColumns]] | None = None,
+        own: Sequence[Sequence[OwnSlots]] | None = None,
     ) -> KVBinding:
         """Check the KV tensors once, for all forwards until one of them is replaced.
 
@@ -176,11 +176,11 @@ class NativeModel:
 
     def forward(
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
-        choose: Choose | None = None, choices: Sequence[ColumnChoice | None] | None = None,
-        vectors: Tensor | None = None, likeliest: bool = False,
+        choose: Choose | None = None, choices: Sequence[SlotChoice | None] | None = None,
+        vectors: Tensor | None = None, argmax_only: bool = False,
         experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None,
     ) -> Tensor:
-        """Run a batch, and write the keys and values of its tokens to their columns of the cache.
+        """Run a batch, and write the keys and values of its tokens to their slots of the cache.
 
         Args:
             batch: the tokens.
@@ -190,12 +190,12 @@ class NativeModel:
                 and those after them; n is 1 to running layers + 1.
             choose: called for each running layer, once its keys are in the cache, with its number in `batch.layers` and
                 the queries, float32 [tokens, heads, head_dim], in memory that the next layer overwrites. Returns for
-                each token the columns that it reads, int32 [kv_heads or heads, any number], ascending, -1s first, or
+                each token the slots that it reads, int32 [kv_heads or heads, any number], ascending, -1s first, or
                 None for all that it sees. It must not run a forward of this model. What it raises is raised here.
             choices: instead of `choose`, how the library chooses for each token; None for all that it sees.
             vectors: float32 [tokens, hidden], inputs of the first layer; None for the embeddings of the batch's ids.
-            likeliest: whether only the largest logit of each token, with its equals, is needed. Others may be -inf, so
-                that part of the head is not read.
+            argmax_only: whether only the largest logit of each token, with its equals, is needed. Others may be -inf,
+                so that part of the head is not read.
             experts: MLPs in groups, and the groups that each token runs, as `ExpertMLPs.put_into` takes them; None
                 if all tokens run the whole MLPs.
 
@@ -212,7 +212,7 @@ class NativeModel:
                                "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
         read = c_int32()
-        bounded = likeliest and self._bounds_pay(len(batch.wanted))
+        bounded = argmax_only and self._bounds_pay(len(batch.wanted))
         struct.likeliest = ctypes.addressof(read) if bounded else None
         if taps is not None:
             struct.tap_count = min(max(len(taps), 1), struct.active_count + 1)
@@ -273,9 +273,9 @@ class NativeModel:
         self._run(struct, threads, None, asked.struct)
         return asked.paths()
 
-    def scratch_bytes(self, tokens: int, columns: int) -> int:
-        """Bytes by which buffers grow in a forward of that many tokens, each of which sees that many columns."""
-        bases = (ctypes.c_int32 * tokens)(*[columns] * tokens)
+    def scratch_bytes(self, tokens: int, slots: int) -> int:
+        """Bytes by which buffers grow in a forward of that many tokens, each of which sees that many slots."""
+        bases = (ctypes.c_int32 * tokens)(*[slots] * tokens)
         struct = BatchStruct(tokens=tokens, base=ctypes.addressof(bases))
         threads = torch.get_num_threads()
         needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), threads)

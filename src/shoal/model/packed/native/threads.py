@@ -24,8 +24,8 @@ REST = (0.1, 3.2)
 def idle_seconds() -> float | None:
     """Idle processor seconds of this machine since it started; None if it does not say."""
     try:
-        words = Path("/proc/stat").read_text().split(maxsplit=5)
-        return int(words[4]) / os.sysconf("SC_CLK_TCK")
+        argv = Path("/proc/stat").read_text().split(maxsplit=5)
+        return int(argv[4]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
 

@@ -14,17 +14,17 @@ from typing_extensions import override
 
 from shoal.errors import stays_here
 from shoal.model.kv.cache import KVCache
-from shoal.model.masks import Asker, mask, row_mask
+from shoal.model.masks import Asker, mask, seq_mask
 from shoal.model.packed import block, cuda
 from shoal.model.packed.cuda.form import MOST_TOKENS
 from shoal.model.packed.linear import Dense
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Layer, Weights
-from shoal.model.stack import (
+from shoal.model.runner import (
     HiddenStateHook,
     LayerWork,
+    ModelRunner,
     SequenceChunk,
-    Stack,
     Start,
     lay_vectors,
     mark_shallow,
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from shoal.model.packed.cuda.graphs import GraphRunner
 
 _PIECE = 256
-"""Columns of a matrix that are dequantised at a time."""
+"""Slots of a matrix that are dequantised at a time."""
 
 
-class PackedStack(Stack):
-    """A packed decoder in plain torch; `NativeStack` takes over where its kernels can."""
+class PackedRunner(ModelRunner):
+    """A packed decoder in plain torch; `NativeRunner` takes over where its kernels can."""
 
     can_split = shows_queries = True
     adds_masks = False
@@ -77,7 +77,7 @@ class PackedStack(Stack):
         self.graphs = GraphRunner(self.shape, self.weights, self.rotary, self.dtype, capture=capture)
 
     def with_layers(self, layers: list[Layer]) -> Self:
-        """A stack with other layers of the same shape that shares everything else but the graphs."""
+        """A runner with other layers of the same shape that shares everything else but the graphs."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other.weights = replace(self.weights, layers=layers)
@@ -137,31 +137,31 @@ class PackedStack(Stack):
 class _Pass:
     """One forward in progress: the residual stream [T, hidden] of the tokens of all chunks, one after the other."""
 
-    def __init__(self, stack: PackedStack, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
-        self.stack, self.chunks, self.cache = stack, chunks, cache
-        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=stack.device)
-        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.row])]
-        stack.rotary.reach(max(places) + 1)
-        where = torch.tensor(places, device=stack.device)
-        self.tables = list(zip(stack.rotary.cos[:, where], stack.rotary.sin[:, where], strict=True))
-        self.x = stack.embed(ids, where)
+    def __init__(self, runner: PackedRunner, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
+        self.runner, self.chunks, self.cache = runner, chunks, cache
+        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=runner.device)
+        places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
+        runner.rotary.reach(max(places) + 1)
+        where = torch.tensor(places, device=runner.device)
+        self.tables = list(zip(runner.rotary.cos[:, where], runner.rotary.sin[:, where], strict=True))
+        self.x = runner.embed(ids, where)
         lay_vectors(self.x, chunks)
         self.sizes = [len(chunk.tokens) for chunk in chunks]
-        self._asker = Asker(cache, stack.device)
+        self._asker = Asker(cache, runner.device)
 
     def take(self, hidden: Tensor) -> None:
         """Continue from a stream that `padded` gave."""
-        self.x = torch.cat([hidden[row, :size] for row, size in enumerate(self.sizes)])
+        self.x = torch.cat([hidden[seq, :size] for seq, size in enumerate(self.sizes)])
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and add its output to the stream."""
-        stack, weights = self.stack, self.stack.weights.layers[layer]
+        runner, weights = self.runner, self.runner.weights.layers[layer]
         chosen = self._chosen(piece)
         x = self.x if chosen is None else self.x[chosen]
         if piece.part != "mlp":
             tables = self._tables(layer, chosen)
             x = x + block.attention(
-                x, weights, stack.shape, stack.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
+                x, weights, runner.shape, runner.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
             )
         if piece.part != "attention":
             x = x + self._mlp(layer, piece, x)
@@ -172,21 +172,21 @@ class _Pass:
 
     def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
         """What the MLP adds to the stream `x` of the piece's tokens."""
-        stack, weights = self.stack, self.stack.weights.layers[layer]
+        runner, weights = self.runner, self.runner.weights.layers[layer]
         opened = opened_in(self.chunks, layer, piece)
         if opened is None:
-            return block.mlp(x, weights, stack.shape, stack.dtype)
+            return block.mlp(x, weights, runner.shape, runner.dtype)
 
         mlps = next(filter(None, opened))[0]
 
         def inside(normed: Tensor) -> Tensor:
-            return mlps.mixed(normed, layer, opened, lambda some: block.gated(some, weights, stack.shape))
+            return mlps.mixed(normed, layer, opened, lambda some: block.gated(some, weights, runner.shape))
 
-        return block.mlp(x, weights, stack.shape, stack.dtype, inside)
+        return block.mlp(x, weights, runner.shape, runner.dtype, inside)
 
     def _tables(self, layer: int, chosen: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Cos and sin of the piece's tokens; None for a layer without rotary embedding."""
-        table = self.stack.shape.rotary[layer]
+        table = self.runner.shape.rotary[layer]
         if table is None:
             return None
         cos, sin = self.tables[table]
@@ -195,36 +195,36 @@ class _Pass:
     def _chosen(self, piece: LayerWork) -> Tensor | None:
         """Flat indices of the piece's tokens; None for all."""
         flat = piece.flat(self.sizes)
-        return None if flat is None else torch.tensor(flat, device=self.stack.device)
+        return None if flat is None else torch.tensor(flat, device=self.runner.device)
 
     def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of each chunk's tokens over its own row."""
+        """Attention of each chunk's tokens over its own sequence."""
         counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
         parts = zip(
             self.chunks, piece.first, piece.last, q.split(counts), k.split(counts), v.split(counts), strict=True
         )
-        return torch.cat([self._attend_row(layer, *part) for part in parts if part[2] > part[1]])
+        return torch.cat([self._attend_seq(layer, *part) for part in parts if part[2] > part[1]])
 
-    def _attend_row(
+    def _attend_seq(
         self, layer: int, chunk: SequenceChunk, first: int, last: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         store = self.cache.layers[layer]
-        rows, counts = [chunk.row], [last - first]
-        store.make_room(rows, counts)
-        view = chunk.view(self.cache.positions[chunk.row], store.starts[chunk.row], first, last)
-        keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], rows, counts)
-        queries, bias = q.transpose(0, 1), store.bias[chunk.row]
-        chosen = self._asker.columns(chunk, layer, first, queries, keys[0])
+        seqs, counts = [chunk.seq], [last - first]
+        store.make_room(seqs, counts)
+        view = chunk.view(self.cache.positions[chunk.seq], store.starts[chunk.seq], first, last)
+        keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], seqs, counts)
+        queries, bias = q.transpose(0, 1), store.bias[chunk.seq]
+        chosen = self._asker.slots(chunk, layer, first, queries, keys[0])
         if chosen is not None:
-            out = block.gathered_attention(queries, keys[0], values[0], self.stack.shape, chosen, bias)
+            out = block.gathered_attention(queries, keys[0], values[0], self.runner.shape, chosen, bias)
             return out.transpose(0, 1)
         if bias is None:
             seen = mask([view], store.window, q.device)
         else:
             every, dtype = self._asker.seen(chunk, layer, first, last), torch.promote_types(q.dtype, torch.float32)
-            seen = row_mask(None, bias[:, : keys.shape[2]], every, len(queries), dtype)
+            seen = seq_mask(None, bias[:, : keys.shape[2]], every, len(queries), dtype)
         causal = seen is None and len(q) > 1
-        out = block.scaled_attention(queries[None], keys, values, self.stack.shape, seen, causal)
+        out = block.scaled_attention(queries[None], keys, values, self.runner.shape, seen, causal)
         return out[0].transpose(0, 1)
 
     def padded(self) -> Tensor:

@@ -1,6 +1,7 @@
 """What the decoding loop asks of a model: run some tokens through some of its layers, and return logits.
 
-A `SequenceChunk` holds the tokens of one row; its plan and a token's step index say which sublayers the token runs.
+A `SequenceChunk` holds the tokens of one sequence; its plan and a token's step index say which sublayers the token
+runs.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ HiddenStateHook = Callable[[int, Tensor], None]
 """Called with a layer's number and the hidden states [chunks, nodes, D] that enter it; short chunks are padded. An
 executor may skip the calls of a `FromLayer` before its first layer."""
 QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
-"""Called in a layer's attention for one row, with the layer's number, rotated queries [heads, nodes, head_dim], rotated
-keys [kv_heads, columns, head_dim] including the nodes' own, and which columns a node may see, bool [nodes, columns].
+"""Called in a layer's attention for one sequence, with the layer's number, rotated queries [heads, nodes, head_dim],
+rotated keys [kv_heads, slots, head_dim] including the nodes' own, and which slots a node may see, bool [nodes,
+slots].
 
-Returns the columns that each node reads: int64 [kv_heads, nodes, any number], or [heads, ...] if each query head has
-columns of its own; in any order, padded with -1. None means all. Repeats and columns that a node may not see are
+Returns the slots that each node reads: int64 [kv_heads, nodes, any number], or [heads, ...] if each query head has
+slots of its own; in any order, padded with -1. None means all. Repeats and slots that a node may not see are
 dropped, and each node must keep at least one.
 
 The queries may be kept. The keys may be a view of the storage, which later forwards overwrite, and other layers get the
@@ -38,13 +40,13 @@ same bools: modify neither. Run no other forward of the same model, since one is
 
 
 @dataclass(frozen=True, slots=True)
-class RowView:
-    """What the queries of one row may attend to in one layer.
+class SequenceView:
+    """What the queries of one sequence may attend to in one layer.
 
     Attributes:
-        base: committed positions; node j of the row is at position `base + depths[j]`.
-        start: positions that are no longer stored; column c of the store is position `start + c`.
-        first, last: nodes first..last-1 are the queries; nodes 0..last-1 are in the scratch columns.
+        base: committed positions; node j of the sequence is at position `base + depths[j]`.
+        start: positions that are no longer stored; slot c of the store is position `start + c`.
+        first, last: nodes first..last-1 are the queries; nodes 0..last-1 are in the scratch slots.
         parents: parent of each node; None for a chain.
         depths: distance of each node from node 0; None for a chain (node j at distance j).
         mutual: whether the nodes of a chain also see those after them.
@@ -59,33 +61,33 @@ class RowView:
     mutual: bool = False
 
     @property
-    def columns(self) -> int:
-        """Columns of the store that are in use."""
+    def slots(self) -> int:
+        """Slots of the store that are in use."""
         return self.base - self.start + self.last
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
-    """Tokens of one row for one forward.
+    """Tokens of one sequence for one forward.
 
     Attributes:
-        row: row of the cache.
-        tokens: ids in breadth-first order; node 0 is at position `cache.positions[row]`.
+        sequence: sequence of the cache.
+        tokens: ids in breadth-first order; node 0 is at position `cache.positions[sequence]`.
         steps: step index of each token, non-decreasing; 0 for tokens of a prompt.
         plan: which sublayers run at which step.
         parents, depths: tree structure; None for a chain.
         wanted: number of tokens at the end, those of `vectors` not counted, that need logits.
-        query_hook: sees the tokens' queries and may choose the columns that they read; or None.
+        query_hook: sees the tokens' queries and may choose the slots that they read; or None.
         fed: nodes of the same tree that earlier forwards left in scratch in every layer that runs now. The tokens are
             nodes `fed`, `fed` + 1, ...; `parents` and `depths` cover all nodes from 0 on.
         mutual: whether the nodes of a chain also see those after them, as in a masked block.
-        likeliest: whether only the largest logit of each token is needed; others may be -inf.
+        argmax_only: whether only the largest logit of each token is needed; others may be -inf.
         vectors: [n, D], inputs of the first layer for the last n tokens, whose ids are ignored and which get no logits;
             or None.
         experts: which groups of MLP neurons each token runs; None for the whole MLPs.
     """
 
-    row: int
+    seq: int
     tokens: Sequence[int]
     steps: Sequence[int]
     plan: DepthPlan
@@ -95,7 +97,7 @@ class SequenceChunk:
     fed: int = 0
     query_hook: QueryHook | None = None
     mutual: bool = False
-    likeliest: bool = False
+    argmax_only: bool = False
     vectors: Tensor | None = None
     experts: ExpertChoice | None = None
 
@@ -105,7 +107,7 @@ class SequenceChunk:
         return not self.mutual and self.query_hook is None and self.vectors is None and self.experts is None
 
     @property
-    def words(self) -> int:
+    def with_ids(self) -> int:
         """Number of tokens, from the first on, that enter by their ids."""
         return len(self.tokens) - (0 if self.vectors is None else len(self.vectors))
 
@@ -118,9 +120,9 @@ class SequenceChunk:
         """Position of each token if node 0 is at `base`."""
         return [base + depth for depth in (self.nodes if self.depths is None else self.depths[self.fed :])]
 
-    def view(self, base: int, start: int, first: int, last: int) -> RowView:
-        """What tokens first..last-1 may attend to in a row of `base` positions; the first `start` are not stored."""
-        return RowView(base, start, self.fed + first, self.fed + last, self.parents, self.depths, self.mutual)
+    def view(self, base: int, start: int, first: int, last: int) -> SequenceView:
+        """What tokens first..last-1 may attend to in a sequence of `base` positions; the first `start` are not stored."""
+        return SequenceView(base, start, self.fed + first, self.fed + last, self.parents, self.depths, self.mutual)
 
     def running(self, drop_step: int) -> int:
         """Length of the prefix of tokens that run a sublayer which is dropped from `drop_step` on."""
@@ -161,7 +163,7 @@ class LayerWork:
         """Numbers of the chunks that have tokens in it."""
         return [i for i, (first, last) in enumerate(zip(self.first, self.last, strict=True)) if last > first]
 
-    def of_row(self, index: int) -> LayerWork:
+    def of_seq(self, index: int) -> LayerWork:
         """The work of one chunk alone."""
         last = tuple(b if i == index else a for i, (a, b) in enumerate(zip(self.first, self.last, strict=True)))
         return LayerWork(self.part, self.first, last)
@@ -187,7 +189,7 @@ def layer_work(chunks: Sequence[SequenceChunk], layer: int) -> list[LayerWork]:
     return [piece for piece in pieces if piece.first != piece.last]
 
 
-class Stack(Protocol):
+class ModelRunner(Protocol):
     """A decoder that can run some of its layers.
 
     Attributes:
@@ -195,7 +197,7 @@ class Stack(Protocol):
         windows: sliding window of each layer in positions, or None.
         max_positions: the context length, or None if there is no limit.
         head_layers: cost of the LM head in layers, by bytes.
-        prefill_chunk: tokens per forward, of all rows together, at which prefill is fastest.
+        prefill_chunk: tokens per forward, of all sequences together, at which prefill is fastest.
         most_nodes: most nodes of a tree that is computed exactly like a chain; None for any number.
         position_bytes: bytes of the keys and values of one position, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer.
@@ -237,8 +239,8 @@ class Stack(Protocol):
         """Run the layers that the plans name, and leave keys and values in the cache as scratch.
 
         Args:
-            chunks: chunks of ascending rows.
-            cache: the rows' KV.
+            chunks: chunks of ascending sequences.
+            cache: the sequences' KV.
             hook: called with the hidden states before each layer, and with layer L for those after the last one.
             start: where to begin; the layers below are taken as done and store nothing.
 
@@ -256,14 +258,14 @@ class Stack(Protocol):
         """Logits [N, V] of hidden states [N, D], as a hook gets them, through the final norm and the head."""
 
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        """A dequantised copy of the rows [n, D] of the head's matrix for the tokens `ids`.
+        """A dequantised copy of the sequences [n, D] of the head's matrix for the tokens `ids`.
 
         Raises:
             Unsupported: the head is not a plain matrix.
         """
 
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; copies the rows.
+        """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; copies the sequences.
 
         Raises:
             Unsupported: the head is not a plain matrix.
@@ -303,7 +305,7 @@ def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
     for chunk in chunks:
         last = first + len(chunk.tokens)
         if chunk.vectors is not None:
-            x[first + chunk.words : last] = chunk.vectors.to(x)
+            x[first + chunk.with_ids : last] = chunk.vectors.to(x)
         first = last
 
 
@@ -313,18 +315,18 @@ def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int,
         return
     store = cache.layers[layer]
     for chunk, first, last in zip(chunks, piece.first, piece.last, strict=True):
-        held, scratch = store.lengths[chunk.row], store.scratch[chunk.row]
-        if last > first and (held, scratch) != (cache.positions[chunk.row], chunk.fed + first):
+        held, scratch = store.lengths[chunk.seq], store.scratch[chunk.seq]
+        if last > first and (held, scratch) != (cache.positions[chunk.seq], chunk.fed + first):
             raise missing_kv(layer, chunk, cache)
 
 
 def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError:
     """The error for a chunk whose tokens are preceded by a gap in the KV of a layer."""
-    store, row = cache.layers[layer], chunk.row
-    held, needed, what = store.lengths[row], cache.positions[row], "positions"
+    store, seq = cache.layers[layer], chunk.seq
+    held, needed, what = store.lengths[seq], cache.positions[seq], "positions"
     if held == needed:
-        held, needed, what = store.scratch[row], chunk.fed, "uncommitted nodes"
-    return RuntimeError(f"layer {layer} holds the KV of {held} {what} of row {row}, but {needed} precede the tokens "
+        held, needed, what = store.scratch[seq], chunk.fed, "uncommitted nodes"
+    return RuntimeError(f"layer {layer} holds the KV of {held} {what} of row {seq}, but {needed} precede the tokens "
                         "it is to run: the depth plan is not nested")
 
 
@@ -337,7 +339,7 @@ def run_layers(
     Args:
         run: runs a piece of work of a layer.
         states: gives the hidden states as the hook gets them.
-        hook, start: as for `Stack.forward`.
+        hook, start: as for `ModelRunner.forward`.
     """
     for layer in range(0 if start is None else start.layer, num_layers):
         if hook is not None:
@@ -353,7 +355,7 @@ def run_layers(
 def wanted_states(chunks: Sequence[SequenceChunk], states: Iterable[Tensor]) -> Tensor:
     """The states [sum of wanted, D] whose logits are wanted, out of those [nodes, D] of each chunk."""
     pairs = zip(chunks, states, strict=True)
-    return torch.cat([own[chunk.words - chunk.wanted : chunk.words] for chunk, own in pairs])
+    return torch.cat([own[chunk.with_ids - chunk.wanted : chunk.with_ids] for chunk, own in pairs])
 
 
 def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
@@ -361,4 +363,4 @@ def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
     for chunk in chunks:
         shallow = chunk.whole
         if shallow < len(chunk.tokens):
-            cache.mark_shallow(chunk.row, chunk.positions(cache.positions[chunk.row])[shallow])
+            cache.mark_shallow(chunk.seq, chunk.positions(cache.positions[chunk.seq])[shallow])

@@ -49,7 +49,7 @@ class Chances:
         self._tried[kind] = _FADE * self._tried[kind] + 1.0
 
 
-class Follower:
+class SuffixMatcher:
     """The passage that a text is repeating.
 
     A passage is followed as long as it predicts the next token. After that, or without one, the latest earlier place

@@ -1,4 +1,4 @@
-"""A running sequence as the parts of a recipe see it: its tokens, how they are chosen, and where it ends."""
+"""A running sequence as the components of a recipe see it: its tokens, how they are chosen, and where it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from shoal.decode import sampling
-from shoal.decode.ledger import RowLedger
+from shoal.decode.ledger import SequenceLedger
 from shoal.decode.rules.accept import Match, Rule
 from shoal.decode.sampling import Allowed, LogitsProcessor
 from shoal.decode.text.stop import StopState
@@ -20,26 +20,26 @@ _MATCH = Match()
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """State of one row, which the loop advances. It equals only itself.
+class SequenceState:
+    """State of one sequence, which the loop advances. It equals only itself.
 
     Attributes:
-        number: the row's number in its request: keys its random numbers and its results.
-        slot: the row's place in the cache; changes when other rows leave.
+        number: the sequence's number in its request: keys its random numbers and its results.
+        entry: the sequence's place in the cache; changes when other sequences leave.
         tokens: prompt and emitted tokens; the last one is the root, whose KV does not exist yet.
         prompt_length: leading tokens that are the prompt.
-        stop: decides where the row ends, and decodes its text.
+        stop: decides where the sequence ends, and decodes its text.
         plan: the layers that its tokens run.
         rule: which guesses are kept.
         drafts: whether tokens are guessed ahead.
         cached: prompt tokens whose KV was there already.
-        root: in a search, the row of which this one is a branch; else None.
+        root: in a search, the sequence of which this one is a branch; else None.
         until: emitted tokens after which a branch rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
-        allowed: the mask of the recipe's constraint for this row, if there is one.
+        allowed: the mask of the recipe's constraint for this sequence, if there is one.
         forced: how many of the last tokens came without a forward, since no other was allowed.
         steps: what was emitted.
-        bytes: size of the row's KV when it finished.
+        bytes: size of the sequence's KV when it finished.
         error: from rewriting its KV, which is then in an unknown state.
         placed: for a loop that decides tokens in any order, the place, token and step of each, in the order in which
             they were decided; None if not asked for.
@@ -49,7 +49,7 @@ class Row:
     """
 
     number: int
-    slot: int
+    seq_id: int
     tokens: list[int]
     prompt_length: int
     stop: StopState
@@ -60,12 +60,12 @@ class Row:
     processors: Sequence[LogitsProcessor] = ()
     seed: int = 0
     steps: list[Step] = field(default_factory=list)
-    ledger: RowLedger = field(default_factory=RowLedger)
+    ledger: SequenceLedger = field(default_factory=SequenceLedger)
     cached: int = 0
     bytes: KVBytes | None = None
     error: BaseException | None = None
     record: Callable[[Tensor, Tensor], None] | None = None
-    root: Row | None = None
+    root: SequenceState | None = None
     until: int | None = None
     held: bool = False
     allowed: Allowed | None = None
@@ -80,12 +80,12 @@ class Row:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the row ended; None while it runs."""
+        """Why the sequence ended; None while it runs."""
         return self.stop.finish_reason
 
     @property
     def room(self) -> int:
-        """How many tokens the row may emit now; 0 for a resting branch and for a row that has ended."""
+        """How many tokens the sequence may emit now; 0 for a resting branch and for a sequence that has ended."""
         stop = self.stop
         if stop.finish_reason is not None:
             return 0
@@ -93,14 +93,14 @@ class Row:
 
     @property
     def leaves(self) -> bool:
-        """Whether the row has ended and its KV is no longer needed."""
+        """Whether the sequence has ended and its KV is no longer needed."""
         return self.stop.finish_reason is not None and not self.held
 
     def emit(
         self, tokens: Sequence[int], guessed: int = 0,
         logprob: Callable[[int, int], TokenLogprob | None] | None = None, depth: float | None = None,
     ) -> list[Step]:
-        """Advance the row by tokens, as far as its stop rules allow.
+        """Advance the sequence by tokens, as far as its stop rules allow.
 
         Args:
             tokens: the tokens that follow the last one.
@@ -128,19 +128,19 @@ class Row:
         return TokenLogprob(token, 0.0, ((token, 0.0),)[: self.sampling.logprobs])
 
     def note_bytes(self, stored: KVBytes) -> None:
-        """Note what the row has stored; a searched row has stored what all its branches have."""
+        """Note what the sequence has stored; a searched sequence has stored what all its branches have."""
         self.bytes = stored
         if self.root is not None:
             self.root.bytes = stored if self.root.bytes is None else self.root.bytes + stored
 
-    def allows(self, words: Sequence[int], token: int) -> bool:
-        """Whether the constraint, if any, lets a token follow the row's tokens and `words`."""
-        return self.allowed is None or self.allowed.lets([*self.tokens[self.prompt_length :], *words], token)
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        """Whether the constraint, if any, lets a token follow the sequence's tokens and `path`."""
+        return self.allowed is None or self.allowed.lets([*self.tokens[self.prompt_length :], *path], token)
 
-    def scores(self, logits: Tensor, words: Sequence[int] = (), *, processed: bool = True) -> Tensor:
-        """`sampling.scores` of logits [V] after the row's tokens and `words`, with processors if `processed`."""
+    def scores(self, logits: Tensor, path: Sequence[int] = (), *, processed: bool = True) -> Tensor:
+        """`sampling.scores` of logits [V] after the sequence's tokens and `path`, with processors if `processed`."""
         processors = self.processors if processed else ()
-        history = [*self.tokens, *words]
+        history = [*self.tokens, *path]
         return sampling.scores(logits, history, self.prompt_length, self.sampling, processors, self.allowed)
 
     def uniform(self, ahead: int, purpose: str) -> float:

@@ -1,4 +1,4 @@
-"""A row with its recipe, as the engine makes it and a batch runs it."""
+"""A sequence with its recipe, as the engine makes it and a batch runs it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 from shoal.decode import sampling
 from shoal.decode.recipe import Recipe
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.types import Step
 
 
 @dataclass(slots=True, eq=False)
-class RecipeRow(Row):
-    """A row of a batch, whose rule is that of its recipe. The plan is the recipe's until a planner replaces it.
+class RunningSequence(SequenceState):
+    """A sequence of a batch, whose rule is that of its recipe. The plan is the recipe's until a planner replaces it.
 
     Attributes:
-        recipe: the parts from which it decodes; no part is shown the others.
-        takes_likeliest: whether only the largest logit of each node is needed.
+        recipe: the components from which it decodes; no component is shown the others.
+        takes_argmax: whether only the largest logit of each node is needed.
     """
 
     recipe: Recipe = field(kw_only=True)
-    takes_likeliest: bool = field(init=False)
+    takes_argmax: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.drafts = self.recipe.proposer is not None
@@ -31,7 +31,7 @@ class RecipeRow(Row):
         how, recipe = self.sampling, self.recipe
         others = (how.logprobs, self.record, self.allowed, self.root, recipe.rule, recipe.search, recipe.loop)
         plain = how.greedy and not how.logit_bias and not sampling.needs_history(how, self.processors)
-        self.takes_likeliest = plain and all(other is None for other in others)
+        self.takes_argmax = plain and all(other is None for other in others)
 
     def force(self) -> list[Step]:
         """Emit tokens without a forward as long as the constraint allows only one.
@@ -48,7 +48,7 @@ class RecipeRow(Row):
 
     @property
     def branches(self) -> int:
-        """The most rows of a batch that decode for this one."""
+        """The most sequences of a batch that decode for this one."""
         return self.recipe.branches(self.sampling.greedy)
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
-"""From the tensors of `generate` to rows and back: prompts, logits processors, stopping criteria, outputs.
+"""From the tensors of `generate` to sequences and back: prompts, logits processors, stopping criteria, outputs.
 
-Transformers writes processors and criteria for a batch. Here rows may be at different tokens, and a processor may be
-asked about several continuations of one row. So each row gets its own, which see ids [1, T], left padding included,
-and scores [1, V].
+Transformers writes processors and criteria for a batch. Here sequences may be at different tokens, and a processor may
+be asked about several continuations of one sequence. So each sequence gets its own, which see ids [1, T], left padding
+included, and scores [1, V].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from shoal import compat
-from shoal.decode.row import Row
+from shoal.decode.sequence import SequenceState
 from shoal.errors import Unsupported
 
 _NEUTRAL = ("use_cache", "logits_to_keep")
@@ -47,11 +47,11 @@ def check_processors(processors: Iterable[Any], repeats: bool) -> None:
 
 
 @dataclass(frozen=True)
-class RowProcessors:
-    """All processors of one row, as one callable.
+class SequenceProcessors:
+    """All processors of one sequence, as one callable.
 
     Attributes:
-        padding: ids [1, P] before the row's prompt; processors run on their device.
+        padding: ids [1, P] before the sequence's prompt; processors run on their device.
         processors: called in turn with ids [1, P + T] and scores [1, V] in float32, as in `generate`.
     """
 
@@ -67,12 +67,12 @@ class RowProcessors:
         return scores
 
 
-def for_row(processor: Any, row: int, rows: int) -> Any:
-    """`processor` for row `row` of `rows`: itself, or a copy if it holds state of each row."""
+def for_seq(processor: Any, seq: int, seqs: int) -> Any:
+    """`processor` for sequence `sequence` of `sequences`: itself, or a copy if it holds state of each sequence."""
 
     def own(values: Any) -> Any:
-        """The row's entry, as a batch of one. There is one per row, or per prompt with several rows each."""
-        at = row // (rows // len(values))
+        """The sequence's entry, as a batch of one. There is one per sequence, or per prompt with several sequences each."""
+        at = seq // (seqs // len(values))
         return values[at : at + 1]
 
     match processor:
@@ -83,20 +83,20 @@ def for_row(processor: Any, row: int, rows: int) -> Any:
         case hf.EncoderNoRepeatNGramLogitsProcessor(generated_ngrams=ngrams):
             changed = {"generated_ngrams": own(ngrams), "batch_size": 1}
         case hf.PrefixConstrainedLogitsProcessor(_prefix_allowed_tokens_fn=allowed, _num_beams=beams):
-            number = row // beams  # the rows of a prompt share its number
+            number = seq // beams  # the sequences of a prompt share its number
             changed = {"_prefix_allowed_tokens_fn": lambda _, ids: allowed(number, ids), "_num_beams": 1}
         case hf.SynthIDTextWatermarkLogitsProcessor():
             changed = {"state": None}
         case _:
             return processor
-    twin = copy.copy(processor)
-    vars(twin).update(changed)
-    return twin
+    copied = copy.copy(processor)
+    vars(copied).update(changed)
+    return copied
 
 
 @dataclass(frozen=True)
 class Record:
-    """Raw logits and processed scores [V] of each token of a row, in float32."""
+    """Raw logits and processed scores [V] of each token of a sequence, in float32."""
 
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
@@ -109,10 +109,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a row ends, from a list of stopping criteria.
+    """Where a sequence ends, from a list of stopping criteria.
 
     Attributes:
-        eos: ids that end a row.
+        eos: ids that end a sequence.
         limit: most tokens after the prompt; at least 1, because `generate` checks only after a token.
         criteria: all other criteria.
     """
@@ -133,12 +133,12 @@ class Ending:
                    tuple(c for c in criteria if not _is_plain(c)))
 
     def criteria_for(self, width: int, device: torch.device, record: Record | None) -> tuple[Callable[..., Any], ...]:
-        """The criteria as a row calls them.
+        """The criteria as a sequence calls them.
 
         Args:
             width: number of ids before the first generated one, padding included.
             device: where the criteria expect the ids.
-            record: scores of the row's tokens, if the caller asked `generate` for scores.
+            record: scores of the sequence's tokens, if the caller asked `generate` for scores.
         """
 
         def bound(criterion: Any) -> Callable[..., Any]:
@@ -169,7 +169,7 @@ def left_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int
         model_kwargs: what `generate` would give to the model's forward.
 
     Returns:
-        For each row, how many of its T ids are padding.
+        For each sequence, how many of its T ids are padding.
 
     Raises:
         Unsupported: an argument would change the output and Shoal does not support it.
@@ -214,9 +214,9 @@ def _read_mask(mask: Tensor, input_ids: Tensor) -> Tensor:
             "prompt token needs one entry, and nothing may precede the prompt", "Give the tokenizer's attention_mask")
     seen = mask.to(input_ids.device) != 0
     if (seen[:, :-1] & ~seen[:, 1:]).any():
-        row = int((seen[:, :-1] & ~seen[:, 1:]).any(1).nonzero()[0])
+        seq = int((seen[:, :-1] & ~seen[:, 1:]).any(1).nonzero()[0])
         raise Unsupported(
-            f"the attention_mask of row {row}, which hides a token after one that is seen",
+            f"the attention_mask of row {seq}, which hides a token after one that is seen",
             "a decoder continues the last token, and Shoal takes padding off the left only",
             'Tokenize with padding_side="left"; without an attention_mask, ids equal to the pad id count as padding')
     return seen
@@ -243,25 +243,25 @@ def _check_positions(name: str, given: Tensor | None, expected: Tensor, seen: Te
         raise Unsupported(f"{name} of your own", why, "Leave it out")
 
 
-def sequences(input_ids: Tensor, rows: Sequence[Row], pad: int) -> Tensor:
+def sequences(input_ids: Tensor, seqs: Sequence[SequenceState], pad: int) -> Tensor:
     """Ids [B, T + longest answer]: the prompts as given, then the answers, shorter ones filled up with `pad`."""
-    width = max(row.emitted for row in rows)
-    answers = [row.tokens[row.prompt_length :] for row in rows]
+    width = max(seq.emitted for seq in seqs)
+    answers = [seq.tokens[seq.prompt_length :] for seq in seqs]
     tail = [[*answer, *[pad] * (width - len(answer))] for answer in answers]
     return torch.cat([input_ids, torch.tensor(tail, dtype=input_ids.dtype, device=input_ids.device)], 1)
 
 
-def output(ids: Tensor, rows: Sequence[Row], records: Sequence[Record], config: Any) -> Any:
+def output(ids: Tensor, seqs: Sequence[SequenceState], records: Sequence[Record], config: Any) -> Any:
     """The output object of `generate` with `return_dict_in_generate`, with scores and logits if asked for."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
-    kept = [(record, row.emitted) for record, row in zip(records, rows, strict=False)]  # a cut draft recorded more
+    kept = [(record, seq.emitted) for record, seq in zip(records, seqs, strict=False)]  # a cut draft recorded more
     scores = _steps([record.scores[:size] for record, size in kept]) if config.output_scores else None
     logits = _steps([record.logits[:size] for record, size in kept]) if config.output_logits else None
     return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits)
 
 
-def _steps(rows: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
-    """One tensor [B, V] per step; zeros for rows that have ended."""
-    ended = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack(step) for step in zip_longest(*rows, fillvalue=ended))
+def _steps(seqs: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
+    """One tensor [B, V] per step; zeros for sequences that have ended."""
+    ended = torch.zeros_like(seqs[0][0])
+    return tuple(torch.stack(step) for step in zip_longest(*seqs, fillvalue=ended))

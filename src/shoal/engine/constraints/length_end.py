@@ -48,7 +48,7 @@ class Spelling:
     """What the tokens of one model spell.
 
     Args:
-        words: llguidance's tokenizer.
+        tokenizer: llguidance's tokenizer.
         size: V.
         eos: ids that end an answer.
 
@@ -59,19 +59,19 @@ class Spelling:
         singles: the token of each printable character that has one.
     """
 
-    def __init__(self, words: Any, size: int, eos: frozenset[int]) -> None:
-        self._words, self.eos = words, eos
-        texts = [words.decode_bytes([token]) for token in range(size)]
+    def __init__(self, tokenizer: Any, size: int, eos: frozenset[int]) -> None:
+        self._tokenizer, self.eos = tokenizer, eos
+        texts = [tokenizer.decode_bytes([token]) for token in range(size)]
         free = np.array([bool(text) and _NOT_PLAIN.search(text) is None for text in texts])
         whole = np.array([text.decode("utf-8", "ignore").encode() == text for text in texts])
         self.lengths = [len(text) for text in texts]
         self.plain, self.partial = free & whole, free & ~whole
-        known = {character: words.greedy_tokenize(character) for character in _PRINTABLE}
+        known = {character: tokenizer.greedy_tokenize(character) for character in _PRINTABLE}
         self.singles = {one: ids[0] for one, ids in known.items() if len(ids) == 1 and texts[ids[0]] == one.encode()}
 
     def ending(self, text: str) -> list[int]:
         """Tokens of a text, the longest first, and an end of sequence."""
-        return [*self._words.greedy_tokenize(text), min(self.eos)]
+        return [*self._tokenizer.greedy_tokenize(text), min(self.eos)]
 
 
 class _Way(NamedTuple):
@@ -105,7 +105,7 @@ class _TooLong(Exception):
     """A question took more time than it may."""
 
 
-class WindUp:
+class LengthAwareEnd:
     """Brings one row's text to its end within a limit.
 
     Args:

@@ -1,8 +1,8 @@
 """A trained part on disk: a folder with a card, `part.json`, and its tensors, `part.safetensors`.
 
 The card names the part's kind, the model and vocabulary that it was trained for, its shape, and how well it guessed.
-Fingerprints of other weights of the same model may be added to it. Matrices may be 8-bit, with a scale for each row.
-Knows no kind of part; imports no torch at first.
+Fingerprints of other weights of the same model may be added to it. Matrices may be 8-bit, with a scale for each
+sequence. Knows no kind of part; imports no torch at first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.user_cache import cache_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.model.stack import Stack
+    from shoal.model.runner import ModelRunner
     from shoal.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ SHIPPED = Path(__file__).parent.parent / "parts"
 
 
 @dataclass(frozen=True)
-class TrainedPart:
+class DraftHead:
     """A part as read from disk.
 
     Attributes:
@@ -65,7 +65,7 @@ class TrainedPart:
         return found
 
     def take(self, name: str, *size: int) -> Tensor:
-        """A tensor of that size in float32: 8-bit rows times their scales. Other integer tensors keep their dtype.
+        """A tensor of that size in float32: 8-bit sequences times their scales. Other integer tensors keep their dtype.
 
         Raises:
             ValueError: it is missing, has another size, or holds values that are not finite.
@@ -102,7 +102,7 @@ class TrainedPart:
                              "no place for. Train the part anew")
 
 
-def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
+def read(folder: str, kind: str, info: ModelInfo) -> DraftHead:
     """Read the part of a folder and check its kind and model.
 
     Raises:
@@ -120,7 +120,7 @@ def read(folder: str, kind: str, info: ModelInfo) -> TrainedPart:
         raise Unsupported(f"the trained part {folder!r}", why, remedy)
     if info.tokenizer is not None and card["vocabulary"] not in (None, _vocabulary(info)):
         raise Unsupported(f"the trained part {folder!r}", "its model's tokenizer had another vocabulary", remedy)
-    return TrainedPart(folder, card["shape"], info.tensors(str(Path(folder) / TENSORS)), card)
+    return DraftHead(folder, card["shape"], info.tensors(str(Path(folder) / TENSORS)), card)
 
 
 def known(kind: str, info: ModelInfo) -> str | None:
@@ -182,20 +182,20 @@ def vocabulary(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
 
 
-def guessed_tokens(part: TrainedPart, target: Stack) -> list[int]:
+def guessed_tokens(part: DraftHead, target: ModelRunner) -> list[int]:
     """The ids of the tokens that a part guesses.
 
     Raises:
         ValueError: the part has no such list.
         Unsupported: the model lacks some of the tokens, or its states have another size.
     """
-    words = part.tensors.get(TOKENS)
-    if words is None or words.dim() != 1 or not len(words):
+    paths = part.tensors.get(TOKENS)
+    if paths is None or paths.dim() != 1 or not len(paths):
         raise ValueError(f"the trained part {part.name!r} has no list of {TOKENS!r}; train the part anew")
     hidden, found = part.size("hidden"), target.head_rows([0]).shape[1]
-    if hidden != found or not 0 <= int(words.min()) <= int(words.max()) < target.vocab_size:
-        why = (f"it is for states of {hidden} numbers and tokens up to {int(words.max())}; the model has {found} and "
+    if hidden != found or not 0 <= int(paths.min()) <= int(paths.max()) < target.vocab_size:
+        why = (f"it is for states of {hidden} numbers and tokens up to {int(paths.max())}; the model has {found} and "
                f"{target.vocab_size - 1}")
         raise Unsupported(f"the trained part {part.name!r}", why, "Train one for this model with shoal train")
-    names: list[int] = words.tolist()
+    names: list[int] = paths.tolist()
     return names

@@ -1,4 +1,4 @@
-"""The packed stack on the native kernels: a forward of up to `LIMIT` tokens is one call into the library.
+"""The packed runner on the native kernels: a forward of up to `LIMIT` tokens is one call into the library.
 
 A longer one takes several calls. What the kernels do not support runs in plain torch, on matrices unpacked one at a
 time. Python's part of a step is kept to a few loops over the layers.
@@ -22,17 +22,17 @@ from typing_extensions import override
 
 from shoal.model.experts import ExpertMLPs
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.choice import LABELED, Labels, TopColumns
+from shoal.model.kv.choice import LABELED, Labels, TopSlots
 from shoal.model.kv.layer import KVLayer
 from shoal.model.masks import Asker
 from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant, quant_for
 from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
+from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import RotaryTable, Shape
-from shoal.model.packed.stack import PackedStack
 from shoal.model.packed.weights import Layer, Role, Weights
-from shoal.model.stack import (
+from shoal.model.runner import (
     HiddenStateHook,
     SequenceChunk,
     Start,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLOATS = ("fp32", "fp16", "bf16")
-_VERSION, _BESIDE, _STARTS = attrgetter("version"), attrgetter("beside"), attrgetter("starts")
+_VERSION, _EXTRA, _STARTS = attrgetter("version"), attrgetter("beside"), attrgetter("starts")
 """Of a layer's KV; over all layers of a step they are several times as fast as loops."""
 
 
@@ -77,7 +77,7 @@ class _Work:
         return bytes(roles[layer] if count else 0 for layer, count in pairs)
 
 
-class NativeStack(PackedStack):
+class NativeRunner(PackedRunner):
     """A packed decoder on the native kernels.
 
     Attributes:
@@ -161,14 +161,14 @@ class NativeStack(PackedStack):
             more = self._beside_tokens(chunks, work, batch, cache)
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)
-        likeliest = self.bounds_logits and all(chunk.likeliest for chunk in chunks if chunk.wanted)
-        logits = self.decoder.forward(batch, self._binding(cache), taps=taps, likeliest=likeliest, **more)
+        argmax_only = self.bounds_logits and all(chunk.argmax_only for chunk in chunks if chunk.wanted)
+        logits = self.decoder.forward(batch, self._binding(cache), taps=taps, argmax_only=argmax_only, **more)
         stores = [cache.layers[layer] for layer in work.layers]
         for chunk, counts in zip(chunks, work.counts, strict=True):
-            row, query_hook = chunk.row, chunk.query_hook
+            seq, query_hook = chunk.seq, chunk.query_hook
             for store, count in zip(stores, counts, strict=True):
-                store.scratch[row] += count
-            if isinstance(query_hook, TopColumns) and more["choices"] is not None:
+                store.scratch[seq] += count
+            if isinstance(query_hook, TopSlots) and more["choices"] is not None:
                 query_hook.ran([layer for layer, count in zip(work.layers, counts, strict=True) if count])
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
@@ -227,23 +227,23 @@ class NativeStack(PackedStack):
         """Check and prepare the KV of every running layer; the positions not stored any more per layer and token."""
         stores, full = [cache.layers[layer] for layer in work.layers], set[int]()
         for chunk, counts in zip(chunks, work.counts, strict=True):
-            row, base, fed = chunk.row, cache.positions[chunk.row], chunk.fed
+            seq, base, fed = chunk.seq, cache.positions[chunk.seq], chunk.fed
             end = base + fed
             for entry, (store, count) in enumerate(zip(stores, counts, strict=True)):
                 if count:
-                    if store.lengths[row] != base or store.scratch[row] != fed or store.released[row]:
-                        raise _refusal(work.layers[entry], row, chunks, cache)
-                    if end - store.starts[row] + count > store.capacity or store.beside:
+                    if store.lengths[seq] != base or store.scratch[seq] != fed or store.released[seq]:
+                        raise _refusal(work.layers[entry], seq, chunks, cache)
+                    if end - store.starts[seq] + count > store.capacity or store.extra:
                         full.add(entry)
         for entry in sorted(full):
-            new = [(chunk.row, counts[entry]) for chunk, counts in zip(chunks, work.counts, strict=True)
+            new = [(chunk.seq, counts[entry]) for chunk, counts in zip(chunks, work.counts, strict=True)
                    if counts[entry]]
-            head_dim, (rows, sizes) = self.shape.head_dim, zip(*new, strict=True)
-            stores[entry].prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), rows, sizes)
+            head_dim, (seqs, sizes) = self.shape.head_dim, zip(*new, strict=True)
+            stores[entry].prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), seqs, sizes)
         starts = list(map(_STARTS, stores))
         if not any(map(any, starts)):
             return None
-        return [[line[chunk.row] for chunk in chunks for _ in chunk.tokens] for line in starts]
+        return [[line[chunk.seq] for chunk in chunks for _ in chunk.tokens] for line in starts]
 
     def _batch(
         self, chunks: Sequence[SequenceChunk], work: _Work, cache: KVCache, starts: list[list[int]] | None
@@ -255,7 +255,7 @@ class NativeStack(PackedStack):
         ancestors: list[int] = []
         wanted: list[int] = []
         for chunk in chunks:
-            base, own = cache.positions[chunk.row], chunk.nodes
+            base, own = cache.positions[chunk.seq], chunk.nodes
             positions.extend(chunk.positions(base))
             if chunk.parents is None:  # a chain may go on for longer than nodes have numbers
                 base, own = base + chunk.fed, range(len(chunk.tokens))
@@ -263,11 +263,11 @@ class NativeStack(PackedStack):
             nodes.extend(own)
             bases.extend([base] * len(own))
             ancestors.extend(_ancestors(chunk))
-            last = len(ids) - len(chunk.tokens) + chunk.words
+            last = len(ids) - len(chunk.tokens) + chunk.with_ids
             wanted.extend(range(last - chunk.wanted, last))
-        rows = [chunk.row for chunk in chunks for _ in chunk.tokens]
+        seqs = [chunk.seq for chunk in chunks for _ in chunk.tokens]
         return native.NativeBatch(
-            ids, positions, rows, nodes, bases, ancestors, wanted, work.layers, work.active, starts
+            ids, positions, seqs, nodes, bases, ancestors, wanted, work.layers, work.active, starts
         )
 
     def _beside_tokens(
@@ -292,8 +292,8 @@ class NativeStack(PackedStack):
         known = self._bindings.get(cache)
         if known is None or known[0] != version:
             stores = cache.layers
-            beside = any(map(_BESIDE, stores))
-            own = [[_own(store, row) for row in range(cache.rows)] for store in stores] if beside else None
+            extra = any(map(_EXTRA, stores))
+            own = [[_own(store, seq) for seq in range(cache.seqs)] for store in stores] if extra else None
             bound = self.decoder.bind([s.keys for s in stores], [s.values for s in stores], own)
             known = self._bindings[cache] = version, bound.unowned()
         return known[1]
@@ -309,7 +309,7 @@ class NativeStack(PackedStack):
 
     @cached_property
     def _embedding(self) -> Tensor | native.PackedWeight | None:
-        """An embedding that is not also the head: plain floats by rows, other kinds as they are packed."""
+        """An embedding that is not also the head: plain floats by sequences, other kinds as they are packed."""
         if self.weights.embedding is self.weights.head:
             return None
         embedding = _matrix(self.weights.embedding)
@@ -354,44 +354,44 @@ def _experts(
     return known, [[0 if masks is None else masks[layer] for masks in tokens] for layer in layers]
 
 
-def _own(store: KVLayer, row: int) -> native.OwnColumns:
-    own, older = store.encoded[row], store.settled[row]
+def _own(store: KVLayer, seq: int) -> native.OwnSlots:
+    own, older = store.encoded[seq], store.settled[seq]
     if older is not None and older.settled and older.form.kernel == "bitmap":
-        return native.OwnColumns(bias=store.bias[row], older=older.tensors, settled=older.settled)
+        return native.OwnSlots(bias=store.bias[seq], older=older.tensors, settled=older.settled)
     if own is None or not own.capacity or own.form.kernel not in ("int8", "int4"):
-        return native.OwnColumns(bias=store.bias[row])
-    return native.OwnColumns(own.keys, own.values, store.bias[row])
+        return native.OwnSlots(bias=store.bias[seq])
+    return native.OwnSlots(own.keys, own.values, store.bias[seq])
 
 
 def _choices(
     chunks: Sequence[SequenceChunk], work: _Work, batch: native.NativeBatch, cache: KVCache, dtype: torch.dtype
-) -> list[native.ColumnChoice | None] | None:
+) -> list[native.SlotChoice | None] | None:
     """How each token chooses what it reads, if the kernels can do so for all; None if they cannot."""
-    if not all(isinstance(chunk.query_hook, TopColumns | None) for chunk in chunks):
+    if not all(isinstance(chunk.query_hook, TopSlots | None) for chunk in chunks):
         return None
-    at, choices = 0, list[native.ColumnChoice | None]()
+    at, choices = 0, list[native.SlotChoice | None]()
     for number, chunk in enumerate(chunks):
         hook, at = chunk.query_hook, at + len(chunk.tokens)
         one = None
-        columns = batch.bases[at - 1] + batch.nodes[at - 1] + 1
-        if isinstance(hook, TopColumns) and columns > hook.count:
+        slots = batch.bases[at - 1] + batch.nodes[at - 1] + 1
+        if isinstance(hook, TopSlots) and slots > hook.count:
             roles, labels = work.roles(number, hook.roles), None
             if hook.labels is not None:
-                labels = _labels(hook.labels, roles, work.layers, cache, chunk.row, columns, dtype)
-            one = native.ColumnChoice(hook.count, roles, columns, labels, hook.ranking.apart)
+                labels = _labels(hook.labels, roles, work.layers, cache, chunk.seq, slots, dtype)
+            one = native.SlotChoice(hook.count, roles, slots, labels, hook.ranking.apart)
         choices += [one] * len(chunk.tokens)
     return choices
 
 
 def _labels(
-    labels: Labels, roles: bytes, layers: Sequence[int], cache: KVCache, row: int, columns: int, dtype: torch.dtype
-) -> native.ColumnLabels:
-    """The row's labels in the layers that it runs; `columns` is the most that a layer has."""
+    labels: Labels, roles: bytes, layers: Sequence[int], cache: KVCache, seq: int, slots: int, dtype: torch.dtype
+) -> native.SlotLabels:
+    """The sequence's labels in the layers that it runs; `slots` is the most that a layer has."""
     wanted = [role == LABELED for role in roles]
-    known = [labels.prepare(layer, cache.layers[layer], row, columns, dtype) if some else 0
+    known = [labels.prepare(layer, cache.layers[layer], seq, slots, dtype) if some else 0
              for layer, some in zip(layers, wanted, strict=True)]
     buffers = [labels.buffers[layer] if some else None for layer, some in zip(layers, wanted, strict=True)]
-    return native.ColumnLabels(labels.dims[list(layers)].int(), buffers, known)
+    return native.SlotLabels(labels.dims[list(layers)].int(), buffers, known)
 
 
 def _chooser(
@@ -400,20 +400,20 @@ def _chooser(
     """The function that calls the chunks' hooks for all tokens of the forward."""
     asker, sizes = Asker(cache, torch.device("cpu")), [len(chunk.tokens) for chunk in chunks]
 
-    def columns(layer: int, chunk: SequenceChunk, queries: Tensor) -> Tensor | None:
-        """The columns that the queries [nodes, heads, head_dim] of a chunk's first nodes read; None for all."""
+    def slots(layer: int, chunk: SequenceChunk, queries: Tensor) -> Tensor | None:
+        """The slots that the queries [nodes, heads, head_dim] of a chunk's first nodes read; None for all."""
         if chunk.query_hook is None or not len(queries):
             return None
         own = queries.to(dtype, copy=True).transpose(0, 1)  # the kernels overwrite the buffer in each layer
         ends = asker.seen(chunk, layer, 0, len(queries)).shape[1]
-        keys, _ = cache.layers[layer].read(chunk.row, ends, dtype)
-        return asker.columns(chunk, layer, 0, own, keys)
+        keys, _ = cache.layers[layer].read(chunk.seq, ends, dtype)
+        return asker.slots(chunk, layer, 0, own, keys)
 
     def choose(entry: int, queries: Tensor) -> list[Tensor | None]:
         layer, chosen = work.layers[entry], []
         for chunk, part, counts in zip(chunks, queries.split(sizes), work.counts, strict=True):
             count = counts[entry]
-            found = columns(layer, chunk, part[:count])
+            found = slots(layer, chunk, part[:count])
             read = [None] * count if found is None else list(found.int().unbind(1))
             chosen += [*read, *[None] * (len(chunk.tokens) - count)]
         return chosen
@@ -421,10 +421,10 @@ def _chooser(
     return choose
 
 
-def _refusal(layer: int, row: int, chunks: Sequence[SequenceChunk], cache: KVCache) -> RuntimeError:
-    if cache.layers[layer].released[row]:
-        return RuntimeError(f"layer {layer}, whose KV was released in row {row}, was asked to run again")
-    return missing_kv(layer, next(chunk for chunk in chunks if chunk.row == row), cache)
+def _refusal(layer: int, seq: int, chunks: Sequence[SequenceChunk], cache: KVCache) -> RuntimeError:
+    if cache.layers[layer].released[seq]:
+        return RuntimeError(f"layer {layer}, whose KV was released in row {seq}, was asked to run again")
+    return missing_kv(layer, next(chunk for chunk in chunks if chunk.seq == seq), cache)
 
 
 def _ancestors(chunk: SequenceChunk) -> list[int]:
