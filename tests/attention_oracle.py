@@ -1,4 +1,4 @@
-"""The slow reference of what changes what attention reads: transformers' own uncached forward, with an attention of ours.
+"""The slow reference of what changes attention: transformers' own uncached forward, with an attention of ours.
 
 A `Reading` says, from positions alone or from all scores, which keys a query sees, and in what form it finds them.
 """

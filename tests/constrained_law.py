@@ -29,19 +29,19 @@ def target() -> Engine:
 def law(masked_last: bool = False) -> dict[Words, float]:
     """Of four tokens, from the model's own forward on every text: masked, then truncated; or the other way round."""
     found = {}
-    for argv in itertools.product(range(SIZE), repeat=HORIZON):
+    for words in itertools.product(range(SIZE), repeat=HORIZON):
         with torch.inference_mode():
-            logits = target().model(torch.tensor([[*START, *argv]])).logits[0, len(START) - 1 : -1]
+            logits = target().model(torch.tensor([[*START, *words]])).logits[0, len(START) - 1 : -1]
         share = 1.0
         for at, scores in enumerate(logits / TEMPERATURE):
-            mask = FIVE()(argv[:at])
+            mask = FIVE()(words[:at])
             first, last = (None, mask) if masked_last else (mask, None)
             scores = scores if first is None else scores.where(first, -torch.inf)
             scores = scores.masked_fill(scores < scores.topk(TOP_K).values[-1], -torch.inf)
             weights = (scores if last is None else scores.where(last, -torch.inf)).softmax(-1)
-            share *= float(weights[argv[at]])
+            share *= float(weights[words[at]])
         if share > 0:
-            found[argv] = share
+            found[words] = share
     return found
 
 

@@ -147,16 +147,16 @@ def _python(text: str, folder: Path, names: types.ModuleType) -> None:
 
 
 def _shell(line: str) -> None:
-    argv = shlex.split(line, comments=True)
-    if not argv:
+    words = shlex.split(line, comments=True)
+    if not words:
         return
-    if argv[0] == "shoal":
-        code = main(argv[1:])
+    if words[0] == "shoal":
+        code = main(words[1:])
         assert code == 0, f"{line!r} ended with exit code {code}"
-    elif argv[0] == "make":
+    elif words[0] == "make":
         targets = _TARGETS.findall((ROOT / "Makefile").read_text(encoding="utf-8"))
-        assert argv[1] in targets, f"the Makefile has no target {argv[1]}"
-    elif argv[0] == "python" and argv[1].endswith(".py"):
-        assert (ROOT / argv[1]).is_file(), f"there is no file {argv[1]}"
+        assert words[1] in targets, f"the Makefile has no target {words[1]}"
+    elif words[0] == "python" and words[1].endswith(".py"):
+        assert (ROOT / words[1]).is_file(), f"there is no file {words[1]}"
     else:
         raise AssertionError(f"{line!r} cannot be run in a test; mark the block with <!-- not run: reason -->")

@@ -106,7 +106,9 @@ class EagleTwin:
         self._layer.load_state_dict(held, strict=False)
 
     @torch.no_grad()
-    def most_probable(self, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int) -> list[int]:
+    def most_probable(
+        self, tokens: list[int], guesses: Sequence[int], bias: Mapping[int, float], count: int
+    ) -> list[int]:
         """The likeliest tokens after a text whose last token has no state yet, and after some guesses."""
         states = self._model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0].double()
         embedded = self._model.get_input_embeddings()(torch.tensor([*tokens, *guesses])).double()

@@ -90,12 +90,12 @@ class TableTarget:
     dice: Dice
     greedy: bool = False
 
-    def argv(self, node: int) -> Words:
+    def words(self, node: int) -> Words:
         """Tokens on the path to `node`, without the root's."""
         return tuple(self.tree.tokens[i] for i in self.tree.path(node)[1:])
 
     def probs(self, node: int) -> Tensor:
-        return self.model(self.argv(node))
+        return self.model(self.words(node))
 
     def scores(self, node: int) -> Tensor:
         return self.probs(node).log()
@@ -104,7 +104,7 @@ class TableTarget:
         return int(self.probs(node).argmax()) if self.greedy else self.draw(self.probs(node), node, "sample")
 
     def history(self, node: int) -> list[int]:
-        return list(self.argv(node))
+        return list(self.words(node))
 
     def uniform(self, node: int, purpose: str) -> Coin:
         return Coin(self.dice)
@@ -123,20 +123,20 @@ def drawn_tree(model: Model, branching: Sequence[int], dice: Dice, shown: Model 
         branching: children per node of each level.
         shown: the law that the tree says its nodes were drawn from, where it lies.
     """
-    tokens, parents, draft_probs, argv = [0], [-1], [None], [()]
+    tokens, parents, draft_probs, words = [0], [-1], [None], [()]
     level = [0]
     for width in branching:
         below = []
         for node in level:
-            probs = model(argv[node]).clone()
+            probs = model(words[node]).clone()
             for _ in range(min(width, int((probs > 1e-15).sum()))):
                 token = dice.throw(probs.tolist())
                 probs[token] = 0
                 below.append(len(tokens))
                 tokens.append(token)
                 parents.append(node)
-                draft_probs.append((shown or model)(argv[node]))
-                argv.append((*argv[node], token))
+                draft_probs.append((shown or model)(words[node]))
+                words.append((*words[node], token))
         level = below
     return TokenTree(tuple(tokens), tuple(parents), tuple(draft_probs))
 
@@ -155,8 +155,8 @@ def walked(rule: Rule, builder: Builder, target: Model) -> Callable[[Dice], Word
 def law_of_words(procedure: Callable[[Dice], Words], target: Model, horizon: int) -> dict[Words, float]:
     """Law of the first `horizon` tokens; what a walk leaves short is continued by plain decoding."""
     probs: dict[Words, float] = defaultdict(float)
-    for chance, argv in outcomes(procedure):
-        for whole, share in plain_law(target, horizon, argv[:horizon]).items():
+    for chance, words in outcomes(procedure):
+        for whole, share in plain_law(target, horizon, words[:horizon]).items():
             probs[whole] += chance * share
     return dict(probs)
 
@@ -166,9 +166,9 @@ def plain_law(target: Model, horizon: int, begun: Words = ()) -> dict[Words, flo
     probs = {begun: 1.0}
     for _ in range(horizon - len(begun)):
         probs = {
-            (*argv, token): chance * share
-            for argv, chance in probs.items()
-            for token, share in enumerate(target(argv).tolist())
+            (*words, token): chance * share
+            for words, chance in probs.items()
+            for token, share in enumerate(target(words).tolist())
             if share > 0
         }
     return probs
@@ -176,23 +176,23 @@ def plain_law(target: Model, horizon: int, begun: Words = ()) -> dict[Words, flo
 
 def distance(left: dict[Words, float], right: dict[Words, float]) -> float:
     """Total variation distance."""
-    return sum(abs(left.get(argv, 0.0) - right.get(argv, 0.0)) for argv in {*left, *right}) / 2
+    return sum(abs(left.get(words, 0.0) - right.get(words, 0.0)) for words in {*left, *right}) / 2
 
 
 def chi_square(samples: Sequence[Words], probs: dict[Words, float], least: float = 5.0) -> float:
     """The probability that a sample of `probs` looks as unlikely as `samples` (Pearson; rare outcomes are pooled)."""
     counts, total = Counter(samples), len(samples)
-    if any(probs.get(argv, 0.0) == 0 for argv in counts):
+    if any(probs.get(words, 0.0) == 0 for words in counts):
         return 0.0
     expected, seen = [0.0], [0.0]
-    for argv, chance in sorted(probs.items(), key=lambda item: -item[1]):
+    for words, chance in sorted(probs.items(), key=lambda item: -item[1]):
         place = -1 if chance * total >= least else 0
         if place:
             expected.append(chance * total)
-            seen.append(counts[argv])
+            seen.append(counts[words])
         else:
             expected[0] += chance * total
-            seen[0] += counts[argv]
+            seen[0] += counts[words]
     if expected[0] < least:
         expected[1], seen[1] = expected[1] + expected[0], seen[1] + seen[0]
         expected, seen = expected[1:], seen[1:]
@@ -206,9 +206,9 @@ def random_model(vocabulary: int, horizon: int, seed: int, sharp: float = 1.0, s
     generator = torch.Generator().manual_seed(seed)
     table: dict[Words, Tensor] = {}
     for length in range(horizon + 1):
-        for argv in itertools.product(range(vocabulary), repeat=length):
+        for words in itertools.product(range(vocabulary), repeat=length):
             logits = sharp * torch.randn(vocabulary, generator=generator, dtype=torch.float64)
             if support is not None:
                 logits[torch.randperm(vocabulary, generator=generator)[support:]] = -torch.inf
-            table[argv] = logits.softmax(0)
+            table[words] = logits.softmax(0)
     return table.__getitem__

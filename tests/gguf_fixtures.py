@@ -92,18 +92,18 @@ def words_of(architecture: str) -> dict[str, Any]:
     """The tokenizer's metadata; another token ends a turn than ends a text."""
     if architecture == "gemma3":
         return _gemma_words()
-    _, argv = byte_level(r"\s+|\S+", 300)
+    _, words = byte_level(r"\s+|\S+", 300)
     pre = "qwen2" if architecture == "qwen2" else "llama-bpe"
-    return argv | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 2}
+    return words | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 2}
 
 
 def _gemma_words() -> dict[str, Any]:
     """Gemma's scores fall from token to token."""
-    argv = sentencepiece(prefix=False)
-    tokens = [*argv["tokenizer.ggml.tokens"], "<start_of_turn>", "<end_of_turn>"]
-    return argv | {
+    words = sentencepiece(prefix=False)
+    tokens = [*words["tokenizer.ggml.tokens"], "<start_of_turn>", "<end_of_turn>"]
+    return words | {
         "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [-float(place) for place in range(len(tokens))],
-        "tokenizer.ggml.token_type": [*argv["tokenizer.ggml.token_type"], 3, 3],
+        "tokenizer.ggml.token_type": [*words["tokenizer.ggml.token_type"], 3, 3],
         "tokenizer.ggml.eot_token_id": len(tokens) - 1, "tokenizer.chat_template": GEMMA_TEMPLATE,
     }
 

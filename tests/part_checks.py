@@ -30,7 +30,7 @@ def check_tokens(backend: Backend, family: str, method: Method, sampling: str) -
     for size, ids in BATCHES.items():
         proposer = Watched(made.proposer)
         recipe = replace(made, proposer=proposer)
-        options = {"new": NEW, "stack": backend.runner(family), "watch": False, "sampling": SAMPLINGS[sampling],
+        options = {"new": NEW, "runner": backend.runner(family), "watch": False, "sampling": SAMPLINGS[sampling],
                    "seed": size}
         plain, run = decode(None, ids, recipe.plan, **options), decode(None, ids, recipe, **options)
         assert run.tokens == plain.tokens

@@ -1,4 +1,4 @@
-"""Follow a schedule of requests that come, go and are cancelled between turns, and check every sequence against itself."""
+"""Follow a schedule of requests that come, go and are cancelled between turns, and check each against itself."""
 
 from __future__ import annotations
 

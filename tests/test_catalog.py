@@ -71,8 +71,8 @@ def test_absence_names_the_one_command(models: Path) -> None:
 
 
 def test_the_command_line_says_it_in_one_line(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["generate", "hi"], ["serve"]):
-        assert main(argv) == 2
+    for words in (["generate", "hi"], ["serve"]):
+        assert main(words) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and "pip install --no-deps shoal-test-tiny==1.0" in err
 

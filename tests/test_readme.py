@@ -27,11 +27,11 @@ def test_what_the_readme_only_shows_is_right_too() -> None:
     page = README.read_text("utf-8")
     lines = [line for block in LEFT_OUT.findall(page) for line in block.splitlines()]
     served = [shlex.split(line) for line in lines if line.startswith("shoal ")]
-    assert [argv[1] for argv in served] == ["serve"]  # tests/cli/test_serve.py runs it
-    for argv in served:
+    assert [words[1] for words in served] == ["serve"]  # tests/cli/test_serve.py runs it
+    for words in served:
         parser = Parser(prog="shoal serve", description="", epilog="")
         serve.add_arguments(parser)
-        assert parse(parser, argv[2:]).model is None
+        assert parse(parser, words[2:]).model is None
     extras = re.findall(r"pip install \"\.\[(\w+)\]\"", "\n".join(lines))
     assert len(extras) + len(served) == len(lines) and extras
     declared = (ROOT / "pyproject.toml").read_text("utf-8").split("[project.optional-dependencies]")[1]
@@ -61,8 +61,8 @@ def test_blocks_are_found_with_their_output() -> None:
         ("```sh\nls\n```\n", "cannot be run"),
     ],
 )
-def test_a_document_that_is_wrong_is_caught(page: str, argv: str, tmp_path: Path) -> None:
+def test_a_document_that_is_wrong_is_caught(page: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(page, encoding="utf-8")
-    with pytest.raises(AssertionError, match=argv):
+    with pytest.raises(AssertionError, match=words):
         run_document(path, tmp_path)

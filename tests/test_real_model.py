@@ -47,18 +47,18 @@ def once(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def said(*argv: str) -> tuple[str, str]:
+def said(*words: str) -> tuple[str, str]:
     """What a command writes to stdout and stderr; it has to succeed, and to draw no bar into a pipe."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main([str(word) for word in argv])
+        code = main([str(word) for word in words])
     assert code == 0, err.getvalue()
     assert "\r" not in err.getvalue() and "it/s" not in err.getvalue()
     return out.getvalue(), err.getvalue()
 
 
-def report(*argv: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(said(*argv)[0].splitlines()[-1])
+def report(*words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said(*words)[0].splitlines()[-1])
     return found
 
 
@@ -110,26 +110,26 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_eval(once: None, model: str, problems: str) -> None:
-    argv = ["--suite", problems, "--n", "2", "--loss-n", "2", "--method", "d3", "--mean", "0.9", *TOKENS]
-    found = report("eval", "--model", model, *argv, "--json")
+    words = ["--suite", problems, "--n", "2", "--loss-n", "2", "--method", "d3", "--mean", "0.9", *TOKENS]
+    found = report("eval", "--model", model, *words, "--json")
     assert len(found["suites"]) == 1 and re.fullmatch("[0-9a-f]{16}", found["fingerprint"])
 
 
 def test_calibrate_ends_in_time(once: None, model: str, problems: str, tmp_path: Path) -> None:
-    argv = ["--suite", problems, "--loss-n", "2", "--answer-n", "2", "--metric", "perplexity", "--no-timing"]
-    argv += ["--minutes", "0.02", "--out", str(tmp_path / "card.json"), "--json"]
-    made = report("calibrate", "--model", model, *argv)
+    words = ["--suite", problems, "--loss-n", "2", "--answer-n", "2", "--metric", "perplexity", "--no-timing"]
+    words += ["--minutes", "0.02", "--out", str(tmp_path / "card.json"), "--json"]
+    made = report("calibrate", "--model", model, *words)
     assert made["trials"]["cut_short"] and len(made["layer_scores"]["leave_one_out"]) == 30
 
 
 def test_bench(model: str) -> None:
-    argv = ["--rounds", "1", "--new-tokens", "4", "--context", "8", "--peer", "none", "--methods", "d3:mean=0.9"]
-    assert report("bench", "--model", model, *argv)["results"]
+    words = ["--rounds", "1", "--new-tokens", "4", "--context", "8", "--peer", "none", "--methods", "d3:mean=0.9"]
+    assert report("bench", "--model", model, *words)["results"]
 
 
 def test_bench_drafts(model: str) -> None:
-    argv = ["--texts", "problems", "--items", "1", "--rounds", "1", "--new-tokens", "4"]
-    assert report("bench-drafts", "--model", model, *argv, "--methods", "prompt_lookup", "--peer", "none")["results"]
+    words = ["--texts", "problems", "--items", "1", "--rounds", "1", "--new-tokens", "4"]
+    assert report("bench-drafts", "--model", model, *words, "--methods", "prompt_lookup", "--peer", "none")["results"]
 
 
 def test_env() -> None:
@@ -137,9 +137,9 @@ def test_env() -> None:
 
 
 def test_serve_answers(model: str) -> None:
-    argv = [sys.executable, "-m", "shoal", "serve", "--model", model, "--port", "0", "--max-rows", "2"]
-    argv += ["--served-model-name", "smollm2"]
-    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "shoal", "serve", "--model", model, "--port", "0", "--max-rows", "2"]
+    words += ["--served-model-name", "smollm2"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         url = next(found[1] for line in process.stderr if (found := re.search(r"at (http[^\s,]+)", line)))
@@ -155,8 +155,8 @@ def test_serve_answers(model: str) -> None:
 
 
 def test_bench_serve(model: str) -> None:
-    argv = ["--concurrency", "1", "--requests", "1", "--rounds", "1", "--new-tokens", "4", "--context", "8"]
-    assert report("bench-serve", "--model", model, *argv, "--peer", "none")["results"]
+    words = ["--concurrency", "1", "--requests", "1", "--rounds", "1", "--new-tokens", "4", "--context", "8"]
+    assert report("bench-serve", "--model", model, *words, "--peer", "none")["results"]
 
 
 def test_the_part_that_ships_is_for_this_model_and_changes_no_token(loaded: Any) -> None:

@@ -34,9 +34,9 @@ def test_colours_and_lines_are_kept(tool: ModuleType) -> None:
 
 
 def test_long_lines_break_at_a_blank(tool: ModuleType) -> None:
-    argv = " ".join(["water"] * 40)
-    lines = ["".join(letter for letter, _ in line) for line in tool.wrapped(list(tool.cells(argv)))]
-    assert " ".join(lines) == argv and max(map(len, lines)) <= tool.COLUMNS and len(lines) == 3
+    words = " ".join(["water"] * 40)
+    lines = ["".join(letter for letter, _ in line) for line in tool.wrapped(list(tool.cells(words)))]
+    assert " ".join(lines) == words and max(map(len, lines)) <= tool.COLUMNS and len(lines) == 3
     assert [len(line) for line in tool.wrapped(list(tool.cells("x" * 250)))] == [100, 100, 50]
 
 

@@ -113,9 +113,9 @@ def test_kernels_are_compiled_where_nothing_can_be_kept(
 
 @pytest.mark.slow
 def test_a_command_of_a_user_without_a_home_folder(tmp_path: Path) -> None:
-    argv = ["generate", "The quick", "--model", str(FILES[0].path), "--max-new-tokens", "3", "--json"]
+    words = ["generate", "The quick", "--model", str(FILES[0].path), "--max-new-tokens", "3", "--json"]
     environment = {name: value for name, value in os.environ.items() if name not in FOLDERS}
-    done = subprocess.run([sys.executable, "-c", HOMELESS, *argv], env=environment, cwd=tmp_path, check=False,
+    done = subprocess.run([sys.executable, "-c", HOMELESS, *words], env=environment, cwd=tmp_path, check=False,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and '"tokens"' in done.stdout and "Traceback" not in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []

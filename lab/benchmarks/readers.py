@@ -77,7 +77,8 @@ class _Shoal:
         cache, pieces = KVCache(runner.windows, seqs=1), []
         for first in range(0, len(ids), runner.prefill_chunk):
             tokens = list(ids[first : first + runner.prefill_chunk])
-            pieces.append(runner.forward([SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))], cache))
+            chunk = SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))
+            pieces.append(runner.forward([chunk], cache))
             cache.commit(0, range(len(tokens)))
         return torch.cat(pieces).float()
 

@@ -92,8 +92,8 @@ def test_a_job_that_is_killed_while_it_writes_is_completed(tmp_path: Path, seed:
     source, target = made(tmp_path)
     draw, kills, codes = random.Random(seed), 0, []
     while not codes or codes[-1]:
-        argv = [sys.executable, str(Path(__file__).parents[1] / "batch_files.py"), source, target]
-        codes.append(subprocess.run([*argv, str(draw.randint(1, 400))], env=os.environ, timeout=60).returncode)
+        words = [sys.executable, str(Path(__file__).parents[1] / "batch_files.py"), source, target]
+        codes.append(subprocess.run([*words, str(draw.randint(1, 400))], env=os.environ, timeout=60).returncode)
         assert codes[-1] in (0, -signal.SIGKILL)
         kills += codes[-1] != 0
         assert len(codes) < 60

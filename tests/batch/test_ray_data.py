@@ -46,11 +46,11 @@ def source(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path, source: Path) -> dict[int, Any]:
     """The output of one process."""
-    assert main(argv(folder, source, folder / "alone")) == 1
+    assert main(words(folder, source, folder / "alone")) == 1
     return by_line(folder / "alone")
 
 
-def argv(folder: Path, source: Path, target: Path) -> list[str]:
+def words(folder: Path, source: Path, target: Path) -> list[str]:
     return ["batch", str(source), str(target), "--model", str(folder), "--dtype", "float64", "--backend", "hf",
             "--max-rows", "4", "--max-new-tokens", "20", "--seed", "1"]
 
@@ -58,7 +58,7 @@ def argv(folder: Path, source: Path, target: Path) -> list[str]:
 @contextmanager
 def job(folder: Path, source: Path, target: Path) -> Iterator[subprocess.Popen[str]]:
     """Run the command within the context."""
-    given = [sys.executable, "-m", "shoal", *argv(folder, source, target), "--ray", "2"]
+    given = [sys.executable, "-m", "shoal", *words(folder, source, target), "--ray", "2"]
     with subprocess.Popen(given, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process

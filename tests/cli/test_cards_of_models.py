@@ -26,21 +26,21 @@ def _small(measures_layers: None, monkeypatch: pytest.MonkeyPatch) -> None:
 layer_card_effort = layer_card.Effort
 
 
-def done(capsys: Any, *argv: str) -> tuple[str, str]:
-    assert main([*argv]) == 0
+def done(capsys: Any, *words: str) -> tuple[str, str]:
+    assert main([*words]) == 0
     out, err = capsys.readouterr()
     return out, err
 
 
 def test_the_first_use_of_a_depth_method_measures_and_keeps(capsys: Any, tiny_folder: str) -> None:
-    argv = ["plan", "--model", tiny_folder, *TOKENS, "--json"]
-    out, err = done(capsys, *argv)
+    words = ["plan", "--model", tiny_folder, *TOKENS, "--json"]
+    out, err = done(capsys, *words)
     assert "a minute at most (--no-card skips that)" in err and "kept for the next time" in err
     assert "\r" not in err and "%" not in err
     (path,) = cards.cached().glob("*.json")
     found = shoal.load(tiny_folder, dtype="float32").card
     assert path.name in found.origin and len(found.layer_scores["leave_one_out"]) == 6
-    assert done(capsys, *argv) == (out, "")
+    assert done(capsys, *words) == (out, "")
 
 
 def test_no_card_keeps_the_order_by_position_and_says_what_it_costs(capsys: Any, tiny_folder: str) -> None:
@@ -52,8 +52,8 @@ def test_no_card_keeps_the_order_by_position_and_says_what_it_costs(capsys: Any,
 
 @pytest.mark.parametrize("words", [["--method", "full"], ["--method", "prompt_lookup"],
                                    ["--method", "d3", "--alpha", "0.99", "--order", "low_first"]])
-def test_what_needs_no_card_measures_none(capsys: Any, tiny_folder: str, argv: list[str]) -> None:
-    _, err = done(capsys, "plan", "--model", tiny_folder, *argv, *TOKENS)
+def test_what_needs_no_card_measures_none(capsys: Any, tiny_folder: str, words: list[str]) -> None:
+    _, err = done(capsys, "plan", "--model", tiny_folder, *words, *TOKENS)
     assert err == "" and not cards.cached().exists()
 
 

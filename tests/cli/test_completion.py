@@ -33,9 +33,9 @@ def test_every_command_and_option_is_there(scripts: dict[str, Path]) -> None:
     assert "--max-new-tokens" in text and "prompt_lookup" in text
 
 
-def completed(script: Path, *argv: str) -> list[str]:
+def completed(script: Path, *words: str) -> list[str]:
     """What bash offers for the last word of a command line."""
-    line = (f"source {script}; COMP_WORDS=({' '.join(argv)}); COMP_CWORD={len(argv) - 1}; "
+    line = (f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
             "$(complete -p shoal | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo ${COMPREPLY[@]}")
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.split()
 
@@ -55,5 +55,5 @@ def test_a_shell_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_parser_is_whole() -> None:
-    argv = ["serve", "--port", "3"]
-    assert whole(files=None).parse_args(argv).port == 3
+    words = ["serve", "--port", "3"]
+    assert whole(files=None).parse_args(words).port == 3

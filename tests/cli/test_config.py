@@ -28,41 +28,41 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     return tmp_path / "config" / "shoal" / "shoal.toml", project / "shoal.toml"
 
 
-def argv(*typed: str, command: str = "serve") -> list[str]:
+def words(*typed: str, command: str = "serve") -> list[str]:
     return config.arguments(command, {*COMMANDS, *LAB}, OPTIONS, typed)
 
 
 def test_nothing_is_said_without_files() -> None:
-    assert argv() == []
+    assert words() == []
 
 
 def test_the_projects_settings_go_before_the_users(places: tuple[Path, Path]) -> None:
     own, project = places
     own.write_text('model = "a"\n[serve]\nport = 1\nquiet = true\n[generate]\nmethod = "d3"\n')
     project.write_text('model = "b"\n[serve]\nport = 2\nstop = ["x", "y"]\n')
-    assert argv() == ["--model=b", "--port=2", "--quiet", "--stop=x", "--stop=y"]
-    assert argv(command="generate") == ["--model=b", "--method=d3"]
+    assert words() == ["--model=b", "--port=2", "--quiet", "--stop=x", "--stop=y"]
+    assert words(command="generate") == ["--model=b", "--method=d3"]
     project.write_text("[serve]\nquiet = false\n")
-    assert argv() == ["--model=a", "--port=1"]
+    assert words() == ["--model=a", "--port=1"]
 
 
 def test_a_commands_own_setting_goes_before_that_of_all(places: tuple[Path, Path]) -> None:
     places[0].write_text('model = "a"\n[serve]\nmodel = "b"\n')
-    assert argv() == ["--model=b"] and argv(command="chat") == ["--model=a"]
+    assert words() == ["--model=b"] and words(command="chat") == ["--model=a"]
 
 
 def test_a_setting_of_all_is_for_those_that_have_it(places: tuple[Path, Path]) -> None:
     places[0].write_text('device = "cpu"\nmodel = "a"\n')
-    assert argv() == ["--model=a"]
+    assert words() == ["--model=a"]
 
 
 def test_a_method_goes_with_its_knobs(places: tuple[Path, Path]) -> None:
     own, project = places
     own.write_text('[serve]\nmethod = "d3"\nmean = 0.9\nport = 1\n')
-    assert argv() == ["--method=d3", "--mean=0.9", "--port=1"]
-    assert argv("--method", "full") == ["--port=1"] == argv("--method=full")
+    assert words() == ["--method=d3", "--mean=0.9", "--port=1"]
+    assert words("--method", "full") == ["--port=1"] == words("--method=full")
     project.write_text('[serve]\nmethod = "early_exit"\nexit_layer = 3\n')
-    assert argv() == ["--method=early_exit", "--port=1", "--exit-layer=3"]
+    assert words() == ["--method=early_exit", "--port=1", "--exit-layer=3"]
 
 
 def test_one_file_may_stand_for_both(
@@ -71,9 +71,9 @@ def test_one_file_may_stand_for_both(
     places[0].write_text('model = "a"\n')
     (tmp_path / "other.toml").write_text('model = "c"\n')
     monkeypatch.setenv("SHOAL_CONFIG", str(tmp_path / "other.toml"))
-    assert argv() == ["--model=c"]
+    assert words() == ["--model=c"]
     monkeypatch.setenv("SHOAL_CONFIG", "")
-    assert argv() == []
+    assert words() == []
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -84,7 +84,7 @@ def test_one_file_may_stand_for_both(
 def test_what_nobody_knows_is_refused(text: str, said: str, places: tuple[Path, Path]) -> None:
     places[0].write_text(text)
     with pytest.raises(ValueError, match=said):
-        argv()
+        words()
 
 
 @pytest.mark.parametrize("text", [
@@ -93,10 +93,10 @@ def test_what_nobody_knows_is_refused(text: str, said: str, places: tuple[Path, 
 def test_a_project_cannot_allow_its_own_code(text: str, places: tuple[Path, Path]) -> None:
     own, project = places
     own.write_text(text)
-    assert argv() in ([], ["--trust-remote-code"])
+    assert words() in ([], ["--trust-remote-code"])
     project.write_text(text)
     with pytest.raises(ValueError, match="may only stand in your own file"):
-        argv()
+        words()
 
 
 def test_a_command_takes_them(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str],
@@ -106,7 +106,7 @@ def test_a_command_takes_them(places: tuple[Path, Path], capsys: pytest.CaptureF
     monkeypatch.setattr(plan_command, "run", lambda args: seen.append(args) or 0)
     assert main(["plan"]) == main(["plan", "--layers", "8"]) == 0
     assert [(args.layers, args.method.alpha, args.max_new_tokens) for args in seen] == [(12, 0.9, 3), (8, 0.9, 3)]
-    assert seen[0].argv == ["shoal", "plan", "--layers=12", "--alpha=0.9", "--max-new-tokens=3"]
+    assert seen[0].words == ["shoal", "plan", "--layers=12", "--alpha=0.9", "--max-new-tokens=3"]
     places[1].write_text("[plan]\nlayres = 12\n")
     assert main(["plan"]) == 2
     assert re.search("no option --layres", capsys.readouterr().err)
@@ -116,7 +116,7 @@ def test_a_byte_order_mark_is_no_text(places: tuple[Path, Path]) -> None:
     """In any file that users write: settings, schemas, prompts, cards, conversations."""
     file = places[1]
     file.write_bytes(b"\xef\xbb\xbf[serve]\r\nport = 8001\r\n")
-    assert argv() == ["--port=8001"]
+    assert words() == ["--port=8001"]
     file.write_bytes(b"\xef\xbb\xbfa\r\nb\r\n")
     assert common.read_text(file) == "a\nb\n"
     card = file.with_name("card.json")

@@ -108,7 +108,7 @@ def test_a_bug_is_not_dressed_up_as_bad_input(monkeypatch):
         main(["plan", "--layers", "4"])
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("argv", "said"), [
     (["chat", "--max-tokens", "5"], "there is no option --max-tokens. Did you mean --max-new-tokens?"),
     (["generate", "--method", "d3", "--max-tokens", "5", "hi"], "there is no option --max-tokens. Did you mean"),
     (["serve", "--max-new-tokens", "5"], "there is no option --max-new-tokens. Did you mean --max-tokens?"),
@@ -133,7 +133,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     return {line.rsplit("|", 1)[1].strip().split(".")[0] for line in lines}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["methods"],
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["methods"],
                                    ["plan", "--layers", "32"]])
 def test_no_torch_before_it_is_needed(argv):
     done = shoal_process(*argv)

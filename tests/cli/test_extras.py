@@ -21,26 +21,26 @@ WRONG: dict[str, tuple[list[str], str]] = {
 }
 
 
-def filled(argv: list[str], model: str, out: Path) -> list[str]:
-    return [word.format(model=model, out=out / "out") for word in argv]
+def filled(words: list[str], model: str, out: Path) -> list[str]:
+    return [word.format(model=model, out=out / "out") for word in words]
 
 
 @pytest.mark.parametrize("case", MISSING)
 @pytest.mark.quick(3)
 def test_a_missing_package_is_named_with_its_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
-    argv, said = MISSING[case]
-    done = command((), *filled(argv, tiny_folder, tmp_path))
+    words, said = MISSING[case]
+    done = command((), *filled(words, tiny_folder, tmp_path))
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"shoal {argv[0]}: error: ")
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"shoal {words[0]}: error: ")
     assert any(part in done.stderr for part in said.split("|")), done.stderr
-    assert done.stderr.count(f"shoal {argv[0]}") == 1
+    assert done.stderr.count(f"shoal {words[0]}") == 1
 
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.quick(3)
 def test_a_wrong_option_comes_before_a_missing_package(case: str, tiny_folder: str, tmp_path: Path) -> None:
-    argv, said = WRONG[case]
-    done = command((), *filled(argv, tiny_folder, tmp_path))
+    words, said = WRONG[case]
+    done = command((), *filled(words, tiny_folder, tmp_path))
     assert done.returncode == 2 and any(part in done.stderr for part in said.split("|")), done.stderr
     assert "not installed" not in done.stderr
 
@@ -57,8 +57,8 @@ CORE: dict[str, list[str]] = {
 @pytest.mark.parametrize("case", CORE)
 def test_what_needs_no_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").write_text('{"prompt": "ab"}\n')
-    argv = [word.format(out=tmp_path) for word in CORE[case]]
-    done = command((), *argv, *([] if case == "env" else ["--model", tiny_folder]))
+    words = [word.format(out=tmp_path) for word in CORE[case]]
+    done = command((), *words, *([] if case == "env" else ["--model", tiny_folder]))
     assert done.returncode == 0, done.stderr
 
 
@@ -67,8 +67,8 @@ def test_what_needs_no_extra(case: str, tiny_folder: str, tmp_path: Path) -> Non
     (["lab", "train"], "train is a command of shoal-lab"),
     (["generate", "--method", "medusa", "ab"], "More methods come with shoal-lab: pip install shoal-lab"),
 ])
-def test_what_the_lab_brings_is_named_where_it_is_absent(argv: list[str], said: str) -> None:
-    done = command((), *argv)
+def test_what_the_lab_brings_is_named_where_it_is_absent(words: list[str], said: str) -> None:
+    done = command((), *words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
 
 

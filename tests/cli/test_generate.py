@@ -32,8 +32,8 @@ def small():
     return shoal.load(SMALL, dtype="float32")
 
 
-def reported(capsys, *argv: str) -> dict:
-    assert main(["generate", "--json", "--dtype", "float32", "--temperature", "0", *argv]) == 0
+def reported(capsys, *words: str) -> dict:
+    assert main(["generate", "--json", "--dtype", "float32", "--temperature", "0", *words]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 1 and captured.err == ""
     return json.loads(captured.out)
@@ -52,36 +52,36 @@ def test_raw_leaves_the_prompt_alone(capsys, small):
 
 
 def test_report(capsys, tiny_folder):
-    argv = ["--model", tiny_folder, "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "5"]
-    found = reported(capsys, "abc", *argv)
+    words = ["--model", tiny_folder, "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "5"]
+    found = reported(capsys, "abc", *words)
     assert found["depths"] == [6, 4, 4, 4, 4] and found["stats"]["mean_layers"] == pytest.approx(4.4)
     assert (found["method"], found["method_args"], found["model"]) == ("early_exit", {"exit_layer": 4}, tiny_folder)
     assert found["finish_reason"] == "length" and len(found["tokens"]) == 5 and "logprobs" not in found
 
 
 def test_methods_combine(capsys, tiny_folder):
-    argv = ["--model", tiny_folder, "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "12"]
-    alone, both = (reported(capsys, "abcabc", *argv, *more) for more in ([], ["--with", "prompt_lookup:min_ngram=1"]))
+    words = ["--model", tiny_folder, "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "12"]
+    alone, both = (reported(capsys, "abcabc", *words, *more) for more in ([], ["--with", "prompt_lookup:min_ngram=1"]))
     assert (both["tokens"], both["depths"]) == (alone["tokens"], alone["depths"])
     assert both["stats"]["drafted"] > alone["stats"]["drafted"] == 0
     assert [method["method"] for method in both["method"]] == ["early_exit", "prompt_lookup"]
-    assert main(["generate", "abc", *argv, "--with", "d3"]) == 2
+    assert main(["generate", "abc", *words, "--with", "d3"]) == 2
     assert "early_exit and d3 both fill the part 'plan'" in capsys.readouterr().err
 
 
 def test_stream_and_report_agree(capsys, tiny_folder):
-    argv = ["abc", "--model", tiny_folder, "--max-new-tokens", "30", "--temperature", "1", "--seed", "5"]
-    found = reported(capsys, *argv)
+    words = ["abc", "--model", tiny_folder, "--max-new-tokens", "30", "--temperature", "1", "--seed", "5"]
+    found = reported(capsys, *words)
     assert found["seed"] == 5
-    assert main(["generate", "--dtype", "float32", *argv]) == 0
+    assert main(["generate", "--dtype", "float32", *words]) == 0
     out, err = capsys.readouterr()
     assert out == found["text"] + "\n"
     assert re.fullmatch(r"\[30 tokens, \S+ tokens/s, 6.00 of 6 layers on average, .* 1.00x, drawn with "
                         r"temperature 1, seed 5, ended by length\]\n", err)
 
 
-def drawn(capsys, *argv: str) -> dict:
-    assert main(["generate", "abc", "--json", "--dtype", "float32", "--max-new-tokens", "30", *argv]) == 0
+def drawn(capsys, *words: str) -> dict:
+    assert main(["generate", "abc", "--json", "--dtype", "float32", "--max-new-tokens", "30", *words]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -109,7 +109,7 @@ def test_what_the_models_makers_recommend_is_taken(capsys, tiny_folder, tmp_path
 
 
 def test_every_sampling_option_arrives(monkeypatch):
-    argv = ["hi", "--json", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "4",
+    words = ["hi", "--json", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "4",
              "--repetition-penalty", "1.5", "--presence-penalty", "-1", "--frequency-penalty", "0.25",
              "--stop", "x", "--stop", "yz", "--logprobs", "2", "--max-new-tokens", "7", "--model", SMALL]
     seen = {}
@@ -119,7 +119,7 @@ def test_every_sampling_option_arrives(monkeypatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(shoal.Engine, "stream", refuse)
-    assert main(["generate", *argv]) == 2
+    assert main(["generate", *words]) == 2
     assert seen.pop("method") == shoal.Full()
     assert seen == {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5,
                     "presence_penalty": -1.0, "frequency_penalty": 0.25, "seed": 4, "stop": ["x", "yz"], "logprobs": 2,
@@ -134,18 +134,18 @@ def test_logprobs(capsys, tiny_folder):
 
 
 def test_stop(capsys, tiny_folder):
-    argv = ["abc", "--model", tiny_folder, "--max-new-tokens", "20"]
-    text = reported(capsys, *argv)["text"]
-    found = reported(capsys, *argv, "--stop", text[6:8])
+    words = ["abc", "--model", tiny_folder, "--max-new-tokens", "20"]
+    text = reported(capsys, *words)["text"]
+    found = reported(capsys, *words, "--stop", text[6:8])
     assert (found["text"], found["finish_reason"]) == (text[: text.index(text[6:8])], "stop")
 
 
 @pytest.mark.parametrize("words", [["-"], []])
-def test_prompt_from_stdin(capsys, monkeypatch, tiny_folder, argv):
+def test_prompt_from_stdin(capsys, monkeypatch, tiny_folder, words):
     common = ["--model", tiny_folder, "--max-new-tokens", "4"]
     expected = reported(capsys, "abc", *common)["tokens"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
-    assert reported(capsys, *argv, *common)["tokens"] == expected
+    assert reported(capsys, *words, *common)["tokens"] == expected
 
 
 def test_prompt_from_a_file(capsys, tmp_path, tiny_folder):
@@ -174,9 +174,9 @@ class Terminal(io.StringIO):
         (["a", "--max-new-tokens", "0", "--model", SMALL], None, "--max-new-tokens is 0"),
     ],
 )
-def test_refusals(capsys, monkeypatch, argv, stdin, message):
+def test_refusals(capsys, monkeypatch, words, stdin, message):
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert main(["generate", *argv]) == 2
+    assert main(["generate", *words]) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and out == ""
 
@@ -188,11 +188,11 @@ def test_a_broken_model_is_bad_input(capsys, tmp_path):
 
 
 def test_tint_changes_the_colour_and_not_the_text(capsys):
-    argv = ["generate", QUESTION, "--model", SMALL, "--method", "early_exit", "--exit-layer", "22", "--quiet",
+    words = ["generate", QUESTION, "--model", SMALL, "--method", "early_exit", "--exit-layer", "22", "--quiet",
              "--max-new-tokens", "6"]
-    assert main(argv) == 0
+    assert main(words) == 0
     plain = capsys.readouterr().out
-    assert main([*argv, "--color", "always"]) == 0
+    assert main([*words, "--color", "always"]) == 0
     painted = capsys.readouterr().out
     assert "\x1b" not in plain and re.sub(r"\x1b\[[\d;]*m", "", painted) == plain
     colours = re.findall(r"\x1b\[38;([\d;]+)m", painted)
@@ -212,12 +212,12 @@ def interrupt_at(monkeypatch, owner, name, number):
 
 
 def test_an_interrupt_keeps_what_was_said(capsys, monkeypatch, tiny_folder):
-    argv = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32", "--temperature", "0"]
+    words = ["generate", "abc", "--model", tiny_folder, "--dtype", "float32", "--temperature", "0"]
     interrupt_at(monkeypatch, terminal.Printer, "show", 4)
-    assert main([*argv, "--max-new-tokens", "99"]) == 130
+    assert main([*words, "--max-new-tokens", "99"]) == 130
     out, err = capsys.readouterr()
     assert "interrupted" in err and "[4 tokens" in err
-    assert main([*argv, "--max-new-tokens", "3"]) == 0
+    assert main([*words, "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out == out
 
 
@@ -230,9 +230,9 @@ def test_an_interrupted_report_is_still_a_report(capsys, monkeypatch, tiny_folde
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT to send to a single process")
 def test_ctrl_c(tiny_folder):
-    argv = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]
+    words = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job would pass on that it is ignored
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard) as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
@@ -242,8 +242,8 @@ def test_ctrl_c(tiny_folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes break differently there")
 def test_a_reader_that_leaves(tiny_folder):
-    argv = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    words = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(1)
         process.stdout.close()
         err = process.stderr.read()
@@ -264,27 +264,27 @@ def test_an_answer_may_be_bound(capsys, tmp_path):
 
 def test_a_dot_in_python_is_followed_by_members_alone(capsys, tmp_path):
     (tmp_path / "shapes.py").write_text("class Ball:\n    radius = 1\n", encoding="utf-8")
-    argv = ["import shapes\nshapes.", "--model", SMALL, "--raw", "--max-new-tokens", "8"]
-    plain, bound = (reported(capsys, *argv, *more)["text"] for more in ([], ["--python-members", str(tmp_path)]))
+    words = ["import shapes\nshapes.", "--model", SMALL, "--raw", "--max-new-tokens", "8"]
+    plain, bound = (reported(capsys, *words, *more)["text"] for more in ([], ["--python-members", str(tmp_path)]))
     assert not plain.startswith("Ball") and re.match(r"(Ball|__\w+)\b", bound)
 
 
 def test_a_bound_that_cannot_be_read_is_named(capsys):
-    for argv, said in (
+    for words, said in (
         (("--json-schema", "{"), "no JSON"), (("--json-schema", "missing.json"), "cannot read missing.json"),
         (("--grammar", "missing.lark"), "cannot read missing.lark"), (("--regex", "("), "unclosed group"),
         (("--regex", "a", "--grammar", "b"), "not allowed with"), (("--python-members", "missing"), "no such folder"),
     ):
-        assert main(["generate", QUESTION, "--model", SMALL, *argv]) == 2
+        assert main(["generate", QUESTION, "--model", SMALL, *words]) == 2
         assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_first_process_prints(tiny_folder: str) -> None:
-    argv = ["--model", tiny_folder, "--dtype", "float64", "--max-new-tokens", "9", "--json", "--temperature", "0"]
-    argv += ["--method", "d3", "--no-card"]  # a card that is made in passing depends on how busy the machine is
-    shared = torchrun("-m", "shoal", "generate", "--tensor-parallel", *argv, input="Some words")
-    alone = [sys.executable, "-m", "shoal", "generate", *argv, "--backend", "hf", "Some words"]
+    words = ["--model", tiny_folder, "--dtype", "float64", "--max-new-tokens", "9", "--json", "--temperature", "0"]
+    words += ["--method", "d3", "--no-card"]  # a card that is made in passing depends on how busy the machine is
+    shared = torchrun("-m", "shoal", "generate", "--tensor-parallel", *words, input="Some words")
+    alone = [sys.executable, "-m", "shoal", "generate", *words, "--backend", "hf", "Some words"]
     expected = subprocess.run(alone, capture_output=True, text=True, check=True).stdout
     assert shared.returncode == 0, shared.stderr[-3000:]
     (line,) = shared.stdout.splitlines()

@@ -8,8 +8,8 @@ from shoal.cli import methods as command
 from shoal.types import ModelInfo
 
 
-def listed(capsys, *argv: str) -> dict[str, dict]:
-    assert main(["methods", "--json", *argv]) == 0
+def listed(capsys, *words: str) -> dict[str, dict]:
+    assert main(["methods", "--json", *words]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return {row["name"]: row for row in json.loads(out)["methods"]}

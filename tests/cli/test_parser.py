@@ -58,11 +58,11 @@ def odd(monkeypatch):
     monkeypatch.setattr(options.methods, "get", lambda name: Odd if name == "odd" else real(name))
 
 
-def parsed(*argv: str) -> argparse.Namespace:
+def parsed(*words: str) -> argparse.Namespace:
     parser = Parser(prog="test")
     common.add_method(parser)
     common.add_json(parser)
-    return parse(parser, argv)
+    return parse(parser, words)
 
 
 def test_methods_are_added_with_their_options(tmp_path):
@@ -86,9 +86,9 @@ def test_methods_are_added_with_their_options(tmp_path):
         (["--with", "full"], "has full twice"),
     ],
 )
-def test_methods_that_cannot_be_added(argv, message):
+def test_methods_that_cannot_be_added(words, message):
     with pytest.raises(ValueError, match=message):
-        parsed(*argv)
+        parsed(*words)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in WITHOUT_A_METHOD])
@@ -132,8 +132,8 @@ def test_conversion_refuses(hint, text):
 
 
 def test_fields_become_options():
-    argv = ["--alpha", ".9", "--start", "3", "--rounding", "ceil", "--order", "low_first"]
-    assert parsed("--method", "d3", *argv).method == D3(alpha=0.9, start=3, rounding="ceil", order="low_first")
+    words = ["--alpha", ".9", "--start", "3", "--rounding", "ceil", "--order", "low_first"]
+    assert parsed("--method", "d3", *words).method == D3(alpha=0.9, start=3, rounding="ceil", order="low_first")
 
 
 def test_the_default_method_needs_no_words():

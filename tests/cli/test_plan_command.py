@@ -17,8 +17,8 @@ from shoal.types import ModelInfo
 DROPS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12)
 
 
-def planned(capsys, *argv: str) -> dict:
-    assert main(["plan", "--json", *argv]) == 0
+def planned(capsys, *words: str) -> dict:
+    assert main(["plan", "--json", *words]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return json.loads(out)
@@ -50,8 +50,8 @@ def test_neutral_plan_is_one_full_band(capsys):
 
 
 def test_text_rows(capsys):
-    argv = ["--layers", "6", "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "10"]
-    assert main(["plan", *argv]) == 0
+    words = ["--layers", "6", "--method", "early_exit", "--exit-layer", "4", "--max-new-tokens", "10"]
+    assert main(["plan", *words]) == 0
     head, first, rest = capsys.readouterr().out.splitlines()
     assert "4.20 of 6 layers on average over 10 tokens" in head
     assert first == "steps   0:    6 layers  \u2588\u2588\u2588\u2588\u2588\u2588"
@@ -79,34 +79,34 @@ def test_ascii_where_the_terminal_has_no_blocks(monkeypatch):
         (["--layers", "8", "--method", "shortgpt"], "quick_card"),
     ],
 )
-def test_refusals(capsys, argv, message):
-    assert main(["plan", *argv]) == 2
+def test_refusals(capsys, words, message):
+    assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_memory_of_a_request(capsys, tiny_folder):
-    argv = ["--model", tiny_folder, "--method", "prompt_lookup", "--prompt-tokens", "50", "--rows", "2",
+    words = ["--model", tiny_folder, "--method", "prompt_lookup", "--prompt-tokens", "50", "--rows", "2",
              "--max-new-tokens", "8"]
-    found = planned(capsys, "--memory", "64GiB", *argv)
+    found = planned(capsys, "--memory", "64GiB", *words)
     assert (found["memory"], found["rows"], found["changed"], found["method"]) == (64 << 30, 2, "", "prompt_lookup")
     parts = found["bytes"]
     assert parts.pop("total") == sum(parts.values())
     assert set(parts) == {"process", "weights", "kv", "drafts", "masks", "logits", "work"}
-    assert main(["plan", "--memory", "64GiB", *argv]) == 0
+    assert main(["plan", "--memory", "64GiB", *words]) == 0
     assert "2 of 2 prompts at a time: fits into 64GiB" in capsys.readouterr().out
 
 
 def test_memory_that_does_not_suffice(capsys, tiny_folder, monkeypatch):
     monkeypatch.setattr(footprint, "resident", lambda: 3 << 30)
     monkeypatch.setattr(memory_limit, "resident", lambda: 1 << 20)
-    argv = ["plan", "--model", tiny_folder, "--prompt-tokens", "50", "--max-new-tokens", "8", "--method", "full"]
-    assert main([*argv, "--memory", "2GiB"]) == 2
+    words = ["plan", "--model", tiny_folder, "--prompt-tokens", "50", "--max-new-tokens", "8", "--method", "full"]
+    assert main([*words, "--memory", "2GiB"]) == 2
     said = capsys.readouterr().err
     assert "memory of 2.00 GiB for 1 prompt of up to 50 tokens with max_new_tokens=8" in said
     assert "need is 3.0" in said and "kv " in said and "Use a smaller model" in said
-    assert main([*argv, "--memory", "lots"]) == 2
+    assert main([*words, "--memory", "lots"]) == 2
     assert "memory is 'lots'; it must be a number and one of B" in capsys.readouterr().err
-    assert main([*argv, "--allow-lossy", "kv_int8"]) == 2
+    assert main([*words, "--allow-lossy", "kv_int8"]) == 2
     assert "give both" in capsys.readouterr().err
 
 

@@ -14,9 +14,9 @@ from shoal.cli import main
 
 
 def test_a_terminated_server_finishes_its_streams(tiny_folder: str) -> None:
-    argv = ["serve", "--model", tiny_folder, "--served-model-name", "t", "--port", "0", "--dtype", "float32"]
-    argv += ["--max-rows", "2"]
-    process = subprocess.Popen([sys.executable, "-m", "shoal", *argv], stderr=subprocess.PIPE, text=True)
+    words = ["serve", "--model", tiny_folder, "--served-model-name", "t", "--port", "0", "--dtype", "float32"]
+    words += ["--max-rows", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "shoal", *words], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         url = next(found[1] for line in process.stderr if (found := re.search(r"at (http\S+)", line)))
@@ -55,7 +55,7 @@ def test_a_terminated_server_finishes_its_streams(tiny_folder: str) -> None:
     ],
 )
 def test_options_that_make_no_sense(
-    tiny_folder: str, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    tiny_folder: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "--model", tiny_folder, *argv]) == 2
+    assert main(["serve", "--model", tiny_folder, *words]) == 2
     assert said in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_prompts_that_are_left_too_little_get_a_forward_of_their_own(backend: Ba
 
 @on_backends("llama")
 def test_rows_that_end_in_a_step_do_not_move_what_is_to_be_fed(backend: Backend, name: str) -> None:
-    """A sequence that needs a forward of its own for its prompt, beside a sequence whose guesses fill the budget; one ends."""
+    """A sequence that needs a forward of its own for its prompt, beside one whose guesses fill the budget; one ends."""
     runner = backend.runner(name)
     for ends, stays in ((0, 1), (1, 0)):
         truth = decode(None, [prompt(5, 2)], PLAN, 8, runner=runner).tokens[0]

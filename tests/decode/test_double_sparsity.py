@@ -48,7 +48,7 @@ def method_for(backend: Backend, name: str, width: int = 3) -> tuple[DoubleSpars
 class Outline(Reading):
     """The k largest scores by some dimensions, which are kept where the keys and queries pass by."""
 
-    knobs: DoubleSparsity
+    method: DoubleSparsity
     windows: tuple[int | None, ...]
     begin: int
     shown: dict[int, Tensor]

@@ -40,7 +40,7 @@ def drafted(
     backend: Backend, name: str, ids: list[list[int]], plan: DepthPlan, shape: str, error: float = 0.3, **options: Any
 ) -> tuple[Run, Run, Planted]:
     """A plain run, the same with drafts, and the proposer that made these."""
-    options = {"new": NEW, "stack": backend.runner(name), **options}
+    options = {"new": NEW, "runner": backend.runner(name), **options}
     plain = decode(None, ids, plan, **options)
     planted = Planted(dict(enumerate(plain.tokens)), error, tree=SHAPES[shape], seed=len(ids))
     return plain, decode(None, ids, Recipe(plan, planted), **options), planted

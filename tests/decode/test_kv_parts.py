@@ -45,7 +45,7 @@ FAMILIES = ("gemma2", "hybrid", "olmo2")
 class Ends(Reading):
     """StreamingLLM, from positions alone: what a query sees of a text that was cut at each multiple of `every`."""
 
-    knobs: StreamingLLM
+    method: StreamingLLM
     sliding: tuple[int, ...]
 
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Ends(Reading):
 class Top(Reading):
     """The k largest scores, by sorting them all; from position `begin` on."""
 
-    knobs: TopKOracle
+    method: TopKOracle
     begin: int
 
     def sees(self, layer: int, scores: Tensor, seen: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class AsItIs(Store, KVForm):
         return components[0]
 
 
-@pytest.mark.parametrize("part", NEUTRAL)
+@pytest.mark.parametrize("component", NEUTRAL)
 @on_backends("llama", "hybrid")
 def test_a_part_that_changes_nothing_is_the_identity(backend: Backend, name: str, component: str) -> None:
     for ids in PROMPTS:

@@ -143,7 +143,7 @@ def test_going_on_after_a_rejection_is_seen() -> None:
             view = TableTarget(branch, target, dice)
             short = TokenTree((0, branch.tokens[node]), (-1, 0), (None, branch.draft_probs[node]))  # type: ignore[index]
             here = TableTarget(
-                short, lambda argv, view=view, node=node: view.model((*view.argv(node - 1), *argv)), dice
+                short, lambda words, view=view, node=node: view.model((*view.words(node - 1), *words)), dice
             )
             outcome = Rejection().walk(short, here)
             out.append(short.tokens[1] if len(outcome.path) > 1 else outcome.token)
@@ -172,7 +172,7 @@ def chain_target(
 ) -> tuple[TokenTree, TableTarget]:
     tree = TokenTree.chain([0, *tokens])
     table = [torch.tensor(probs, dtype=torch.float64) for probs in draft_probs]
-    return tree, TableTarget(tree, lambda argv: table[len(argv)], Dice([]), greedy)
+    return tree, TableTarget(tree, lambda words: table[len(words)], Dice([]), greedy)
 
 
 def test_lenient_keeps_what_is_near_enough() -> None:
@@ -244,8 +244,8 @@ def test_a_law_that_denies_its_own_token_is_refused(tokens: tuple[int, ...]) -> 
         (lambda: Typical(1.5), r"epsilon is 1.5.*\(0, 1\]"),
     ],
 )
-def test_settings_out_of_range(make: Callable[[], Rule], argv: str) -> None:
-    with pytest.raises(ValueError, match=argv):
+def test_settings_out_of_range(make: Callable[[], Rule], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         make()
 
 

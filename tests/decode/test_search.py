@@ -1,4 +1,4 @@
-"""Branches of a sequence: forked bit by bit, moved on as told, and gone without a trace; other sequences notice nothing."""
+"""Branches of a sequence: forked bit by bit, moved on as told, gone without a trace; others notice nothing."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_any_arrival_and_any_budget(backend: Backend, name: str) -> None:
     def seqs() -> list[Any]:
         return make_run(None, prompts, recipes, runner=runner, sampling=WARM, seed=3, watch=False).seqs
 
-    expected = [decode(None, [ids], recipe, runner=runner, sampling=WARM, seed=3, numbers=[number], watch=False).tokens[0]
+    how = {"runner": runner, "sampling": WARM, "seed": 3, "watch": False}
+    expected = [decode(None, [ids], recipe, numbers=[number], **how).tokens[0]
                 for number, (ids, recipe) in enumerate(zip(prompts, recipes, strict=True))]
     for budget in (3, 64):
         batch, coming = Batch(runner), seqs()
@@ -418,7 +419,7 @@ def _forces(root: Branch) -> Steps:
 
 
 def test_a_fork_of_rewritten_columns_is_a_row_of_its_own() -> None:
-    """Fewer slots than positions, a bias on them, and a form: none is shared with the sequence that it was copied from."""
+    """Fewer slots than positions, a bias on them, and a form: none is shared with what it was copied from."""
     cache = KVCache([None, 4], seqs=1)
     cache.set_store(0, StoredFrom(0, Int8()))
     for layer in cache.layers:

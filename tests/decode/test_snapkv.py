@@ -39,7 +39,7 @@ METHOD = SnapKV(budget=12, window=5, pool=3)
 class Snapped(Reading):
     """What a query behind the prompt sees: slots that are counted one by one, and all that came later."""
 
-    knobs: SnapKV
+    method: SnapKV
     begin: int
     sliding: tuple[int, ...]
 

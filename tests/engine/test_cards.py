@@ -122,9 +122,9 @@ def test_a_broken_card_in_the_cache_is_named_and_left(cache: Path, caplog: pytes
         ('{"skips": {"attention": [1]}}', "is no calibration card"),
     ],
 )
-def test_a_broken_card_beside_the_model_is_an_error(tmp_path: Path, text: str, argv: str) -> None:
+def test_a_broken_card_beside_the_model_is_an_error(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / FILE).write_text(text, "utf-8")
-    with pytest.raises(ValueError, match=argv):
+    with pytest.raises(ValueError, match=words):
         read_card(tmp_path, 6)
 
 

@@ -87,7 +87,7 @@ def test_what_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         return str(saved(tmp_path, "20KB"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    monkeypatch.setattr(Checkpoint, "_told", {"model_type": "llama"})
+    monkeypatch.setattr(Checkpoint, "_config_json", {"model_type": "llama"})
     source = Checkpoint("some/model", "v2", False).weights()
     assert source is not None and source.has("model.norm.weight")
     assert (asked["name"], asked["revision"]) == ("some/model", "v2")

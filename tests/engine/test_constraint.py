@@ -63,10 +63,10 @@ def characters() -> Engine:
     return ending(tiny("llama", layers=2), chat_tokenizer())
 
 
-def ending(model: Any, argv: Any) -> Engine:
+def ending(model: Any, words: Any) -> Engine:
     """An engine whose answers end as its tokenizer says."""
-    made = engine_for(model, argv)
-    made.eos_token_ids = frozenset({argv.eos_token_id})
+    made = engine_for(model, words)
+    made.eos_token_ids = frozenset({words.eos_token_id})
     return made
 
 
@@ -78,8 +78,8 @@ def text_of(name: str, tokens: Sequence[int]) -> str:
     return str(tokenizer(name).decode(tokens, clean_up_tokenization_spaces=False))
 
 
-def one_of(argv: Sequence[str]) -> Grammar:
-    return Grammar("start: " + " | ".join(map(json.dumps, argv)))
+def one_of(words: Sequence[str]) -> Grammar:
+    return Grammar("start: " + " | ".join(map(json.dumps, words)))
 
 
 @pytest.mark.parametrize("language", [WORDS, ["abab ab"]], ids=["several", "one"])
@@ -89,22 +89,22 @@ def test_masks_are_those_that_comparing_bytes_gives(name: str, language: list[st
 
     Of several tokens with one text, as a letter and its byte, llguidance always allows one, and not always all.
     """
-    argv = [word.encode() for word in language]
+    words = [word.encode() for word in language]
     found, eos, size = mask(name, one_of(language)), tokenizer(name).eos_token_id, len(tokenizer(name))
     table = {token: said for token in range(size) if token > 2 and (said := _bytes(name, token))}
     waiting: list[tuple[tuple[int, ...], bytes]] = [((), b"")]
     for tokens, text in waiting:
-        wanted = {said for said in table.values() if any(word.startswith(text + said) for word in argv)}
+        wanted = {said for said in table.values() if any(word.startswith(text + said) for word in words)}
         allowed = set(found(list(tokens)).nonzero().flatten().tolist())
         assert {table[token] for token in allowed - {eos}} == wanted, text
-        assert (eos in allowed) == (text in argv)
+        assert (eos in allowed) == (text in words)
         waiting += [((*tokens, token), text + table[token]) for token in allowed - {eos}]
     assert len(waiting) > 10
 
 
 def _bytes(name: str, token: int) -> bytes:
-    argv = engine(name).constraints._words
-    return bytes(argv.decode_bytes([token]))
+    words = engine(name).constraints._words
+    return bytes(words.decode_bytes([token]))
 
 
 def test_a_mask_depends_on_the_text_alone_in_whatever_order_it_is_asked() -> None:
@@ -265,8 +265,8 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_met_is_refused_by_name(name: str) -> None:
-    wanted, argv = WRONG[name]
-    with pytest.raises(Unsupported, match=f"(?s)the constraint .*{argv}.*Change the constraint"):
+    wanted, words = WRONG[name]
+    with pytest.raises(Unsupported, match=f"(?s)the constraint .*{words}.*Change the constraint"):
         engine().generate([5], constraint=wanted)
 
 
@@ -277,8 +277,8 @@ def test_what_is_no_constraint_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("schema", "words"), [("{", "no JSON"), ("3", "an object, true"), (object(), "no JSON")])
-def test_what_is_no_schema_is_refused(schema: Any, argv: str) -> None:
-    with pytest.raises(ValueError, match=argv):
+def test_what_is_no_schema_is_refused(schema: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         JsonSchema(schema)
 
 
@@ -318,8 +318,8 @@ def test_every_toy_tokenizer_is_read_or_refused() -> None:
 
 
 def test_the_reference_model_answers_in_json() -> None:
-    argv = load_tokenizer("shoal-reference")
-    reference = ending(tiny("llama", vocab_size=len(argv), layers=2, dtype=torch.float32), argv)
+    words = load_tokenizer("shoal-reference")
+    reference = ending(tiny("llama", vocab_size=len(words), layers=2, dtype=torch.float32), words)
     result = reference.generate("a", constraint=SCHEMAS["choice"], max_new_tokens=60)
     assert json.loads(result.text) in SCHEMAS["choice"]["enum"]
 

@@ -1,4 +1,4 @@
-"""The KV's peak, known before sequences run, against what their cache counts in every step, and what the system backs."""
+"""The KV's peak, known before sequences run, against what their cache counts in each step and the system backs."""
 
 from __future__ import annotations
 

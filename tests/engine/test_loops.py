@@ -1,4 +1,4 @@
-"""Loops of several kinds under one scheduler: each sequence gives what it gives alone, and a fault stays with its sequences."""
+"""Loops of several kinds under one scheduler: each sequence gives what it gives alone, and a fault stays local."""
 
 from __future__ import annotations
 

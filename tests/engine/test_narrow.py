@@ -124,8 +124,8 @@ def test_neurons_of_a_gguf_file(tmp_path: Path) -> None:
     (((0, 1),) * 5, "the neurons of 5 layers; the model has 6"),
     (((0, 9999),) * 6, r"kept\[0\] names neuron 9999; that layer has 0 to"),
 ])
-def test_bad_numbers_are_refused(tmp_path: Path, kept: Any, argv: str) -> None:
-    with pytest.raises(ValueError, match=argv):
+def test_bad_numbers_are_refused(tmp_path: Path, kept: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         shoal.load(saved(tmp_path / "whole", "llama"), transform=NarrowMLPs(kept))
 
 

@@ -44,8 +44,8 @@ def test_plain_decoding_where_no_draft_is_shown_to_gain() -> None:
 def test_what_is_not_known_is_said() -> None:
     (_, nearest) = unknown(ALL, ["chat"], 0.01)
     assert "d3:mean=29 at 1.05x, may lose 1.2 points" in nearest
-    argv = " ".join(unknown(ALL, ["chat", "code", "verse"], 0.05))
-    assert "fewer layers lose on code, verse:" in argv and "drafts bring on code, verse:" in argv
+    words = " ".join(unknown(ALL, ["chat", "code", "verse"], 0.05))
+    assert "fewer layers lose on code, verse:" in words and "drafts bring on code, verse:" in words
     assert len(unknown(ALL, ["chat"], 0.05)) == 1
 
 
@@ -57,8 +57,8 @@ def test_evidence_of_another_form_is_refused() -> None:
     assert Evidence.from_dict(json.loads(json.dumps(written))) == ALL
 
 
-def report(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    assert main(["recommend", "--json", *argv]) == 0
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["recommend", "--json", *words]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -69,15 +69,15 @@ def test_the_command_reads_the_card_of_the_model(
     folder = tmp_path / "model"
     model = tiny("llama")
     model.save_pretrained(folder)
-    argv = ["--model", str(folder)]
-    assert report(capsys, *argv)["advice"] == []
-    assert main(["recommend", *argv]) == 0
+    words = ["--model", str(folder)]
+    assert report(capsys, *words)["advice"] == []
+    assert main(["recommend", *words]) == 0
     assert "--method auto, which is exact" in capsys.readouterr().out
     evidence = {"lossless": [asdict(STEADY)], "lossy": [asdict(GENTLE)], "machine": "a machine"}
     cards.keep({"model": cards.identity(engine_for(model)), "evidence": evidence})
-    (advice,) = report(capsys, *argv, "--max-drop", "0.02")["advice"]
+    (advice,) = report(capsys, *words, "--max-drop", "0.02")["advice"]
     assert advice["method"] == "d3:mean=29"
-    assert main(["recommend", *argv, "--task", "verse"]) == 2
+    assert main(["recommend", *words, "--task", "verse"]) == 2
     assert "'verse'; of this model chat were measured" in capsys.readouterr().err
-    assert main(["recommend", *argv, "--max-drop", "2"]) == 2
+    assert main(["recommend", *words, "--max-drop", "2"]) == 2
     assert "must be in [0, 1)" in capsys.readouterr().err

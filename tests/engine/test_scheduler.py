@@ -1,4 +1,4 @@
-"""Sequences that join, leave and are cancelled at random give what each gives alone; nothing is dropped or left behind."""
+"""Sequences that come, go and are cancelled at random give what each gives alone; nothing is lost or left."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_prompts_are_read_in_small_pieces_beside_rows_that_decode(monkeypatch: p
 
 
 def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots for a longer sequence, then slots for more sequences; the sequence that stays goes on as if nothing had happened."""
+    """Room for a longer sequence, then for more sequences; the one that stays goes on as if nothing had happened."""
     monkeypatch.setattr(kv_memory, "PAGED", False)
     runner = engine("llama").runner
     most = 64 * sum(runner.position_bytes)

@@ -47,23 +47,23 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature":
 @functools.cache
 def engine() -> Engine:
     """A tiny model that would rather not close anything."""
-    argv = tokenizer("byte_level")
-    made = engine_for(tiny("llama", vocab_size=len(argv) + 5, layers=2, dtype=torch.float32), argv)
-    made.eos_token_ids = frozenset({argv.eos_token_id})
+    words = tokenizer("byte_level")
+    made = engine_for(tiny("llama", vocab_size=len(words) + 5, layers=2, dtype=torch.float32), words)
+    made.eos_token_ids = frozenset({words.eos_token_id})
     return made
 
 
 @functools.cache
 def never() -> dict[int, float]:
     """Bias against what closes a text."""
-    argv = tokenizer("byte_level")
-    return {**{argv(one)["input_ids"][0]: -60.0 for one in '"]}'}, argv.eos_token_id: -60.0}
+    words = tokenizer("byte_level")
+    return {**{words(one)["input_ids"][0]: -60.0 for one in '"]}'}, words.eos_token_id: -60.0}
 
 
 def mask(wanted: Any, limit: int | None, name: str = "byte_level") -> Mask:
-    argv = tokenizer(name)
-    eos = frozenset({argv.eos_token_id})
-    return compiler(name, len(argv), eos)(wanted, limit)()
+    words = tokenizer(name)
+    eos = frozenset({words.eos_token_id})
+    return compiler(name, len(words), eos)(wanted, limit)()
 
 
 @functools.cache
@@ -179,12 +179,12 @@ def test_the_quick_answers_are_those_of_the_whole_mask(name: str) -> None:
 
 def test_what_is_kept_is_what_trying_every_text_keeps() -> None:
     """Lists of lists, by their characters: the shortest end is as many brackets as are open."""
-    limit, argv = 9, tokenizer("byte_level")
-    openers, found = argv("[")["input_ids"], mask(JsonSchema(LIST), limit)
+    limit, words = 9, tokenizer("byte_level")
+    openers, found = words("[")["input_ids"], mask(JsonSchema(LIST), limit)
     for depth in range(1, 9):
         text = openers * depth
         left = limit - depth
-        allowed = {argv.decode([token]) for token in found(text).nonzero().flatten().tolist()}
+        allowed = {words.decode([token]) for token in found(text).nonzero().flatten().tolist()}
         if left < depth + 1:
             assert allowed > {"[", "]"}, "no end fits, so nothing is taken away"
         else:
@@ -198,8 +198,8 @@ def test_patterns_are_cut_unless_they_ask_for_it() -> None:
     assert cut.finish_reason == "length" and ended.text.endswith("!") and ended.finish_reason == "stop"
 
 
-def _against(argv: str) -> dict[int, float]:
-    return dict.fromkeys(tokenizer("byte_level")(argv)["input_ids"], -60.0)
+def _against(words: str) -> dict[int, float]:
+    return dict.fromkeys(tokenizer("byte_level")(words)["input_ids"], -60.0)
 
 
 @pytest.mark.parametrize("tokens", [16, 40])

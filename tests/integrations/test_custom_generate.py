@@ -135,13 +135,13 @@ def test_what_is_no_cache_is_refused_in_its_place(name: str) -> None:
         ([[3, 4]], "input_ids are a list; they must be a tensor"),
     ],
 )
-def test_ids_that_are_no_rows_of_tokens(llama: PreTrainedModel, ids: Any, argv: str) -> None:
+def test_ids_that_are_no_rows_of_tokens(llama: PreTrainedModel, ids: Any, words: str) -> None:
     """Transformers fails on most of these before it calls a method; given to a method, they are named."""
-    with pytest.raises(ValueError, match=argv):
+    with pytest.raises(ValueError, match=words):
         Full()(llama, ids, generation_config=llama.generation_config)
-    with pytest.raises(ValueError, match=argv):
+    with pytest.raises(ValueError, match=words):
         hub.generate(llama, ids)
-    with pytest.raises(ValueError, match=argv):
+    with pytest.raises(ValueError, match=words):
         hub.generate(llama, input_ids=ids)
 
 

@@ -22,23 +22,23 @@ def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("words", [["serve", "--port", "0", "--replicas", "2"],
                                    ["batch", "IN", "OUT", "--ray", "2"]])
 def test_without_ray_the_extra_is_named(
-    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "IN").write_text('{"prompt": "a"}\n', encoding="utf-8")
-    assert main([str(tmp_path / word) if word.isupper() else word for word in argv]) == 2
+    assert main([str(tmp_path / word) if word.isupper() else word for word in words]) == 2
     said = capsys.readouterr().err
     assert "ray is not installed" in said and "'shoal[ray]'" in said
-    assert " ".join(argv[-2:]) in said
+    assert " ".join(words[-2:]) in said
 
 
 @pytest.mark.parametrize(("words", "said"), [(["serve", "--replicas", "0"], "--replicas is 0"),
                                              (["batch", "IN", "OUT", "--ray", "0"], "--ray is 0")])
 def test_nobody_is_refused(
-    argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "IN").write_text('{"prompt": "a"}\n', encoding="utf-8")
-    assert main([str(tmp_path / word) if word.isupper() else word for word in argv]) == 2
+    assert main([str(tmp_path / word) if word.isupper() else word for word in words]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "OUT").exists()
 

@@ -50,9 +50,9 @@ def all_paths(probs, pair: tuple[int, int], depth: int) -> dict[tuple[int, ...],
     level = {(): 1.0}
     for _ in range(depth):
         level = {
-            (*argv, token): chance * share
-            for argv, chance in level.items()
-            for token, share in probs((*pair, *argv)[-2:])
+            (*words, token): chance * share
+            for words, chance in level.items()
+            for token, share in probs((*pair, *words)[-2:])
         }
         found.update(level)
     return found
@@ -66,7 +66,7 @@ def test_best_first_takes_the_likeliest_paths(seed: int, nodes: int, depth: int)
     found = paths(best_first(probs, (0, 1), nodes, depth))
     assert len(set(found)) == len(found) == min(nodes, len(every))
     best = sorted(every.values(), reverse=True)[:nodes]
-    assert sorted((every[argv] for argv in found), reverse=True) == pytest.approx(best)
+    assert sorted((every[words] for words in found), reverse=True) == pytest.approx(best)
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,7 +91,7 @@ def test_a_search_finds_what_is_likely() -> None:
     found = paths(monte_carlo(probs, (0, 1), 12, 3, 400, "key"))
     assert len(found) == 12
     best = sum(sorted(every.values(), reverse=True)[:12])
-    assert sum(every[argv] for argv in found) > 0.9 * best
+    assert sum(every[words] for words in found) > 0.9 * best
     assert found == paths(monte_carlo(probs, (0, 1), 12, 3, 400, "key"))
 
 
@@ -137,11 +137,11 @@ def test_a_table_does_not_grow_without_bound() -> None:
 def test_a_corpus_is_read_in_pieces(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("ab a b\n" * 30_000, encoding="utf-8")
-    argv = byte_level()
-    tokens = tokens_of(str(file), argv, "corpus")
-    assert tokens == argv("ab a b\n")["input_ids"] * 30_000
-    assert trigrams_of(str(file), argv) == count(tokens)
-    assert trigrams_of(str(file), argv) is trigrams_of(str(file), argv)
+    words = byte_level()
+    tokens = tokens_of(str(file), words, "corpus")
+    assert tokens == words("ab a b\n")["input_ids"] * 30_000
+    assert trigrams_of(str(file), words) == count(tokens)
+    assert trigrams_of(str(file), words) is trigrams_of(str(file), words)
 
 
 def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:

@@ -66,10 +66,10 @@ class Telling(Full):
     """A method that has something to say, and wants a card."""
 
     name: ClassVar[str] = "telling"
-    argv: str = "beware"
+    words: str = "beware"
 
     def notice(self, info: ModelInfo) -> str | None:
-        return self.argv
+        return self.words
 
     @property
     def wants_card(self) -> bool:
@@ -210,8 +210,8 @@ def test_a_list_of_one_is_that_method() -> None:
         ("combined", "unknown method 'combined'"),
     ],
 )
-def test_lists_that_are_refused(spec: Any, argv: str) -> None:
-    with pytest.raises(ValueError, match=argv):
+def test_lists_that_are_refused(spec: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         make(spec)
 
 

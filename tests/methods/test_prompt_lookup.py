@@ -66,6 +66,6 @@ def test_what_a_tick_costs_does_not_grow_with_the_text() -> None:
     ("settings", "words"),
     [((4, 0, 5), "min_ngram is 0"), ((1, 2, 5), "max_ngram is 1, below min_ngram 2"), ((4, 2, 0), "length is 0")],
 )
-def test_settings_out_of_range(settings: tuple[int, int, int], argv: str) -> None:
-    with pytest.raises(ValueError, match=argv):
+def test_settings_out_of_range(settings: tuple[int, int, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         PromptLookup(*settings)

@@ -151,11 +151,11 @@ def test_a_card_may_hold_other_things(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"), [(None, "cannot be read"), ("{", "cannot be read"), ("{}", "no key"), ("[1]", "no key")]
 )
-def test_a_card_that_cannot_be_used(tmp_path: Path, content: str | None, argv: str) -> None:
+def test_a_card_that_cannot_be_used(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "card.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=argv):
+    with pytest.raises(ValueError, match=words):
         make(str(path))
 
 
@@ -179,8 +179,8 @@ def test_a_card_that_cannot_be_used(tmp_path: Path, content: str | None, argv: s
         (None, "got None"),
     ],
 )
-def test_specs_that_are_refused(spec: object, argv: str) -> None:
-    with pytest.raises(ValueError, match=argv):
+def test_specs_that_are_refused(spec: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         make(spec)  # type: ignore[arg-type]
 
 

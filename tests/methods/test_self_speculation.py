@@ -89,7 +89,7 @@ def both(
 ) -> tuple[Run, Run, Watched]:
     """A plain run of the recipe's plan, and the run with drafts."""
     recipe, watch = recipe_of(method, runner=runner)
-    options = {"new": new, "stack": runner, "watch": False, **options}
+    options = {"new": new, "runner": runner, "watch": False, **options}
     return decode(None, ids, recipe.plan, **options), decode(None, ids, recipe, **options), watch
 
 
@@ -260,13 +260,13 @@ def test_eos_ends_a_block_exactly_there(method: str, place: int) -> None:
 
 @each_method
 def test_stop_strings_end_a_block_exactly_there(method: str) -> None:
-    argv = metaspace()
-    ids, model = prompt(5, 1, len(argv)), tiny("llama", vocab_size=len(argv))
-    steps = decode(model, [ids], DepthPlan.full(6), 24, tokenizer=argv).seqs[0].steps
+    words = metaspace()
+    ids, model = prompt(5, 1, len(words)), tiny("llama", vocab_size=len(words))
+    steps = decode(model, [ids], DepthPlan.full(6), 24, tokenizer=words).seqs[0].steps
     text = "".join(step.text for step in steps)
     for stop in sorted({text[at : at + size] for at in (3, 8, 14) for size in (1, 3)}):
         rules = StopRules(stop_strings=(stop,), max_new_tokens=24)
-        options = {"rules": lambda _, rules=rules: rules, "tokenizer": argv}
+        options = {"rules": lambda _, rules=rules: rules, "tokenizer": words}
         plain, run, _ = both(METHODS[method], stack_of(model), [ids], **options)
         assert run.tokens == plain.tokens
         assert "".join(step.text for step in run.seqs[0].steps) == text[: text.index(stop)]
@@ -360,8 +360,8 @@ def test_trained_weights(backend: str, method: str, sampling: str) -> None:
         (lambda: D3Spec(stop=-0.1), r"stop is -0\.1"),
     ],
 )
-def test_bad_knobs_are_named(build: Any, argv: str) -> None:
-    with pytest.raises(ValueError, match=argv):
+def test_bad_knobs_are_named(build: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         build()
 
 

@@ -133,9 +133,9 @@ def test_programs_have_their_time_from_when_they_are_begun(monkeypatch: pytest.M
     clock, given = [0.0], list[float]()
 
     class Pool(ThreadPoolExecutor):
-        def submit(self, *argv: Any) -> Any:  # type: ignore[override]
+        def submit(self, *words: Any) -> Any:  # type: ignore[override]
             clock[0] += 100
-            return super().submit(*argv)
+            return super().submit(*words)
 
     def run(program: object, seconds: float) -> str:
         given.append(seconds)
@@ -218,7 +218,7 @@ BAD: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("kind", [BestOf(2), *SEARCHES], ids=lambda one: one.name)
 @pytest.mark.parametrize(("said", "words"), BAD, ids=[str(number) for number in range(len(BAD))])
-def test_a_bad_endpoint_fails_its_own_request_alone(kind: Method, said: Any, argv: str) -> None:
+def test_a_bad_endpoint_fails_its_own_request_alone(kind: Method, said: Any, words: str) -> None:
     let_go = threading.Event()
     plain = engine_of("llama").generate(SHORT[1], max_new_tokens=9).tokens
     with endpoint(lambda _: let_go.wait(30) if said == "hang" else said) as url:
@@ -230,7 +230,7 @@ def test_a_bad_endpoint_fails_its_own_request_alone(kind: Method, said: Any, arg
         while scheduler.running or scheduler.waiting:
             scheduler.turn()
         let_go.set()
-    with pytest.raises((ValueError, TimeoutError), match=argv):
+    with pytest.raises((ValueError, TimeoutError), match=words):
         list(bad)
     assert good.results[0].tokens == plain
     assert scheduler._batches.plain.cache.seqs == 0, "nothing is left of it"

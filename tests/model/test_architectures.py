@@ -159,7 +159,7 @@ class _Off:
         return logits
 
 
-@pytest.mark.parametrize(("call", "row"), [(0, 4), (1, 0), (2, 2), (3, 0), (3, 5), (4, 2), (5, 0), (5, 3), (5, 4)])
+@pytest.mark.parametrize(("call", "seq"), [(0, 4), (1, 0), (2, 2), (3, 0), (3, 5), (4, 2), (5, 0), (5, 3), (5, 4)])
 def test_the_check_at_load_sees_every_logit(call: int, seq: int) -> None:
     """In chunks, in a ragged batch, in a tree; the tree's wrong guess alone is free."""
     model = tiny("llama")

@@ -1,4 +1,4 @@
-"""Splitting a sequence into blocks, or sharing beginnings in a tree, changes no logit; nor does the company of sequences."""
+"""Splitting a sequence into blocks, or sharing beginnings in a tree, changes no logit; nor do other sequences."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def own_forward(family: str, text: list[int], block: int) -> Tensor:
 
 @on_backends("llama", "qwen3")
 def test_a_block_beside_a_prompt_and_another_block(backend: Backend, name: str) -> None:
-    """After a prompt and at the beginning, with a sequence that reads as ever; a block that stays is part of the text."""
+    """After a prompt and at the beginning, with one that reads as ever; a block that stays is part of the text."""
     runner = backend.runner(name)
     cache = KVCache(runner.windows, 3)
     head, body, whole, read = prompt(7, 1), prompt(5, 2), prompt(6, 3), prompt(9, 4)

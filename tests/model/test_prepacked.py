@@ -68,7 +68,7 @@ def test_side_by_side_equals_padded(family: str) -> None:
 
 
 def test_methods_that_were_put_back_into_instances() -> None:
-    """As transformers 5.0 does where hidden states were asked for: a reference must not run the module that it is one of."""
+    """As transformers 5.0 does where hidden states were asked for: a copy must not run the module that it copies."""
     model = _build("llama", 0, torch.float64, 3, {})
     expected = forwards(HFRunner(model))[0]
     for layer in model.model.layers:

@@ -52,7 +52,7 @@ def drawn(runner: ModelRunner) -> Tensor:
     return found.to(runner.dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("seqs", [1, 2])
 @on_backends("llama", "hybrid", "gpt2", "gemma2")
 def test_no_other_node_sees_a_vector(backend: Backend, name: str, seqs: int) -> None:
     runner = backend.runner(name)
@@ -70,15 +70,15 @@ def test_no_other_node_sees_a_vector(backend: Backend, name: str, seqs: int) -> 
     assert gap(runner.forward([again], cache), runner.forward([again], other)) == 0
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("seqs", [1, 2])
 @on_backends("llama", "hybrid", "gpt2", "gemma2")
 def test_a_vector_is_read_as_the_token_whose_embedding_it_is(
     backend: Backend, name: str, seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, argv = backend.runner(name), torch.tensor(prompt(3, 11))
+    runner, words = backend.runner(name), torch.tensor(prompt(3, 11))
     plain = with_vectors(tree(runner), torch.empty(0))
-    ids = replace(plain, tokens=[*plain.tokens[:4], *argv.tolist()], vectors=None, wanted=7)
-    vectors = runner.embed(argv, torch.tensor(BELOW) + LENGTHS[0])
+    ids = replace(plain, tokens=[*plain.tokens[:4], *words.tolist()], vectors=None, wanted=7)
+    vectors = runner.embed(words, torch.tensor(BELOW) + LENGTHS[0])
     seen: dict[str, Tensor] = {}
 
     def states(chunk: SequenceChunk, key: str) -> None:

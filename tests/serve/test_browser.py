@@ -244,8 +244,8 @@ def test_the_key_is_asked_for_and_not_kept(driver: Any) -> None:
 
 def _speaker_of_markup() -> Any:
     """A model whose tokens are all markup."""
-    argv = [f"{MARKUP[number % len(MARKUP)]}{number}" for number in range(97 - len(SPECIALS))]
-    vocab = {word: place for place, word in enumerate([*SPECIALS, *argv])}
+    words = [f"{MARKUP[number % len(MARKUP)]}{number}" for number in range(97 - len(SPECIALS))]
+    vocab = {word: place for place, word in enumerate([*SPECIALS, *words])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

@@ -200,13 +200,13 @@ def test_a_program_of_litellm(local: Running) -> None:
 def llm(tmp_path: Path) -> Any:
     """The command `llm` in its own folder, with the lines that `docs/serving.md` shows."""
 
-    def run(server: Running, *argv: str) -> str:
+    def run(server: Running, *words: str) -> str:
         (tmp_path / "extra-openai-models.yaml").write_text(
             f'- {{model_id: shoal, model_name: {MODEL}, api_base: "{server.url}/v1", supports_tools: true, '
             "supports_schema: true}\n"
         )
         home = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
-        return _run("llm", "-m", "shoal", "-o", "temperature", "0", "-o", "max_tokens", "200", *argv, **home)
+        return _run("llm", "-m", "shoal", "-o", "temperature", "0", "-o", "max_tokens", "200", *words, **home)
 
     return run
 
@@ -252,13 +252,13 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
     assert json.loads(found.read_text())["results"]["sums"]["exact_match,none"] == 1.0
 
 
-def _run(module: str, *argv: str, **more: str) -> str:
-    done = _started(["-m", module, *argv], more)
-    return done.stdout if "--td" not in argv else done.stderr
+def _run(module: str, *words: str, **more: str) -> str:
+    done = _started(["-m", module, *words], more)
+    return done.stdout if "--td" not in words else done.stderr
 
 
-def _started(argv: list[str], more: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", *argv]
+def _started(words: list[str], more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", *words]
     done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done

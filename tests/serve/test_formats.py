@@ -117,8 +117,8 @@ def test_completions_are_bound_too_each_choice_for_itself(server: Running) -> No
     ],
     ids=str,
 )
-def test_what_cannot_be_met_is_400(server: Running, given: dict[str, Any], argv: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=argv):
+def test_what_cannot_be_met_is_400(server: Running, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
         ask(server, **given)
 
 
@@ -183,13 +183,13 @@ def test_the_models_own_sampling_is_the_default() -> None:
 
 
 def test_words_in_the_forms_of_vllm_and_llama_cpp(server: Running) -> None:
-    argv, url = server.engine.tokenizer, server.url
-    ids = argv("Some words")["input_ids"]
+    words, url = server.engine.tokenizer, server.url
+    ids = words("Some words")["input_ids"]
     for name in ("prompt", "content"):
         found = httpx.post(f"{url}/tokenize", json={name: "Some words", "model": MODEL, "add_special": True}).json()
         assert found == {"tokens": ids, "count": len(ids), "max_model_len": server.engine.runner.max_positions}
     chat = httpx.post(f"{url}/tokenize", json={"messages": ASK}).json()["tokens"]
-    assert chat == argv.apply_chat_template(ASK, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert chat == words.apply_chat_template(ASK, add_generation_prompt=True, tokenize=True, return_dict=False)
     back = httpx.post(f"{url}/detokenize", json={"tokens": ids}).json()
     assert back == {"prompt": "Some words", "content": "Some words"}
     assert httpx.post(f"{url}/tokenize", json={"content": ""}).json()["tokens"] == []

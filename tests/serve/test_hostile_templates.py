@@ -46,9 +46,9 @@ def folder(tmp_path: Path) -> Callable[[str], str]:
 
     def made(chat_template: str) -> str:
         tiny("llama", layers=2).save_pretrained(tmp_path)
-        argv = chat_tokenizer()
-        argv.chat_template = chat_template
-        argv.save_pretrained(tmp_path)
+        words = chat_tokenizer()
+        words.chat_template = chat_template
+        words.save_pretrained(tmp_path)
         assert AutoTokenizer.from_pretrained(tmp_path).chat_template == chat_template
         return str(tmp_path)
 

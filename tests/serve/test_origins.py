@@ -160,15 +160,15 @@ def test_idle_connections_stay_open_as_long_as_the_operator_says() -> None:
 @pytest.mark.parametrize("words", [["--keep-alive", "nan"], ["--keep-alive", "-1"], ["--stall", "0"],
                                    ["--method-limit", "aded.nothing=3"], ["--method-limit", "aded.nodes"],
                                    ["--members-folder", "/nothing/there"]], ids=" ".join)
-def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(argv: list[str], capsys: Any) -> None:
-    assert_exits(["serve", "--model", "/nothing/there", *argv])
+def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(words: list[str], capsys: Any) -> None:
+    assert_exits(["serve", "--model", "/nothing/there", *words])
     said = capsys.readouterr().err
-    assert argv[1].partition("=")[0] in said and "no such file" not in said
+    assert words[1].partition("=")[0] in said and "no such file" not in said
 
 
-def assert_exits(argv: list[str]) -> None:
+def assert_exits(words: list[str]) -> None:
     try:
-        code: Any = main(argv)
+        code: Any = main(words)
     except SystemExit as left:
         code = left.code
     assert code not in (0, None)

@@ -61,9 +61,9 @@ class Command:
 
 
 @contextmanager
-def command(folder: Path, *argv: str) -> Iterator[Command]:
+def command(folder: Path, *words: str) -> Iterator[Command]:
     """Run two replicas within the context."""
-    options = ["--model", str(folder), "--replicas", "2", "--api-key", KEY, *argv]
+    options = ["--model", str(folder), "--replicas", "2", "--api-key", KEY, *words]
     with serve_process(*options, within=LONG) as (process, url, _), ExitStack() as opened:
         made = Command(process, f"{url}/v1")
         opened.callback(lambda: [client.close() for client in made.clients])
@@ -104,8 +104,8 @@ def test_both_replicas_answer_as_the_engine_does(server: Command, engine: Any) -
 
 
 def test_a_chat_whole_and_as_a_stream(server: Command, engine: Any) -> None:
-    argv = engine.tokenizer.apply_chat_template(ASK, add_generation_prompt=True, tokenize=True, return_dict=False)
-    expected = engine.generate(argv, max_new_tokens=30).text
+    words = engine.tokenizer.apply_chat_template(ASK, add_generation_prompt=True, tokenize=True, return_dict=False)
+    expected = engine.generate(words, max_new_tokens=30).text
     options: dict[str, Any] = {"model": "t", "messages": ASK, "max_tokens": 30, "temperature": 0}
     whole = server.client().chat.completions.create(**options)
     chunks = list(server.client().chat.completions.create(**options, stream=True))
@@ -212,8 +212,8 @@ def test_sigterm_lets_streams_end_and_leaves_nothing_behind(folder: Path, engine
 
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
     require_ray()
-    argv = ["serve", "--model", str(tmp_path / "nowhere"), "--replicas", "2", "--port", "0"]
-    done = subprocess.run([sys.executable, "-m", "shoal", *argv], capture_output=True, text=True, timeout=LONG)
+    words = ["serve", "--model", str(tmp_path / "nowhere"), "--replicas", "2", "--port", "0"]
+    done = subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 2
     assert re.search(r"^shoal serve: error: .*nowhere.*$", done.stderr, re.M)
     assert "Traceback" not in done.stderr

@@ -129,9 +129,9 @@ def test_every_field_of_the_client_is_in_the_table_and_does_what_it_says(server:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_refused(server: Running, given: dict[str, Any], argv: str) -> None:
+def test_what_is_wrong_is_refused(server: Running, given: dict[str, Any], words: str) -> None:
     answer = httpx.post(f"{server.url}/v1/responses", json={**OPTIONS, **given}, timeout=60)
-    assert answer.status_code in (400, 404) and argv in answer.json()["error"]["message"]
+    assert answer.status_code in (400, 404) and words in answer.json()["error"]["message"]
 
 
 def test_an_error_in_a_stream_is_an_event() -> None:

@@ -114,9 +114,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def command(folder: Path, *argv: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+def command(folder: Path, *words: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{':'.join(sys.path)}")
-    options = ["--model", str(folder / "model"), "--methods", "hangs,full,prompt_lookup", *argv]
+    options = ["--model", str(folder / "model"), "--methods", "hangs,full,prompt_lookup", *words]
     with serve_process(*options, within=300) as (process, url, said):
         yield Command(process, url, said)
 

@@ -163,10 +163,10 @@ def test_a_call_that_a_limit_cut_is_none() -> None:
 
 def test_random_texts_lose_nothing_but_white_space_before_calls() -> None:
     dice = random.Random(1)
-    argv = ["<", "tool", "<tool_call>", "</tool_call>", "<tools>", " ", "\n", "x", CALL, "{", "}", "[", "]", ";", ",",
+    words = ["<", "tool", "<tool_call>", "</tool_call>", "<tools>", " ", "\n", "x", CALL, "{", "}", "[", "]", ";", ",",
              "```", "```json", '{"name": ', '{"tool_calls": [', '"', OTHER]
     for _ in range(1000):
-        parts = [dice.choice(argv) for _ in range(9)]
+        parts = [dice.choice(words) for _ in range(9)]
         text = "".join(parts)
         whole = pieces(text, TAGGED, len(text))
         assert whole == pieces(text, TAGGED, dice.choice((1, 2, 5)))
@@ -210,9 +210,9 @@ FINALS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("given", FINALS, ids=str)
 def test_beside_tools_the_final_text_alone_is_bound(server: Running, given: dict[str, Any]) -> None:
-    argv = server.engine.tokenizer
+    words = server.engine.tokenizer
     for seed, (against, called) in enumerate((("[", True), ("<{", False), ("[<", True))):
-        bias = {str(token): -100 for token in argv.encode(against, add_special_tokens=False)}
+        bias = {str(token): -100 for token in words.encode(against, add_special_tokens=False)}
         options = {**given, "tools": [WEATHER, NOW], "seed": seed, "temperature": 1.5, "logit_bias": bias}
         message = ask(server, **options).choices[0].message
         assert bool(message.tool_calls) == called
@@ -229,9 +229,9 @@ def test_after_a_result_a_call_beside_a_format_has_its_tags(server: Running) -> 
     """Otherwise a small model, which forgets them, calls again and again."""
     answered = [*ASK, {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "now"}}]},
                 {"role": "tool", "tool_call_id": "c", "content": "noon"}]
-    argv = server.engine.tokenizer
-    bias = {str(argv.convert_tokens_to_ids(letter)): value for letter, value in (("{", 100), ("<", -100))}
-    tagged = "<tool_call>" in argv.chat_template
+    words = server.engine.tokenizer
+    bias = {str(words.convert_tokens_to_ids(letter)): value for letter, value in (("{", 100), ("<", -100))}
+    tagged = "<tool_call>" in words.chat_template
     for messages, called in ((ASK, True), (answered, not tagged)):
         found = ask(server, messages=messages, tools=[NOW], parallel_tool_calls=False, logit_bias=bias,
                     extra_body={"guided_regex": "yes"}).choices[0].message
@@ -277,11 +277,11 @@ def test_the_template_sees_tools_calls_their_results_and_its_variables(server: R
     calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"day": "soon"}'}}]
     messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": calls},
                 {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
-    argv = server.engine.tokenizer
+    words = server.engine.tokenizer
     spoken = [*ASK, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"day": "soon"}}}]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
-    expected = argv.apply_chat_template(spoken, tools=[WEATHER], mood="glad", reasoning_effort="low",
+    expected = words.apply_chat_template(spoken, tools=[WEATHER], mood="glad", reasoning_effort="low",
                                          add_generation_prompt=True, tokenize=True, return_dict=False)
     answer = ask(server, messages=messages, tools=[WEATHER], max_tokens=3, temperature=0, reasoning_effort="low",
                  extra_body={"chat_template_kwargs": {"mood": "glad"}})
@@ -314,8 +314,8 @@ def test_none_leaves_tools_out_and_auto_is_the_models_choice(server: Running) ->
     ],
     ids=str,
 )
-def test_what_is_wrong_is_400(server: Running, given: dict[str, Any], argv: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=argv):
+def test_what_is_wrong_is_400(server: Running, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
         ask(server, **given)
 
 

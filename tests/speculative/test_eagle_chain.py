@@ -27,7 +27,7 @@ IDS_OF_PROMPTS = [prompt(70, 1), prompt(5, 2), prompt(1, 3)]
 
 @functools.cache
 def plain(temperature: float = 0.0) -> list[list[int]]:
-    options = {"stack": NATIVE.runner("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
+    options = {"runner": NATIVE.runner("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
     return decode(None, IDS_OF_PROMPTS, DepthPlan.full(6), **options).tokens
 
 
@@ -44,7 +44,7 @@ def drafted(
     part = draft_head_file.read(str(write_eagle(tmp_path, "llama", ids(few))), "eagle", engine.info())
     proposer = Watched(EagleProposer(part, Branching((1,) * length), **options))
     recipe = Recipe(DepthPlan.full(6), proposer)
-    how = {"stack": NATIVE.runner("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
+    how = {"runner": NATIVE.runner("llama"), "new": NEW, "watch": False, "sampling": Sampling(temperature)}
     return decode(None, IDS_OF_PROMPTS, recipe, **how), proposer
 
 

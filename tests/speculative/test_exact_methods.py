@@ -76,7 +76,7 @@ def watched(method: Method, family: str, new: int = NEW) -> Recipe:
 def both(backend: Backend, name: str, method: str, ids: list[list[int]], **options: Any) -> tuple[Run, Run, Watched]:
     """A plain run under the recipe's plan, the drafted run, and the proposer."""
     recipe = watched(drafting(name)[method], name)
-    options = {"new": NEW, "stack": backend.runner(name), "watch": False, **options}
+    options = {"new": NEW, "runner": backend.runner(name), "watch": False, **options}
     plain, run = decode(None, ids, recipe.plan, **options), decode(None, ids, recipe, **options)
     assert isinstance(recipe.proposer, Watched)
     return plain, run, recipe.proposer

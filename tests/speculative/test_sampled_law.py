@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import shoal.speculative.choose as choosing
 import shoal.speculative.eagle as eagle
 import shoal.speculative.model as model
 from drafts import noisy
@@ -51,22 +52,22 @@ def test_samples_have_the_law_of_the_target(name: str) -> None:
 
 
 def test_a_wrong_order_of_siblings_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = model.choose
+    real = choosing.choose
 
     def ascending(*args: Any) -> Any:
         return [type(g)(tuple(sorted(g.tokens)), g.probs, g.logs) for g in real(*args)]
 
-    monkeypatch.setattr(model, "choose", ascending)
+    monkeypatch.setattr(model, "extend", functools.partial(choosing.extend, pick=ascending))
     assert chi_square(samples(EXACT["tree"])[0], probs()) < 1e-6
 
 
 def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = model.choose
+    real = choosing.choose
 
     def flattened(*args: Any) -> Any:
         return [type(g)(g.tokens, torch.full_like(g.probs, 1 / VOCABULARY), g.logs) for g in real(*args)]
 
-    monkeypatch.setattr(model, "choose", flattened)
+    monkeypatch.setattr(model, "extend", functools.partial(choosing.extend, pick=flattened))
     assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
 
 

@@ -32,7 +32,9 @@ def row_of(tokens: list[int], prompt: int, seq_id: int = 0) -> SequenceState:
     return SequenceState(0, seq_id, tokens, prompt, stop, PLAN)
 
 
-def feed(hidden_states: HiddenStates, cache: Any, seqs: list[SequenceState], chunks: list[SequenceChunk], base: int) -> None:
+def feed(
+    hidden_states: HiddenStates, cache: Any, seqs: list[SequenceState], chunks: list[SequenceChunk], base: int
+) -> None:
     """The state of node n of sequence r is base + 10 r + n."""
     hook = hidden_states.watch(seqs, chunks)
     wide = max(len(chunk.tokens) for chunk in chunks)

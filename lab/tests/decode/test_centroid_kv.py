@@ -73,7 +73,7 @@ def centroid(members: Sequence[Column]) -> Column:
 class Clustered(Reading):
     """What each query reads of a text that was merged at its prompt's end and then at regular intervals."""
 
-    knobs: CentroidKV
+    method: CentroidKV
     begin: int
     sliding: tuple[int, ...]
 

@@ -57,7 +57,7 @@ def by_hand(vector: list[float], sparsity: float) -> list[float]:
 class Pruned(Reading):
     """What each query reads of a text that was pruned at its prompt's end and then at regular intervals."""
 
-    knobs: Mustafar
+    method: Mustafar
     begin: int
     sliding: tuple[int, ...]
 

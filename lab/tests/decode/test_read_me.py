@@ -171,7 +171,8 @@ def test_all_experts_are_the_whole_model() -> None:
     engine, part = target("llama"), part_for("read_me", "llama")
     info = engine.info(NEW)
     for experts in (None, GROUPS):
-        assert ReadME(part, experts).recipe(info).components == () and ReadME(part, experts).recipe(info).exact_to == "full"
+        recipe = ReadME(part, experts).recipe(info)
+        assert recipe.components == () and recipe.exact_to == "full"
     some = ReadME(part, 2).recipe(info)
     assert some.parts == ("experts",) and some.exact_to == "none"
 

@@ -213,7 +213,7 @@ def test_prompts_run_no_more_layers_than_the_last_guess() -> None:
 @pytest.mark.parametrize("inner", [ReadME(part_for("read_me", "llama"), experts=2),
                                    First(part_for("first", "llama"), layers=4, core=2)], ids=repr)
 def test_prompts_beside_what_lets_tokens_run_less(inner: Method) -> None:
-    """Prompt tokens have no ids, by which groups of neurons are chosen, and follow sequences with plans of their own."""
+    """Prompt tokens have no ids, by which neurons are chosen, and follow sequences with plans of their own."""
     for ids in (prompt(11, 1), prompt(30, 2)):
         alone = target("llama").generate(ids, method=inner, max_new_tokens=20).tokens
         for nodes in (None, 8):

@@ -44,11 +44,11 @@ def folder(shape: str, tmp_path: Path) -> Path:
     return write(tmp_path / "model", config, weights())
 
 
-def logits_of(engine: Engine, argv: list[int]) -> Tensor:
+def logits_of(engine: Engine, words: list[int]) -> Tensor:
     """Of the places themselves, as the loop reads them."""
     runner, masked = engine.runner, engine.masked
     assert masked is not None
-    chunk = SequenceChunk(0, argv, [0] * len(argv), DepthPlan.full(runner.num_layers), wanted=len(argv), mutual=True)
+    chunk = SequenceChunk(0, words, [0] * len(words), DepthPlan.full(runner.num_layers), wanted=len(words), mutual=True)
     found = runner.forward([chunk], KVCache(runner.windows, 1))
     return torch.cat([found[:1], found[:-1]]) if masked.shift else found
 
@@ -109,9 +109,9 @@ def test_tied_heads_and_query_groups_of_llada(tmp_path: Path) -> None:
     ({"mask_token_id": None}, "'llada' without a mask_token_id"),
     ({"mask_token_id": VOCAB}, f"mask_token_id={VOCAB}.*its tokens are 0..{VOCAB - 1}"),
 ])
-def test_a_config_that_is_not_of_the_published_shape(tmp_path: Path, change: dict[str, Any], argv: str) -> None:
+def test_a_config_that_is_not_of_the_published_shape(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     folder = write(tmp_path / "model", {**LLADA, **change}, llada_weights())
-    with pytest.raises(Unsupported, match=argv):
+    with pytest.raises(Unsupported, match=words):
         shoal.load(str(folder), dtype="float32")
 
 

@@ -75,7 +75,7 @@ def test_the_twin_emits_several_tokens_at_a_time() -> None:
 @on_backends("llama", "hybrid", "gemma3")
 def test_rows_at_different_lengths_on_every_executor(backend: Backend, name: str) -> None:
     for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.95, frequency_penalty=0.4)):
-        options: dict[str, Any] = {"stack": backend.runner(name), "sampling": sampling, "seed": 3}
+        options: dict[str, Any] = {"runner": backend.runner(name), "sampling": sampling, "seed": 3}
         run = decode(None, SHORT, recipe_of(4), [9, 14, 11], **options)
         plain = decode(None, SHORT, FULL, [9, 14, 11], **options)
         assert run.tokens == plain.tokens

@@ -387,7 +387,8 @@ def test_a_constraint_binds_both_models() -> None:
 @pytest.mark.parametrize(("large", "mine"), [(97, 60), (60, 97)])
 def test_heads_that_are_padded_to_different_sizes(large: int, mine: int) -> None:
     """A token beyond the small model's vocabulary comes from the large one; the small one's own never occur."""
-    runner, draft = stack_of(tiny("llama", vocab_size=large)), stack_of(tiny("llama", seed=1, layers=4, vocab_size=mine))
+    runner = stack_of(tiny("llama", vocab_size=large))
+    draft = stack_of(tiny("llama", seed=1, layers=4, vocab_size=mine))
     loop = Switching(policy_of(EAD), draft, DepthPlan.full(4), "small")
     prompts = [[5, 17, 41], [8, large - 1, 3]]
     run = decode(None, prompts, Recipe(FULL, loop=loop), 30, runner=runner)

@@ -1,4 +1,4 @@
-"""Sequences that share forwards: propose -> run -> accept -> commit -> emit, for sequences that come and go between steps.
+"""Sequences that share forwards: propose -> run -> accept -> commit -> emit. They come and go between steps.
 
 A step is one forward in which some sequences verify their guesses and others read pieces of their prompts. Sequences
 are independent of each other: they may have different prompts, plans, rules and lengths. What is here sees protocols
@@ -110,7 +110,7 @@ class Batch:
             self._take([self._begun(seq)])
 
     def _set_store(self, seq: RunningSequence, slots: Sequence[int] | None = None) -> None:
-        """Store the sequence's KV in the form that its recipe names; KV in another form is dropped and computed again."""
+        """Store the KV in the form that the recipe names; KV in another form is dropped and computed again."""
         seq_id, store = seq.seq_id, seq.recipe.store
         if seq.recipe.alters_kv or self.cache.has_store(seq_id):
             self.cache.truncate(seq_id, 0)
@@ -188,13 +188,13 @@ class Batch:
         if shares:
             steps += self._forward(shares, drafting)
         if reading:
-            steps += self._forward(self._pieces(reading, budget, most))  # made now: sequences that ended moved the others
+            steps += self._forward(self._pieces(reading, budget, most))  # made now: those that ended moved the others
         self.clock.draft_seconds += drafting
         self.clock.count(time.perf_counter() - start, decoding=bool(decoding))
         return steps
 
     def _apart(self, seqs: Sequence[RunningSequence]) -> tuple[list[RunningSequence], list[RunningSequence]]:
-        """Sequences that read and sequences that decode; resting sequences are neither. Raises the error of a sequence whose KV failed."""
+        """Sequences that read and those that decode, none that rest. Raises the error of one whose KV failed."""
         reading, decoding = list[RunningSequence](), list[RunningSequence]()
         for seq in seqs:
             if seq.error is not None:
@@ -224,7 +224,7 @@ class Batch:
             self.cache.rollback(seq.seq_id)
 
     def close(self) -> None:
-        """End all sequences where they are. The cache then holds committed tokens only, and the first branch of a search."""
+        """End all sequences where they are. The cache then holds committed tokens, and the first branch of a search."""
         self.rollback()
         for search in self.searches[:]:
             search.stop(left=1)
@@ -277,7 +277,7 @@ class Batch:
         return self.components.propose(seqs)
 
     def judge_all(self, seqs: Sequence[tuple[RunningSequence, SequenceTarget, int]]) -> list[Outcome]:
-        """The outcome of each tree whose sequence emits something now, and how many uncommitted tokens the sequence holds."""
+        """The outcome of each tree whose sequence emits now, and how many uncommitted tokens the sequence holds."""
         return [self.judge(seq, target) for seq, target, _ in seqs]
 
     def judge(self, seq: RunningSequence, target: SequenceTarget) -> Outcome:

@@ -147,12 +147,13 @@ class Components:
         return min(seq.room, ahead or seq.room) - 1
 
     def _all_at_work(self, seqs: Sequence[RunningSequence]) -> list[tuple[Worker, list[RunningSequence]]]:
-        return [pair for components in zip(*map(_components, seqs), strict=True) for pair in self._at_work(seqs, components)]
+        columns = zip(*map(_components, seqs), strict=True)
+        return [pair for components in columns for pair in self._at_work(seqs, components)]
 
     def _at_work(
         self, seqs: Sequence[RunningSequence], components: Sequence[Component[W] | None]
     ) -> list[tuple[W, list[RunningSequence]]]:
-        """The workers of the sequences' components, each with its sequences; sequences whose component is None are left out."""
+        """The workers of the components, each with its sequences; those whose component is None are left out."""
         groups: dict[int, tuple[W, list[RunningSequence]]] = {}
         for seq, component in zip(seqs, components, strict=True):
             if component is not None:
@@ -163,7 +164,8 @@ class Components:
         if id(component) not in self._workers:
             worker = component.begin(self._runner, self._cache)
             if not isinstance(worker, Worker):
-                raise TypeError(f"{type(component).__name__}.begin gives a {type(worker).__name__}; it must be a worker: "
+                raise TypeError(f"{type(component).__name__}.begin gives a {type(worker).__name__}; it must be a "
+                                "worker: "
                                 "derive it from a class in shoal.decode.worker")
             self._workers[id(component)] = worker
         return cast("W", self._workers[id(component)])

@@ -1,4 +1,4 @@
-"""A recipe: the components from which the loop decodes. Methods return one; composing two methods means replacing a component.
+"""A recipe: the components from which the loop decodes. Methods return one; composing two replaces a component.
 
 Knows no model and imports no torch.
 """
@@ -42,7 +42,7 @@ MOST_GUESSES = 64
 
 
 Constraint = Callable[[], "Allowed"]
-"""Says which tokens may follow. It is called once for every sequence, whose tokens are then asked about in any order."""
+"""Says which tokens may follow. It is called once for each sequence, and then asked about tokens in any order."""
 
 
 class Search(ABC):
@@ -188,7 +188,7 @@ class Recipe:
     @property
     def excludes(self) -> tuple[str, ...]:
         """Names of the components that the loop has no place for."""
-        return () if self.loop is None else tuple(component for component in PARTS if component not in ("loop", *self.loop.takes))
+        return () if self.loop is None else tuple(one for one in PARTS if one not in ("loop", *self.loop.takes))
 
     @property
     def scratch(self) -> int:
@@ -239,7 +239,7 @@ class Recipe:
     @property
     def beside_plan(self) -> tuple[str, ...]:
         """What it does beside running the layers of a known plan: names of components, and `BY_PROMPT`."""
-        return (*(() if self.settled else (BY_PROMPT,)), *(component for component in self.components if component != "plan"))
+        return (*(() if self.settled else (BY_PROMPT,)), *(one for one in self.components if one != "plan"))
 
     def _fills(self, name: str) -> bool:
         if name == "plan":

@@ -1,4 +1,4 @@
-"""Workers: the state of a recipe's components for one batch of sequences, and the reports they get. Imports no torch."""
+"""Workers: the state of a recipe's components for one batch, and the reports they get. Imports no torch."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class Worker:
         return None
 
     def query_hooks(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:
-        """Per sequence, the hook that sees its queries and may choose what they read. Called before a forward of the target.
+        """Per sequence, the hook that sees its queries and may choose what they read. Called before a forward.
 
         Sequences and chunks are as for `watch`. A recipe's `keep` is shown them before its `select` chooses.
         """
         return [None] * len(seqs)
 
     def experts(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[ExpertChoice | None]:
-        """Per sequence, the neurons of each MLP that its tokens run; None for all. Called before a forward of the target.
+        """Per sequence, the neurons of each MLP that its tokens run; None for all. Called before a forward.
 
         Sequences and chunks are as for `watch`.
         """
@@ -94,7 +94,7 @@ class Worker:
         """Copy what is remembered of `sequence` to sequences that were forked from it."""
 
     def observe(self, report: StepReport) -> None:
-        """Learn from a step of the sequences whose recipe has the component, plain steps and the ends of prompts included."""
+        """Learn from a step of the sequences with this component, plain steps and the ends of prompts included."""
 
 
 class Drafter(Worker, ABC):
@@ -102,7 +102,7 @@ class Drafter(Worker, ABC):
 
     @abstractmethod
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
-        """One tree per sequence. Node 0 is the sequence's last token; the tree has at most the sequence's limit of guesses.
+        """One tree per sequence. Node 0 is the last token; the tree has at most the sequence's limit of guesses.
 
         It may run the target on the sequences' cache and leave scratch entries there: the loop rolls them back.
         """

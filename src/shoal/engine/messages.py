@@ -225,7 +225,8 @@ def _with_system(messages: Sequence[Mapping[str, Any]], render: Callable[[Sequen
 def _holds(messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str]) -> bool:
     """Whether the template has a place for every system message. Where it changes their text, marks are tried."""
     contents = [str(one.get("content") or "") for one in messages]
-    said = {sentence.strip() for sentence, one in zip(contents, messages, strict=True) if one.get("role") == "system"} - {""}
+    pairs = zip(contents, messages, strict=True)
+    said = {sentence.strip() for sentence, one in pairs if one.get("role") == "system"} - {""}
     if all(text.count(sentence) >= sum(content.count(sentence) for content in contents) for sentence in said):
         return True
     marked = [{**one, "content": f"{_MARK}{place}{_MARK}"} if one.get("role") == "system" else one

@@ -165,7 +165,7 @@ class Request:
         )
 
     def forbids(self, rules: StopRules, tokenizer: Any, vocabulary: int) -> Callable[[int], tuple[Forbidden, ...]]:
-        """A function from a prompt's length to its sequence's logits processors; ValueError for an id that is no token."""
+        """A function from a prompt's length to the logits processors; ValueError for an id that is no token."""
         check_ids({"allowed_token_ids": self.allowed_token_ids or ()}, vocabulary)
         only, least, ends = self.allowed_token_ids, self.min_new_tokens, rules.eos_token_ids | rules.stop_token_ids
         if not self.bad_words and only is None and least < 1:

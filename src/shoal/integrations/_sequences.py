@@ -71,7 +71,7 @@ def for_seq(processor: Any, seq: int, seqs: int) -> Any:
     """`processor` for sequence `sequence` of `sequences`: itself, or a copy if it holds state of each sequence."""
 
     def own(values: Any) -> Any:
-        """The sequence's entry, as a batch of one. There is one per sequence, or per prompt with several sequences each."""
+        """The sequence's entry, as a batch of one. There is one per sequence, or per prompt with several each."""
         at = seq // (seqs // len(values))
         return values[at : at + 1]
 

@@ -238,7 +238,7 @@ class _GenerateCall:
         return seqs
 
     def _processors_for(self, seq: int, skip: int) -> tuple[SequenceProcessors, ...]:
-        """The sequence's processors as one; empty without processors, so that the loop can treat all sequences at once."""
+        """The sequence's processors as one; empty without any, so that the loop can treat all sequences at once."""
         if not self.processors:
             return ()
         own = tuple(_sequences.for_seq(processor, seq, len(self.input_ids)) for processor in self.processors)

@@ -116,7 +116,7 @@ def _shipped() -> frozenset[str]:
 @functools.cache  # a server asks with every request
 def _files(folders: tuple[str, ...]) -> frozenset[str]:
     found = {module.name for module in pkgutil.iter_modules(folders) if not module.ispkg}
-    return frozenset(name.removesuffix("_") for name in found - {"base", "knobs"})
+    return frozenset(name.removesuffix("_") for name in found - {"base", "options"})
 
 
 def plugins() -> dict[str, EntryPoint]:

@@ -342,7 +342,7 @@ class _PaddedCall(_Call):
         return torch.tensor(table, device=self.runner.device)
 
     def _opened(self, layer: int, piece: LayerWork, width: int) -> list[Opened | None] | None:
-        """The MLP groups of the piece's nodes, [sequences * width], each sequence padded with its last; None for whole MLPs."""
+        """The MLP groups of the piece's nodes, [sequences * width], padded with the last; None for whole MLPs."""
         if all(chunk.experts is None for chunk in self.chunks):
             return None
         ends = ((self.chunks[i].experts, piece.first[i], piece.last[i]) for i in piece.chunks)
@@ -359,7 +359,9 @@ class _PrepackedCall(_Call):
         hidden: states [chunks, widest, D] to start from; None for the embeddings.
     """
 
-    def __init__(self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None) -> None:
+    def __init__(
+        self, runner: HFRunner, chunks: Sequence[SequenceChunk], cache: KVCache, hidden: Tensor | None
+    ) -> None:
         super().__init__(runner, chunks, cache)
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
         self._places = torch.tensor([places], device=runner.device)

@@ -35,7 +35,7 @@ def mask(seqs: Sequence[SequenceView], window: int | None, device: torch.device,
 
 
 def _unmasked(seqs: Sequence[SequenceView], window: int | None) -> bool:
-    """Whether each sequence has one query that sees all its slots, all sequences are equally long and within the window."""
+    """Whether each sequence has one query that sees all its slots, and all are equally long and within the window."""
     if any(seq.last - seq.first != 1 or (seq.first and seq.parents is not None) for seq in seqs):
         return False
     slots = seqs[0].slots

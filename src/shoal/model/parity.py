@@ -135,7 +135,7 @@ def ragged_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
     wrong, plan = (tokens[7] + 1) % runner.vocab_size, DepthPlan.full(runner.num_layers)
     tree = SequenceChunk(0, [tokens[6], wrong, *tokens[7:9]], [0] * 4, plan, (-1, 0, 0, 2), (0, 1, 1, 2), wanted=4)
     long = [_chain(runner, 0, tokens[:5]), _chain(runner, 0, tokens[5:6]), tree]
-    short = [_chain(runner, 1, tokens[a:b]) for a, b in ((0, 1), (1, 3), (3, 4))]  # the second is longer than sequence 0's
+    short = [_chain(runner, 1, tokens[a:b]) for a, b in ((0, 1), (1, 3), (3, 4))]  # the second is longer than 0's
     pieces: tuple[list[Tensor], list[Tensor]] = ([], [])
     for chunks in zip(long, short, strict=True):
         for chunk, logits in zip(chunks, runner.forward(chunks, cache).split([f.wanted for f in chunks]), strict=True):

@@ -97,7 +97,7 @@ class PackedSequences:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """The registered attention function: query [1, heads, T, head_dim] to [1, T, heads, head_dim], sequence by sequence."""
+    """The registered attention function: query [1, heads, T, head_dim] to [1, T, heads, head_dim], one by one."""
     if not isinstance(attention_mask, PackedSequences):
         raise TypeError(f"{type(module).__name__} does not hand its mask on to its attention as it is")
     home, name = sys.modules[type(module).__module__], getattr(module.config, _OWN_NAME)

@@ -121,7 +121,7 @@ class SequenceChunk:
         return [base + depth for depth in (self.nodes if self.depths is None else self.depths[self.fed :])]
 
     def view(self, base: int, start: int, first: int, last: int) -> SequenceView:
-        """What tokens first..last-1 may attend to in a sequence of `base` positions; the first `start` are not stored."""
+        """What tokens first..last-1 may attend to after `base` positions, of which the first `start` are not stored."""
         return SequenceView(base, start, self.fed + first, self.fed + last, self.parents, self.depths, self.mutual)
 
     def running(self, drop_step: int) -> int:

@@ -58,7 +58,8 @@ class _Chain(Growth):
 
     def chunk(self) -> SequenceChunk:
         """A chunk of the chain's last node."""
-        return SequenceChunk(self.seq.seq_id, [self.tokens[self._last]], [self.guesses + 1], self.plan, fed=self.guesses)
+        tokens, steps = [self.tokens[self._last]], [self.guesses + 1]
+        return SequenceChunk(self.seq.seq_id, tokens, steps, self.plan, fed=self.guesses)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Scores [V] after the chain's last node."""

@@ -153,7 +153,7 @@ class ModelDrafter(Drafter):
         return self._forward([one.chunk(self._plan) for one in grown], [one.seq for one in grown])
 
     def _read(self, grown: list[SequenceTree]) -> Tensor:
-        """Run the tokens of each sequence that the model has not seen, the last one included; logits [sequences, V] after it."""
+        """Run the tokens that the model has not seen, the last one included; logits [sequences, V] after it."""
         last: dict[int, Tensor] = {}
         while waiting := [one for one in grown if one.seq_id not in last]:
             most = max(1, self._runner.prefill_chunk // len(waiting))

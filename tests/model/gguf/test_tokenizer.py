@@ -29,11 +29,11 @@ ODD = ["", "a", " ", "  two  spaces ", "\n", "\n\n\n x", "\t\ttabs", "1234567 1,
        "HTTPServer fooBar", "hello!!!???...", "a/b\\c", "'tis 'S"]
 
 
-def file_with(folder: Path, argv: dict[str, Any], architecture: str = "llama", **extra: Any) -> Path:
+def file_with(folder: Path, words: dict[str, Any], architecture: str = "llama", **extra: Any) -> Path:
     path = folder / "words.gguf"
-    count = len(argv["tokenizer.ggml.tokens"])
+    count = len(words["tokenizer.ggml.tokens"])
     metadata = {**metadata_of(architecture, tiny_model(architecture).config), f"{architecture}.vocab_size": count}
-    path.write_bytes(gguf_bytes({**metadata, **argv, **extra}, {}))
+    path.write_bytes(gguf_bytes({**metadata, **words, **extra}, {}))
     return path
 
 
@@ -44,8 +44,8 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_every_pre_tokenizer_cuts_as_in_llama_cpp(pre: str, tmp_path: Path) -> None:
-    _, argv = byte_level(r"\s+|\S+")
-    path = file_with(tmp_path, argv, **{"tokenizer.ggml.pre": pre})
+    _, words = byte_level(r"\s+|\S+")
+    path = file_with(tmp_path, words, **{"tokenizer.ggml.pre": pre})
     tokenizer, oracle = tokenizer_of(read_header(path)), Oracle(path, words_only=True)
     for text in [*TEXT[:4], *ODD]:
         assert ids(tokenizer, text) == oracle.ids(text), text
@@ -56,20 +56,20 @@ def test_every_pre_tokenizer_cuts_as_in_llama_cpp(pre: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "smollm"])
 def test_the_ids_of_the_tokenizer_that_it_was_made_from(pre: str, tmp_path: Path) -> None:
     rules = PRE_TOKENIZERS[pre]
-    backend, argv = byte_level(rules.cuts[-1])
+    backend, words = byte_level(rules.cuts[-1])
     if len(rules.cuts) > 1:
         pytest.importorskip("tokenizers")
         from tokenizers import pre_tokenizers
 
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
-    tokenizer = tokenizer_of(read_header(file_with(tmp_path, argv, **{"tokenizer.ggml.pre": pre})))
+    tokenizer = tokenizer_of(read_header(file_with(tmp_path, words, **{"tokenizer.ggml.pre": pre})))
     for text in [*TEXT[:4], "<|im_start|>user\nHi<|im_end|>"]:
         assert ids(tokenizer, text) == backend.encode(text).ids
 
 
 def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
-    _, argv = byte_level(r"\s+|\S+")
-    header = read_header(file_with(tmp_path, argv, **{"tokenizer.ggml.pre": "qwen2"}))
+    _, words = byte_level(r"\s+|\S+")
+    header = read_header(file_with(tmp_path, words, **{"tokenizer.ggml.pre": "qwen2"}))
     tokenizer, found = tokenizer_of(header), vocabulary_of(header)
     assert found is not None and found.ends == [2, 0]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
@@ -84,9 +84,9 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bos", "eos", "expected"), [(True, False, [1]), (True, True, [1, 2]), (False, True, [2])])
 def test_bos_and_eos(tmp_path: Path, bos: bool, eos: bool, expected: list[int]) -> None:
-    _, argv = byte_level(r"\s+|\S+")
+    _, words = byte_level(r"\s+|\S+")
     flags = {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos, "tokenizer.ggml.pre": "gpt-2"}
-    tokenizer = tokenizer_of(read_header(file_with(tmp_path, {**argv, **flags})))
+    tokenizer = tokenizer_of(read_header(file_with(tmp_path, {**words, **flags})))
     assert [token for token in tokenizer("dog")["input_ids"] if token in (1, 2)] == expected
 
 
@@ -134,15 +134,15 @@ def test_merges_without_room_to_keep_them(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_garbage_collector_runs_on(tmp_path: Path) -> None:
-    _, argv = byte_level(r"\s+|\S+")
+    _, words = byte_level(r"\s+|\S+")
     for pre in ("qwen2", "newest"):
-        header = read_header(file_with(tmp_path, argv, **{"tokenizer.ggml.pre": pre}))
+        header = read_header(file_with(tmp_path, words, **{"tokenizer.ggml.pre": pre}))
         with contextlib.suppress(Unsupported):
             tokenizer_of(header)
         assert gc.isenabled()
     gc.disable()
     try:
-        tokenizer_of(read_header(file_with(tmp_path, argv, **{"tokenizer.ggml.pre": "qwen2"})))
+        tokenizer_of(read_header(file_with(tmp_path, words, **{"tokenizer.ggml.pre": "qwen2"})))
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -159,10 +159,10 @@ def test_the_garbage_collector_runs_on(tmp_path: Path) -> None:
      ({"tokenizer.ggml.tokens": "twice"}, "the token 'a' twice"), ({"tokenizer.ggml.model": "llama"}, "has no scores")],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    _, argv = byte_level(r"\s+|\S+")
+    _, words = byte_level(r"\s+|\S+")
     if changes.get("tokenizer.ggml.tokens") == "twice":
-        changes = {"tokenizer.ggml.tokens": ["a"] * len(argv["tokenizer.ggml.tokens"])}
-    path = file_with(tmp_path, {**argv, "tokenizer.ggml.pre": "gpt-2", **changes})
+        changes = {"tokenizer.ggml.tokens": ["a"] * len(words["tokenizer.ggml.tokens"])}
+    path = file_with(tmp_path, {**words, "tokenizer.ggml.pre": "gpt-2", **changes})
     with pytest.raises(ValueError, match=message) as caught:
         tokenizer_of(read_header(path))
     assert isinstance(caught.value, Unsupported) == message.startswith(("pre-", "without", "model 'b"))
@@ -186,9 +186,9 @@ def test_real_vocabularies(name: str) -> None:
     """Ids of real texts, both ways. Qwen's own tokenizer composes characters first, which llama.cpp does not."""
     path = model_file(name)
     header = read_header(path)
-    tokenizer, oracle, argv = tokenizer_of(header), Oracle(path, words_only=True), vocabulary_of(header)
-    assert argv is not None and argv.ends == REAL[name] and set(argv.ends) <= oracle.ends()
-    marked = "".join(argv.tokens[token] for token in argv.of_kind(3)[:20])
+    tokenizer, oracle, words = tokenizer_of(header), Oracle(path, words_only=True), vocabulary_of(header)
+    assert words is not None and words.ends == REAL[name] and set(words.ends) <= oracle.ends()
+    marked = "".join(words.tokens[token] for token in words.of_kind(3)[:20])
     for text in [*real_texts(), *ODD, f"a{marked}b"]:
         composed = unicodedata.normalize("NFC", text)
         assert ids(tokenizer, composed) == oracle.ids(composed), text[:80]

@@ -36,12 +36,12 @@ def found(name: str) -> str:
 
 def built(folder: Path, *more: str) -> list[str]:
     """The words behind `qemu-aarch64 -cpu NAME`."""
-    argv = emulated.built(folder, found("aarch64-linux-gnu-gcc"), "neon", *more)
-    return ["-L", "/usr/aarch64-linux-gnu", *argv]
+    words = emulated.built(folder, found("aarch64-linux-gnu-gcc"), "neon", *more)
+    return ["-L", "/usr/aarch64-linux-gnu", *words]
 
 
 @pytest.fixture(scope="session")
-def argv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """For the library as it is used."""
     return built(tmp_path_factory.mktemp("arm"))
 
@@ -54,9 +54,9 @@ def careful_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def command(argv: list[str]) -> list[str]:
+def command(words: list[str]) -> list[str]:
     """On a processor that has what the kernels need and nothing newer."""
-    return [found("qemu-aarch64"), "-cpu", "neoverse-n1", *argv]
+    return [found("qemu-aarch64"), "-cpu", "neoverse-n1", *words]
 
 
 @pytest.mark.parametrize(("file", "some"), [
@@ -131,7 +131,7 @@ def test_the_bits_are_those_of_avx2(kind: native.Kind | GgmlType, twice: Twice) 
 
 
 @pytest.mark.parametrize(("cpu", "runs"), [("neoverse-n1", True), ("cortex-a72", False)])
-def test_a_processor_without_products_of_bytes_is_refused(cpu: str, runs: bool, argv: list[str]) -> None:
-    with closing(emulated.Emulated([found("qemu-aarch64"), "-cpu", cpu, *argv])) as one:
+def test_a_processor_without_products_of_bytes_is_refused(cpu: str, runs: bool, words: list[str]) -> None:
+    with closing(emulated.Emulated([found("qemu-aarch64"), "-cpu", cpu, *words])) as one:
         missing, _ = one.ask("shoal_missing_feature", emulated.Block(()))
     assert (missing == 0) == runs

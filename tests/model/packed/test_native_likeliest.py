@@ -79,7 +79,7 @@ def test_too_many_tokens_read_it_all() -> None:
     assert check(*both(head(), 9)).all()
 
 
-@pytest.mark.parametrize(("tokens", "likeliest"), [(1, True), (3, True), (1, False), (9, True)])
+@pytest.mark.parametrize(("tokens", "argmax_only"), [(1, True), (3, True), (1, False), (9, True)])
 def test_what_is_read_of_the_head_is_counted(tokens: int, argmax_only: bool) -> None:
     """The bounds, and of the matrix the blocks of rows that hold a logit; all of it where there were no bounds."""
     packed, runs = head(), list[native.NativeModel]()

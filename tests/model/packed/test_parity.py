@@ -195,7 +195,8 @@ def test_a_tap_sees_dropped_layers_pass_their_input_on(backend: Backend) -> None
     plan = DepthPlan.whole_layers([9, 9, 1, 1, 9, 9])
     runner.forward([SequenceChunk(0, ids, [0] * 7, plan)], cache)
     cache.commit(0, range(7))
-    runner.forward([SequenceChunk(0, [4], [1], plan)], cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
+    chunk = SequenceChunk(0, [4], [1], plan)
+    runner.forward([chunk], cache, lambda layer, hidden: seen.update({layer: hidden.clone()}))
     same = [torch.equal(seen[a], seen[b]) for a, b in pairwise(range(7))]
     assert same == [False, False, True, True, False, False]
 

@@ -68,7 +68,8 @@ def dequantised(shape: str, runner: PackedRunner) -> Any:
         }
         parts |= {"self_attn.o_proj": plain(layer.out), "mlp.down_proj": plain(layer.down)}
         state |= {f"{name}{part}.weight": matrix for part, matrix in parts.items()}
-    state |= {"model.embed_tokens.weight": plain(runner.weights.embedding), "lm_head.weight": plain(runner.weights.head)}
+    state["model.embed_tokens.weight"] = plain(runner.weights.embedding)
+    state["lm_head.weight"] = plain(runner.weights.head)
     model.load_state_dict(state)
     return model
 

@@ -196,7 +196,7 @@ def _outcome(found: Divergence) -> dict[str, Any]:
 
 
 def _fails(seq: dict[str, Any], claims_exact: bool, same_weights: bool) -> bool:
-    """Whether a sequence fails; Hugging Face runs other weights than quantised ones, so there only the method is judged."""
+    """Whether a sequence fails. Hugging Face runs no quantised weights, so there only the method is judged."""
     plain, method = seq["plain_vs_huggingface"]["wrong"], seq["method_vs_plain"]["wrong"]
     return bool((plain and same_weights) or (method and claims_exact))
 

@@ -41,7 +41,7 @@ def rewound(cache: KVCache, seq: int, length: int) -> Iterator[None]:
 
 
 def earliest(cache: KVCache, seq: int) -> int:
-    """The fewest positions to which a sequence can go back: a window has moved on, or entries were rewritten, before them."""
+    """The fewest positions to go back to: before them a window has moved on, or entries were rewritten."""
     layers = _current(cache, seq)
     slid = [layer for layer in layers if layer.window is not None and layer.starts[seq]]
     rewritten = [layer.rewritten[seq] for layer in layers]

@@ -65,7 +65,8 @@ class Branches(Growth):
     """
 
     def __init__(
-        self, seq: SequenceState, seq_id: int, tokens: Sequence[int], held: int, committed: int, foreseen: Collection[Outcome],
+        self, seq: SequenceState, seq_id: int, tokens: Sequence[int], held: int, committed: int,
+        foreseen: Collection[Outcome],
         wishes: Sequence[Wish],
     ) -> None:
         super().__init__(tokens[0])
@@ -92,7 +93,8 @@ class Branches(Growth):
         parents = [parent - committed for parent in self.parents[committed:]]
         depths = [len(paths) - committed for paths in self.paths[committed:]]
         return SequenceChunk(
-            self.seq_id, tokens, [0] * len(tokens), plan, parents, depths, wanted=len(self._alive), fed=first - committed
+            self.seq_id, tokens, [0] * len(tokens), plan, parents, depths, wanted=len(self._alive),
+            fed=first - committed,
         )
 
     def places(self) -> list[Place]:

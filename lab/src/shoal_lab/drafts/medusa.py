@@ -68,7 +68,7 @@ class RankTree:
                    tuple(path[-1] if path else 0 for path in places))
 
     def filled(self, root: int, table: Sequence[Sequence[int]], depth: int) -> TokenTree:
-        """The tree of a sequence: `table[j]` are head j's guesses, best first; nodes deeper than `depth` are left out."""
+        """The tree of a sequence: `table[j]` are head j's guesses, best first. No node is deeper than `depth`."""
         tokens, kept, depths = [root], {0: 0}, [0]
         parents = [-1]
         for node in range(1, len(self.parents)):

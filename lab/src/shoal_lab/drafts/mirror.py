@@ -128,7 +128,7 @@ class _Window:
         return replace(self.seq, tokens=self.seq.tokens[: self.length])
 
     def room(self, tokens: int) -> int:
-        """Guesses that the sequence has room for after an outcome of `tokens` tokens: one less than it may still emit."""
+        """Guesses that there is room for after an outcome of `tokens` tokens: one less than may still be emitted."""
         return self.seq.stop.room + len(self.seq.tokens) - self.length - tokens - 1
 
 

@@ -143,7 +143,7 @@ class PromptDrafter(Drafter):
                 for place, (seq, limit) in enumerate(zip(seqs, limits, strict=True))]
 
     def _states(self, seq: SequenceState, limit: int) -> Tensor | None:
-        """States [n, D] of the prompt tokens that give the sequence's guesses, at most `limit`; None if there are none."""
+        """States [n, D] of the prompt tokens that give the guesses, at most `limit`; None if there are none."""
         one = self._ready.get(seq)
         if one is None or one.states is None or not len(one.states):
             return None

@@ -241,7 +241,8 @@ def other_model(engine: Engine, base: Engine) -> Variant:
         raise Unsupported(f"the distance of {engine.model_name!r} from {base.model_name!r}",
                           "they have different tokens", "Name models with the tokenizer of --model")
     spec = {"method": "full", "method_args": {}, "of": engine.fingerprint, **precision(engine)}
-    return Variant(spec, lambda judge: judge.extra(engine.runner), lambda count: float(count * engine.runner.num_layers))
+    runner = engine.runner
+    return Variant(spec, lambda judge: judge.extra(runner), lambda count: float(count * runner.num_layers))
 
 
 @dataclass

@@ -55,7 +55,8 @@ class Reread:
         self, runner: ModelRunner, plan: DepthPlan, take: Take, references: bool = False, worker: Worker | None = None
     ) -> None:
         self._read_prompts()  # again only if a sliding window has dropped part of them
-        self._feed(runner, plan, [len(prompt) + len(answer) - 1 for prompt, answer in self._texts], take, references, worker)
+        ends = [len(prompt) + len(answer) - 1 for prompt, answer in self._texts]
+        self._feed(runner, plan, ends, take, references, worker)
         for seq, (prompt, _) in enumerate(self._texts):
             self._cache.truncate(seq, len(prompt))
 

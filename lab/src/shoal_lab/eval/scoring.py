@@ -24,7 +24,8 @@ def loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def losses(
-    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]], executors: Sequence[tuple[ModelRunner, DepthPlan]],
+    prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]],
+    executors: Sequence[tuple[ModelRunner, DepthPlan]],
     measure: Measure = loss,
 ) -> list[list[Tensor]]:
     """Measure every reference token under each executor: [executor][item] -> [tokens, ...].

@@ -32,7 +32,7 @@ class JacobiBatch(Batch):
         return [TokenTree.chain([seq.tokens[-1], *self._block(seq)]) for seq in seqs]
 
     def _block(self, seq: RunningSequence) -> list[int]:
-        """Fill up the block. The paper uses padding; tokens of the sequence's own text need none, and are more probable."""
+        """Fill up the block with tokens of the text, which are more probable than the paper's padding."""
         size = min(seq.recipe.scratch, self.components.most(seq))
         block = self._blocks[id(seq)][seq.forced :][:size]
         return block + (seq.tokens[-1:] * (size - len(block)))

@@ -52,7 +52,7 @@ class SuperposedBatch(Batch):
 
     def __init__(self, *args: Any, how: DraftOptions, **options: Any) -> None:
         self._how = how
-        self._drafts: dict[int, tuple[RunningSequence, Drafts]] = {}  # with the sequence, so that no other one gets its id
+        self._drafts: dict[int, tuple[RunningSequence, Drafts]] = {}  # keeps the sequence's id taken
         super().__init__(*args, **options)
 
     def step(self, budget: int, seqs: Sequence[SequenceState] | None = None, most: int | None = None) -> list[Step]:

@@ -70,7 +70,7 @@ class SwitchingBatch(Batch):
         super().__init__(*args, **options)
         self._policy, self._second, self._plan, self._small = policy, second, plan, KVCache(second.windows, 0)
         self._has_batch: list[RunningSequence] = []
-        self._turns: dict[int, tuple[RunningSequence, Turns]] = {}  # with the sequence, so that no other one gets its id
+        self._turns: dict[int, tuple[RunningSequence, Turns]] = {}  # keeps the sequence's id taken
         self._wrote: dict[int, bool] = {}  # who wrote a sequence's last token that was not forced: the large one?
         self._common = min(self.runner.vocab_size, second.vocab_size)
 
@@ -132,7 +132,7 @@ class SwitchingBatch(Batch):
             self._has_batch = [self._has_batch[former] for former in self._small.select(stay)]
 
     def _write(self, read: Sequence[Read], *, large: bool) -> list[Step]:
-        """Write a token sequence by sequence, then keep what was read: after an error, this sequence and later ones can begin again.
+        """Write a token for each sequence, then keep what was read: after an error, the rest can begin again.
 
         No token is written if the model has not reached the sequence's end, or leaves the turn to the other one.
         """
@@ -186,7 +186,7 @@ Read = tuple["RunningSequence", SequenceChunk, "Tensor | None"]
 def feed(
     places: Sequence[tuple[RunningSequence, int, DepthPlan]], cache: KVCache, budget: int, most: int | None
 ) -> list[Fed]:
-    """What is fed of the sequences, each with the cache and plan: everything that the cache lacks, within the budget."""
+    """What is fed of each sequence, with cache and plan: everything that the cache lacks, within the budget."""
     fed: list[Fed] = []
     for seq, seq_id, plan in places:
         first = cache.positions[seq_id]

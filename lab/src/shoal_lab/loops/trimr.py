@@ -66,7 +66,7 @@ class TrimmingBatch(Batch):
     def __init__(self, *args: Any, how: Thinking, judge: Callable[[], ThoughtJudge], **options: Any) -> None:
         self._how, self._judge = how, judge()
         super().__init__(*args, **options)
-        self._thoughts: dict[int, tuple[SequenceState, Thoughts]] = {}  # with the sequence, so that no other one gets its id
+        self._thoughts: dict[int, tuple[SequenceState, Thoughts]] = {}  # keeps the sequence's id taken
 
     def step(self, budget: int, seqs: Sequence[SequenceState] | None = None, most: int | None = None) -> list[Step]:
         """A step of the sequences that do not wait, and some of the judge's work; see `Batch.step`."""

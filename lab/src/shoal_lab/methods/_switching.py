@@ -109,5 +109,5 @@ class Switching(Loop):
 
 
 def turn_of(prompt: Sequence[int]) -> str:
-    """Purpose of a sequence's draws; it depends on the prompt, or requests of one seed would switch at the same places."""
+    """Purpose of a sequence's draws. By the prompt, or requests of one seed would switch at the same places."""
     return f"turn {zlib.crc32(repr(list(prompt)).encode())}"

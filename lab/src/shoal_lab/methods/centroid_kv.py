@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CentroidKV(Method):
-    """Within short chunks, KV entries with similar keys become their mean, with the logarithm of their number as a bias.
+    """Within chunks, KV entries with similar keys become their mean, with the logarithm of their number as a bias.
 
     Per layer and KV head, every other entry of a chunk is linked to the most similar one between them, and the
     strongest links are merged; see `components.merging`. The prompt is read in full and merged at its end. The answer

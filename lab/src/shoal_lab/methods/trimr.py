@@ -159,7 +159,8 @@ class Trimming(Loop):
         from shoal_lab.loops.thoughts import Thinking
 
         method = self.method
-        return Thinking(self.tokenizer, method.opening, method.closing, method.cues, method.judge is not None, method.agree,
+        return Thinking(self.tokenizer, method.opening, method.closing, method.cues, method.judge is not None,
+                        method.agree,
                         method.sentences, method.share, method.thoughts, method.repeats)
 
     def _judging(self) -> Callable[[], ThoughtJudge]:

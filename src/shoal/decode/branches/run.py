@@ -1,4 +1,4 @@
-"""A running search: the batch runs its branches with all other sequences, and the winner is emitted as if it were alone."""
+"""A running search: its branches run among the other sequences, and the winner is emitted as if it were alone."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class StopState:
         return copied
 
     def push(self, tokens: Sequence[int]) -> list[str]:
-        """The text that became certain with each token of an accepted block, up to the first one that ends the sequence."""
+        """The text that became certain with each token of an accepted block, up to the one that ends the sequence."""
         texts: list[str] = []
         for token in tokens:
             if self.finish_reason is not None:

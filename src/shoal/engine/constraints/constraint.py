@@ -361,7 +361,8 @@ class Mask(Allowed):
     """
 
     def __init__(
-        self, matcher: Any, wanted: Constraint, eos: frozenset[int], size: int, end: Callable[[], LengthAwareEnd] | None = None
+        self, matcher: Any, wanted: Constraint, eos: frozenset[int], size: int,
+        end: Callable[[], LengthAwareEnd] | None = None,
     ) -> None:
         self._matcher, self._wanted, self._size = matcher.deep_copy(), wanted, size
         self._ends = torch.zeros(size, dtype=torch.bool)

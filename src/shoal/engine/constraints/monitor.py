@@ -286,7 +286,8 @@ def asked(monitor: Monitor, text: str) -> Collection[str]:
     if isinstance(allowed, BaseException):
         raise _failed(monitor, f"{type(allowed).__name__}: {allowed}") from allowed
     allowed = () if allowed is None else allowed
-    if not isinstance(allowed, Collection) or isinstance(allowed, str | bytes | Mapping) or not all(map(_is_word, allowed)):
+    is_list = isinstance(allowed, Collection) and not isinstance(allowed, str | bytes | Mapping)
+    if not is_list or not all(map(_is_word, allowed)):
         raise _failed(monitor, f"it says {allowed!r:.200}, which is no collection of words")
     return allowed
 

@@ -162,7 +162,8 @@ def engine_for(
 
 
 def _engine(
-    runner: ModelRunner, tokenizer: Any, config: Any, generation: Any, name: str, card: Card | None, files: Checkpoint | None,
+    runner: ModelRunner, tokenizer: Any, config: Any, generation: Any, name: str, card: Card | None,
+    files: Checkpoint | None,
     model: Any = None,
 ) -> Engine:
     """The engine of a stack, with what its config, its generation config and its files say of answers."""

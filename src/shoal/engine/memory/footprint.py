@@ -95,7 +95,7 @@ class Footprint:
         """A line for each part."""
         return "\n".join(f"  {name:<8} {shown(size):>11}" for name, size in self.to_dict().items())
 
-    def sentence(self) -> str:
+    def described(self) -> str:
         """The parts in one line."""
         return ", ".join(f"{name} {shown(size)}" for name, size in asdict(self).items() if size)
 
@@ -108,7 +108,8 @@ def standing() -> int:
 
 
 def footprint(
-    engine: LoadedModel, seqs: Sequence[RunningSequence], method: Method, max_new_tokens: int, process: int | None = None
+    engine: LoadedModel, seqs: Sequence[RunningSequence], method: Method, max_new_tokens: int,
+    process: int | None = None,
 ) -> Footprint:
     """The peak of sequences that are decoded together by `Engine.generate`.
 
@@ -234,14 +235,15 @@ def _masks(runner: ModelRunner, seqs: Sequence[RunningSequence], nodes: Sequence
 
 
 def _mask(runner: ModelRunner, read: Sequence[tuple[int, int, int]]) -> int:
-    """Of pieces of sequences: sequence, first position and size; a byte for each token and slot, or an element to be added."""
+    """Of pieces: sequence, first position and size; a byte for each token and slot, or an element to be added."""
     adds = runner.adds_masks
     element = runner.dtype.itemsize if adds else 1
     if isinstance(runner, PackedRunner):  # sequence by sequence, in each layer anew
         return max(_seen(first, size, window, adds) for _, first, size in read for window in {*runner.windows})
     firsts, sizes = [first for _, first, _ in read], {size for _, _, size in read}
     if len(sizes) > 1 and runner.shows_queries:  # see `PrepackedCall`
-        return element * sum(_seen(first, size, window, adds) for _, first, size in read for window in {*runner.windows})
+        windows = {*runner.windows}
+        return element * sum(_seen(first, size, window, adds) for _, first, size in read for window in windows)
     first, size, ragged = max(firsts), max(sizes), adds or len({*firsts}) + len(sizes) > 2
     return element * len(read) * sum(_seen(first, size, window, ragged) or (first + size) * (ragged and len(read) > 1)
                                      for window in {*runner.windows})

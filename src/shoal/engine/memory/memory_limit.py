@@ -117,8 +117,8 @@ class MemoryLimit:
         longest = max(map(len, ids))
         what = (f"memory of {shown(int(self.memory))} for {len(ids)} prompt{'s' * (len(ids) > 1)} of up to {longest} "
                 f"tokens with max_new_tokens={request.max_new_tokens}")
-        why = (f"the least that they need is {shown(least.total)} ({least.sentence()}), and {SPARE:.0%} of the limit are "
-               "kept back")
+        why = (f"the least that they need is {shown(least.total)} ({least.described()}), and {SPARE:.0%} of the limit "
+               "are kept back")
         return OutOfMemory(what, why, self._remedy(engine, ids, request, least))
 
     def _remedy(self, engine: LoadedModel, ids: Sequence[list[int]], request: Request, least: Footprint) -> str:

@@ -82,7 +82,8 @@ def _members(method: Method) -> tuple[Method, ...]:
 
 def _member(method: Method) -> Method | None:
     """The member that guesses by a number of its own."""
-    return next((one for one in _members(method) if isinstance(one, DraftingMethod) or "length" in one.option_names()), None)
+    drafting = (one for one in _members(method) if isinstance(one, DraftingMethod) or "length" in one.option_names())
+    return next(drafting, None)
 
 
 def _with(method: Method, one: Method) -> Method:

@@ -62,7 +62,7 @@ class Policy:
         return not self._under_way(running) or waited >= self.patience
 
     def holds(self, running: Sequence[SequenceState]) -> bool:
-        """Whether sequences that could decode wait for the others to read their prompts; a late sequence holds up no other."""
+        """Whether sequences that could decode wait for others to read their prompts; a late one holds up no other."""
         return self.name == "waves" and not self._under_way(running)
 
     def _under_way(self, running: Sequence[SequenceState]) -> bool:

@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 
 def family_of(cls: type[Method], components: Collection[str]) -> str:
-    """The family of a method that fills `components`: the class's own, else the last family that has one of the components."""
+    """The family of a method that fills `components`: the class's own, else the last that has one of these."""
     found = [family for family, own in FAMILIES.items() if not set(own).isdisjoint(components)]
     return cls.family or (found[-1] if found else "baseline")
 
@@ -81,7 +81,7 @@ class Combined(Method):
         object.__setattr__(self, "name", "+".join(names))
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The components of all members, none filled by two or excluded by one; ValueError names both, component and remedy.
+        """The components of all members, none filled by two or excluded by one; ValueError names both and the remedy.
 
         Each member learns about the machine apart from what it learns when it runs alone.
         """
@@ -92,15 +92,17 @@ class Combined(Method):
             for component in recipe.components:
                 if component in owners:
                     raise ValueError(
-                        f"{owners[component]} and {member.name} both fill the part {component!r} ({QUESTIONS[component]}), which "
-                        f"takes one method; leave {owners[component]} or {member.name} out"
+                        f"{owners[component]} and {member.name} both fill the part {component!r} "
+                        f"({QUESTIONS[component]}), which takes one method; leave {owners[component]} or "
+                        f"{member.name} out"
                     )
                 owners[component] = member.name
             excluded |= dict.fromkeys(recipe.excludes, member.name)
             whole |= _filled(recipe)
         for component in filter(excluded.get, owners):
             raise ValueError(
-                f"{excluded[component]} has a loop of its own, without a place for the part {component!r} ({QUESTIONS[component]}) of "
+                f"{excluded[component]} has a loop of its own, without a place for the part {component!r} "
+                f"({QUESTIONS[component]}) of "
                 f"{owners[component]}; leave {excluded[component]} or {owners[component]} out"
             )
         return replace(Recipe(DepthPlan.full(info.num_layers)), **whole)

@@ -1,4 +1,4 @@
-"""What methods that draft have in common: who verifies, the rule that accepts, a second model, a trained component.
+"""What methods that draft have in common: who verifies, the rule that accepts, a second model, a trained part.
 
 Imports no torch before there is an engine.
 """
@@ -212,47 +212,47 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainedMethod(DraftingMethod):
-    """A method whose guesses come from a small component that was trained on the model's own answers.
+    """A method whose guesses come from a small part that was trained on the model's own answers.
 
     Attributes:
-        component: the folder that `shoal train` wrote; None for the component that is known for the model.
+        part: the folder that `shoal train` wrote; None for the part that is known for the model.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
     reads: ClassVar[tuple[str, ...]] = ("part",)
 
-    component: str | None = field(default=None)
+    part: str | None = field(default=None)
 
     def guessing(self, info: ModelInfo, make: Callable[[DraftHead], Any]) -> Proposer:
-        """The proposer that `make` makes of the component; one for all requests of the same method, so that sequences share it.
+        """The proposer that `make` makes of the head; one for all requests of a method, so that sequences share it.
 
         Raises:
-            ValueError: no component was named and none is known, or it cannot be read, or is of another kind.
+            ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
             Unsupported: it was trained for another model.
         """
         if info.tensors is None:
             return Absent()
-        proposer: Proposer = made_of(self.name, self.component, info, make, repr(self))[1]
+        proposer: Proposer = made_of(self.name, self.part, info, make, repr(self))[1]
         return proposer
 
 
 def made_of(
     kind: str, folder: str | None, info: ModelInfo, make: Callable[[DraftHead], T], key: str = ""
 ) -> tuple[DraftHead, T]:
-    """A component, read by `part_of`, and what `make` makes of it: one object for all requests with that key."""
-    component, where = part_of(kind, folder, info), (kind, folder, key)
+    """A part, read by `part_of`, and what `make` makes of it: one object for all requests with that key."""
+    part, where = part_of(kind, folder, info), (kind, folder, key)
     known = info.memory.get(where)
-    if known is None or known[0] is not component.tensors:
-        known = info.memory[where] = component.tensors, make(component)
+    if known is None or known[0] is not part.tensors:
+        known = info.memory[where] = part.tensors, make(part)
     made: T = known[1]
-    return component, made
+    return part, made
 
 
 def part_of(kind: str, folder: str | None, info: ModelInfo) -> DraftHead:
-    """The component in a folder, or the known part of the model.
+    """The part in a folder, or the known part of the model.
 
     Raises:
-        ValueError: no component was named and none is known, or it cannot be read, or is of another kind.
+        ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
         Unsupported: it was trained for another model.
     """
     if not info.free:

@@ -236,7 +236,8 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> To
 def _add_special(backend: Tokenizer, tokens: list[str], vocabulary: Vocabulary, architecture: str) -> None:
     """Add tokens that are matched before anything else; control tokens are skipped in decoded text."""
     stripping = architecture in _STRIPPING and vocabulary.kind == "llama"
-    named = {number for number in (vocabulary.bos, vocabulary.eos, vocabulary.unk, vocabulary.pad) if number is not None}
+    ids = vocabulary.bos, vocabulary.eos, vocabulary.unk, vocabulary.pad
+    named = {number for number in ids if number is not None}
     control = named | set(vocabulary.of_kind(CONTROL, UNKNOWN))
     backend.add_special_tokens([
         AddedToken(tokens[n], special=True, normalized=False, rstrip=stripping and tokens[n] not in _NOT_STRIPPING)
@@ -257,7 +258,10 @@ class _Handed:
 
 
 def _wrapped(backend: Tokenizer, tokens: list[str], vocabulary: Vocabulary, add_bos: bool, metadata: Metadata) -> Any:
-    named = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unk, "pad_token": vocabulary.pad}
+    named = {
+        "bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unk,
+        "pad_token": vocabulary.pad,
+    }
     special = {name: None if number is None else tokens[number] for name, number in named.items()}
     begins = vocabulary.add_bos if vocabulary.add_bos is not None else add_bos
     return PreTrainedTokenizerFast(

@@ -230,7 +230,7 @@ class SequenceCopy:
 
 
 def copy_out(cache: KVCache, seq: int) -> SequenceCopy | None:
-    """A copy of the sequence's positions that ran every layer; None if a layer has dropped what the next token would see."""
+    """A copy of the positions that ran every layer; None if a layer has dropped what the next token would see."""
     seen = look(cache, seq)
     return None if seen is None else seen.copied()
 

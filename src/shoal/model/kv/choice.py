@@ -176,7 +176,9 @@ class StoredSlots:
         count: number of slots, which are in order from the oldest on.
     """
 
-    def __init__(self, number: int, layer: KVLayer, seq_id: int, runner: ModelRunner, pieces: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, number: int, layer: KVLayer, seq_id: int, runner: ModelRunner, pieces: Sequence[Tensor] = ()
+    ) -> None:
         self.number, self.count = number, layer.stored(seq_id)
         self._layer, self._seq_id, self._runner, self._pieces = layer, seq_id, runner, pieces
 

@@ -247,7 +247,7 @@ class KVLayer:
         return [0 if own else self.stored(seq) + self.scratch[seq] for seq, own in enumerate(self.encoded)]
 
     def make_room(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
-        """Make room for `counts` more entries in `sequences`. Call it before making a mask: it may move a window's start."""
+        """Make room for `counts` more slots of `seqs`. Call it before making a mask: it may move a window's start."""
         if self.extra:
             new = list(zip(seqs, counts, strict=True))
             for seq, count in new:
@@ -437,7 +437,7 @@ class KVLayer:
             self.version += 1
 
     def select(self, order: Sequence[int]) -> None:
-        """Make sequence i what sequence `order[i]` was, which is i or a sequence beyond the new end; drop the others."""
+        """Make sequence i what `order[i]` was, which is i or one beyond the new end; drop the others."""
         if self.extra:
             self.version += 1
         held, first = self.held(), [self.first_stored(seq) for seq in range(len(self.lengths))]
@@ -481,7 +481,7 @@ class KVLayer:
             store[to, :, first:stored] = store[seq, :, first:stored]
 
     def release(self, seq: int) -> None:
-        """Free what a sequence stores that will not run this layer again; the storage is freed with the last sequence."""
+        """Free what a sequence stores that will not run this layer again; the storage goes with the last one."""
         before, self.released[seq] = self.released[seq], True
         self._clear(self.encoded[seq])
         self._clear(self.settled[seq])

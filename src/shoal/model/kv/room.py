@@ -87,7 +87,9 @@ class KVRoom:
 
     def bytes(self, needs: Sequence[Need]) -> int:
         """Most bytes that sequences with these needs take together."""
-        return self._max_seqs(needs, len(needs), _longest(needs)) + sum(need.own_bytes for need in needs) if needs else 0
+        if not needs:
+            return 0
+        return self._max_seqs(needs, len(needs), _longest(needs)) + sum(need.own_bytes for need in needs)
 
     def share(self, caches: Sequence[tuple[KVCache, Sequence[Need]]]) -> None:
         """Divide the memory among caches so that each can take its sequences, and bound how each grows.

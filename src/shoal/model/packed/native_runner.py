@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLOATS = ("fp32", "fp16", "bf16")
-_VERSION, _EXTRA, _STARTS = attrgetter("version"), attrgetter("beside"), attrgetter("starts")
+_VERSION, _EXTRA, _STARTS = attrgetter("version"), attrgetter("extra"), attrgetter("starts")
 """Of a layer's KV; over all layers of a step they are several times as fast as loops."""
 
 

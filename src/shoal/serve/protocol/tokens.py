@@ -157,7 +157,9 @@ class TokenRoutes:
             "total_slots": self._scheduler.max_seqs,
             "chat_template": getattr(self._tokenizer, "chat_template", None),
             "modalities": {"vision": False, "audio": False},
-            "default_generation_settings": {"n_ctx": engine.runner.max_positions, "params": filled({}, engine.sampling)},
+            "default_generation_settings": {
+                "n_ctx": engine.runner.max_positions, "params": filled({}, engine.sampling),
+            },
             "num_layers": engine.runner.num_layers,
             "vocab_size": engine.runner.vocab_size,
             "eos_token_ids": sorted(engine.eos_token_ids),

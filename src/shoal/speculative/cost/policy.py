@@ -253,7 +253,7 @@ class CostModel:
         self._declined = Backoff(_LONGEST_PAUSE)
 
     def lengths(self, chances: Sequence[Sequence[float]], seqs: int, room: int) -> list[int]:
-        """The number of guesses for each sequence that has some. The first steps of a new number of sequences are plain.
+        """The number of guesses for each sequence that has some. The first steps of a new batch size are plain.
 
         Args:
             chances: for each such sequence, the chance of each next guess to be kept with all before it.
@@ -363,7 +363,7 @@ class DrafterRecord:
         self._acceptance.observe(kept, offered)
 
     def took(self, seqs: int, guesses: int, share: float) -> None:
-        """Learn the time of so many successive guesses in each sequence, as a share of a plain step of so many sequences.
+        """Learn the time of so many successive guesses in each sequence, as a share of a plain step of the batch.
 
         The first guesses of a text or after a pause do not count, as they include reading what came before.
         """

@@ -176,7 +176,7 @@ def test_a_table_of_positions_that_grows(monkeypatch: pytest.MonkeyPatch) -> Non
     feed(runners, caches, [1])
     _, runner = runners
     runner, runner.graphs = runner.graphs, None
-    runner.forward([SequenceChunk(0, prompt(300), [0] * 300, FULL)], KVCache(runner.windows, 1))  # grows it from outside
+    runner.forward([SequenceChunk(0, prompt(300), [0] * 300, FULL)], KVCache(runner.windows, 1))  # grows it
     runner.graphs = runner
     assert runner.rotary.positions > 256
     for seed in range(4):

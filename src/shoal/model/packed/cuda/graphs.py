@@ -132,7 +132,7 @@ class GraphRunner:
         return tuple(self._forms)
 
     def forward(self, chunks: Sequence[SequenceChunk], cache: KVCache) -> Tensor | None:
-        """Logits as `ModelRunner.forward` gives them; None if the forward has no form, even split into groups of sequences."""
+        """Logits as `ModelRunner.forward` gives them; None if the forward has no form, even split into groups."""
         fits = fits_of(chunks, cache)
         if fits is None:
             return None
