@@ -206,7 +206,7 @@ def engine() -> Engine:
 
 
 def answers(engine: Engine, fields: Iterable[Any], **scheduling: Any) -> dict[int, Any]:
-    with Scheduler(engine, **{"max_rows": 3, **scheduling}) as scheduler:
+    with Scheduler(engine, **{"max_seqs": 3, **scheduling}) as scheduler:
         found = list(BatchRunner(scheduler, DEFAULTS).answers(lines(fields)))
     assert len({record["line"] for record in found}) == len(found)
     return {record["line"]: record for record in found}

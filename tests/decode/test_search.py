@@ -409,7 +409,7 @@ def test_what_a_search_may_not_do() -> None:
     with pytest.raises(Unsupported, match="Leave the drafts out"):
         decode(None, [SHORT[0]], drafting, runner=runner)
     assert Recipe(FULL, search=Script(1, nothing)).exact_to == "none"
-    assert Recipe(FULL, search=Script(1, nothing)).parts == ("search",)
+    assert Recipe(FULL, search=Script(1, nothing)).components == ("search",)
 
 
 def _forces(root: Branch) -> Steps:

@@ -36,7 +36,7 @@ def _watch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(tiny_engine(), scheduling={"max_rows": 3}) as running:
+    with serving(tiny_engine(), scheduling={"max_seqs": 3}) as running:
         yield running
 
 
@@ -69,7 +69,7 @@ def raw(server: Running, body: str, announced: int | None = None) -> socket.sock
 
 
 def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tiny_engine(), scheduling={"max_rows": 1}) as server:
+    with serving(tiny_engine(), scheduling={"max_seqs": 1}) as server:
         health = f"{server.url}/health"
         assert httpx.get(health, timeout=60).status_code == 200
         server.scheduler.worker._pause = 60.0
@@ -159,7 +159,7 @@ def test_a_shutdown_that_cannot_wait_says_so_line_by_line(caplog: pytest.LogCapt
     def asked(running: Running, stream: bool) -> None:
         answers[stream] = ask(running, stream=stream, max_tokens=400)
 
-    with serving(tiny_engine(), scheduling={"max_rows": 3}, grace=0.0) as running:
+    with serving(tiny_engine(), scheduling={"max_seqs": 3}, grace=0.0) as running:
         clients = [threading.Thread(target=asked, args=(running, stream)) for stream in (False, True)]
         for client in clients:
             client.start()

@@ -15,7 +15,7 @@ ASK = [{"role": "user", "content": "Hello there"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(tiny_engine(), scheduling={"max_rows": 4}) as running:
+    with serving(tiny_engine(), scheduling={"max_seqs": 4}) as running:
         yield running
 
 
@@ -192,7 +192,7 @@ def test_keys() -> None:
 
 
 def test_a_full_queue_is_429_and_harms_nobody() -> None:
-    with serving(tiny_engine(), scheduling={"max_rows": 1, "max_waiting": 1}) as server:
+    with serving(tiny_engine(), scheduling={"max_seqs": 1, "max_waiting": 1}) as server:
         client = server.client()
         options: dict[str, Any] = {"model": MODEL, "prompt": "Some words", "temperature": 0, "max_tokens": 120}
         first = client.completions.create(**options, stream=True)

@@ -177,7 +177,7 @@ def assert_exits(words: list[str]) -> None:
 def test_clients_that_leave_cost_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     """Clients may leave within their request, before the answer or within it; there is no traceback."""
     caplog.set_level("INFO")
-    with serving(tiny_engine(), scheduling={"max_rows": 4}) as one:
+    with serving(tiny_engine(), scheduling={"max_seqs": 4}) as one:
         host, port = one.url.removeprefix("http://").split(":")
         for place in range(60):
             kind = place % 3

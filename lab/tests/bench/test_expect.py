@@ -25,7 +25,7 @@ def card(rows: int = 1, layer: float = 0.01, kv: float = 0.0) -> CostCard:
 
 def house(plan: DepthPlan = FULL, waves: bool = True, layer8: float = 0.01, **more: int) -> House:
     costs = Costs([card(), card(8, layer8)])
-    return House(costs, lambda answer: plan, waves, more.get("max_rows", 16), more.get("prompt", 10), 40)
+    return House(costs, lambda answer: plan, waves, more.get("max_seqs", 16), more.get("prompt", 10), 40)
 
 
 def test_costs_lie_on_straight_lines() -> None:

@@ -161,7 +161,7 @@ def _servers_config(args: argparse.Namespace) -> ServersConfig:
         {label: method.to_dict() for label, method in chosen.items()},
         [word for word in args.admission.split(",") if word],
         measuring.baselines_from(args.peer),
-        args.max_seqs,
+        args.max_rows,
         not args.natural_ends,
         args.chat,
         args.llama_server,

@@ -172,7 +172,7 @@ def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Sch
 
     patience = math.inf if args.patience is None else args.patience
     kv, prefixes = (None if gib is None else int(gib * 2**30) for gib in (args.kv_gib, args.prefix_gib))
-    return Scheduler(engine, policy=Policy(args.admission, patience), max_seqs=args.max_seqs, kv_bytes=kv,
+    return Scheduler(engine, policy=Policy(args.admission, patience), max_seqs=args.max_rows, kv_bytes=kv,
                      prefix_bytes=prefixes, prefill_chunk=args.prefill_chunk, **more)
 
 

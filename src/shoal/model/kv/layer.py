@@ -252,8 +252,8 @@ class KVLayer:
             new = list(zip(seqs, counts, strict=True))
             for seq, count in new:
                 self._make_own_room(seq, count)
-            max_seqs = [(seq, count) for seq, count in new if self.encoded[seq] is None]
-            seqs, counts = [seq for seq, _ in max_seqs], [count for _, count in max_seqs]
+            plain = [(seq, count) for seq, count in new if self.encoded[seq] is None]
+            seqs, counts = [seq for seq, _ in plain], [count for _, count in plain]
         if seqs and self.keys is not None:
             self._make_cache_room(seqs, counts)
 

@@ -60,7 +60,7 @@ class ServersConfig:
             if baseline not in BASELINES:
                 raise unknown("peer under load", baseline, BASELINES)
         if self.max_seqs < 1:
-            raise ValueError(f"max_rows is {self.max_seqs}; it must be at least 1")
+            raise ValueError(f"max_seqs is {self.max_seqs}; it must be at least 1")
         if self.chat and "llama.cpp" in self.baselines:
             raise ValueError("llama.cpp takes no chats here; leave out --chat")
 
