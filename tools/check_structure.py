@@ -25,16 +25,18 @@ PACKAGES = {"shoal": ROOT / "src" / "shoal", "shoal_lab": ROOT / "lab" / "src" /
 LOOP = "shoal.decode.batch"
 ROWS = ("methods", "gguf", "eval", "train")
 """Folders whose files are rows of one kind: they may hold any number of them."""
-COMPONENTS = ("decode/recipe.py", "decode/worker.py", "decode/rules/accept.py", "model/kv/form.py", "model/stack.py",
+COMPONENTS = ("decode/recipe.py", "decode/worker.py", "decode/rules/accept.py", "model/kv/form.py", "model/runner.py",
               "methods/base.py")
 """Files whose classes declare what components have, so that it is read as an attribute, and not by `getattr`."""
 LOOKUPS = ("getattr", "hasattr")
+VAGUE = ("words",)
+"""Names that have stood for five different things: tokens, argv, messages, a vocabulary, a tokenizer."""
 CONFIGS = ("vocab_size",)
 """Names that components share with transformers' configs, which are looked up."""
 
 MOST_CORE_LINES = 38_250
 MOST_CORE_FILES = 238
-MOST_LAB_LINES = 38_360  # 940 more: LLaDA, Dream, MLP groups, signals, what only commands, loops, drafters take came
+MOST_LAB_LINES = 38_365  # 940 more: LLaDA, Dream, MLP groups, signals, what only commands, loops, drafters take came
 """Of the package, benchmarks and tools."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 69  # each kind of part is a class, with its defaults; protocols keep circles out
@@ -52,7 +54,7 @@ def main() -> int:
     docs = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in REFERENCE]
     docs += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     near_loop = sum(len(list(classes(path_of(module)))) for module in reachable(at_run_time, LOOP))
-    wrong = [*twice(), *cycles(imports), *of_the_lab(imports), *crowded(core), *looked_up(core)]
+    wrong = [*twice(), *cycles(imports), *of_the_lab(imports), *crowded(core), *looked_up(core), *vague(core)]
     for what, found, most in (
         ("lines of the core", lines(core), MOST_CORE_LINES),
         ("files of the core", len(core), MOST_CORE_FILES),
@@ -127,6 +129,14 @@ def looked_up(paths: Iterable[Path]) -> Iterator[str]:
                 found = node.args[1]
                 if isinstance(found, ast.Constant) and found.value in names:
                     yield f"{path.relative_to(ROOT)}:{node.lineno} looks up {found.value!r}, which components declare"
+
+
+def vague(paths: Iterable[Path]) -> Iterator[str]:
+    """Identifiers that say too little."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = (getattr(node, field, None) for field in ("id", "arg", "attr", "name"))
+            yield from (f"{path.relative_to(ROOT)}:{node.lineno} is named {name}" for name in names if name in VAGUE)
 
 
 def declared(tree: ast.Module) -> Iterator[str]:

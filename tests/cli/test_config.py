@@ -106,7 +106,7 @@ def test_a_command_takes_them(places: tuple[Path, Path], capsys: pytest.CaptureF
     monkeypatch.setattr(plan_command, "run", lambda args: seen.append(args) or 0)
     assert main(["plan"]) == main(["plan", "--layers", "8"]) == 0
     assert [(args.layers, args.method.alpha, args.max_new_tokens) for args in seen] == [(12, 0.9, 3), (8, 0.9, 3)]
-    assert seen[0].words == ["shoal", "plan", "--layers=12", "--alpha=0.9", "--max-new-tokens=3"]
+    assert seen[0].argv == ["shoal", "plan", "--layers=12", "--alpha=0.9", "--max-new-tokens=3"]
     places[1].write_text("[plan]\nlayres = 12\n")
     assert main(["plan"]) == 2
     assert re.search("no option --layres", capsys.readouterr().err)

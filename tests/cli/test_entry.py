@@ -162,7 +162,7 @@ def test_a_file_runs_without_the_models_code(file):
     """The modules with which transformers defines models take as long to import as torch."""
     code = (
         "import sys, shoal; engine = shoal.load(sys.argv[1]); print(len(engine.generate([1, 2, 3], max_new_tokens=4, "
-        "ignore_eos=True).tokens)); print('transformers.modeling_utils' in sys.modules, type(engine.stack).__name__)"
+        "ignore_eos=True).tokens)); print('transformers.modeling_utils' in sys.modules, type(engine.runner).__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(FOLDER / file)], capture_output=True, text=True)
     tokens, imported = done.stdout.splitlines()

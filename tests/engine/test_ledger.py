@@ -70,7 +70,7 @@ def test_a_generation_costs_what_it_says(name: str, method: str) -> None:
     with layer_calls(model) as counted, forwards(model) as sizes:
         result = engine.generate(IDS, method=METHODS[method], max_new_tokens=NEW)
     stats = result.stats
-    decoded = sum(counted.seqs) - 6 * len(IDS)
+    decoded = sum(counted.rows) - 6 * len(IDS)
     assert sizes == [len(IDS)] + [1] * (NEW - 1)
     assert stats.target_forwards == len(sizes)
     assert counted.calls == [1 + sum(layer in kept for kept in sets[1:]) for layer in range(6)]
@@ -117,7 +117,7 @@ def test_only_what_ran_is_counted() -> None:
         short = engine.generate(IDS, method=method, max_new_tokens=NEW, stop_token_ids=[free.tokens[5]])
     new = free.tokens.index(free.tokens[5]) + 1
     assert short.stats.new_tokens == new < NEW
-    assert short.stats.layer_tokens == 6 + sum(counted.seqs) - 6 * len(IDS) == sum(free.depths[:new])
+    assert short.stats.layer_tokens == 6 + sum(counted.rows) - 6 * len(IDS) == sum(free.depths[:new])
     assert short.stats.mean_layers == short.stats.layer_tokens / new > free.stats.mean_layers
     assert short.stats.horizon == NEW
 

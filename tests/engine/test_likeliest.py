@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
     def note(self: Any, batch: Any, *args: Any, argmax_only: bool = False, **named: Any) -> Any:
         if batch.wanted:
-            found.append((len(set(batch.seqs)), argmax_only))
+            found.append((len(set(batch.rows)), argmax_only))
         return forward(self, batch, *args, argmax_only=argmax_only, **named)
 
     monkeypatch.setattr(native.NativeModel, "forward", note)

@@ -51,8 +51,8 @@ def field_docs(cls: type) -> dict[str, str]:
     entry = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8,}\S.*)*)", re.MULTILINE)
     found: dict[str, str] = {}
     for one in reversed(cls.__mro__):
-        words = inspect.cleandoc(vars(one).get("__doc__") or "")
-        section = re.search(r"^(?:Attributes|Args):\n((?: +\S.*\n?)+)", words, re.MULTILINE)
+        doc = inspect.cleandoc(vars(one).get("__doc__") or "")
+        section = re.search(r"^(?:Attributes|Args):\n((?: +\S.*\n?)+)", doc, re.MULTILINE)
         found.update(entry.findall(section.group(1)) if section else [])
     return {name: " ".join(text.split()) for name, text in found.items()}
 
