@@ -127,6 +127,6 @@ class EagleTwin:
         for node in range(len(tree)):
             children = [tree.tokens[child] for child in tree.children(node)]
             guesses = [tree.tokens[place] for place in tree.path(node)[1:]]
-            if children and children != self.argmax_only(tokens, guesses, bias, width)[: len(children)]:
+            if children and children != self.most_probable(tokens, guesses, bias, width)[: len(children)]:
                 return False
         return True

@@ -34,7 +34,7 @@ class Given(Method):
 
     name: ClassVar[str] = "given"
 
-    parts: Recipe
+    components: Recipe
 
     def recipe(self, info: ModelInfo) -> Recipe:
         return self.components

@@ -28,7 +28,7 @@ from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
 from shoal.model.kv.cache import KVCache
-from shoal.model.kv.form import column_bytes
+from shoal.model.kv.form import slot_bytes
 from shoal.model.runner import SequenceChunk
 from shoal_lab.bench import idle
 from shoal_lab.bench.bandwidth import read_bandwidth
@@ -52,7 +52,7 @@ class Ours:
     def _bytes(self, layer: int) -> int:
         runner, form = self._engine.runner, None if self._store is None else self._store.form(layer)
         heads, *dims = runner.kv_sizes[layer]
-        return heads * sum(dims) * runner.dtype.itemsize if form is None else column_bytes(
+        return heads * sum(dims) * runner.dtype.itemsize if form is None else slot_bytes(
             form, runner.kv_sizes[layer], runner.dtype)
 
     def hold(self, context: int) -> Callable[[], object]:

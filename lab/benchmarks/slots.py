@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--first", type=int, help="tokens of the first row")
     args = parser.parse_args()
-    lengths = [args.first or args.tokens, *[args.tokens] * (args.seqs - 1)]
+    lengths = [args.first or args.tokens, *[args.tokens] * (args.rows - 1)]
     found = measure(args.shape, args.dtype, args.layers, lengths)
     script.publish(__file__, sys.argv[1:], found, args.json)
 

@@ -30,6 +30,7 @@ from shoal.methods.d3_spec import D3Spec
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.full import Full
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.speculative import choose as choosing
 from shoal.speculative import model as module
 from shoal.types import Result
 from test_matrix import NEW, PROMPTS, SAMPLINGS, alone, decode, engine_of, tiny_of
@@ -215,12 +216,12 @@ def test_a_law_that_is_masked_after_its_truncation_is_seen() -> None:
 
 
 def test_a_draft_that_says_it_was_drawn_without_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module.choose
+    real = choosing.choose
 
     def free(places: Any, logits: Any, count: int) -> Any:
         said = sampling.probs_of(logits, places[0].seq.sampling)
         return [type(g)(g.tokens, one, g.logs) for g, one in zip(real(places, logits, count), said, strict=True)]
 
-    monkeypatch.setattr(module, "choose", free)
+    monkeypatch.setattr(module, "extend", functools.partial(choosing.extend, pick=free))
     with pytest.raises(ValueError, match="was drafted, but the distribution"):
         samples(DRAFTS["chain"](noisy(target().model, 1.0, seed=3)))

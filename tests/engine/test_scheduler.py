@@ -120,7 +120,7 @@ def test_the_storage_stays_within_what_was_counted(
             caches = [batch.cache for batch in scheduler._batches]
             assert sum(cache.bytes().allocated for cache in caches) <= most
             assert sum(cache.seqs for cache in caches) == scheduler.running
-            assert all(cache.seqs <= cache.slots <= seqs for cache in caches)
+            assert all(cache.seqs <= cache.max_seqs <= seqs for cache in caches)
 
 
 @pytest.mark.parametrize(("paged", "most"), [(True, 5), (False, 2)])
@@ -178,7 +178,7 @@ def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.Monke
             handles.append(scheduler.submit(prompt(size, len(handles)), max_new_tokens=new))
         scheduler.turn()
         assert cache.bytes().allocated <= most
-        return cache.seqs, cache.slots, max(layer.capacity for layer in cache.layers)
+        return cache.seqs, cache.max_seqs, max(layer.capacity for layer in cache.layers)
 
     jobs = [(2, 8), *[(2, 1)] * 5]
     assert come(*jobs)[:2] == (1, 6)

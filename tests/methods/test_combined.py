@@ -55,7 +55,7 @@ class Filling(Method):
 
     name: ClassVar[str] = "filling"
 
-    parts: tuple[str, ...]
+    components: tuple[str, ...]
 
     def recipe(self, info: ModelInfo) -> Recipe:
         return replace(Recipe(DepthPlan.full(info.num_layers)), **{part: SENTINELS[part] for part in self.components})
@@ -240,7 +240,7 @@ def test_a_family_follows_from_the_parts_or_from_the_class() -> None:
 
 @pytest.mark.parametrize("method", MATRIX, ids=repr)
 def test_what_a_class_says_it_fills_is_what_it_fills(method: Method) -> None:
-    parts = method.recipe(engine().info(NEW)).parts
+    parts = method.recipe(engine().info(NEW)).components
     assert not method.fills or parts in ((), method.fills)
 
 

@@ -126,7 +126,7 @@ def test_rows_join_and_leave_without_a_copy_of_the_others() -> None:
         for layer in cache.layers:
             layer.append(*torch.full((2, 1, 1, 4, 2), float(number)), [cache.seqs - 1], [4])
         seen.append([layer.version for layer in cache.layers])
-    assert cache.slots == 9, "1, 2, 3, 4, 6, 9"
+    assert cache.max_seqs == 9, "1, 2, 3, 4, 6, 9"
     assert len({tuple(versions) for versions in seen}) == 6
     held = [(layer.keys, layer.values) for layer in cache.layers]
     for layer in cache.layers:
@@ -134,13 +134,13 @@ def test_rows_join_and_leave_without_a_copy_of_the_others() -> None:
         layer.keys[1], layer.values[1] = float("nan"), float("inf")  # what has to go with sequence 1
     assert cache.select([0, 2, 3, 5, 6]) == [0, 6, 2, 3, 5]
     cache.extend(2)
-    assert cache.slots == 9
+    assert cache.max_seqs == 9
     assert [(layer.keys, layer.values) for layer in cache.layers] == held
     for store in (store for layer in cache.layers for store in (layer.keys, layer.values)):
         assert store is not None
         assert store[:5, 0, :4, 0].tolist() == [[number] * 4 for number in (0, 6, 2, 3, 5)]
         assert not store[5:7].any(), "a new row finds nothing of those before it"
-    assert cache.select([]) == [] and cache.slots == 0
+    assert cache.select([]) == [] and cache.max_seqs == 0
     assert all(layer.allocated == 0 for layer in cache.layers)
 
 
@@ -148,9 +148,9 @@ def test_slots_grow_to_the_bound_and_beyond_it_one_by_one() -> None:
     cache = KVCache([None], seqs=4)
     cache.most_seqs = 5
     cache.extend(1)
-    assert cache.slots == 5
+    assert cache.max_seqs == 5
     cache.extend(1)
-    assert cache.slots == 6
+    assert cache.max_seqs == 6
 
 
 def filled(lengths: tuple[int, int] = (10, 10), windows: tuple[int | None, int | None] = (None, None)) -> KVCache:

@@ -90,9 +90,9 @@ def test_slots_that_take_no_memory_are_made_at_once(
     cache.most_seqs = 6
     write(cache.layers[0], 0, SHORT)
     cache.extend(1)
-    assert cache.slots == slots
+    assert cache.max_seqs == slots
     cache.extend(4)
-    assert cache.slots == 7
+    assert cache.max_seqs == 7
 
 
 @paged

@@ -87,7 +87,7 @@ def _memory(args: argparse.Namespace) -> int:
     """Print the planned memory of a request."""
     if args.layers is not None or args.plot is not None:
         raise ValueError("--memory needs a model and draws no picture; leave --layers and --plot out")
-    for option, value in (("--prompt-tokens", args.prompt_tokens), ("--rows", args.seqs)):
+    for option, value in (("--prompt-tokens", args.prompt_tokens), ("--rows", args.rows)):
         if value < 1:
             raise ValueError(f"{option} is {value}; it must be >= 1")
     from shoal.engine.request import Request
@@ -95,12 +95,12 @@ def _memory(args: argparse.Namespace) -> int:
     engine = common.load_engine(args)
     assert engine.limit is not None
     request = Request.from_options({"method": args.method, "max_new_tokens": args.max_new_tokens})
-    plan = engine.limit.plan(engine, [[0] * args.prompt_tokens] * args.seqs, request)
+    plan = engine.limit.plan(engine, [[0] * args.prompt_tokens] * args.rows, request)
     if args.json:
         common.print_json({**plan.method.to_dict(), "memory": engine.limit.memory, "rows": plan.seqs,
                            "changed": plan.changed, "bytes": plan.sizes.to_dict()})
     else:
-        fits = f"{plan.method.name}, {plan.seqs} of {args.seqs} prompts at a time: fits into {args.memory}"
+        fits = f"{plan.method.name}, {plan.seqs} of {args.rows} prompts at a time: fits into {args.memory}"
         print("\n".join([fits, plan.sizes.table(), *([f"given up: {plan.changed}"] if plan.changed else [])]))
     return 0
 

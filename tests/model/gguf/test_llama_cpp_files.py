@@ -59,8 +59,8 @@ def run(path: Path, runner: str) -> Tensor:
     if runner == "modules":
         return logits(modules_of(file, config, torch.float32))
     source, cpu = GgufSource(file, config), torch.device("cpu")
-    runner = build(config, source, torch.float32, cpu, kernels=runner == "kernels")
-    return chunked_logits(runner, IDS, STEPS)
+    built = build(config, source, torch.float32, cpu, kernels=runner == "kernels")
+    return chunked_logits(built, IDS, STEPS)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -135,7 +135,7 @@ def test_columns_that_were_chosen() -> None:
     feed(runners, caches, [9, 7], step=0, every=False)
     for cache in caches:
         for layer in cache.layers:
-            layer.keep_columns(0, [0, 2, 3, 8])
+            layer.keep_slots(0, [0, 2, 3, 8])
     feed(runners, caches, [1, 1])
     assert forms(runners[1])[-1] == ForwardForm(2, 1, True)
 
@@ -153,7 +153,7 @@ def test_rows_that_leave_and_join_and_other_storage() -> None:
         cache.extend(1)
     feed(runners, caches, [1, 4], every=False)
     for layer in caches[1].layers:
-        layer.resize(layer.slots, layer.capacity + 40)
+        layer.resize(layer.max_seqs, layer.capacity + 40)
     feed(runners, caches, [1, 1])
     other = empty(runners, 2)
     feed(runners, other, [4, 4], step=0, every=False)
@@ -175,9 +175,9 @@ def test_a_table_of_positions_that_grows(monkeypatch: pytest.MonkeyPatch) -> Non
         cache.commit(0, range(254))
     feed(runners, caches, [1])
     _, runner = runners
-    runner, runner.graphs = runner.graphs, None
+    graph, runner.graphs = runner.graphs, None
     runner.forward([SequenceChunk(0, prompt(300), [0] * 300, FULL)], KVCache(runner.windows, 1))  # grows it
-    runner.graphs = runner
+    runner.graphs = graph
     assert runner.rotary.positions > 256
     for seed in range(4):
         feed(runners, caches, [1], seed=seed)
