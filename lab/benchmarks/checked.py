@@ -11,7 +11,7 @@ from typing import Any
 from pages import markdown
 
 Report = Mapping[str, Any]
-SequenceState = Mapping[str, Any]
+Row = Mapping[str, Any]
 TASKS = {"programs": "code", "humaneval": "code", "mbpp": "code", "gsm8k": "mathematics", "squad": "retrieval",
          "wikidata_qa": "facts"}
 """Suite -> the kind of text that it represents in a card."""
@@ -22,23 +22,23 @@ BEARABLE = 0.015
 def merged(reports: Sequence[Report]) -> Report:
     """One report of several of one model and suite: the one with most items, and speed-ups that only others have.
 
-    A sequence from another report holds the full model's share of right answers there, under "of".
+    A row from another report holds the full model's share of right answers there, under "of".
     """
     first, *rest = sorted(reports, key=lambda report: -report["suites"][0]["items"])
     suite, others = first["suites"][0], {}
-    seqs = list(suite["answers"])
+    rows = list(suite["answers"])
     for report in rest:
         full, *more = report["suites"][0]["answers"]
-        known = {seq.get("speedup") for seq in seqs}
-        seqs += [{**seq, "of": full["accuracy"]} for seq in more if seq["speedup"] not in known]
+        known = {row.get("speedup") for row in rows}
+        rows += [{**row, "of": full["accuracy"]} for row in more if row["speedup"] not in known]
         others[f", {full['n']:,} items"] = report
-    return {**first, "suites": [{**suite, "answers": seqs}], **({"others": others} if others else {})}
+    return {**first, "suites": [{**suite, "answers": rows}], **({"others": others} if others else {})}
 
 
 def table(model: str, report: Report) -> str:
     """One model's answers: D3 and its controls at each speed-up, with full depth and trivial answers."""
     suite = report["suites"][0]
-    full, seqs = suite["answers"][0], suite["answers"][1:]
+    full, rows = suite["answers"][0], suite["answers"][1:]
     groups = suite["full_by_group"]
     few = groups if 1 < len(groups) < 5 else {}
     parts = ", ".join(f"{name} {_percent(one['accuracy'])}" for name, one in few.items())
@@ -49,16 +49,16 @@ def table(model: str, report: Report) -> str:
             f"{_percent(floor)} %, {full['tokens_per_answer']:.0f} tokens an answer:")
     header = ["ideal", "in time", "schedule", "mean layers (of answers that ended)", "right %", "points lost [95 %]",
               "p", "could show", "points more than D3 [95 %]", "p", "same text %"]
-    return f"{head}\n\n{markdown(header, [_line(seq) for seq in seqs])}"
+    return f"{head}\n\n{markdown(header, [_line(row) for row in rows])}"
 
 
 def short(reports: Mapping[tuple[str, str], Report]) -> str:
     """Losses of D3 and constant depth: a line per model, suite and speed-up."""
     lines = []
     for (model, name), report in reports.items():
-        full, seqs = report["suites"][0]["answers"][0], report["suites"][0]["answers"][1:]
-        for d3 in (seq for seq in seqs if seq["label"] == "d3"):
-            at = {seq["label"]: seq for seq in seqs if seq["speedup"] == d3["speedup"]}
+        full, rows = report["suites"][0]["answers"][0], report["suites"][0]["answers"][1:]
+        for d3 in (row for row in rows if row["label"] == "d3"):
+            at = {row["label"]: row for row in rows if row["speedup"] == d3["speedup"]}
             times = " / ".join(filter(None, (_time(at[label]) for label in ("d3", "constant") if label in at)))
             rival = ["no such mean", ""]  # answers may be too short for two levels to reach the mean
             if "constant" in at:
@@ -71,35 +71,35 @@ def short(reports: Mapping[tuple[str, str], Report]) -> str:
                      "same text under D3, %"], lines)
 
 
-def _line(seq: SequenceState) -> list[str]:
-    lost, rival = seq["difference"], ["", ""]
-    if "versus_d3" in seq and seq["label"] != "d3":
-        rival = [_points(seq["versus_d3"]), _p(seq["versus_d3"])]
-    depth = f"{seq['mean_layers']:.2f} ({seq['mean_layers_ended']:.2f})"
-    few = f" ({seq['n']:,} items)" if "of" in seq else ""
-    return [f"{seq['speedup']:.2f}x{few}", _time(seq), seq["label"], depth, _percent(seq["accuracy"]),
-            _points(_turned(lost)), _p(lost), _percent(lost["detectable"]), *rival, _percent(seq["same"])]
+def _line(row: Row) -> list[str]:
+    lost, rival = row["difference"], ["", ""]
+    if "versus_d3" in row and row["label"] != "d3":
+        rival = [_points(row["versus_d3"]), _p(row["versus_d3"])]
+    depth = f"{row['mean_layers']:.2f} ({row['mean_layers_ended']:.2f})"
+    few = f" ({row['n']:,} items)" if "of" in row else ""
+    return [f"{row['speedup']:.2f}x{few}", _time(row), row["label"], depth, _percent(row["accuracy"]),
+            _points(_turned(lost)), _p(lost), _percent(lost["detectable"]), *rival, _percent(row["same"])]
 
 
 def bearable(reports: Mapping[tuple[str, str], Report], drafts: Mapping[str, Report]) -> str:
     """For each model and suite the largest ideal speed-up at a drop shown to be bearable, beside lossless drafts."""
     lines = []
     for (model, name), report in reports.items():
-        seqs = report["suites"][0]["answers"][1:]
+        rows = report["suites"][0]["answers"][1:]
         kind = drafts[model]["kinds"].get(TASKS[name])
         exact = "" if kind is None else f"{kind['ratio']:.2f}x [{kind['low']:.2f}]"
-        for label in dict.fromkeys(seq["label"] for seq in seqs):
-            lines.append([model, name, label, *_largest([seq for seq in seqs if seq["label"] == label]), exact])
+        for label in dict.fromkeys(row["label"] for row in rows):
+            lines.append([model, name, label, *_largest([row for row in rows if row["label"] == label]), exact])
     most = f"largest ideal speed-up shown to lose under {100 * BEARABLE:g} points"
     return markdown(["model", "suite", "schedule", most, "the gentlest: points lost [95 %]",
                      "`auto`, nothing lost, in time [at least]"], lines)
 
 
-def _largest(seqs: Sequence[SequenceState]) -> list[str]:
-    seqs = sorted(seqs, key=lambda seq: seq["speedup"])
-    shown = [seq["speedup"] for seq in seqs if -seq["difference"]["low"] < BEARABLE]
+def _largest(rows: Sequence[Row]) -> list[str]:
+    rows = sorted(rows, key=lambda row: row["speedup"])
+    shown = [row["speedup"] for row in rows if -row["difference"]["low"] < BEARABLE]
     best = f"{max(shown):.2f}x" if shown else "none"
-    return [best, f"{seqs[0]['speedup']:.2f}x: {_points(_turned(seqs[0]['difference']))}"]
+    return [best, f"{rows[0]['speedup']:.2f}x: {_points(_turned(rows[0]['difference']))}"]
 
 
 def lossy(report: Report) -> list[dict[str, Any]]:
@@ -108,10 +108,10 @@ def lossy(report: Report) -> list[dict[str, Any]]:
     full = suite["answers"][0]
     return [
         {"task": TASKS[suite["suite"]], "suite": suite["suite"],
-         "label": f"d3:alpha={seq['method']['method_args']['alpha']:.6f}", "ideal": round(seq["ideal_speedup"], 3),
-         "time": round(seq["timing"]["realised_speedup"], 3), "full": round(seq.get("of", full["accuracy"]), 4),
-         "drop": round(-seq["difference"]["mean"], 4), "most": round(-seq["difference"]["low"], 4), "n": seq["n"]}
-        for seq in suite["answers"] if seq["label"] == "d3" and seq.get("timing")
+         "label": f"d3:alpha={row['method']['method_args']['alpha']:.6f}", "ideal": round(row["ideal_speedup"], 3),
+         "time": round(row["timing"]["realised_speedup"], 3), "full": round(row.get("of", full["accuracy"]), 4),
+         "drop": round(-row["difference"]["mean"], 4), "most": round(-row["difference"]["low"], 4), "n": row["n"]}
+        for row in suite["answers"] if row["label"] == "d3" and row.get("timing")
     ]
 
 
@@ -125,9 +125,9 @@ def _points(found: Mapping[str, float]) -> str:
     return f"{mean} [{low} to {high}]"
 
 
-def _time(seq: SequenceState) -> str:
+def _time(row: Row) -> str:
     """How many times faster than full depth, if it was timed."""
-    return f"{seq['timing']['realised_speedup']:.2f}x" if seq.get("timing") else ""
+    return f"{row['timing']['realised_speedup']:.2f}x" if row.get("timing") else ""
 
 
 def _p(found: Mapping[str, float]) -> str:

@@ -27,7 +27,7 @@ ALIKE = 0.05
 """Largest difference between shares of the large model that are compared."""
 
 Report = Mapping[str, Any]
-SequenceState = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,16 +69,16 @@ def head(name: str, report: Report) -> str:
 
 def switching(report: Report) -> str:
     """Share of each model, and right answers compared with chance at an equal share."""
-    seqs = answers(report)
-    control = {one["label"]: one for one in seqs if one["method"]["method"] == "random_switching"}
+    rows = answers(report)
+    control = {one["label"]: one for one in rows if one["method"]["method"] == "random_switching"}
     lines = []
-    for seq in seqs:
-        slow = None if seq["label"] in control or not 0 < share(seq) < 1 else min(
-            (one for one in control.values() if abs(share(one) - share(seq)) <= ALIKE),
-            key=lambda one: abs(share(one) - share(seq)), default=None)
-        extra = "" if slow is None else f"{gap(versus(report, seq, slow))} ({100 * share(slow):.0f} %)"
-        lines.append([shown(seq), f"{100 * share(seq):.0f}", f"{seq.get('switches_per_answer', 0):.1f}", right(seq),
-                      gained(seq), extra, pace(seq)])
+    for row in rows:
+        twin = None if row["label"] in control or not 0 < share(row) < 1 else min(
+            (one for one in control.values() if abs(share(one) - share(row)) <= ALIKE),
+            key=lambda one: abs(share(one) - share(row)), default=None)
+        beside = "" if twin is None else f"{gap(versus(report, row, twin))} ({100 * share(twin):.0f} %)"
+        lines.append([shown(row), f"{100 * share(row):.0f}", f"{row.get('switches_per_answer', 0):.1f}", right(row),
+                      gained(row), beside, pace(row)])
     header = ["who writes", "large model's share of tokens, %", "switches an answer", "right % [95 %]",
               "points more than the large model [95 %]", "points more than chance at a like share", "seconds an answer"]
     return markdown(header, lines)
@@ -86,86 +86,86 @@ def switching(report: Report) -> str:
 
 def search(report: Report) -> str:
     """Right answers, and the tokens decoded for them."""
-    seqs = answers(report)
+    rows = answers(report)
     lines = []
-    for seq in seqs:
-        slow = min(rivals(seq, seqs), key=lambda one: abs(spent(one) - spent(seq)), default=None)
-        lines.append([shown(seq, plain="one sample"), f"{spent(seq):.0f}", right(seq), gained(seq),
-                      "" if slow is None else f"{gap(versus(report, seq, slow))} ({shown(slow)})"])
+    for row in rows:
+        twin = min(rivals(row, rows), key=lambda one: abs(spent(one) - spent(row)), default=None)
+        lines.append([shown(row, plain="one sample"), f"{spent(row):.0f}", right(row), gained(row),
+                      "" if twin is None else f"{gap(versus(report, row, twin))} ({shown(twin)})"])
     header = ["method", "tokens decoded an answer", "right % [95 %]", "points more than one sample [95 %]",
               "points more than best_of at the nearest number of tokens"]
     return markdown(header, lines)
 
 
-def rivals(seq: SequenceState, seqs: Sequence[SequenceState]) -> list[SequenceState]:
+def rivals(row: Row, rows: Sequence[Row]) -> list[Row]:
     """Samples chosen by the same verifier; for these themselves, samples chosen by likelihood."""
-    kind, verifier = seq["method"]["method"], judge(seq)
+    kind, verifier = row["method"]["method"], judge(row)
     if kind == "full" or (kind, verifier) == ("best_of", "likelihood"):
         return []
     wanted = "likelihood" if kind == "best_of" else verifier
-    return [one for one in seqs if one["method"]["method"] == "best_of" and judge(one) == wanted]
+    return [one for one in rows if one["method"]["method"] == "best_of" and judge(one) == wanted]
 
 
-def judge(seq: SequenceState) -> str:
+def judge(row: Row) -> str:
     """The judge that chooses the best answer."""
-    return str(seq["method"].get("method_args", {}).get("verifier", "likelihood"))
+    return str(row["method"].get("method_args", {}).get("verifier", "likelihood"))
 
 
 def tokens(report: Report) -> str:
     """Right answers, repetition, and forwards."""
     layers = report["num_layers"]
-    lines = [[shown(seq), right(seq), gained(seq), f"{100 * seq['repeated']:.1f}",
-              f"{100 * seq['share_cut']:.1f}", f"{seq['tokens_per_answer']:.0f}",
-              f"{seq['mean_layers'] / layers:.2f}"] for seq in answers(report)]
+    lines = [[shown(row), right(row), gained(row), f"{100 * row['repeated']:.1f}",
+              f"{100 * row['share_cut']:.1f}", f"{row['tokens_per_answer']:.0f}",
+              f"{row['mean_layers'] / layers:.2f}"] for row in answers(report)]
     header = ["method", "right % [95 %]", "points more than plain [95 %]", "4-grams that repeat, %", "cut off, %",
               "tokens an answer", "forwards a token"]
     return markdown(header, lines)
 
 
-def answers(report: Report) -> list[SequenceState]:
-    """Sequences of answers, the full model's first."""
+def answers(report: Report) -> list[Row]:
+    """Rows of answers, the full model's first."""
     return list(report["suites"][0]["answers"])
 
 
-def shown(seq: SequenceState, plain: str = "the model alone") -> str:
+def shown(row: Row, plain: str = "the model alone") -> str:
     """A candidate's label without its models' files; for a card, the numbers that it sets."""
-    parts = [part for part in seq["label"].split(":") if not part.startswith(("draft=", "judge="))]
-    if seq["method"]["method"] == "calibrated":
-        held = seq["method"]["inner"]
+    parts = [part for part in row["label"].split(":") if not part.startswith(("draft=", "judge="))]
+    if row["method"]["method"] == "calibrated":
+        held = row["method"]["inner"]
         parts = [held["method"], *(f"{knob}={value}" for knob, value in held["method_args"].items()
                                    if isinstance(value, (int, float)))]
     return plain if parts == ["full"] else ", ".join([f"`{parts[0]}`", *parts[1:]])
 
 
-def share(seq: SequenceState) -> float:
+def share(row: Row) -> float:
     """Share of tokens from the engine's own model."""
-    return 1 - float(seq.get("second_tokens_per_answer", 0)) / float(seq["tokens_per_answer"])
+    return 1 - float(row.get("second_tokens_per_answer", 0)) / float(row["tokens_per_answer"])
 
 
-def spent(seq: SequenceState) -> float:
+def spent(row: Row) -> float:
     """Tokens decoded per answer, rejected ones included."""
-    return float(seq["tokens_per_answer"]) + float(seq.get("thrown_away_per_answer", 0))
+    return float(row["tokens_per_answer"]) + float(row.get("thrown_away_per_answer", 0))
 
 
-def versus(report: Report, seq: SequenceState, other: SequenceState) -> Mapping[str, float]:
-    """How many more answers `sequence` has right than `other`, on the same items."""
+def versus(report: Report, row: Row, other: Row) -> Mapping[str, float]:
+    """How many more answers `row` has right than `other`, on the same items."""
     for one in report["suites"][0]["between"]:
-        if {one["label"], one["than"]} == {seq["label"], other["label"]}:
-            sign = 1 if one["label"] == seq["label"] else -1
+        if {one["label"], one["than"]} == {row["label"], other["label"]}:
+            sign = 1 if one["label"] == row["label"] else -1
             low, high = sorted((sign * one["low"], sign * one["high"]))
             return {"mean": sign * one["mean"], "low": low, "high": high, "p": one["p"]}
-    raise KeyError((seq["label"], other["label"]))
+    raise KeyError((row["label"], other["label"]))
 
 
-def right(seq: SequenceState) -> str:
+def right(row: Row) -> str:
     """Share of right answers."""
-    low, high = seq["accuracy_interval"]
-    return f"{100 * seq['accuracy']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
+    low, high = row["accuracy_interval"]
+    return f"{100 * row['accuracy']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
 
 
-def gained(seq: SequenceState) -> str:
+def gained(row: Row) -> str:
     """The gain over the full model; empty for the full model itself."""
-    return "" if seq["label"] == "full" else gap(seq["difference"])
+    return "" if row["label"] == "full" else gap(row["difference"])
 
 
 def gap(found: Mapping[str, float]) -> str:
@@ -174,9 +174,9 @@ def gap(found: Mapping[str, float]) -> str:
     return f"**{text}**" if found.get("p_holm", found["p"]) < 0.05 else text
 
 
-def pace(seq: SequenceState) -> str:
+def pace(row: Row) -> str:
     """Seconds of a single answer, prefill by both models included."""
-    timing = seq.get("timing")
+    timing = row.get("timing")
     return "" if timing is None else f"{timing['seconds_per_answer']:.2f}"
 
 

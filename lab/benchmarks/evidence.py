@@ -38,7 +38,7 @@ _EVERY, _LEAST = 32, 400
 """Positions of a column, and least number of its tokens."""
 
 Report = Mapping[str, Any]
-SequenceState = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,9 +62,9 @@ def cards() -> dict[Path, str]:
     found, answers = {}, answered()
     for name, card in CARDS.items():
         path = ROOT / "src" / "shoal" / "cards" / f"{card}.json"
-        seqs, machine = lossless(name)
-        known = {"lossless": seqs,
-                 "lossy": [seq for (model, _), one in answers.items() if model == name for seq in checked.lossy(one)],
+        rows, machine = lossless(name)
+        known = {"lossless": rows,
+                 "lossy": [row for (model, _), one in answers.items() if model == name for row in checked.lossy(one)],
                  "machine": f"{machine['cpu']} with {machine['cpu_capability']}"}
         found[path] = json.dumps({**json.loads(path.read_text("utf-8")), "evidence": known}) + "\n"
     return found
@@ -76,13 +76,13 @@ def lossless(name: str) -> tuple[list[dict[str, Any]], Report]:
     If a smaller model drafts, both are in one report, in which they took turns.
     """
     alone, path = auto(name), ROOT / "lab" / "reports" / "drafts" / f"{name}.json"
-    extra = json.loads(path.read_text("utf-8")) if path.is_file() else {"results": []}
-    if not any(seq["system"].startswith(_PAIRED) for seq in extra["results"]):
-        seqs = alone["kinds"].items()
-        return [_lossless(kind, "auto", seq["ratio"], seq["low"], seq["texts"]) for kind, seq in seqs], alone["machine"]
-    seqs = [seq for seq in extra["results"] if seq["system"] == "auto" or seq["system"].startswith(_PAIRED)]
-    return [_lossless(seq["kind"], seq["system"], seq["times_faster"]["mean"], seq["times_faster"]["low"], seq["texts"])
-            for seq in seqs], extra["machine"]
+    beside = json.loads(path.read_text("utf-8")) if path.is_file() else {"results": []}
+    if not any(row["system"].startswith(_PAIRED) for row in beside["results"]):
+        rows = alone["kinds"].items()
+        return [_lossless(kind, "auto", row["ratio"], row["low"], row["texts"]) for kind, row in rows], alone["machine"]
+    rows = [row for row in beside["results"] if row["system"] == "auto" or row["system"].startswith(_PAIRED)]
+    return [_lossless(row["kind"], row["system"], row["times_faster"]["mean"], row["times_faster"]["low"], row["texts"])
+            for row in rows], beside["machine"]
 
 
 def _lossless(task: str, label: str, speedup: float, low: float, texts: int) -> dict[str, Any]:
@@ -138,12 +138,12 @@ def tables(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Repo
 
 def distance(name: str, report: Report) -> str:
     """D3 and its controls at each speed-up."""
-    seqs = report["distance"]["rows"]
-    head = f"**{name}**, {seqs[0]['n']} answers of the full model, {seqs[0]['tokens']:,} tokens:"
+    rows = report["distance"]["rows"]
+    head = f"**{name}**, {rows[0]['n']} answers of the full model, {rows[0]['tokens']:,} tokens:"
     header = ["ideal", "schedule", "mean layers", "KL, nats [95 %]", "difference from D3 [95 %]", "p", "kept %",
               "tokens in common"]
-    lines = [_distance_line(seq) for speed in _speeds(seqs) for label in SHOWN
-             for seq in seqs if seq.get("speedup") == speed and seq["label"] == label]
+    lines = [_distance_line(row) for speed in _speeds(rows) for label in SHOWN
+             for row in rows if row.get("speedup") == speed and row["label"] == label]
     return f"{head}\n\n{markdown(header, lines)}"
 
 
@@ -154,34 +154,34 @@ def short(reports: Mapping[str, Report]) -> str:
     lines = []
     for name, report in reports.items():
         for speed in _speeds(report["distance"]["rows"]):
-            at = {seq["label"]: seq for seq in report["distance"]["rows"] if seq.get("speedup") == speed}
-            best = min((seq for label, seq in at.items() if label != "d3"), key=lambda seq: seq["kl"]["mean"])
+            at = {row["label"]: row for row in report["distance"]["rows"] if row.get("speedup") == speed}
+            best = min((row for label, row in at.items() if label != "d3"), key=lambda row: row["kl"]["mean"])
             lines.append([name, f"{speed:g}x", _interval(at["d3"]["kl"], ".3f"), _gap(at["constant"]),
                           f"{best['label']}: {_gap(best)}", f"{100 * at['d3']['kept']['mean']:.0f}"])
     return markdown(header, lines)
 
 
-def _gap(seq: SequenceState) -> str:
+def _gap(row: Row) -> str:
     """How much farther from the full model than D3, bold if significant."""
-    found = seq["versus_d3"]["kl"]
+    found = row["versus_d3"]["kl"]
     text = f"{found['mean']:+.3f} [{found['low']:+.3f} to {found['high']:+.3f}]"
     return f"**{text}**" if found.get("p_holm", found["p"]) < 0.05 else text
 
 
-def _distance_line(seq: SequenceState) -> list[str]:
-    versus, gap = seq["versus_d3"], ["", ""]
-    if seq["label"] != "d3":
+def _distance_line(row: Row) -> list[str]:
+    versus, gap = row["versus_d3"], ["", ""]
+    if row["label"] != "d3":
         p = versus["kl"].get("p_holm", versus["kl"]["p"])
         gap = [_interval(versus["kl"], "+.3f"), "<0.001" if p < 0.001 else f"{p:.3f}"]
-    return [f"{seq['speedup']:.2f}x", seq["label"], f"{seq['mean_layers']:.2f}", _interval(seq["kl"], ".3f"), *gap,
-            f"{100 * seq['kept']['mean']:.1f}", f"{seq['prefix']['mean']:.0f}" if "prefix" in seq else ""]
+    return [f"{row['speedup']:.2f}x", row["label"], f"{row['mean_layers']:.2f}", _interval(row["kl"], ".3f"), *gap,
+            f"{100 * row['kept']['mean']:.1f}", f"{row['prefix']['mean']:.0f}" if "prefix" in row else ""]
 
 
 def orders(reports: Mapping[str, Report]) -> str:
     """KL of D3 by removal order: a line per order, a column per model and speed-up."""
     columns = [(name, speed) for name, report in reports.items() for speed in _speeds(report["distance"]["rows"])]
-    found = {(name, seq["speedup"], seq["label"]): seq["kl"]["mean"] for name, report in reports.items()
-             for seq in report["distance"]["rows"] if "speedup" in seq}
+    found = {(name, row["speedup"], row["label"]): row["kl"]["mean"] for name, report in reports.items()
+             for row in report["distance"]["rows"] if "speedup" in row}
     others = {key for key in found if key[2].startswith("d3, ") and "start" not in key[2]}
     columns = [column for column in columns if any(key[:2] == column for key in others)]
     labels = dict.fromkeys(["d3", *(label for _, _, label in found if any(label == key[2] for key in others))])
@@ -195,30 +195,30 @@ def times(reports: Mapping[str, Report]) -> str:
     """The time behind an ideal speed-up, for D3 and constant depth: measured, and predicted by the cost card."""
     lines = []
     for name, report in reports.items():
-        seqs = {(seq["label"], seq["speedup"]): seq for seq in report["distance"]["times"]}
-        for speed in sorted({speed for label, speed in seqs if label == "d3"}):
-            cells = [f"{seqs[label, speed]['realised_speedup']:.3f}x ({seqs[label, speed]['predicted_speedup']:.3f}x)"
+        rows = {(row["label"], row["speedup"]): row for row in report["distance"]["times"]}
+        for speed in sorted({speed for label, speed in rows if label == "d3"}):
+            cells = [f"{rows[label, speed]['realised_speedup']:.3f}x ({rows[label, speed]['predicted_speedup']:.3f}x)"
                      for label in ("d3", "constant")]
-            lines.append([name, f"{speed:g}x", *cells, str(seqs["d3", speed]["items"])])
+            lines.append([name, f"{speed:g}x", *cells, str(rows["d3", speed]["items"])])
     return markdown(["model", "ideal", "D3 (expected)", "constant (expected)", "answers"], lines)
 
 
 def positions(name: str, report: Report) -> str:
     """The full model's loss, and the KL of D3 and similar schedules, by position."""
-    seqs, width = report["distance"]["rows"], report["distance"]["bin"]
+    rows, width = report["distance"]["rows"], report["distance"]["bin"]
     step = _EVERY // width
-    bins = [index for index in range(0, len(seqs[0]["by_position"]), step)
-            if sum(one["tokens"] for one in seqs[0]["by_position"][index : index + step]) >= _LEAST]
-    lines = [["loss at full depth", *(_over(seqs[0], "nll", index, step) for index in bins)]]
-    speed = _speeds(seqs)[min(1, len(_speeds(seqs)) - 1)]
+    bins = [index for index in range(0, len(rows[0]["by_position"]), step)
+            if sum(one["tokens"] for one in rows[0]["by_position"][index : index + step]) >= _LEAST]
+    lines = [["loss at full depth", *(_over(rows[0], "nll", index, step) for index in bins)]]
+    speed = _speeds(rows)[min(1, len(_speeds(rows)) - 1)]
     for label in ("d3", "constant", "linear", "reversed d3"):
-        seq = next(seq for seq in seqs if seq.get("speedup") == speed and seq["label"] == label)
-        lines.append([f"KL of {label} at {speed:g}x", *(_over(seq, "kl", index, step) for index in bins)])
+        row = next(row for row in rows if row.get("speedup") == speed and row["label"] == label)
+        lines.append([f"KL of {label} at {speed:g}x", *(_over(row, "kl", index, step) for index in bins)])
     return markdown([f"{name}: tokens from", *(str(index * width) for index in bins)], lines)
 
 
-def _over(seq: SequenceState, measure: str, index: int, step: int) -> str:
-    bins = seq["by_position"][index : index + step]
+def _over(row: Row, measure: str, index: int, step: int) -> str:
+    bins = row["by_position"][index : index + step]
     return f"{sum(one[measure]['mean'] * one['tokens'] for one in bins) / sum(one['tokens'] for one in bins):.3f}"
 
 
@@ -239,16 +239,16 @@ def draw(reports: Mapping[str, Report], answers: Mapping[tuple[str, str], Report
     evidence_plots.draw_answers(answers, checked.TASKS, {name: auto(name) for name in CARDS}, folder / "lost.png")
     evidence_plots.draw_distances(reports, folder / "distances.png")
     for name, report in reports.items():
-        seqs = report["distance"]["rows"]
-        shown = [seq for seq in seqs if seq["label"] in SHOWN[:5]]
+        rows = report["distance"]["rows"]
+        shown = [row for row in rows if row["label"] in SHOWN[:5]]
         plots.draw_depth(shown, folder / f"{name}-depth.png")
-        for speed in _speeds(seqs)[1:2]:
-            at = [seq for seq in seqs if seq.get("speedup") == speed]
+        for speed in _speeds(rows)[1:2]:
+            at = [row for row in rows if row.get("speedup") == speed]
             plots.draw_kl_positions(at, speed, folder / f"{name}-positions.png")
 
 
-def _speeds(seqs: Sequence[SequenceState]) -> list[float]:
-    return sorted({seq["speedup"] for seq in seqs if "speedup" in seq})
+def _speeds(rows: Sequence[Row]) -> list[float]:
+    return sorted({row["speedup"] for row in rows if "speedup" in row})
 
 
 def _interval(found: Mapping[str, float], form: str) -> str:

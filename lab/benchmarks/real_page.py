@@ -15,7 +15,7 @@ from shoal_lab.bench.speed.startup import AGAINST
 from shoal_lab.bench.speed.startup_table import NAMES, megabytes
 
 Report = Mapping[str, Any]
-SequenceState = table.SequenceState
+Row = table.Row
 
 BASELINES = {name: shown for name, shown in NAMES.items() if name != OURS}
 """A system's name in reports -> its name in tables, column by column."""
@@ -25,17 +25,17 @@ HEADER = ["model", "what", "Shoal", *BASELINES.values(), *(f"times better than {
 
 def overview(reports: Sequence[Report]) -> str:
     """All files in a Markdown table: a line per file and measurement. Empty without reports of files."""
-    seqs = [seq for name in _names(reports) for seq in _seqs(name, [r for r in reports if _name(r) == name])]
-    if not seqs:
+    rows = [row for name in _names(reports) for row in _rows(name, [r for r in reports if _name(r) == name])]
+    if not rows:
         return ""
     used = [report for report in reports if report.get("kind") == "startup" or _speed(report)]
-    lines = [*_machines(used), "", markdown(HEADER, seqs), ""]
+    lines = [*_machines(used), "", markdown(HEADER, rows), ""]
     return "\n" + "\n".join([*lines, *(f"Warning: {warning}.\n" for warning in _warnings(used))])
 
 
 GLANCE = {("generate", 1, 64): "decode, tokens/s", ("generate", 8, 64): "8 rows together",
           ("prefill", 1, 64): "prompt of 64", ("prefill", 1, 512): "prompt of 512"}
-"""Columns of a model's line: kind, sequences, context, and the heading."""
+"""Columns of a model's line: kind, rows, context, and the heading."""
 
 
 def glance(reports: Sequence[Report]) -> str:
@@ -47,46 +47,46 @@ def glance(reports: Sequence[Report]) -> str:
     return "\n" + "\n".join(lines) + "\n"
 
 
-def _glance(report: Report) -> SequenceState:
-    ours = [seq for seq in _speed(report) if seq["system"] == OURS and seq["label"] == "full"]
-    costs = {seq["positions"]: seq["ratios"]["cost_of_one_position"]["median"]
-             for seq in ours if "cost_of_one_position" in seq["ratios"]}
-    found = {(seq["kind"], seq["rows"], seq["context"]): seq for seq in ours if seq["kind"] != "forward"}
+def _glance(report: Report) -> Row:
+    ours = [row for row in _speed(report) if row["system"] == OURS and row["label"] == "full"]
+    costs = {row["positions"]: row["ratios"]["cost_of_one_position"]["median"]
+             for row in ours if "cost_of_one_position" in row["ratios"]}
+    found = {(row["kind"], row["rows"], row["context"]): row for row in ours if row["kind"] != "forward"}
     cells = [_glance_cell(found[key]) if key in found else "" for key in GLANCE]
     return [_name(report), *cells, "; ".join(f"{costs[number]:.2f}x" for number in (8, 16) if number in costs)]
 
 
-def _glance_cell(seq: Mapping[str, Any]) -> str:
-    key = "tokens_per_second" if seq["kind"] == "generate" else "prompt_tokens_per_second"
-    times = [f"{seq['ratios'][baseline]['median']:.2f}x" for baseline in BASELINES if baseline in seq["ratios"]]
-    return f"{_number(seq[key]['median'])} ({', '.join(times)})"
+def _glance_cell(row: Mapping[str, Any]) -> str:
+    key = "tokens_per_second" if row["kind"] == "generate" else "prompt_tokens_per_second"
+    times = [f"{row['ratios'][baseline]['median']:.2f}x" for baseline in BASELINES if baseline in row["ratios"]]
+    return f"{_number(row[key]['median'])} ({', '.join(times)})"
 
 
 def page(stem: str, report: Report) -> str:
     """One whole report of loading or fidelity, as Markdown."""
-    header, *seqs = startup_table.seqs(report) if report["kind"] == "startup" else fidelity_rows(report)
+    header, *rows = startup_table.rows(report) if report["kind"] == "startup" else fidelity_rows(report)
     when = f"{report['date'][:10]}, {_commit(report)}"
     lines = [f"\n### {stem}\n", f"**{_name(report)}**, {_machine(report)}, {when}.", ""]
-    lines += ["```sh", current(report["command"]), "```", "", markdown(header, seqs), ""]
+    lines += ["```sh", current(report["command"]), "```", "", markdown(header, rows), ""]
     lines += [f"- Not measured: {one['system']}: {one['reason']}." for one in report["not_measured"]]
     lines += [f"\nWarning: {warning}." for warning in report.get("warnings", ())]
     return "\n".join(lines) + "\n"
 
 
-def fidelity_rows(report: Report) -> list[SequenceState]:
-    """Header and a sequence per system."""
+def fidelity_rows(report: Report) -> list[Row]:
+    """Header and a row per system."""
     header = ["system", "bits per weight", "perplexity", "over the reference's", "tokens read",
               "largest logit difference", "greedy texts equal, ties, wrong"]
     return [header, *map(_fidelity_row, report["results"])]
 
 
-def _fidelity_row(seq: Mapping[str, Any]) -> SequenceState:
-    greedy, ratio = seq["greedy"], seq.get("ratio")
-    interval = f" ({seq['ratio_low']:.4f}-{seq['ratio_high']:.4f})" if "ratio_low" in seq else ""
+def _fidelity_row(row: Mapping[str, Any]) -> Row:
+    greedy, ratio = row["greedy"], row.get("ratio")
+    interval = f" ({row['ratio_low']:.4f}-{row['ratio_high']:.4f})" if "ratio_low" in row else ""
     return [
-        seq["system"], f"{seq['bits_per_weight']:.2f}", f"{seq['perplexity']:.3f}" if ratio is not None else "",
-        f"{ratio:.4f}{interval}" if ratio is not None else "", str(seq["tokens"]),
-        f"{100 * seq['logits']['relative']:.2g} %", f"{greedy['equal']}, {greedy['ties']}, {greedy['wrong']}",
+        row["system"], f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.3f}" if ratio is not None else "",
+        f"{ratio:.4f}{interval}" if ratio is not None else "", str(row["tokens"]),
+        f"{100 * row['logits']['relative']:.2g} %", f"{greedy['equal']}, {greedy['ties']}, {greedy['wrong']}",
     ]
 
 
@@ -103,7 +103,7 @@ def _speed(report: Report) -> list[Mapping[str, Any]]:
     return [] if "kind" in report else [result for result in report["results"] if result["quant"] == FILE]
 
 
-def _seqs(name: str, reports: Sequence[Report]) -> Iterator[SequenceState]:
+def _rows(name: str, reports: Sequence[Report]) -> Iterator[Row]:
     """A model's lines; its name stands in the first."""
     shown = name
     for report in reports:
@@ -113,7 +113,7 @@ def _seqs(name: str, reports: Sequence[Report]) -> Iterator[SequenceState]:
             shown = ""
 
 
-def _speed_lines(results: Sequence[Mapping[str, Any]]) -> Iterator[SequenceState]:
+def _speed_lines(results: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     for ours in results:
         if ours["system"] != OURS or ours["kind"] == "forward" or ours["rows"] != 1:
             continue
@@ -127,8 +127,8 @@ def _speed_lines(results: Sequence[Mapping[str, Any]]) -> Iterator[SequenceState
         yield [what, _number(ours[key]["median"]), *cells, *ratios]
 
 
-def _startup_lines(report: Report) -> Iterator[SequenceState]:
-    found = {(seq["system"], seq["condition"]): seq for seq in report["results"]}
+def _startup_lines(report: Report) -> Iterator[Row]:
+    found = {(row["system"], row["condition"]): row for row in report["results"]}
     wanted = [
         ("first", "first load, s", "load_seconds"), ("cached", "load, s", "load_seconds"),
         ("cold", "load from a cold disk, s", "load_seconds"), ("cached", "memory at most, MB", "peak_bytes"),
@@ -136,9 +136,9 @@ def _startup_lines(report: Report) -> Iterator[SequenceState]:
     for condition, what, key in wanted:
         ours = found.get((OURS, condition))
         if ours is not None:
-            seqs = [ours, *(found.get((baseline, AGAINST[condition])) for baseline in BASELINES)]
+            rows = [ours, *(found.get((baseline, AGAINST[condition])) for baseline in BASELINES)]
             ratios = [_ratio(ours["ratios"].get(f"{baseline} {key}")) for baseline in BASELINES]
-            yield [what, *("" if seq is None else _measure(seq[key]["median"], key) for seq in seqs), *ratios]
+            yield [what, *("" if row is None else _measure(row[key]["median"], key) for row in rows), *ratios]
 
 
 def _measure(value: float, key: str) -> str:

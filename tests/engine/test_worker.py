@@ -41,7 +41,7 @@ def until(condition: Any) -> None:
 def endanger(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Let the scheduler's steps end in SystemExit now and then, before or after they have done their work."""
     rng, left = random.Random(0), [times]
-    for name in ("_let_go", "_admit", "_forward", "_tell", "_sweep", "_end", "_give"):
+    for name in ("_drop_cancelled", "_admit", "_forward", "_emit", "_finish", "_end", "_give"):
 
         def risky(step: Any, *args: Any) -> Any:
             fatal = left[0] > 0 and rng.random() < 0.03

@@ -14,7 +14,6 @@ import pytest
 
 from serving import MODEL, Running, held_up, serving
 from shoal.engine.constraints import constraint
-from shoal.engine.constraints.constraint import Compiler
 from shoal.sandbox.helper import Helpers
 from tool_tokenizer import ASK, speaking
 
@@ -126,14 +125,14 @@ def test_references_that_are_resolved_elsewhere_and_a_name_of_ones_own_stay(serv
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore, threading.Event]]:
     """Make compiling release the semaphore and then wait for the event."""
-    begun, go, new = threading.Semaphore(0), threading.Event(), Compiler._new
+    begun, go, ask = threading.Semaphore(0), threading.Event(), constraint._trials.ask
 
-    def slow(self: Compiler, wanted: Any) -> Any:
+    def slow(question: Any) -> Any:
         begun.release()
         assert go.wait(60)
-        return new(self, wanted)
+        return ask(question)
 
-    monkeypatch.setattr(Compiler, "_new", slow)
+    monkeypatch.setattr(constraint._trials, "ask", slow)
     yield begun, go
     go.set()
 

@@ -101,9 +101,10 @@ def test_where_bounds_let_too_much_through_the_head_is_read_whole_for_a_while(mo
 
 
 def test_one_forward_in_which_bounds_are_good_starts_the_rests_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, found = forward_of(head(), 1, 2, CASE), []
+    models: list[native.NativeModel] = []
+    forward, found = forward_of(head(), 1, 2, CASE, models), []
     for most in [0.0] * 4 + [1.0] * 3 + [0.0] * 3:
-        monkeypatch.setattr("shoal.model.packed.native.model._MOST_READ", most)
+        monkeypatch.setattr(models[0], "_most_read", most)
         found.append(bool((forward(True) > -torch.inf).all()))
     assert found == [False, True, False, True, True, False, False, False, True, False]
 

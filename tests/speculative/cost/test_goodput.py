@@ -150,10 +150,16 @@ def test_rows_are_told_apart() -> None:
     assert lengths[0] >= 3 and lengths[1] == 0
 
 
+class Prompted(TokenTree):
+    """A tree with a vector behind its nodes."""
+
+    vectors = [0.0]  # type: ignore[assignment]
+
+
 def test_a_step_that_gets_guesses_ready_is_tried_again() -> None:
-    """Asides without a guess tell nothing: neither the first trial nor a probe has taken place."""
+    """Vectors without a guess tell nothing: neither the first trial nor a probe has taken place."""
     policy, row = Goodput(most=4), SimpleNamespace()
-    ready = TokenTree((7,), (-1,), None, (0,), [0.0])
+    ready = Prompted((7,), (-1,))
     plain, outcome = TokenTree.chain([7]), Outcome((0,), 1)
 
     def step(tree: TokenTree, seconds: float = 1.0) -> None:
