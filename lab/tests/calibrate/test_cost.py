@@ -28,7 +28,7 @@ def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
         if step == 0:
             now[0] += 0.01 + TOKEN * sum(len(one.tokens) for one in chunks)
         else:
-            read = sum(attended(chunk.plan, step, cache.positions[one.row] + 1, made.runner.windows) for one in chunks)
+            read = sum(attended(chunk.plan, step, cache.positions[one.seq] + 1, made.runner.windows) for one in chunks)
             whole = chunk.plan.depth(step) < made.runner.num_layers or not chunk.argmax_only
             work = OVERHEAD + LAYER * chunk.plan.depth(step) + KV * read + whole * made.spared
             now[0] += work * made.slowness(now[0])

@@ -174,7 +174,7 @@ def test_all_experts_are_the_whole_model() -> None:
         recipe = ReadME(part, experts).recipe(info)
         assert recipe.components == () and recipe.exact_to == "full"
     some = ReadME(part, 2).recipe(info)
-    assert some.parts == ("experts",) and some.exact_to == "none"
+    assert some.components == ("experts",) and some.exact_to == "none"
 
 
 @each_backend

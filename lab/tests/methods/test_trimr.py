@@ -428,7 +428,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(Unsupported, match="waiting for what others say in 2 processes"):
         Ranks(size=2).check(TrimR(judge=states).recipe(ModelInfo(6)))
     both = make([TrimR(), KVInt8()]).recipe(ModelInfo(6, tokenizer=TOKENIZER))
-    assert (both.exact_to, both.parts) == ("none", ("store", "loop"))
+    assert (both.exact_to, both.components) == ("none", ("store", "loop"))
     assert DepthPlan.full(6) == both.plan
 
 

@@ -32,7 +32,7 @@ def test_the_layer_guesses_what_its_module_would(family: str, shape: TreeShape) 
     run = decode(None, ids, recipe, runner=HF.runner(family), new=12, sampling=Sampling(logit_bias=ECHO), watch=False)
     seen = 0
     for tree in proposer.trees:
-        texts = [row.tokens[: end + 1] for row in run.rows for end in range(row.prompt_length, len(row.tokens))
+        texts = [row.tokens[: end + 1] for row in run.seqs for end in range(row.prompt_length, len(row.tokens))
                  if row.tokens[end] == tree.tokens[0]]
         seen += any(agrees(module, family, text, tree, ECHO, width) for text in texts)
     assert seen == len(proposer.trees) > 4
