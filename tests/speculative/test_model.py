@@ -84,9 +84,9 @@ def test_a_draft_model_is_found_by_its_folder(tmp_path: Any) -> None:
 @pytest.mark.quick(1)
 def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) -> None:
     """Padded embeddings: the draft says nothing about tokens it has not, and none that the target has not."""
-    paths = byte_level()
-    target = engine_for(tiny("llama", vocab_size=sizes[0]), paths)
-    other = engine_for(tiny("llama", vocab_size=sizes[1]), paths)
+    words = byte_level()
+    target = engine_for(tiny("llama", vocab_size=sizes[0]), words)
+    other = engine_for(tiny("llama", vocab_size=sizes[1]), words)
     draft = target.info().draft_engine
     assert draft is not None
     draft._known["padded"] = "padded", other  # type: ignore[attr-defined]
@@ -97,8 +97,8 @@ def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) ->
             assert [r.tokens for r in found] == [r.tokens for r in plain]
 
 
-def refused(engine: Engine, method: Any, paths: str, **options: Any) -> None:
-    with pytest.raises(ValueError, match=paths):
+def refused(engine: Engine, method: Any, words: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=words):
         engine.generate(prompt(20), method=method, **options)
 
 
@@ -132,8 +132,8 @@ def test_other_tokenizers_are_refused() -> None:
         (lambda: DraftModel("m", rule="lenient"), "margin is None"),
     ],
 )
-def test_settings_out_of_range(make: Any, paths: str) -> None:
-    with pytest.raises(ValueError, match=paths):
+def test_settings_out_of_range(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         make()
 
 
@@ -164,10 +164,10 @@ def test_a_draft_that_breaks_leaves_the_target_as_it_was(call: int) -> None:
 
 
 def test_stop_strings_inside_a_block() -> None:
-    paths = metaspace()
-    engine = engine_for(tiny("llama", vocab_size=len(paths)), paths)
+    words = metaspace()
+    engine = engine_for(tiny("llama", vocab_size=len(words)), words)
     draft = noisy(engine.model, 0.03)
-    ids = prompt(5, 1, len(paths))
+    ids = prompt(5, 1, len(words))
     text = engine.generate(ids, max_new_tokens=NEW).text
     for stop in {text[at : at + size] for at in (2, 5, 9) for size in (1, 3)}:
         found = engine.generate(ids, method=DraftModel(draft), max_new_tokens=NEW, stop=[stop])

@@ -114,8 +114,8 @@ def test_what_is_no_number_is_refused(name: str, folder: Path) -> None:
 
 
 def test_no_part_is_refused() -> None:
-    paths = "eagle has no trained part, and none is known for this model; give part"
-    with pytest.raises(ValueError, match=paths):
+    words = "eagle has no trained part, and none is known for this model; give part"
+    with pytest.raises(ValueError, match=words):
         run(None)
 
 

@@ -78,17 +78,17 @@ def test_what_cannot_be_read_is_refused(bound: tuple[NativeModel, KVBinding], na
 
 BAD_CHOICES: dict[str, tuple[Any, str]] = {
     "tokens": ([None], "1 tokens choose columns; there are 3"),
-    "count": ([native.ColumnChoice(0, b"\1\2\2", 9)] * 3, "0 columns in 3 layers are chosen; .* at least 1, in 3"),
-    "layers": ([native.ColumnChoice(2, b"\1\2", 9)] * 3, "2 columns in 2 layers are chosen"),
-    "role": ([None, None, native.ColumnChoice(2, b"\1\2\3", 9)], r"token 2 has role 3 in layer 2; it must be in \[0"),
-    "room": ([native.ColumnChoice(2, b"\1\2\2", 8)] * 3, "there is room for 264 scores of token 2; it needs 265"),
+    "count": ([native.SlotChoice(0, b"\1\2\2", 9)] * 3, "0 columns in 3 layers are chosen; .* at least 1, in 3"),
+    "layers": ([native.SlotChoice(2, b"\1\2", 9)] * 3, "2 columns in 2 layers are chosen"),
+    "role": ([None, None, native.SlotChoice(2, b"\1\2\3", 9)], r"token 2 has role 3 in layer 2; it must be in \[0"),
+    "room": ([native.SlotChoice(2, b"\1\2\2", 8)] * 3, "there is room for 264 scores of token 2; it needs 265"),
 }
 
 
 def labels(groups: int = 2, known: int = 0, dim: int = 0, layers: int = LAYERS) -> Any:
     """Of all tokens in all layers."""
     dims, buffers = torch.full((layers, HEADS, 2), dim, dtype=torch.int32), [torch.zeros(HEADS, groups, 2, 16)] * layers
-    return [native.ColumnChoice(2, b"\3\3\3", 9, native.ColumnLabels(dims, buffers, [known] * layers))] * TOKENS
+    return [native.SlotChoice(2, b"\3\3\3", 9, native.SlotLabels(dims, buffers, [known] * layers))] * TOKENS
 
 
 BAD_CHOICES |= {
@@ -179,7 +179,7 @@ def test_of_many_columns_the_largest_are_read(spread: str, count: int, apart: bo
         return [None] * TOKENS
 
     expected = model.forward(batch, kv, threads=2, choose=choose)
-    choice = native.ColumnChoice(count, bytes((1, 2)), MANY + TOKENS, apart=apart)
+    choice = native.SlotChoice(count, bytes((1, 2)), MANY + TOKENS, apart=apart)
     found = model.forward(batch, kv, threads=2, choices=[choice] * TOKENS)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(found, model.forward(batch, kv, threads=1, choices=[choice] * TOKENS))
@@ -216,8 +216,8 @@ def test_labels_find_the_largest(
     for base, known in ((MANY, 0), (MANY + TOKENS, MANY)):
         batch = chain_batch(range(10, 10 + TOKENS), base, range(TOKENS))
         model.forward(batch, kv, threads=2, choose=look)
-        one = native.ColumnChoice(300, b"\3", base + TOKENS,
-                                  native.ColumnLabels(dims.int()[None], [label_sets], [known]))
+        one = native.SlotChoice(300, b"\3", base + TOKENS,
+                                  native.SlotLabels(dims.int()[None], [label_sets], [known]))
         model.forward(batch, kv, threads=2, choices=[one] * TOKENS)
         found = [memory[2] for memory in at_work[-1]._memory]
         of_queries = dims.repeat_interleave(heads // HEADS, 0).expand(TOKENS, -1, -1)

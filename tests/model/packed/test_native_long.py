@@ -14,7 +14,7 @@ from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeBatch
-from shoal.model.packed.native.batch import OwnColumns
+from shoal.model.packed.native.batch import OwnSlots
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
@@ -73,14 +73,14 @@ class Long:
     def binding(self) -> KVBinding:
         """Memory of its own for each run."""
         keys, values = ([one[None].clone()] for one in self.lines)
-        own = OwnColumns(bias=self.bias)
+        own = OwnSlots(bias=self.bias)
         if self.form == "bitmap":
             older = [part for one in self.lines for part in PRUNED.encode(one[:, : self.settled])]
-            own = OwnColumns(bias=self.bias, older=older, settled=self.settled)
+            own = OwnSlots(bias=self.bias, older=older, settled=self.settled)
             for one in (*keys, *values):
                 one[:, :, : self.settled] = torch.nan  # nobody reads it
         if self.form in BLOCKS:
-            own = OwnColumns(*encoded(self), self.bias)
+            own = OwnSlots(*encoded(self), self.bias)
         return self.slow.native.bind(keys, values, [[own]])
 
     def batch(self, first: int, count: int, wanted: list[int] | None = None) -> NativeBatch:
@@ -183,7 +183,7 @@ def test_settled_columns_that_cannot_be_are_refused(settled: int, message: str) 
     older = [part for one in row.lines for part in PRUNED.encode(one.repeat(1, 2, 1)[:, :200])]
     keys, values = ([one[None].clone()] for one in row.lines)
     with pytest.raises(ValueError, match=message):
-        kv = row.slow.native.bind(keys, values, [[OwnColumns(older=older, settled=settled)]])
+        kv = row.slow.native.bind(keys, values, [[OwnSlots(older=older, settled=settled)]])
         row.slow.native.forward(row.batch(0, 1), kv)
 
 
@@ -196,14 +196,14 @@ def test_blocks_of_other_types_or_sizes_are_refused(form: str, part: int) -> Non
         stored = encoded(row)
         stored[side][part] = stored[side][part].float() if part else stored[side][part][..., :-1].contiguous()
         with pytest.raises(ValueError, match="what a row has of its own is"):
-            row.slow.native.bind(keys, values, [[OwnColumns(*stored)]])
+            row.slow.native.bind(keys, values, [[OwnSlots(*stored)]])
 
 
 def test_values_in_more_bits_than_keys_are_refused() -> None:
     row = Long(LONG, 130, form="int8 and int4")
     keys, values = ([one[None].clone()] for one in row.lines)
     with pytest.raises(ValueError, match="what a row has of its own is torch.int8"):
-        row.slow.native.bind(keys, values, [[OwnColumns(*reversed(encoded(row)))]])
+        row.slow.native.bind(keys, values, [[OwnSlots(*reversed(encoded(row)))]])
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -213,4 +213,4 @@ def test_bitmaps_of_other_types_or_sizes_are_refused(place: int) -> None:
     older[place] = older[place][..., :-1].contiguous() if place != 1 else older[1].double()
     keys, values = ([one[None].clone()] for one in row.lines)
     with pytest.raises(ValueError, match="what a row has of its own is"):
-        row.slow.native.bind(keys, values, [[OwnColumns(older=older, settled=3)]])
+        row.slow.native.bind(keys, values, [[OwnSlots(older=older, settled=3)]])

@@ -20,18 +20,18 @@ def step(guesses: int, kept: int, draft: float, target: float, rows: int = 1) ->
 
 
 def told(reports: list[StepReport]) -> list[str]:
-    paths: list[str] = []
-    meter = Meter("d3_spec", paths.append)
+    words: list[str] = []
+    meter = Meter("d3_spec", words.append)
     for one in reports:
         meter.observe(one)
-    return paths
+    return words
 
 
 def test_drafts_that_cost_more_than_they_bring_are_told_of_once() -> None:
-    paths = told([step(4, 1, 2.0, 1.1)] * 300)
-    assert len(paths) == 1
-    assert paths[0].startswith("d3_spec is losing time here: 0.71x") and "25% of its guesses kept" in paths[0]
-    assert "auto" in paths[0] and "full" in paths[0]
+    words = told([step(4, 1, 2.0, 1.1)] * 300)
+    assert len(words) == 1
+    assert words[0].startswith("d3_spec is losing time here: 0.71x") and "25% of its guesses kept" in words[0]
+    assert "auto" in words[0] and "full" in words[0]
 
 
 @pytest.mark.parametrize("one", [step(4, 4, 2.0, 1.1), step(0, 0, 0.0, 1.0)], ids=["gains", "does not guess"])
