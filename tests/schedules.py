@@ -98,7 +98,7 @@ def follow(
     assert joined == sorted(joined), "somebody went before those who had come earlier"
     (plain,) = scheduler._batches
     assert plain.cache.seqs == 0 and plain.cache.bytes().allocated == 0
-    assert not plain.parts._workers and not scheduler._open
+    assert not plain.components._workers and not scheduler._open
     return clients
 
 

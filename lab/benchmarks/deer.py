@@ -52,24 +52,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    canvas, slow = (shoal.load(name, dtype="float32") for name in (args.canvas, args.slow))
+    canvas, twin = (shoal.load(name, dtype="float32") for name in (args.canvas, args.twin))
     found = {}
     for task in TASKS:
-        found[task] = measure(canvas, slow, task, args)
+        found[task] = measure(canvas, twin, task, args)
         print(task, {label: (row["right"], row["ms"]) for label, row in found[task]["rows"].items()}, file=sys.stderr)
-    script.publish(__file__, sys.argv[1:], {"models": {one.model_name: one.fingerprint for one in (canvas, slow)},
+    script.publish(__file__, sys.argv[1:], {"models": {one.model_name: one.fingerprint for one in (canvas, twin)},
                     "timed": args.timed, "rounds": args.rounds, "threads": args.threads, "tasks": found}, args.json)
 
 
-def measure(canvas: Engine, slow: Engine, task: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(canvas: Engine, twin: Engine, task: str, args: argparse.Namespace) -> dict[str, Any]:
     """All settings on one task."""
     items, masks = items_of(canvas, task, args.n)
     settings: Settings = {
         "canvas 1 a step": (canvas, Diffusion(masks)),
         "canvas threshold 0.9": (canvas, FastDLLM(masks, 0.9, reuse="none")),
         "canvas all at once": (canvas, Diffusion(masks, 1)),
-        _PLAIN: (slow, Full()),
-        _DRAFTED: (slow, DEER(args.canvas, masks)),
+        _PLAIN: (twin, Full()),
+        _DRAFTED: (twin, DEER(args.canvas, masks)),
     }
     prompts = [item.prompt for item in items]
     answers = {label: engine.generate(prompts, method=method, max_new_tokens=masks)

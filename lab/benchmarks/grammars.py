@@ -140,7 +140,7 @@ class Watch:
             fill(canvas, guesses, logits)
             self.asking_seconds += time.perf_counter() - started
             self.steps, self.tokens = self.steps + 1, self.tokens + len(guesses)
-            self.replaced += sum(canvas.tokens[canvas.row.prompt_length + one.place] != one.token for one in guesses)
+            self.replaced += sum(canvas.tokens[canvas.seq.prompt_length + one.place] != one.token for one in guesses)
 
         def forwarded(*args: Any) -> Any:
             started = time.perf_counter()

@@ -47,10 +47,10 @@ def test_a_terminated_server_finishes_its_streams(tiny_folder: str) -> None:
         (["--methods", "d4"], "d4"),
         (["--admission", "tides"], "tides"),
         (["--port", "99999"], "99999"),
-        (["--max-rows", "0"], "--max-rows"),
+        (["--max-rows", "0"], "--max-seqs"),
         (["--timeout", "-1"], "timeout"),
         (["--kv-gib", "0"], "kv"),
-        (["--method", "best_of", "--max-rows", "3"], "--max-rows is 3; best_of needs 4"),
+        (["--method", "best_of", "--max-rows", "3"], "--max-seqs is 3; best_of needs 4"),
         (["--method", "best_of", "--max-n", "1"], "--max-n is 1; best_of needs 4"),
     ],
 )

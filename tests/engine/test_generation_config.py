@@ -295,5 +295,5 @@ def test_several_at_once_in_a_packed_model_from_files_and_behind_the_scheduler(t
 
 def test_what_is_not_asked_for_costs_nothing() -> None:
     assert not generation_settings(GenerationConfig()) and not generation_settings(None)
-    assert not engine_for(model_with(temperature=0.5, repetition_penalty=1.3))._told([1], 5)
+    assert not engine_for(model_with(temperature=0.5, repetition_penalty=1.3))._generation_processors([1], 5)
     assert generation_settings(GenerationConfig(forced_eos_token_id=0)) == {"forced_eos_token_id": 0}

@@ -212,7 +212,7 @@ def test_what_can_never_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> 
     engine = tiny_engine()
     most = MemoryLimit("64GiB")
     room = 300 * sum(engine.runner.position_bytes)
-    engine.limit = MemoryLimit(int((most.usable - most.for_rows(engine, 256) + room) / (1 - SPARE)))
+    engine.limit = MemoryLimit(int((most.usable - most.for_seqs(engine, 256) + room) / (1 - SPARE)))
     with serving(engine, scheduling={"prefix_bytes": 0}) as running:
         error = check(post(running, json.dumps({**PLAIN, "prompt": "Some words " * 40, "max_tokens": 60})), 400)
         assert error["type"] == "invalid_request_error"

@@ -85,7 +85,7 @@ def _ray(args: argparse.Namespace) -> Answer:
     """Answer lines with models in other processes."""
     from shoal.batch.ray_data import Actors, answers
 
-    actors = Actors(args.ray, args.device, args.max_rows)
+    actors = Actors(args.ray, args.device, args.max_seqs)
     return partial(answers, make=partial(_scheduler, args), defaults=_defaults(args), actors=actors)
 
 

@@ -113,7 +113,7 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
     from shoal.serve.replicas import Fleet
     from shoal.serve.replicas import run as serve
 
-    most = args.max_rows + args.max_waiting
+    most = args.max_seqs + args.max_waiting
     serve(partial(_parts, args, settings),
           Fleet(args.replicas, args.host, args.port, args.device, settings.grace, most))
     return 0
@@ -124,7 +124,7 @@ def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Set
     engine = common.load_engine(args, chats=True)
     recipe = engine.recipe(args.method, args.default_max_tokens)  # refuse a method that this model cannot run
     branches = recipe.branches(greedy=False)
-    for option, most in (("--max-rows", args.max_rows), ("--max-n", settings.max_n)):
+    for option, most in (("--max-seqs", args.max_seqs), ("--max-n", settings.max_n)):
         if branches > max(most, 1):
             raise ValueError(f"{option} is {most}; {args.method.name} needs {branches}: one for each branch")
     name = args.served_model_name or Path(engine.model_name).name or settings.model_name

@@ -157,7 +157,7 @@ def add_scheduling(parser: Parser) -> argparse._ArgumentGroup:
     group.add_argument("--admission", choices=("join", "waves"), default="join", help="let requests join at once, or "
                        "start together so that all have equal depth")
     group.add_argument("--patience", metavar="S", type=float, help="seconds after which a request joins a wave late")
-    group.add_argument("--max-rows", metavar="N", type=int, default=16, help="most answers under way")
+    group.add_argument("--max-seqs", "--max-rows", metavar="N", type=int, default=16, help="most answers under way")
     group.add_argument("--kv-gib", metavar="G", type=float, help="memory for KV; by default half of the free memory")
     group.add_argument("--prefix-gib", metavar="G", type=float, help="memory for KV of earlier prompts and answers, "
                        "reused for prompts with the same beginning; by default a quarter of --kv-gib, 0: none")
@@ -172,7 +172,7 @@ def make_scheduler(args: argparse.Namespace, engine: Engine, **more: Any) -> Sch
 
     patience = math.inf if args.patience is None else args.patience
     kv, prefixes = (None if gib is None else int(gib * 2**30) for gib in (args.kv_gib, args.prefix_gib))
-    return Scheduler(engine, policy=Policy(args.admission, patience), max_seqs=args.max_rows, kv_bytes=kv,
+    return Scheduler(engine, policy=Policy(args.admission, patience), max_seqs=args.max_seqs, kv_bytes=kv,
                      prefix_bytes=prefixes, prefill_chunk=args.prefill_chunk, **more)
 
 
