@@ -203,7 +203,7 @@ def test_long_rows_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CHANNELS: Ranking = (((0, 1, 2, 3),),) * LAYERS
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "k": ({"k": 0}, "k is 0; it must be at least 1 column, or None for all"),
+    "k": ({"k": 0}, "k is 0; it must be at least 1 slot, or None for all"),
     "first": ({"first": -1}, "first is -1; it must be at least 0"),
     "width": ({"width": 0}, r"width is 0; it must be in \[1, 4\]"),
     "wide": ({"width": 5}, r"width is 5; it must be in \[1, 4\]"),

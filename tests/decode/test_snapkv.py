@@ -142,7 +142,7 @@ def test_bad_options(name: str) -> None:
 
 
 def test_layers_that_keep_different_columns_share_no_choice_of_them() -> None:
-    with pytest.raises(Unsupported, match="share a choice of columns, Tidal.*: what stays differs"):
+    with pytest.raises(Unsupported, match="share a choice of slots, Tidal.*: what stays differs"):
         make([METHOD, Tidal(5)]).recipe(INFO)
     assert make([StreamingLLM(), Tidal(5)]).recipe(INFO).components == ("keep", "select")
 

@@ -188,7 +188,7 @@ def test_planted_columns_are_found() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "k": ({"k": 0}, "k is 0; it must be at least 1 column, or None for all"),
+    "k": ({"k": 0}, "k is 0; it must be at least 1 slot, or None for all"),
     "select": ({"select": -1}, "select is -1; it must be at least 0"),
     "share": ({"share": "group"}, "share of tidal is 'group'; it must be 'kv_head' or 'query_head'"),
     "reselect": ({"select": 3, "reselect": 3}, "reselect is 3; it must come behind select, 3"),

@@ -217,7 +217,7 @@ def request(new: int) -> Any:
 def test_a_full_queue_says_so_and_a_closed_scheduler_too() -> None:
     scheduler = Scheduler(engine("llama"), max_waiting=2, start=False)
     submit(scheduler, 0)
-    with pytest.raises(QueueFull, match="1 rows wait"):
+    with pytest.raises(QueueFull, match="1 sequences wait"):
         submit(scheduler, 0, n=2)
     finish(scheduler)
     submit(scheduler, 0, n=2)

@@ -160,7 +160,7 @@ def test_searches_come_and_go_among_other_rows(todo: list[Action], seqs: int, ch
 def test_the_scheduler_counts_every_branch() -> None:
     engine, ids = engine_of("llama"), prompt(9, 2)
     options: dict[str, Any] = {"method": BestOf(3), "temperature": 1.0, "max_new_tokens": 8}
-    with pytest.raises(Unsupported, match="a search of 3 branches: there is room for 2 rows"):
+    with pytest.raises(Unsupported, match="a search of 3 branches: there is room for 2 sequences"):
         Scheduler(engine, max_seqs=2, start=False).submit(ids, **options)
     need = Scheduler(engine, start=False).submit(ids, **options).entries[0].needs
     size = Scheduler(engine, start=False)._room.bytes(need)

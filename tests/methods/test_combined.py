@@ -110,7 +110,7 @@ def test_every_pair_combines_or_is_refused_naming_the_part(first: str, second: s
             make(both).recipe(NOMINAL)
         return
     if "tidal" in (first, second) and any(recipe.keep and recipe.keep.differs for recipe in recipes):
-        with pytest.raises(ValueError, match="layers that share a choice of columns"):
+        with pytest.raises(ValueError, match="layers that share a choice of slots"):
             make(both).recipe(NOMINAL)
         return
     if not shared:

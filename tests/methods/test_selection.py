@@ -59,7 +59,7 @@ def test_the_models_scores_give_the_oracle() -> None:
 
 @pytest.mark.parametrize("method", [Apart, TopKOracle, Tidal, lambda k: DoubleSparsity((((0, 1),) * 2,) * 6, k=k)])
 def test_nothing_is_no_number_of_columns(method: type[Apart]) -> None:
-    with pytest.raises(ValueError, match="k is 0; it must be at least 1 column, or None for all"):
+    with pytest.raises(ValueError, match="k is 0; it must be at least 1 slot, or None for all"):
         method(k=0)
 
 

@@ -175,7 +175,7 @@ def grown_feed() -> tuple[SequenceChunk, KVCache]:
 def test_a_plan_that_grows_is_refused_and_nothing_is_harmed() -> None:
     runner, before = stack_of(tiny("llama")), fingerprint(tiny("llama"))
     chunk, cache = grown_feed()
-    with pytest.raises(RuntimeError, match="layer 2 holds the KV of 9 positions of row 0, but 10 precede.*not nested"):
+    with pytest.raises(RuntimeError, match="layer 2 holds the KV of 9 positions of sequence 0, but 10 .*not nested"):
         runner.forward([chunk], cache)
     cache.rollback(0)
     shallow = DepthPlan.whole_layers([NEVER, NEVER, 1, NEVER, NEVER, NEVER])

@@ -178,7 +178,7 @@ def test_steps_of_a_gpu_follow_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gap(runner.forward(chunks, caches[0]), flat.forward(chunks, caches[1])) <= NATIVE.exact
     wrong = [SequenceChunk(seq, [7], [5], PLANS["early exit"], fed=2) for seq in range(3)]
     assert fit_of(wrong, caches[0]) is None
-    with pytest.raises(RuntimeError, match="4 uncommitted nodes of row 0, but 2 precede"):
+    with pytest.raises(RuntimeError, match="4 uncommitted nodes of sequence 0, but 2 precede"):
         runner.forward(wrong, caches[0])
 
 
@@ -189,8 +189,8 @@ def test_a_hole_before_the_tokens_is_refused(backend: Backend, name: str) -> Non
         cache = filled(runner)
         runner.forward([SequenceChunk(1, [5], [1], PLANS["early exit"])], cache)
         before = [list(layer.scratch) for layer in cache.layers]
-        with pytest.raises(RuntimeError, match=rf"layer 0 .* 1 uncommitted nodes of row 1, but {fed} precede"):
+        with pytest.raises(RuntimeError, match=rf"layer 0 .* 1 uncommitted nodes of sequence 1, but {fed} precede"):
             runner.forward([SequenceChunk(1, [6], steps, PLANS["early exit"], fed=fed)], cache)
         assert [list(layer.scratch) for layer in cache.layers] == before
-        with pytest.raises(RuntimeError, match="layer 2 .* 0 uncommitted nodes of row 1, but 1 precede"):
+        with pytest.raises(RuntimeError, match="layer 2 .* 0 uncommitted nodes of sequence 1, but 1 precede"):
             runner.forward([SequenceChunk(1, [6], [2], FULL, fed=1)], cache)

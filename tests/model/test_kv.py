@@ -232,7 +232,7 @@ def test_a_layer_that_all_rows_have_released_holds_nothing() -> None:
     cache.layers[0].append(new, new, [0, 1], [4, 4])
     cache.layers[0].release(0)
     assert cache.layers[0].allocated > 0
-    with pytest.raises(RuntimeError, match=r"released in one of the rows \(0, 1\)"):
+    with pytest.raises(RuntimeError, match=r"released in one of the sequences \(0, 1\)"):
         cache.layers[0].append(new, new, [0, 1], [4, 4])
     cache.layers[0].release(1)
     assert cache.layers[0].allocated == 0

@@ -247,6 +247,6 @@ def test_models_that_it_cannot_serve() -> None:
         CentroidKV().recipe(replace(INFO, shows_queries=False))
     with pytest.raises(Unsupported, match="every layer of this model has a sliding window"):
         CentroidKV().recipe(replace(INFO, windows=(8,) * LAYERS))
-    with pytest.raises(Unsupported, match="share a choice of columns"):
+    with pytest.raises(Unsupported, match="share a choice of slots"):
         make([METHOD, Tidal(5)]).recipe(INFO)
     assert CentroidKV(removed=0.0).recipe(INFO).exact_to == "full"

@@ -410,7 +410,7 @@ def test_what_is_refused() -> None:
         make([AStar(), Jacobi()]).recipe(ModelInfo(6))
     with pytest.raises(Unsupported, match="a callable cannot be written down"):
         AStar(verifier=broken).to_dict()
-    with pytest.raises(Unsupported, match="a search of 9 branches: there is room for 8 rows"):
+    with pytest.raises(Unsupported, match="a search of 9 branches: there is room for 8 sequences"):
         Scheduler(engine_of("llama"), max_seqs=8, start=False).submit(SHORT[0], method=AStar(), **WARM)
 
 

@@ -158,9 +158,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.select is not None and self.select.across_layers and self.keep is not None and self.keep.differs:
             raise Unsupported(
-                f"layers that share a choice of columns, {type(self.select).__name__}, "
+                f"layers that share a choice of slots, {type(self.select).__name__}, "
                 f"beside {type(self.keep).__name__}",
-                "what stays differs from layer to layer, so a column's number says nothing in the next one",
+                "what stays differs from layer to layer, so a slot's number says nothing in the next one",
                 "Leave one of them out",
             )
         beside = [component for component in self.components if component in self.excludes]

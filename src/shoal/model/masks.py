@@ -144,10 +144,10 @@ def chosen_slots(hook: QueryHook, layer: int, queries: Tensor, keys: Tensor, see
     heads, nodes, count = (len(keys), len(queries)), queries.shape[1], keys.shape[1]
     fits = slots.ndim == 3 and len(slots) in heads and slots.shape[1] == nodes
     if not fits or slots.dtype != torch.int64:
-        raise ValueError(f"the chosen columns are {slots.dtype} {list(slots.shape)}; they must be int64 "
+        raise ValueError(f"the chosen slots are {slots.dtype} {list(slots.shape)}; they must be int64 "
                          f"[{heads[0]} or {heads[1]}, {nodes}, any number]")
     if slots.numel() and not -1 <= int(slots.min()) <= int(slots.max()) < count:
-        raise ValueError(f"the chosen columns are {int(slots.min())}..{int(slots.max())}; they must be in "
+        raise ValueError(f"the chosen slots are {int(slots.min())}..{int(slots.max())}; they must be in "
                          f"[0, {count - 1}], or -1 for none")
     open_ = seen[torch.arange(nodes, device=seen.device)[:, None], slots.clamp_min(0)]
     return _each_once(_some_for_all(slots.where(open_, -1), layer).sort(-1).values)
@@ -158,7 +158,7 @@ def _some_for_all(slots: Tensor, layer: int) -> Tensor:
     none = ~(slots >= 0).any(-1)
     if none.any():
         head, node = none.nonzero()[0].tolist()
-        raise ValueError(f"of the columns chosen in layer {layer}, head {head}, node {node} sees none; choose at "
+        raise ValueError(f"of the slots chosen in layer {layer}, head {head}, node {node} sees none; choose at "
                          "least one that it sees, its own for example, or give None for all")
     return slots
 

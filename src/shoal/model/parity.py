@@ -104,7 +104,7 @@ def settle_layout(runner: HFRunner, model: Any) -> float:
         except Unsupported as reason:
             if alone:
                 raise
-            log.info("rows will be %s: %s", "run each alone" if not prepacks else "padded", reason)
+            log.info("sequences will be %s: %s", "run each alone" if not prepacks else "padded", reason)
     raise AssertionError("the last way returns or raises")
 
 

@@ -326,8 +326,8 @@ def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError
     held, needed, what = store.lengths[seq], cache.positions[seq], "positions"
     if held == needed:
         held, needed, what = store.scratch[seq], chunk.fed, "uncommitted nodes"
-    return RuntimeError(f"layer {layer} holds the KV of {held} {what} of row {seq}, but {needed} precede the tokens "
-                        "it is to run: the depth plan is not nested")
+    return RuntimeError(f"layer {layer} holds the KV of {held} {what} of sequence {seq}, but {needed} precede the "
+                        "tokens it is to run: the depth plan is not nested")
 
 
 def run_layers(

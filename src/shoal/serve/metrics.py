@@ -26,7 +26,7 @@ _COUNTERS = {
 }
 _TIMES = {
     "time_to_first_token_seconds": "From arrival to the first token.",
-    "request_time_per_output_token_seconds": "Mean time per token of a row after its first.",
+    "request_time_per_output_token_seconds": "Mean time per token of a sequence after its first.",
     "e2e_request_latency_seconds": "From arrival to the last token.",
     "request_queue_time_seconds": "From arrival to admission.",
     "request_prefill_time_seconds": "From admission to the first token.",
@@ -45,13 +45,13 @@ class Metrics:
         self._label, self._scheduler, self._layers = model_name, scheduler, num_layers
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
         self._times = {name: self._histogram(name, text, _SECONDS) for name, text in _TIMES.items()}
-        self._gaps = self._histogram("inter_token_latency_seconds", "Between the chunks of tokens of a row.", _SECONDS)
+        self._gaps = self._histogram("inter_token_latency_seconds", "Between a sequence's chunks of tokens.", _SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens per prompt.", _TOKENS)
         self._made = self._histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
         self._depth = self._histogram("decode_depth", "Layers per generated token.", range(1, num_layers + 1))
         self._success = self._counter("request_success", "Rows that ended, by reason.", "finished_reason")
         self._kept = self._counter("spec_decode_num_accepted_tokens_per_pos", "Accepted, by position.", "position")
-        self._gauge("num_requests_running", "Running rows.", lambda: scheduler.running)
+        self._gauge("num_requests_running", "Running sequences.", lambda: scheduler.running)
         self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
         self._gauge("kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", lambda: scheduler.kv_use)
 

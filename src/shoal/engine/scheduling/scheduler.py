@@ -212,7 +212,8 @@ class Scheduler:
         branches = seq.branches
         if branches > self.max_seqs:
             raise Unsupported(
-                f"a search of {branches} branches", f"there is room for {self.max_seqs} rows", "Search fewer at a time"
+                f"a search of {branches} branches", f"there is room for {self.max_seqs} sequences",
+                "Search fewer at a time"
             )
         if self._room.bytes([need] * branches) > self.kv_bytes:
             together = f" in {branches} branches" if branches > 1 else ""
@@ -229,7 +230,7 @@ class Scheduler:
             if self._closing:
                 raise Closed("the scheduler takes no more requests: it is shutting down")
             if len(self._waiting) + len(entries) > self.max_waiting:
-                full = f"{len(self._waiting)} rows wait already, of {self.max_waiting} at most"
+                full = f"{len(self._waiting)} sequences wait already, of {self.max_waiting} at most"
                 raise QueueFull(f"the queue is full: {full}. Try again later")
             self._open.update(entries)
             self._waiting.extend(entries)

@@ -27,7 +27,7 @@ QUESTIONS: Mapping[str, str] = MappingProxyType({
     "store": "in what form the KV lies in memory",
     "select": "which of the KV is read",
     "experts": "which neurons run",
-    "search": "which rows live",
+    "search": "which sequences live",
     "loop": "what a step does",
     "constraint": "which words may come",
 })

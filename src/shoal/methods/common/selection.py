@@ -43,7 +43,7 @@ class SelectionMethod(Method, Select):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k is not None and self.k < 1:
-            raise ValueError(f"k is {self.k}; it must be at least 1 column, or None for all")
+            raise ValueError(f"k is {self.k}; it must be at least 1 slot, or None for all")
         if self.first < 0:
             raise ValueError(f"first is {self.first}; it must be at least 0")
 

@@ -93,7 +93,8 @@ class KVLayer:
             junk.
         """
         if any(self.released[seq] for seq in seqs):
-            raise RuntimeError(f"a layer whose KV was released in one of the rows {tuple(seqs)} was asked to run again")
+            raise RuntimeError(f"a layer whose KV was released in one of the sequences {tuple(seqs)} was asked to run "
+                               "again")
         if self.keys is None or self.extra:
             self.prepare(keys.new_empty(0), (keys.shape[1], keys.shape[3], values.shape[3]), seqs, counts)
             if any(self.encoded[seq] or self.first_stored(seq) for seq in seqs):
@@ -343,7 +344,7 @@ class KVLayer:
         count, sizes = keys.shape[1], tuple(keys.shape[:2])
         self._check_rewrite(seq, count)
         if bias is not None and tuple(bias.shape) != sizes:
-            raise ValueError(f"the bias is {list(bias.shape)}; it must be {list(sizes)}: heads and columns")
+            raise ValueError(f"the bias is {list(bias.shape)}; it must be {list(sizes)}: heads and slots")
         self._put(seq, 0, keys.clone(), values.clone())  # they may be views of the destination
         self._set_bias(seq, None if bias is None else keys.new_empty(sizes, dtype=torch.float32).copy_(bias))
         self._note_rewrite(seq, count)
@@ -358,15 +359,15 @@ class KVLayer:
 
     def _check_rewrite(self, seq: int, count: int) -> None:
         if self.first_stored(seq):
-            raise ValueError(f"{self.first_stored(seq)} columns of row {seq} have settled; they cannot be rewritten")
+            raise ValueError(f"{self.first_stored(seq)} slots of sequence {seq} have settled; they cannot be rewritten")
         self._check_committed(seq, count)
 
     def _check_committed(self, seq: int, count: int) -> None:
         if self.window is not None:
             raise ValueError(f"a layer with a sliding window of {self.window} positions keeps what that says; leave it")
         if self.scratch[seq] or count > self.stored(seq):
-            raise ValueError(f"{count} columns for row {seq}, which has {self.stored(seq)} committed ones and "
-                             f"{self.scratch[seq]} that are not; rewrite after a commit, and never to more columns")
+            raise ValueError(f"{count} slots for sequence {seq}, which has {self.stored(seq)} committed ones and "
+                             f"{self.scratch[seq]} that are not; rewrite after a commit, and never to more slots")
 
     def _note_reach(self, seq: int) -> None:
         """Record how far the cache was used; to be called before the sequence drops slots."""
@@ -387,7 +388,8 @@ class KVLayer:
             reserve: slots for which room outside the cache is allocated at once.
         """
         if self.lengths[seq] or self.scratch[seq]:
-            raise ValueError(f"row {seq} has stored {self.lengths[seq]} positions; a form is set before the first one")
+            raise ValueError(f"sequence {seq} has stored {self.lengths[seq]} positions; a form is set before the "
+                             "first one")
         if form is not None or self.encoded[seq] is not None or self.settled[seq] is not None:
             own = None if form is None else EncodedSequence(form, reserve)
             self.encoded[seq], self.settled[seq] = (None, own) if form is not None and form.late else (own, None)

@@ -204,7 +204,7 @@ def test_a_plan_that_grows_and_a_released_row_are_refused_as_ever() -> None:
         cache.commit(seq, range(len(ROWS[seq])))
     runner.forward([SequenceChunk(0, [4], [2], SHALLOW)], cache)
     cache.commit(0, [0])
-    with pytest.raises(RuntimeError, match="layer 1 holds the KV of 5 positions of row 0, but 6 precede.*not nested"):
+    with pytest.raises(RuntimeError, match="layer 1 holds the KV of 5 positions of sequence 0, but 6 .*not nested"):
         runner.forward([SequenceChunk(0, [5], [3], FULL)], cache)
     cache.rollback(0)
     cache.release(1, [2])
