@@ -44,13 +44,13 @@ class Batch:
         runner: the model.
         cache: one cache sequence per sequence, in the order of `sequences`; may hold the beginning of a sequence's
             prompt already. None for a cache of the batch's own, which lasts as long as it has sequences.
-        sequences: the sequences to begin with, each with at least one token that is not in the cache; those that have
+        seqs: the sequences to begin with, each with at least one token that is not in the cache; those that have
             ended are left out.
         prefixes: keeps what sequences have stored for later sequences, which look it up there.
         release: whether a dropped layer's KV is freed at once; a sequence that is resumed later must keep it.
 
     Attributes:
-        sequences: running sequences, in the order of their entries; the branches of a searched sequence stand in its
+        seqs: running sequences, in the order of their entries; the branches of a searched sequence stand in its
             place.
         searches: the running searches.
         clock: seconds spent.
@@ -88,7 +88,7 @@ class Batch:
         """Add sequences that have run nothing yet; add none if that fails.
 
         Args:
-            sequences: the new sequences.
+            seqs: the new sequences.
             slots: for each sequence, how many slots its layers may come to store, if known.
         """
         before = list(self.seqs), list(self._came), list(self.searches)
@@ -163,7 +163,7 @@ class Batch:
         Args:
             budget: most tokens of the forward, over all sequences; only guesses may exceed it. If guesses leave prompts
                 too little, the prompts get a forward of their own.
-            sequences: which sequences, in the order of their entries; None for all. A searched sequence stands for its
+            seqs: which sequences, in the order of their entries; None for all. A searched sequence stands for its
                 branches.
             most: most prompt tokens of a sequence; None for as many as fit.
 
@@ -388,7 +388,7 @@ class _Share:
     """A sequence's share of a forward.
 
     Attributes:
-        sequence: the sequence.
+        seq: the sequence.
         chunk: its tokens.
         tree: the tokens that are judged; None for a piece that does not end its prompt.
         before: prompt tokens or forced tokens ahead of the tree's root.

@@ -74,7 +74,7 @@ def uniform(seed: int, seq: int, index: int, purpose: str) -> float:
 
     Args:
         seed: the request's seed, taken modulo 2**64.
-        sequence: index of the sequence in its request.
+        seq: index of the sequence in its request.
         index: index of the emitted token that the number decides about.
         purpose: short name such as "sample", "accept" or "draft"; different names give independent numbers.
     """

@@ -25,7 +25,7 @@ class SequenceState:
 
     Attributes:
         number: the sequence's number in its request: keys its random numbers and its results.
-        entry: the sequence's place in the cache; changes when other sequences leave.
+        seq_id: the sequence's place in the cache; changes when other sequences leave.
         tokens: prompt and emitted tokens; the last one is the root, whose KV does not exist yet.
         prompt_length: leading tokens that are the prompt.
         stop: decides where the sequence ends, and decodes its text.

@@ -24,7 +24,7 @@ class StepReport:
     """The outcome and cost of one step.
 
     Attributes:
-        sequences, trees, outcomes: the sequences, the tree that each was fed, and what was kept of it.
+        seqs, trees, outcomes: the sequences, the tree that each was fed, and what was kept of it.
         draft_seconds, target_seconds: time of guessing, and of the target's forward with acceptance; None for a forward
             in which some sequences decoded and others read their prompts.
         prompt: whether the sequences have just read their prompts and emit their first token. Nothing was guessed then,
@@ -69,7 +69,7 @@ class Worker:
         """The hook that is to see the hidden states of these sequences, or None. Called before a forward of the target.
 
         Args:
-            sequences: sequences of the forward whose recipe has the component. Either all have emitted something, or
+            seqs: sequences of the forward whose recipe has the component. Either all have emitted something, or
                 all read their prompts and have emitted nothing.
             chunks: what each sequence is fed: a tree, or a piece of a prompt or of forced tokens. A hook gets states
                 [sequences, nodes, D] in their order.
@@ -144,7 +144,7 @@ class Keeper(Worker, ABC):
         """Rewrite the sequence's KV by `KVLayer.rewrite`, at a length that `next_length` named.
 
         Args:
-            sequence: it stands at `sequence.entry`.
+            seq: it stands at `sequence.entry`.
             layers: numbers and stores of the layers that have run all of its positions and have no sliding window.
         """
 

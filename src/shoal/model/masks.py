@@ -18,7 +18,7 @@ def mask(seqs: Sequence[SequenceView], window: int | None, device: torch.device,
     """Which slots each query sees.
 
     Args:
-        sequences: one view per sequence of the call; queries are padded to the widest sequence by repeating a
+        seqs: one view per sequence of the call; queries are padded to the widest sequence by repeating a
             sequence's last one.
         window: sliding window in positions, including the query's own, or None.
         square: whether the attention is causal by itself when it gets several queries and no mask.

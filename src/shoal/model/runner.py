@@ -71,7 +71,7 @@ class SequenceChunk:
     """Tokens of one sequence for one forward.
 
     Attributes:
-        sequence: sequence of the cache.
+        seq: sequence of the cache.
         tokens: ids in breadth-first order; node 0 is at position `cache.positions[sequence]`.
         steps: step index of each token, non-decreasing; 0 for tokens of a prompt.
         plan: which sublayers run at which step.

@@ -27,7 +27,7 @@ class Place:
     """Where guesses are wanted: after `path`, which follow the sequence's tokens.
 
     Attributes:
-        sequence: the sequence.
+        seq: the sequence.
         path: guesses on the path from the sequence's last token to here.
         at: tells places of one depth apart.
     """
@@ -138,7 +138,7 @@ class SequenceTree(Growth):
     """A sequence's tree, which grows by a level at a time.
 
     Attributes:
-        sequence, entry: the sequence, and its place in the drafter's cache.
+        seq, seq_id: the sequence, and its place in the drafter's cache.
         levels: most levels; `level`: the levels that it has.
         first: the first node of the last level.
         leaves: nodes of the last level from which more may grow.

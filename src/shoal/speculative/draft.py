@@ -20,7 +20,7 @@ class Draft:
     """The next draft of one sequence.
 
     Attributes:
-        sequence: the sequence; its last token is node 0.
+        seq: the sequence; its last token is node 0.
         plan: layers to draft with; node j runs those of step j + 1, so that a schedule restarts with every draft.
         length: most guesses, one after another.
         stop: a guess with less confidence is the last one.

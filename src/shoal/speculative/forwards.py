@@ -29,7 +29,7 @@ class _Chain(Growth):
 
     Attributes:
         wanted: its options.
-        sequence: the sequence.
+        seq: the sequence.
         plan: layers that draft, without those that the sequence's own plan has dropped.
         confidence: of the last guess.
     """

@@ -52,7 +52,7 @@ def said_again(runner: ModelRunner, cache: KVCache, seq: SequenceState, count: i
     Args:
         runner: the model.
         cache: its cache; unchanged afterwards.
-        sequence: the sequence.
+        seq: the sequence.
         count: number of tokens; at most `repeatable`.
         hook: receives their states [1, count, D].
     """

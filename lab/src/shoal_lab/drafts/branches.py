@@ -55,8 +55,8 @@ class Branches(Growth):
     """A window as the draft model reads it, with branches below its nodes that grow at the same time.
 
     Args:
-        sequence: the sequence as it was when the window was fed.
-        entry: its place in the draft model's cache.
+        seq: the sequence as it was when the window was fed.
+        seq_id: its place in the draft model's cache.
         tokens: the window: the sequence's last token and a chain of guesses.
         held: how many of these the cache holds, committed or as scratch.
         committed: how many of those are committed, 0 or 1.

@@ -56,7 +56,7 @@ class _Block(Growth):
     """The growing chain of a sequence.
 
     Attributes:
-        sequence: the sequence.
+        seq: the sequence.
         text: the tokens that are read.
         masks: number of masks behind its tokens.
         all_logits: logits [masks, V] of their places, once they are known.

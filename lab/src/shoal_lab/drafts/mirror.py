@@ -98,7 +98,7 @@ class _Window:
     """What the target was fed of a decoding sequence.
 
     Attributes:
-        sequence, length: the sequence, and its number of tokens then.
+        seq, length: the sequence, and its number of tokens then.
         place: index of the sequence in the forward.
         chunk: what was fed; its last nodes are the sequence's last token and a chain of guesses.
     """

@@ -40,7 +40,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
         pretrained: as for `HFLM`: folder, Hub id or a loaded model.
         method: the method: its name, its dict, or a card.
         engine_backend: executor of the layers: "hf" for the model's own modules, "packed" or "auto" for a packed copy.
-        **options: the options of `HFLM`.
+        **method: the options of `HFLM`.
 
     Attributes:
         engine: the engine over the harness's model.

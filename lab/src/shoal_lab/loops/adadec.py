@@ -107,7 +107,7 @@ class _Outlook:
     """The candidates of one pausing sequence.
 
     Args:
-        sequence: the sequence.
+        seq: the sequence.
         target: the model's output for its next token.
         fed: uncommitted tokens of its forward, a chain.
         count: most candidates; ruled out tokens are no candidates.

@@ -115,7 +115,7 @@ class Canvas:
     """A sequence's text with its masks. Places count from the answer's beginning.
 
     Args:
-        sequence: a sequence that has emitted nothing.
+        seq: a sequence that has emitted nothing.
         how: options, with the mask token and the grammar.
 
     Attributes:

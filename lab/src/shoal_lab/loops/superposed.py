@@ -158,7 +158,7 @@ class Drafts:
 
     Args:
         how: how they are chosen.
-        sequence: a sequence that has read its prompt.
+        seq: a sequence that has read its prompt.
 
     Attributes:
         live, ended: drafts that go on, the most probable first, and the others.

@@ -197,7 +197,7 @@ def score_forced(seq: SequenceState, first: int, logits: Tensor) -> None:
     """Note the log-probabilities of tokens that were forced upon a sequence.
 
     Args:
-        sequence: the sequence.
+        seq: the sequence.
         first: the position of the first token that was fed.
         logits: [fed, V].
     """

@@ -45,7 +45,7 @@ class Branch:
 
     Attributes:
         number: counts the branches of a search in the order in which they were made.
-        sequence: the branch as a sequence of the batch; its work is counted in the ledger of the sequence that is
+        seq: the branch as a sequence of the batch; its work is counted in the ledger of the sequence that is
             searched.
     """
 

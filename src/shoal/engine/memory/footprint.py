@@ -115,7 +115,7 @@ def footprint(
 
     Args:
         engine: whose process it is, with all models loaded.
-        sequences: as `Engine.sequences` makes them.
+        seqs: as `Engine.sequences` makes them.
         method: by which they decode.
         max_new_tokens: of the request.
         process: bytes that the process takes as it stands, weights included; None measures them.
@@ -317,7 +317,7 @@ def peak_of(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence]
     Args:
         runner: the model.
         cache: as the engine makes it for them, still empty; nothing is written to it.
-        sequences: the sequences, each with room for as many tokens as it may emit.
+        seqs: the sequences, each with room for as many tokens as it may emit.
         extra: nodes of a tree beside those of its deepest path, of each sequence.
     """
     seqs = [seq for seq in seqs for _ in range(seq.branches)]

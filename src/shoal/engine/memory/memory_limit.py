@@ -35,7 +35,7 @@ class MemoryPlan:
 
     Attributes:
         method: by which method.
-        sequences: prompts at a time.
+        seqs: prompts at a time.
         sizes: memory of the largest group of that many prompts.
         changed: what was given up for the memory, in words; empty for nothing.
     """

@@ -23,7 +23,7 @@ class Placed:
     """A token of a canvas that is settled, though tokens before it may be missing.
 
     Attributes:
-        sequence: number of its sequence.
+        seq: number of its sequence.
         place: index in the answer.
         token: its id. It is no part of the answer where that ends before.
         step: the step that decided it.
@@ -46,7 +46,7 @@ class ScheduledSequence:
     """A sequence in the scheduler's hands.
 
     Attributes:
-        sequence: the sequence.
+        seq: the sequence.
         handle: whose it is.
         need: the KV that it may come to store; so does each branch of a sequence that is searched.
         arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.

@@ -22,7 +22,7 @@ class Stream(Iterator[Step]):
 
     Args:
         engine: the model, whose lock each step takes.
-        sequences: the sequences to decode, all of one loop.
+        seqs: the sequences to decode, all of one loop.
         cache: their cache.
         release: whether dropped layers free their KV at once.
         prefill_chunk: the most prompt tokens per sequence and forward; None for the loop's own choice.

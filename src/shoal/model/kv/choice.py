@@ -124,7 +124,7 @@ class TopSlots:
 
     Args:
         roles: per layer `ALL`, `CHOOSES`, `CHOSEN` or `LABELED`.
-        cache, sequence: the cache that holds the sequence, and its number there.
+        cache, seq: the cache that holds the sequence, and its number there.
         labels: the sequence's labels, if a layer chooses by them.
     """
 

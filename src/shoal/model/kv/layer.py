@@ -59,7 +59,7 @@ class KVLayer:
         extra: whether some sequence has any of the three above.
         released: sequences whose entries were freed; their lengths still tell which positions were processed.
         bytes_per_position: bytes of one sequence's keys and values at one position; 0 before the first write.
-        entries: number of sequences that the storage has room for.
+        max_seqs: number of sequences that the storage has room for.
         limit: most spare slots to allocate.
         capacity: number of slots of the storage.
         version: counts how often tensors were replaced.
@@ -85,7 +85,7 @@ class KVLayer:
 
         Args:
             keys, values: [len(sequences), heads, nodes, head_dim].
-            sequences: ascending sequence numbers.
+            seqs: ascending sequence numbers.
             counts: number of real nodes of each sequence; the others are padding and are not stored.
 
         Returns:
@@ -186,7 +186,7 @@ class KVLayer:
         Args:
             like: a tensor with the dtype and device of the model's keys.
             sizes: heads, and head_dim of keys and of values.
-            sequences, counts: as in `append`.
+            seqs, counts: as in `append`.
         """
         if self.keys is None and not all(self.encoded[seq] for seq in seqs):
             self.allocate(like, (sizes[0], sizes[1]), max(counts), sizes[2])
@@ -319,7 +319,7 @@ class KVLayer:
         """Keep some of the sequence's committed slots and drop the others.
 
         Args:
-            sequence: number of the sequence, which must have no scratch entries.
+            seq: number of the sequence, which must have no scratch entries.
             slots: ascending numbers [n], or int64 [heads, n] if the heads differ.
 
         Raises:

@@ -77,7 +77,7 @@ def best_lengths(
 
     Args:
         chances: for each sequence that may guess, the chance of each next guess to be kept with all before it, falling.
-        sequences: of the forward, those without guesses included.
+        seqs: of the forward, those without guesses included.
         cost: of a step with so many guesses of all sequences together.
         floor: gain that guesses must exceed; if they do not, it is returned with no guesses.
         room: most guesses of all sequences together; None for any number.

@@ -257,7 +257,7 @@ class CostModel:
 
         Args:
             chances: for each such sequence, the chance of each next guess to be kept with all before it.
-            sequences: of the forward, those without guesses included.
+            seqs: of the forward, those without guesses included.
             room: most guesses of all sequences together.
         """
         if not self.times.known(seqs):
@@ -326,7 +326,7 @@ class DrafterRecord:
 
         Args:
             times: of the model's forwards.
-            sequences: the number of sequences that the drafter would guess for.
+            seqs: the number of sequences that the drafter would guess for.
             most: guesses per sequence that there is room for.
         """
         pause = self._pause = self._pauses[load(seqs)]

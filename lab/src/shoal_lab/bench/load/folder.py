@@ -25,7 +25,7 @@ def write_shape(model: MeasuredModel, dtype: str, folder: Path, texts: Iterable[
     """Write a shape's random weights, with a tokenizer in which every id has a text of its own.
 
     Args:
-        subject: the shape.
+        model: the shape.
         dtype: of the weights.
         folder: an existing folder.
         texts: what the tokenizer learns its pieces from, besides the made-up words.

@@ -37,7 +37,7 @@ class LongEvaluator:
     Attributes:
         engine: the model.
         outcomes: where outcomes are kept and looked up.
-        sequences: most answers in progress at once.
+        seqs: most answers in progress at once.
         progress: whether bars are shown on stderr; None shows them on a terminal only.
     """
 

@@ -56,7 +56,7 @@ class SharedPrompts:
     Args:
         engine: the model.
         prompts: token ids.
-        sequences: most of them in progress at once; fewer if memory is short.
+        seqs: most of them in progress at once; fewer if memory is short.
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], seqs: int = 64) -> None:

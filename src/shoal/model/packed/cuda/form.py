@@ -24,7 +24,7 @@ class ForwardForm:
     """What is fixed in a captured step.
 
     Attributes:
-        sequences: number of chunks.
+        seqs: number of chunks.
         queries: tokens of each chunk, padded.
         every: whether logits of all tokens are wanted; otherwise of each chunk's last token.
     """
