@@ -32,7 +32,7 @@ class Actors:
     Attributes:
         number: how many.
         device: where they compute; None for CUDA if there is a GPU.
-        max_seqs: most rows under way in each.
+        max_seqs: most sequences under way in each.
     """
 
     number: int

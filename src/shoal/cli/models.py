@@ -116,9 +116,9 @@ def _file(name: str, path: Path, title: str) -> HeldModel:
     kind = str(header.metadata.get("general.architecture", ""))
     counts = Counter(tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1)
     form = "GGUF, " + " and ".join(name for name, _ in counts.most_common(2))
-    argv = header.metadata.get("tokenizer.ggml.tokens")
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
     sizes = {"layers": header.metadata.get(f"{kind}.block_count"),
-             "vocab": len(argv) if isinstance(argv, Strings) else None,
+             "vocab": len(tokens) if isinstance(tokens, Strings) else None,
              "hidden": header.metadata.get(f"{kind}.embedding_length")}
     return HeldModel(name, title, form, kind, size, _cards(sizes))
 

@@ -120,11 +120,11 @@ def text(name: str, plan: DepthPlan, info: ModelInfo, head_known: bool = True) -
     caveat = "" if head_known else " before the cost of the LM head"
     head = (f"{name}: {mean:.2f} of {info.num_layers} layers on average over {info.max_new_tokens} tokens, "
             f"ideal speed-up {speedup:.2f}x{caveat}")
-    seqs = bands(plan, info.max_new_tokens)
-    spans = [f"{band.first}" if band.first == band.last else f"{band.first}-{band.last}" for band in seqs]
+    found = bands(plan, info.max_new_tokens)
+    spans = [f"{band.first}" if band.first == band.last else f"{band.first}-{band.last}" for band in found]
     width = max(map(len, spans))
     return "\n".join([head, *(f"steps {span:>{width}}: {band.depth:>4g} layers  {_row(plan, band.first)}"
-                              for span, band in zip(spans, seqs, strict=True))])
+                              for span, band in zip(spans, found, strict=True))])
 
 
 def _row(plan: DepthPlan, step: int) -> str:

@@ -62,7 +62,7 @@ def _text(told: dict[str, Any], bears: float | None, layers: int) -> str:
                      "where that pays.")
     if bears is not None:
         lines.append(f"A D3 schedule moves its distribution by 0.1 nats a token at {bears:.1f} of {layers} layers.")
-    lines.append("Not known:\n" + "\n".join(f"  - {argv}" for argv in told["not_known"]))
+    lines.append("Not known:\n" + "\n".join(f"  - {what}" for what in told["not_known"]))
     if told["machine"]:
         lines.append(f"Times were taken on {told['machine']}.")
     return "\n".join(lines)

@@ -2,8 +2,7 @@
 
 A step is one forward in which some sequences verify their guesses and others read pieces of their prompts. Sequences
 are independent of each other: they may have different prompts, plans, rules and lengths. What is here sees protocols
-    only;
-it knows no architecture and no paper.
+only; it knows no architecture and no paper.
 """
 
 from __future__ import annotations
@@ -42,16 +41,15 @@ class Batch:
 
     Args:
         runner: the model.
-        cache: one cache sequence per sequence, in the order of `sequences`; may hold the beginning of a sequence's
-            prompt already. None for a cache of the batch's own, which lasts as long as it has sequences.
+        cache: the KV of the sequences, in the order of `seqs`; may hold the beginning of a sequence's prompt already.
+            None for a cache of the batch's own, which lasts as long as it has sequences.
         seqs: the sequences to begin with, each with at least one token that is not in the cache; those that have
             ended are left out.
         prefixes: keeps what sequences have stored for later sequences, which look it up there.
         release: whether a dropped layer's KV is freed at once; a sequence that is resumed later must keep it.
 
     Attributes:
-        seqs: running sequences, in the order of their entries; the branches of a searched sequence stand in its
-            place.
+        seqs: running sequences, in the order of their `seq_id`; the branches of a searched sequence stand in its place.
         searches: the running searches.
         clock: seconds spent.
         components: the workers of the sequences' recipes.
@@ -117,7 +115,7 @@ class Batch:
             self.cache.set_store(seq_id, store, slots)
 
     def fork(self, seq: RunningSequence, children: Sequence[RunningSequence]) -> None:
-        """Add sequences that continue from the state of `sequence`."""
+        """Add sequences that continue from the state of `seq`."""
         for child, seq_id in zip(children, self.cache.fork(seq.seq_id, len(children)), strict=True):
             child.seq_id = seq_id
         self.components.fork(seq, children)
@@ -128,7 +126,7 @@ class Batch:
         self._came += seqs
 
     def _begun(self, seq: RunningSequence) -> RunningSequence:
-        """The sequence that decodes for `sequence`: itself, or the first branch of its search."""
+        """The sequence that decodes for `seq`: itself, or the first branch of its search."""
         if seq.recipe.search is None:
             return seq
         search = SearchRun(self, seq, seq.recipe.search)
@@ -163,12 +161,12 @@ class Batch:
         Args:
             budget: most tokens of the forward, over all sequences; only guesses may exceed it. If guesses leave prompts
                 too little, the prompts get a forward of their own.
-            seqs: which sequences, in the order of their entries; None for all. A searched sequence stands for its
-                branches.
+            seqs: which sequences, in the order of their `seq_id`; None for all. A searched sequence stands for
+                its branches.
             most: most prompt tokens of a sequence; None for as many as fit.
 
         Raises:
-            BaseException: from a part of a sequence's recipe, such as a search or a processor; call `rollback` then.
+            BaseException: from a component of a sequence's recipe, such as a search or a processor; call `rollback` then.
         """
         start = time.perf_counter()
         steps, running = self._search(seqs)
@@ -206,7 +204,7 @@ class Batch:
         return reading, decoding
 
     def _search(self, seqs: Sequence[SequenceState] | None) -> tuple[list[Step], list[RunningSequence]]:
-        """Advance all searches, or those of `sequences`; return what they emit and the sequences that may run now."""
+        """Advance all searches, or those of `seqs`; return what they emit and the sequences that may run now."""
         chosen = None if seqs is None else set(seqs)
         if not self.searches:
             return [], self.seqs if chosen is None else [seq for seq in self.seqs if seq in chosen]
@@ -232,7 +230,7 @@ class Batch:
             seq.note_bytes(self.cache.seq_bytes(seq.seq_id))
 
     def _pieces(self, seqs: Sequence[RunningSequence], budget: int, most: int | None) -> list[_Share]:
-        """How much of its prompt each sequence reads, in the order of the entries."""
+        """How much of its prompt each sequence reads, in the order of their `seq_id`."""
         pieces: list[_Share] = []
         for seq in self.reading:
             if seq in seqs and budget > 0:
@@ -348,7 +346,7 @@ class Batch:
                 self._renumber()
 
     def _renumber(self) -> None:
-        """Drop the cache sequences of everything that no longer runs."""
+        """Drop from the cache everything that no longer runs."""
         seqs = {seq.seq_id: seq for seq in self.seqs}
         self.seqs = [seqs[former] for former in self.cache.select(seqs.keys())]
         for seq_id, seq in enumerate(self.seqs):
@@ -368,8 +366,7 @@ def run(batch: Batch, budget: int, most: int = 2048) -> Generator[list[Step], No
     """Yield what every step emits until all sequences have ended.
 
     All prompts are read first, so that sequences decode side by side: sequences at the same step run the same layers.
-        If the
-    caller leaves early, the cache holds committed tokens only.
+    If the caller leaves early, the cache holds committed tokens only.
 
     Args:
         batch: the sequences.
@@ -391,7 +388,7 @@ class _Share:
         seq: the sequence.
         chunk: its tokens.
         tree: the tokens that are judged; None for a piece that does not end its prompt.
-        before: prompt tokens or forced tokens ahead of the tree's root.
+        before: prompt tokens or forced tokens ahead of the tree.
     """
 
     seq: RunningSequence
@@ -427,7 +424,7 @@ class _Share:
 
 
 def _guesses(seq: RunningSequence, tree: TokenTree, before: int) -> _Share:
-    """A sequence's root with its guesses; a chain where tokens before the root came without a forward."""
+    """A sequence's last token with its guesses; a chain where tokens before it came without a forward."""
     tokens, emitted = (*seq.tokens[-1 - before : -1], *tree.tokens), seq.emitted
     steps = [emitted + depth for depth in (*range(-before, 0), *tree.depths)]
     parents, depths = (None, None) if tree.is_chain else (tree.parents, tree.depths)

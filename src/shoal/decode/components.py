@@ -30,7 +30,7 @@ class Components:
         self._workers: dict[int, Worker] = {}
 
     def propose(self, seqs: Sequence[RunningSequence]) -> list[TokenTree]:
-        """A tree for every sequence: the root alone unless its recipe has a proposer and there is room for guesses."""
+        """A tree for every sequence: its last token, and guesses if its recipe has a proposer and they have room."""
         drafting = [seq for seq in seqs if seq.drafts]
         if not drafting:
             return [TokenTree.chain(seq.tokens[-1:]) for seq in seqs]
@@ -116,7 +116,7 @@ class Components:
         return None if seq.recipe.keep is None else self._worker(seq.recipe.keep)
 
     def fork(self, seq: RunningSequence, children: Sequence[RunningSequence]) -> None:
-        """Tell the sequence's workers of sequences that were forked from it."""
+        """Copy the state of the sequence's workers to sequences that were forked from it."""
         for worker, _ in self._all_at_work([seq]):
             worker.fork(seq, children)
 
@@ -129,12 +129,12 @@ class Components:
             meter.observe(report)
 
     def forget_all_but(self, seqs: Sequence[RunningSequence]) -> None:
-        """Forget the workers that none of these sequences has: another component may come to live where theirs was."""
+        """Forget the workers that none of these sequences has: a new component may get the `id` of theirs."""
         components = {id(component) for seq in seqs for component in _components(seq)}
         self._workers = {key: one for key, one in self._workers.items() if key in components}
 
     def _limits(self, seqs: Sequence[RunningSequence]) -> dict[int, int]:
-        """How much may be guessed for each of these sequences, by entry."""
+        """How much may be guessed for each of these sequences, by its `seq_id`."""
         limits = {seq.seq_id: 0 if seq.forced else self.most(seq) for seq in seqs}
         for policy, group in self._at_work(seqs, [seq.recipe.pace for seq in seqs]):
             for seq, most in zip(group, policy.limits(group), strict=True):
@@ -164,8 +164,8 @@ class Components:
         if id(component) not in self._workers:
             worker = component.begin(self._runner, self._cache)
             if not isinstance(worker, Worker):
-                raise TypeError(f"{type(component).__name__}.begin gives a {type(worker).__name__}; it must be a "
-                                "worker: "
+                raise TypeError(f"{type(component).__name__}.begin gives a {type(worker).__name__}; "
+                                "it must be a worker: "
                                 "derive it from a class in shoal.decode.worker")
             self._workers[id(component)] = worker
         return cast("W", self._workers[id(component)])

@@ -32,7 +32,7 @@ class SequenceLedger:
         put: tokens that a loop has put into the answer.
         drafted: guessed tokens.
         accepted: guessed tokens that were kept.
-        drafted_at: how often there was a guess at each distance from the root.
+        drafted_at: how often there was a guess at each distance from the last token.
         accepted_at: how often such a guess was kept.
         draft_rounds: forwards during which the next draft was prepared, as the method describes them.
     """

@@ -113,7 +113,7 @@ class Loop(ABC):
         """Refuse a sequence whose options the loop cannot honour, before anything runs.
 
         Raises:
-            Unsupported: says what, why and the remedy.
+            Unsupported: it says what, why and the remedy.
         """
         return
 

@@ -70,7 +70,7 @@ def uniform(seed: int, seq: int, index: int, purpose: str) -> float:
     """A uniform number in [0, 1) of 53 bits that depends on its arguments alone.
 
     The key goes word by word through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators", OOPSLA 2014), so that machine, process and order of calls play no component.
+    pseudorandom number generators", OOPSLA 2014), so that machine, process and order of calls play no part.
 
     Args:
         seed: the request's seed, taken modulo 2**64.

@@ -25,8 +25,8 @@ class SequenceState:
 
     Attributes:
         number: the sequence's number in its request: keys its random numbers and its results.
-        seq_id: the sequence's place in the cache; changes when other sequences leave.
-        tokens: prompt and emitted tokens; the last one is the root, whose KV does not exist yet.
+        seq_id: the sequence's place in the cache, which changes when other sequences leave.
+        tokens: prompt and emitted tokens; the KV of the last one does not exist yet.
         prompt_length: leading tokens that are the prompt.
         stop: decides where the sequence ends, and decodes its text.
         plan: the layers that its tokens run.

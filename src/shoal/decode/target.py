@@ -18,7 +18,7 @@ class SequenceTarget(Target):
     """What the target says at the nodes of one sequence's tree, cached per node.
 
     Args:
-        seq: the sequence; its tokens end with the root.
+        seq: the sequence; its last token is node 0.
         tree: the sequence's tree.
         logits: [nodes, V], or more; the last ones are the nodes'.
 

@@ -46,7 +46,7 @@ class StepReport:
         return self if self.source is None else self.source
 
     def only(self, seqs: Sequence[SequenceState]) -> StepReport:
-        """The report on those of its sequences that are in `sequences`, at least one, in the report's order."""
+        """The report on those of its sequences that are in `seqs`, at least one, in the report's order."""
         if len(seqs) == len(self.seqs):
             return self
         wanted = set(seqs)
@@ -91,7 +91,7 @@ class Worker:
         return [None] * len(seqs)
 
     def fork(self, seq: SequenceState, children: Sequence[SequenceState]) -> None:
-        """Copy what is remembered of `sequence` to sequences that were forked from it."""
+        """Copy what is remembered of `seq` to sequences that were forked from it."""
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step of the sequences with this component, plain steps and the ends of prompts included."""
@@ -137,21 +137,21 @@ class Keeper(Worker, ABC):
 
     @abstractmethod
     def next_length(self, seq: SequenceState, length: int) -> int:
-        """The first length (positions of the sequence's sequence) above `length` at which `rewrite` is due."""
+        """The first length (in positions) above `length` at which `rewrite` is due."""
 
     @abstractmethod
     def rewrite(self, seq: SequenceState, layers: Sequence[tuple[int, KVLayer]]) -> None:
         """Rewrite the sequence's KV by `KVLayer.rewrite`, at a length that `next_length` named.
 
         Args:
-            seq: it stands at `sequence.entry`.
+            seq: it stands at `seq.seq_id`.
             layers: numbers and stores of the layers that have run all of its positions and have no sliding window.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class PlanByPrompt(DepthPlan, Component[Worker]):
-    """A plan for prompts alone: when a sequence has read its own, the worker puts another plan into the sequence."""
+    """A plan for prompts alone: when a sequence has read its prompt, the worker gives the sequence another plan."""
 
     @property
     def is_full(self) -> bool:
@@ -266,7 +266,7 @@ class Select(Component[Worker]):
         return False
 
     def label_bytes(self, runner: ModelRunner, slots: int) -> int | None:
-        """Bytes that kernels store beside a sequence of `slots` slots to score them.
+        """Bytes that kernels store for a sequence of `slots` slots to score them.
 
         None if its hooks are not `shoal.model.kv.choice.TopSlots`, for which kernels choose by themselves.
         """

@@ -56,7 +56,7 @@ class Engine:
     """A loaded model that generates, streams and chats; made by `shoal.load`.
 
     Args:
-        runner: the model as a stack of layers.
+        runner: runs the model's layers.
         tokenizer: a transformers tokenizer, or None: then prompts are token ids and results carry no text.
         model_name: for reports.
         eos_token_ids: ids that end a sequence.

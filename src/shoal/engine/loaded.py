@@ -18,7 +18,7 @@ class LoadedModel(Protocol):
     """A model that is ready to run, as `Engine` implements it.
 
     Attributes:
-        runner: the model as a stack of layers.
+        runner: runs the model's layers.
         tokenizer: a transformers tokenizer, or None.
         model: the transformers model behind the runner, or None.
         model_name: for reports.

@@ -73,7 +73,7 @@ class Request:
 
     Attributes:
         method: a `Method`, its name, `{"method": ..., "method_args": {...}}`, the path of a JSON card, or a list of
-            these that fill different parts of the recipe.
+            these that fill different components of the recipe.
         max_new_tokens: most tokens to generate per sequence; also the default horizon of a depth schedule.
         sampling: how tokens are chosen.
         seed: seed of the draws; None picks one, which the result reports.
@@ -170,8 +170,8 @@ class Request:
         only, least, ends = self.allowed_token_ids, self.min_new_tokens, rules.eos_token_ids | rules.stop_token_ids
         if not self.bad_words and only is None and least < 1:
             return lambda start: ()
-        sentence = spelled(self.bad_words, tokenizer)
-        return lambda start: (Forbidden(start, sentence, only, ends, least),)
+        forbidden = spelled(self.bad_words, tokenizer)
+        return lambda start: (Forbidden(start, forbidden, only, ends, least),)
 
 
 def drawn_seed() -> int:
@@ -181,11 +181,11 @@ def drawn_seed() -> int:
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
     """An option that is a list; a string alone stands for a list of one."""
-    kind, sentence = _LISTS[name]
+    kind, described = _LISTS[name]
     values = (value,) if isinstance(value, str) else value
     items = tuple(values) if isinstance(values, Iterable) and not isinstance(values, Mapping | bytes) else (None,)
     if not all(isinstance(item, kind) for item in items):
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a list of {sentence}")
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a list of {described}")
     return items
 
 

@@ -68,10 +68,10 @@ class SequenceProcessors:
 
 
 def for_seq(processor: Any, seq: int, seqs: int) -> Any:
-    """`processor` for sequence `sequence` of `sequences`: itself, or a copy if it holds state of each sequence."""
+    """`processor` for sequence `seq` of `seqs`: itself, or a copy if it holds state of each sequence."""
 
     def own(values: Any) -> Any:
-        """The sequence's entry, as a batch of one. There is one per sequence, or per prompt with several each."""
+        """The sequence's value, as a batch of one. There is one per sequence, or per prompt with several each."""
         at = seq // (seqs // len(values))
         return values[at : at + 1]
 

@@ -52,7 +52,7 @@ class Auto(Method):
 
     Lossless. While the answer repeats a passage of the prompt or of itself, the passage is guessed to go on. How likely
     that is for a match of so many tokens is learned from all tokens, guessed or not. Where the text gives no guess, a
-    drafter drafts as long as that gains time. The drafter is a draft model or a trained part that was named, the part
+    drafter guesses as long as that gains time. The drafter is a draft model or a draft head that was named, the head
     that is known for the model, or the model itself without the sublayers that its calibration card says a draft can
     spare. The time of forwards is learned while decoding, for every number of sequences, and kept by the engine.
 
@@ -60,7 +60,7 @@ class Auto(Method):
         length: most tokens to guess at a time.
         draft: a smaller model with the same tokens: its folder, its Hub id, or a loaded transformers model, which is
             not changed; None for none.
-        part: the folder that `shoal train eagle` wrote; None for the part that is known for the model, if there is one.
+        part: the folder that `shoal train eagle` wrote; None for the head that is known for the model, if there is one.
     """
 
     name: ClassVar[str] = "auto"
@@ -93,7 +93,7 @@ class Auto(Method):
         return Recipe(plan, info.memory[key], self_metered=True)
 
     def _drafter(self, info: ModelInfo) -> tuple[Proposer | None, DrafterRecord]:
-        """The drafter that drafts where the text gives no guess, and its prior record."""
+        """The drafter for places where the text gives no guess, and its prior record."""
         if self.draft is not None and info.draft_engine is not None:
             from shoal.speculative.model import ModelProposer
 
@@ -177,7 +177,7 @@ class CautiousDrafter(Drafter):
         return None if self._drafter is None or rests else self._drafter.watch(seqs, chunks)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
-        """A chain per sequence; the root alone where no guess pays."""
+        """A chain per sequence; the last token alone where no guess pays."""
         matchers = [self._matchers[seq] for seq in seqs]
         for seq, matcher in zip(seqs, matchers, strict=True):
             matcher.read(seq.tokens)

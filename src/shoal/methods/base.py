@@ -90,18 +90,18 @@ class Method(ABC):
     """A way of decoding: a frozen dataclass whose fields are its options.
 
     A subclass checks the ranges of its options in `__post_init__` (after calling this one, which checks their types)
-    and returns its parts from `recipe`. Types in field annotations must be importable at run time. A method that
+    and returns its components from `recipe`. Types in field annotations must be importable at run time. A method that
     wraps another one holds it in a field called `inner`. Fields called `length`, `nodes`, `branching` and `beam` say
     how much it guesses; a limit on memory makes them smaller.
 
     Attributes:
-        name: the name of its file and of its sequence in the registry.
+        name: the name of its file and of its entry in the registry.
         paper: where it comes from, such as "arXiv 2503.08524"; empty where there is none.
         needs: requirements to run it, in words, such as ("layer scores",).
         reads: options that name files, or what is run or asked over the network; a server does not take them from
             everybody.
-        fills: the parts of the recipe that it fills; for a method without defaults, whose recipe cannot be asked.
-        family: its family, where the parts of its recipe would say another one; see `shoal.methods.common.combined`.
+        fills: the components of the recipe that it fills; for a method without defaults, whose recipe cannot be asked.
+        family: its family, where the components of its recipe say another one; see `shoal.methods.common.combined`.
     """
 
     name: ClassVar[str]
@@ -122,10 +122,10 @@ class Method(ABC):
 
     @abstractmethod
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The parts from which the loop decodes a request on a model.
+        """The components from which the loop decodes a request on a model.
 
         Raises:
-            ValueError: a option is out of range for this model.
+            ValueError: an option is out of range for this model.
             Unsupported: the model lacks what the method needs.
         """
 

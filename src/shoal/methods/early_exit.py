@@ -1,4 +1,4 @@
-"""Early exit: the runner stops at a fixed layer."""
+"""Early exit: the model stops at a fixed layer."""
 
 from __future__ import annotations
 

@@ -18,13 +18,12 @@ def mask(seqs: Sequence[SequenceView], window: int | None, device: torch.device,
     """Which slots each query sees.
 
     Args:
-        seqs: one view per sequence of the call; queries are padded to the widest sequence by repeating a
-            sequence's last one.
+        seqs: one view per sequence of the call; queries are padded to the widest by repeating a sequence's last one.
         window: sliding window in positions, including the query's own, or None.
         square: whether the attention is causal by itself when it gets several queries and no mask.
 
     Returns:
-        Bool [sequences, 1, queries, slots], True = visible. None if every query sees every slot, or if `square` is
+        Bool [seqs, 1, queries, slots], True = visible. None if every query sees every slot, or if `square` is
         set and the call is a causal square over an empty cache.
     """
     if _unmasked(seqs, window) or (square and _square(seqs, window)):

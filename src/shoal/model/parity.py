@@ -37,7 +37,7 @@ _TIMES_ITSELF = 10
 
 @torch.no_grad()
 def check_parity(runner: ModelRunner, model: Any, tolerances: Mapping[torch.dtype, float] = OWN_MODULES) -> float:
-    """Compare full-depth logits of the stack with the model's own, on a random prompt and its continuation.
+    """Compare full-depth logits of the runner with the model's own, on a random prompt and its continuation.
 
     The runner gets the tokens in chunks, then again together with a shorter sequence and with a tree at the end. The
     model also generates with its own cache, as `generate` does. That must agree with its forward without a cache; the

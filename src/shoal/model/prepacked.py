@@ -1,7 +1,7 @@
 """Copies of transformers' layers that share their weights: for sequences without padding, or without a sublayer.
 
 Sequences of different lengths run in one forward without padding (arXiv 2404.09529): the tokens of all sequences follow
-one another in a single sequence [1, T, D]. Everything but attention treats each token by itself. Attention runs
+one another in one row [1, T, D]. Everything but attention treats each token by itself. Attention runs
 sequence by sequence, through the function that the model uses anyway, with the keys, values and mask of that sequence.
 (The paper instead masks the products of different sequences, so its cost grows with the total length.)
 

@@ -1,7 +1,6 @@
 """What the decoding loop asks of a model: run some tokens through some of its layers, and return logits.
 
-A `SequenceChunk` holds the tokens of one sequence; its plan and a token's step index say which sublayers the token
-runs.
+A `SequenceChunk` holds tokens of one sequence. Its plan and a token's step index say which sublayers the token runs.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ HiddenStateHook = Callable[[int, Tensor], None]
 executor may skip the calls of a `FromLayer` before its first layer."""
 QueryHook = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 """Called in a layer's attention for one sequence, with the layer's number, rotated queries [heads, nodes, head_dim],
-rotated keys [kv_heads, slots, head_dim] including the nodes' own, and which slots a node may see, bool [nodes,
-slots].
+rotated keys [kv_heads, slots, head_dim] including the nodes' own, and which slots a node may see, bool [nodes, slots].
 
 Returns the slots that each node reads: int64 [kv_heads, nodes, any number], or [heads, ...] if each query head has
 slots of its own; in any order, padded with -1. None means all. Repeats and slots that a node may not see are
@@ -71,8 +69,8 @@ class SequenceChunk:
     """Tokens of one sequence for one forward.
 
     Attributes:
-        seq: sequence of the cache.
-        tokens: ids in breadth-first order; node 0 is at position `cache.positions[sequence]`.
+        seq: number of the sequence in the cache.
+        tokens: ids in breadth-first order; node 0 is at position `cache.positions[seq]`.
         steps: step index of each token, non-decreasing; 0 for tokens of a prompt.
         plan: which sublayers run at which step.
         parents, depths: tree structure; None for a chain.
@@ -258,14 +256,14 @@ class ModelRunner(Protocol):
         """Logits [N, V] of hidden states [N, D], as a hook gets them, through the final norm and the head."""
 
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        """A dequantised copy of the sequences [n, D] of the head's matrix for the tokens `ids`.
+        """A dequantised copy of the rows [n, D] of the head's matrix for the tokens `ids`.
 
         Raises:
             Unsupported: the head is not a plain matrix.
         """
 
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; copies the sequences.
+        """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; copies the rows.
 
         Raises:
             Unsupported: the head is not a plain matrix.

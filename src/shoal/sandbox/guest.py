@@ -101,8 +101,8 @@ def _mounted(libc: Any, settings: dict[str, Any]) -> None:
                 and not any(seen.startswith(path + "/") for seen in settings["paths"]))
 
     def mount(what: str | None, where: str, kind: str | None, flags: int, data: str | None = None) -> None:
-        argv = [None if word is None else os.fsencode(word) for word in (what, where, kind, data)]
-        _check(libc.mount(argv[0], argv[1], argv[2], ctypes.c_ulong(flags), argv[3]), where)
+        texts = [None if text is None else os.fsencode(text) for text in (what, where, kind, data)]
+        _check(libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), where)
 
     mount(None, "/", None, _REC | _PRIVATE)
     mount("shoal", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")

@@ -80,7 +80,7 @@ class HttpServer(uvicorn.Server):
 
 
 def end_within(seconds: float) -> None:
-    """Kill the process after some seconds and print its runners, from a thread that needs no lock of Python's."""
+    """Kill the process after some seconds and print its stacks, from a thread that needs no lock of Python's."""
     with suppress(AttributeError, OSError, ValueError):  # stderr has no file
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
 

@@ -1,8 +1,8 @@
-"""A trained part on disk: a folder with a card, `part.json`, and its tensors, `part.safetensors`.
+"""A draft head on disk: a folder with a card, `part.json`, and its tensors, `part.safetensors`.
 
-The card names the part's kind, the model and vocabulary that it was trained for, its shape, and how well it guessed.
+The card names the head's kind, the model and vocabulary that it was trained for, its shape, and how well it guessed.
 Fingerprints of other weights of the same model may be added to it. Matrices may be 8-bit, with a scale for each
-sequence. Knows no kind of part; imports no torch at first.
+row. Knows no kind of head; imports no torch at first.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DraftHead:
         return found
 
     def take(self, name: str, *size: int) -> Tensor:
-        """A tensor of that size in float32: 8-bit sequences times their scales. Other integer tensors keep their dtype.
+        """A tensor of that size in float32: 8-bit rows times their scales. Other integer tensors keep their dtype.
 
         Raises:
             ValueError: it is missing, has another size, or holds values that are not finite.

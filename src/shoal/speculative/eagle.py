@@ -2,7 +2,7 @@
 
 At token t the layer reads the state behind t, which the target computed, and the embedding of token t + 1; its output
 stands in for the state behind t + 1, so that it can continue by itself. Its logits cover some tokens only; their
-sequences are those of the target's head.
+rows are those of the target's head.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EagleProposer(Proposer):
 
 
 _Waiting = dict[int, tuple[SequenceState, Tensor]]
-"""Per entry, a sequence and those of its known states [n, D] that were not fed yet."""
+"""Per place, a sequence and those of its known states [n, D] that were not fed yet."""
 
 
 class _Tree(SequenceTree):
@@ -111,7 +111,7 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per sequence; the root alone if the state before it is not known."""
+        """A tree per sequence; the last token alone if the state before it is not known."""
         self._seat(seqs)
         allowed = {seq: min(limit, self._shape.length) for seq, limit in zip(seqs, limits, strict=True)}
         wanted = [(seq_id, seq, allowed[seq]) for seq_id, seq in enumerate(self._seqs) if allowed.get(seq, 0) > 0]
@@ -124,7 +124,7 @@ class EagleDrafter(Drafter):
         return self._head.chain is not None and self._straight and all(map(_drafts_alone, seqs))
 
     def _level_by_level(self, wanted: Sequence[tuple[int, SequenceState, int]]) -> dict[SequenceState, TokenTree]:
-        """Trees by sequences: entries, sequences and most levels are given."""
+        """Trees by sequence, from each sequence's place, itself and its most levels."""
         try:
             grown = self._read([_Tree(seq, seq_id, levels) for seq_id, seq, levels in wanted])
             while alive := [one for one in grown if one.goes_on]:

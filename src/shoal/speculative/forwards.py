@@ -89,7 +89,7 @@ class _Chain(Growth):
 
 
 def run(drafts: Sequence[Draft], runner: ModelRunner, cache: KVCache) -> list[TokenTree]:
-    """Draft for all sequences (ascending entries) at once, until every chain is complete."""
+    """Draft for all sequences (ascending `seq_id`) at once, until every chain is complete."""
     chains = [_Chain(draft) for draft in drafts]
     while alive := [chain for chain in chains if chain.goes_on]:
         _extend(alive, runner.forward([chain.chunk() for chain in alive], cache))

@@ -1,4 +1,4 @@
-"""The target's hidden states at committed tokens, after the last layer or another: what trained parts read.
+"""The target's hidden states at committed tokens, after the last layer or another: what draft heads read.
 
 Only forwards that ran while the worker had the sequence are seen. A prompt whose prefix is in the cache does not run
 that prefix again, so the states of its first positions are unknown.
@@ -63,7 +63,7 @@ class HiddenStates:
         return FromLayer(self._layer, hook)
 
     def fork(self, seq: SequenceState, children: Sequence[SequenceState]) -> None:
-        """Copy the states of `sequence` to sequences that were forked from it."""
+        """Copy the states of `seq` to sequences that were forked from it."""
         one = self._settled(seq)
         for child in children:
             self._hidden[child] = _Read(one.first, None if one.states is None else list(one.states))
@@ -81,7 +81,7 @@ class HiddenStates:
         return found
 
     def _settled(self, seq: SequenceState) -> _Read:
-        """The sequence's tap, after adding the states of its last forward at committed tokens."""
+        """The sequence's known states, after adding the states of its last forward at committed tokens."""
         one = self._hidden.setdefault(seq, _Read())
         if one.last is not None:
             base, chunk, states = one.last

@@ -32,7 +32,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class NativeProduct:
-    """The product x @ weight.T of float [n, slots] by the kernels, in float32.
+    """The product x @ weight.T of float [n, columns] by the kernels, in float32.
 
     Args:
         held: the matrix.
@@ -42,7 +42,7 @@ class NativeProduct:
         self.held = held
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product [n, sequences]."""
+        """The product [n, rows]."""
         x = x.float()
         if len(x) <= native.MAX_TOKENS:
             return native.matmul(x, self.held)
@@ -50,7 +50,7 @@ class NativeProduct:
 
 
 def packed(target: ModelRunner, weight: Tensor) -> Product:
-    """The product x @ weight.T of float [n, slots] with a matrix [sequences, slots], packed once.
+    """The product x @ weight.T of float [n, columns] with a matrix [rows, columns], packed once.
 
     On the native kernels in 8 bits where the target multiplies in 8 bits, and in float32 out; else in the target's
     dtype.
@@ -178,7 +178,7 @@ class _Named(Source):
 
 FUSE = "fuse.weight"
 NORMS = ("state_norm.weight", "embedding_norm.weight")
-"""Tensors of a part beside its list of tokens and those of `LayerShape.sizes`: [D, 2 D], the state's slots first;
+"""Tensors of a head beside its list of tokens and those of `LayerShape.sizes`: [D, 2 D], the state's columns first;
 [D] each."""
 _KEPT = 4096
 """Tokens whose shares are at hand."""

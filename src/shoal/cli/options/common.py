@@ -97,9 +97,9 @@ def add_sampling(parser: Parser, *, greedy: bool = False) -> argparse._ArgumentG
                                  "0.7 and min-p 0.05")
     group = parser.add_argument_group("sampling", about)
     group.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="stop after that many tokens")
-    for name, (metavar, kind, neutral, argv) in _CHOOSING.items():
+    for name, (metavar, kind, neutral, text) in _CHOOSING.items():
         group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, type=kind,
-                           default=neutral if greedy else None, help=argv)
+                           default=neutral if greedy else None, help=text)
     group.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     return group

@@ -31,7 +31,7 @@ class BranchBatch(Protocol):
     searches: list[SearchRun]
 
     def fork(self, seq: RunningSequence, children: Sequence[RunningSequence]) -> None:
-        """Add sequences that continue from the state of `sequence`."""
+        """Add sequences that continue from the state of `seq`."""
         ...
 
     def due(self, seq: SequenceState) -> int:

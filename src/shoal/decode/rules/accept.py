@@ -91,8 +91,8 @@ class Rule(Protocol):
 class TargetStream(Rule):
     """A rule that compares draws: a draft takes the target's own number first.
 
-    Where both distributions agree, so do both draws. Right only for such rules, and for trees of which no component
-    hangs on another component's draw.
+    Where both distributions agree, so do both draws. Right only for such rules, and for trees of which no part
+    hangs on another part's draw.
     """
 
     __slots__ = ()

@@ -59,14 +59,14 @@ class Forbidden:
         return [last for before, last in likely if ids[0, -len(before) :].tolist() == list(before)]
 
 
-def spelled(sentence: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
+def spelled(texts: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
     """The words as the tokenizer spells them within a text, with and without a space before.
 
     Raises:
         ValueError: there is no tokenizer, or it has no tokens for a word.
     """
     found = dict[tuple[int, ...], None]()
-    for word in sentence:
+    for word in texts:
         if tokenizer is None:
             raise ValueError("bad_words are texts, which a model without a tokenizer does not know; use logit_bias")
         ways = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (word, " " + word.lstrip())]

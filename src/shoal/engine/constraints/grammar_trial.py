@@ -1,7 +1,7 @@
 """Compiles grammars in a process of its own first: llguidance bounds most of its work, but not how deep it recurses.
 
-A chain of a few thousand rules or references overflows the runner, which ends the process. A grammar that compiles
-here, on a small runner and in limited time, compiles safely in any other process. Imports no torch.
+A chain of a few thousand rules or references overflows the stack, which ends the process. A grammar that compiles
+here, on a small stack and in limited time, compiles safely in any other process. Imports no torch.
 """
 
 from __future__ import annotations

@@ -168,11 +168,11 @@ def generation_settings(generation_config: Any) -> Mapping[str, Any]:
 
 
 def processors(generation_rules: Mapping[str, Any], prompt: Sequence[int], most: int, device: Any) -> tuple[Any, ...]:
-    """Logits processors for one row.
+    """Logits processors for one sequence.
 
     Args:
         generation_rules: see `generation_settings`.
-        prompt: the row's token ids.
+        prompt: the sequence's token ids.
         most: how many tokens are asked for; a forced end comes as the last of them.
         device: of the logits.
     """

@@ -252,7 +252,7 @@ def _pack(
     config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None, backend: Backend,
     reference: Any = None,
 ) -> ModelRunner | None:
-    """The packed runner, checked against the reference, a model that it must equal, if there is one.
+    """The packed runner; if `reference` is a model, it is checked against that.
 
     A masked-diffusion model's tokens see later ones, which torch computes, so its matrices are packed for torch. Under
     "auto" it is None, which is logged, where the model does not fit and needs no quantisation.

@@ -115,7 +115,7 @@ def footprint(
 
     Args:
         engine: whose process it is, with all models loaded.
-        seqs: as `Engine.sequences` makes them.
+        seqs: as `Engine.seqs` makes them.
         method: by which they decode.
         max_new_tokens: of the request.
         process: bytes that the process takes as it stands, weights included; None measures them.
@@ -235,7 +235,7 @@ def _masks(runner: ModelRunner, seqs: Sequence[RunningSequence], nodes: Sequence
 
 
 def _mask(runner: ModelRunner, read: Sequence[tuple[int, int, int]]) -> int:
-    """Of pieces: sequence, first position and size; a byte for each token and slot, or an element to be added."""
+    """Of pieces (sequence, first position, size): a byte for each token and slot, or an element to be added."""
     adds = runner.adds_masks
     element = runner.dtype.itemsize if adds else 1
     if isinstance(runner, PackedRunner):  # sequence by sequence, in each layer anew
@@ -340,7 +340,7 @@ def _at(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence], st
             form = None if seq.recipe.store is None else seq.recipe.store.form(number)
             size = 0 if form is None else slot_bytes(form, runner.kv_sizes[number], runner.dtype)
             written.append(end if form is None or form.late else 0)
-            if form is not None and form.late:  # slots leave the cache later, so they are counted in both
+            if form is not None and form.late:  # slots leave the cache tensors later, so they are counted in both
                 outside += size * _more(max(layer.reserve, end))
             elif end:
                 outside += size * _grown(first, end)
@@ -388,10 +388,10 @@ def _grown(capacity: int, slots: int) -> int:
 
 @lru_cache(maxsize=256)
 def _pages(written: tuple[int, ...], heads: int, capacity: int, size: int) -> int:
-    """Bytes of the pages of a tensor [entries, heads, capacity] that are written to; see `shoal.model.kv.memory.zeros`.
+    """Bytes of the pages of a tensor [seqs, heads, capacity] that are written to; see `shoal.model.kv.memory.zeros`.
 
     Args:
-        written: slots that are written of each entry.
+        written: slots that are written of each sequence.
         size: bytes of a slot.
     """
     whole = len(written) * heads * capacity * size

@@ -171,7 +171,7 @@ class MemoryLimit:
 
 
 def extra_kv(engine: LoadedModel, seq: RunningSequence, method: Method) -> int:
-    """Bytes of a scheduler's sequence beside its KV: logits, probabilities if it samples, choices of slots."""
+    """Bytes that a scheduler's sequence takes beside its KV: logits, probabilities if it samples, choices of slots."""
     most, _ = guesses(method, seq.recipe)
     nodes = 1 + most
     choosing = choosing_bytes(engine, seq.recipe.select, [seq.prompt_length + seq.stop.room], [nodes])

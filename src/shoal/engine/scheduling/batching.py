@@ -1,9 +1,8 @@
 """Which requests decode together.
 
 A policy says when waiting sequences may join those under way: at once, or in waves that share their step indices.
-    Sequences of
-one loop share forwards, so each loop has a batch. Sequences with one proposer draft together, so equal requests share
-their recipe.
+Sequences of one loop share forwards, so each loop has a batch. Sequences with one proposer draft together, so equal
+requests share their recipe.
 """
 
 from __future__ import annotations

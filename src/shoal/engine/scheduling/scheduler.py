@@ -1,14 +1,13 @@
 """Continuous batching over one engine: requests join and leave between steps, and none is dropped.
 
-One thread owns the sequences. In every turn it lets cancelled sequences go, admits waiting ones, and runs a step. In a
+One thread owns the sequences. In every turn it drops cancelled sequences, admits waiting ones, and runs a step. In a
 step all sequences that decode and pieces of prompts share a forward, whatever depth each of them needs. Sequences whose
 recipes have the same loop share forwards among themselves; each loop has a step in every turn.
 
 Bounds: sequences are admitted strictly in the order in which they came, as soon as the policy, `max_seqs` and the KV
-    memory
-allow it. So a sequence waits at most until those before it have ended. Each of these takes at most max_new_tokens
-steps, a search as many as its budget. Between two tokens of a sequence that decodes, each loop reads at most
-`prefill_chunk` prompt tokens for others.
+memory allow it. So a sequence waits at most until those before it have ended. Each of these takes at most
+max_new_tokens steps, a search as many as its budget. Between two tokens of a sequence that decodes, each loop reads at
+most `prefill_chunk` prompt tokens for others.
 """
 
 from __future__ import annotations
@@ -323,7 +322,7 @@ class Scheduler:
                 self._fail(joining[0], error)
 
     def _fail(self, entry: ScheduledSequence, error: Exception) -> None:
-        """Mark a sequence, so that the next sweep ends it with an error."""
+        """Mark a sequence, so that the next `_finish` ends it with an error."""
         entry.seq.stop.finish_reason = entry.seq.stop.finish_reason or "cancelled"
         entry.error = entry.error or error
 
@@ -434,7 +433,7 @@ class Scheduler:
         self._finish()
 
     def _finish(self) -> None:
-        """Let the sequences go that have ended."""
+        """Drop the sequences that have ended."""
         ended = [entry for entry in self._running if entry.seq.finish_reason is not None]
         if ended:
             self._running = [entry for entry in self._running if entry.seq.finish_reason is None]

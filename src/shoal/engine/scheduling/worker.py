@@ -42,7 +42,7 @@ class WorkerThread:
         return not self._thread.is_alive()
 
     def runner(self) -> str:
-        """The current runner, line by line as in a traceback; empty once the thread has ended."""
+        """The current stack, line by line as in a traceback; empty once the thread has ended."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame))
 

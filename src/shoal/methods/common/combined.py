@@ -102,8 +102,8 @@ class Combined(Method):
         for component in filter(excluded.get, owners):
             raise ValueError(
                 f"{excluded[component]} has a loop of its own, without a place for the part {component!r} "
-                f"({QUESTIONS[component]}) of "
-                f"{owners[component]}; leave {excluded[component]} or {owners[component]} out"
+                f"({QUESTIONS[component]}) of {owners[component]}; leave {excluded[component]} or "
+                f"{owners[component]} out"
             )
         return replace(Recipe(DepthPlan.full(info.num_layers)), **whole)
 

@@ -224,10 +224,10 @@ class TrainedMethod(DraftingMethod):
     part: str | None = field(default=None)
 
     def guessing(self, info: ModelInfo, make: Callable[[DraftHead], Any]) -> Proposer:
-        """The proposer that `make` makes of the head; one for all requests of a method, so that sequences share it.
+        """The proposer that `make` makes of the head; all requests of a method have one, so that sequences share it.
 
         Raises:
-            ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
+            ValueError: no draft head was named and none is known, or it cannot be read, or is of another kind.
             Unsupported: it was trained for another model.
         """
         if info.tensors is None:
@@ -252,7 +252,7 @@ def part_of(kind: str, folder: str | None, info: ModelInfo) -> DraftHead:
     """The part in a folder, or the known part of the model.
 
     Raises:
-        ValueError: no part was named and none is known, or it cannot be read, or is of another kind.
+        ValueError: no draft head was named and none is known, or it cannot be read, or is of another kind.
         Unsupported: it was trained for another model.
     """
     if not info.free:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvictionMethod(Method, Keep):
-    """A method that scores the slots of the KV and gives up those that score least. It is its own part `keep`.
+    """A method that scores the slots of the KV and gives up those that score least. It is its own `keep`.
 
     A subclass defines `score`, and by options or properties of the names below how many slots stay and when the
     others go. Layers with a sliding window keep what the window needs.

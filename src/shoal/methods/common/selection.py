@@ -31,7 +31,7 @@ ALL, SELECTS, READS, LABELED = range(4)
 
 @dataclass(frozen=True)
 class SelectionMethod(Method, Select):
-    """A method whose queries read the `k` slots that score best, their own among them. It is its own part `select`.
+    """A method whose queries read the `k` slots that score best, their own among them. It is its own `select`.
 
     Prompts are read in full. A subclass has an option `k`, and may have `first` and `share`, as `TopKOracle` and
     `Tidal` have. It defines `score` if each layer chooses for itself, in torch. It names the `roles` of layers instead
@@ -125,7 +125,7 @@ class SelectionMethod(Method, Select):
 
     @override
     def label_bytes(self, runner: ModelRunner, slots: int) -> int | None:
-        """What kernels keep beside a sequence of that many slots; None where they do not choose."""
+        """What kernels keep for a sequence of that many slots; None where they do not choose."""
         roles = self.roles(layers_of(runner))
         if roles is None:
             return None

@@ -242,8 +242,8 @@ def _rows(file: GgufFile) -> int:
 
 def _check_vocabulary(file: GgufFile, vocabulary: Vocabulary | None, rows: int) -> None:
     if vocabulary is not None and len(vocabulary) != rows:
-        raise ValueError(f"the GGUF file {file.path.name!r} has {len(vocabulary)} tokens and an embedding of "
-                         f"{rows} rows; "
+        raise ValueError(f"the GGUF file {file.path.name!r} has {len(vocabulary)} tokens and an embedding "
+                         f"of {rows} rows; "
                          "both must be the same. Convert the model again")
 
 

@@ -1,8 +1,8 @@
 """A KV cache with a length of its own for every layer and sequence, and copies of what a sequence has stored.
 
-Lengths count positions of the sequence. A sequence that joins takes a free entry; when one leaves, only the last
-sequence is moved into its place. Slots and slots grow geometrically. The cache knows nothing of tokens, plans or
-models; `shoal.model.kv.layer` has one layer of it.
+Lengths count positions. A sequence that joins takes a free place; when one leaves, only the last sequence is moved
+into its place. Places and slots grow geometrically. The cache knows nothing of tokens, plans or models;
+`shoal.model.kv.layer` has one layer of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KVCache:
     Attributes:
         layers: one `KVLayer` per decoder layer.
         positions: committed positions of each sequence, whichever layers ran them.
-        most_seqs: most spare entries to allocate; if unused entries take no memory, all are allocated at once.
+        most_seqs: most sequences to make room for ahead; if free places take no memory, all are allocated at once.
 
     Args:
         windows: sliding window of each layer, or None.
@@ -69,18 +69,18 @@ class KVCache:
         """Set the form in which an empty sequence is stored.
 
         Args:
-            store: the forms by layer; None for the cache.
-            reserve: slots per layer for which room outside the cache is allocated at once.
+            store: the forms by layer; None for the form of the cache.
+            reserve: slots per layer for which room in that form is allocated at once.
         """
         for number, layer in enumerate(self.layers):
             layer.set_form(seq, None if store is None else store.form(number), reserve[number] if reserve else 0)
 
     def has_store(self, seq: int) -> bool:
-        """Whether some layer stores the sequence in another form than the cache."""
+        """Whether some layer stores the sequence in a form of its own."""
         return any(layer.encoded[seq] or layer.settled[seq] for layer in self.layers)
 
     def mark_shallow(self, seq: int, position: int) -> None:
-        """Note that `position` of `sequence` did not run every sublayer on all of the KV, as the model itself would."""
+        """Note that `position` of `seq` did not run every sublayer on all of the KV, as the model itself would."""
         mark = self._marks[seq]
         self._marks[seq] = position if mark is None else min(mark, position)
 
@@ -131,7 +131,7 @@ class KVCache:
         return keep
 
     def select(self, seqs: Collection[int]) -> list[int]:
-        """Keep `sequences`; those beyond the new end move to the places of dropped ones.
+        """Keep `seqs`; those beyond the new end move to the places of dropped ones.
 
         Returns:
             The former number of each sequence. With the last sequence the storage is freed.
@@ -156,7 +156,7 @@ class KVCache:
         self._marks.extend([None] * seqs)
 
     def fork(self, seq: int, count: int) -> range:
-        """Add sequences that are exact copies of what `sequence` has committed; returns their numbers."""
+        """Add sequences that are exact copies of what `seq` has committed; returns their numbers."""
         copies = range(self.seqs, self.seqs + count)
         self.extend(count)
         for new in copies:

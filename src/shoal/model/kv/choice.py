@@ -1,6 +1,6 @@
 """Which stored slots of the KV stay, and which of them queries read: by scores, the largest first.
 
-Native kernels choose slots themselves where they can (`packed/native/choose.h`); this is the reference in torch.
+Native kernels choose slots themselves where they can (`packed/native/choose.h`); this is the same in torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Labels:
 
     Attributes:
         dims: int64 [layers, kv_heads, width], the dimensions of each head.
-        buffers: per layer [kv_heads, groups of 16 slots, width, 16] in the dtype of the keys; made on demand. Column
+        buffers: per layer [kv_heads, groups of 16 slots, width, 16] in the dtype of the keys; made on demand. Slot
             c is at c + start % 16, where start counts the positions that are no longer stored. 16-bit numbers are
             stored in pairs of dimensions, [width / 2, 16, 2]; an odd last one follows them.
     """

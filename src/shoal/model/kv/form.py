@@ -24,8 +24,8 @@ class KVForm(ABC):
 
     Attributes:
         kernel: the name by which the native kernels know the form; None if they do not read it.
-        late: whether slots take the form only when the recipe's `keep` settles them; until then they are in the
-            cache.
+        late: whether slots take the form only when the recipe's `keep` settles them; until then they are
+            stored as computed.
     """
 
     kernel: ClassVar[str | None] = None

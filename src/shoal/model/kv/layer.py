@@ -1,17 +1,16 @@
 """Keys and values of one layer, with a length of its own for every sequence.
 
 In each sequence, *committed* entries are followed by *scratch* entries, which a draft may still take back. Depth plans
-are nested, so the positions that a layer has processed are always a prefix of the sequence's sequence, and a length
-describes them.
+are nested, so the positions that a layer has processed are always a prefix of the sequence, and a length describes
+them.
 
-Storage is one tensor pair [entries, heads, capacity, head_dim]. Row r is in entry r; entries after the last sequence
+Storage is one tensor pair [max_seqs, heads, capacity, head_dim]. Sequence i has place i; places after the last sequence
 are free. Sequences lie side by side, since attention over all of them reads them together. If `shoal.model.kv.memory`
-can do so, free entries and the unwritten part of a entry take no memory. A layer with a sliding window drops positions
+can do so, free places and the unwritten part of a place take no memory. A layer with a sliding window drops positions
 that the window has passed, but never a scratch entry, so a rollback is always possible. In a layer without one the
 slots of a sequence may be rewritten: fewer or other slots, with a bias on their scores. Then a sequence has fewer
-    *slots* than *positions*, and
-`starts` counts the difference. A sequence may also store slots outside the cache, in another form: all of them, or
-only the first ones, which have *settled*; the others keep their places in the cache.
+*slots* than *positions*, and `starts` counts the difference. A sequence may also store slots outside its place, in
+another form: all of them, or only the first ones, which have *settled*; the others stay in the place.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ENDLESS = 1 << 62
 
 
 def contiguous(seqs: Sequence[int]) -> slice | None:
-    """`sequences` as a slice if they are consecutive, else None."""
+    """`seqs` as a slice if they are consecutive, else None."""
     first, last = seqs[0], seqs[-1]
     return slice(first, last + 1) if tuple(seqs) == tuple(range(first, last + 1)) else None
 
@@ -48,12 +47,12 @@ class KVLayer:
     Attributes:
         window: number of positions that a query sees, including its own; None for all.
         lengths: committed positions per sequence.
-        starts: positions per sequence that are no longer stored. Unless slots were rewritten, slot c of sequence r
-            holds position `starts[r] + c`.
+        starts: positions per sequence that are no longer stored. Unless slots were rewritten, slot c of sequence i
+            holds position `starts[i] + c`.
         scratch: entries per sequence that await commit or rollback.
-        reached: most slots that the sequence's entry has held since memory was last given back.
+        reached: most slots that the sequence's place has held since memory was last given back.
         rewritten: length of the sequence when its slots were last rewritten; decoding cannot go back before it.
-        encoded: per sequence, its slots in a form of its own; None for the cache.
+        encoded: per sequence, its slots in a form of its own; None if they are in its place.
         settled: per sequence, its first slots after they have settled; None if no form waits for that.
         bias: per sequence, float32 [heads, slots or more] that is added to scores; None for nothing.
         extra: whether some sequence has any of the three above.
@@ -84,17 +83,16 @@ class KVLayer:
         """Write scratch entries and return what the attention of these sequences reads.
 
         Args:
-            keys, values: [len(sequences), heads, nodes, head_dim].
+            keys, values: [len(seqs), heads, nodes, head_dim].
             seqs: ascending sequence numbers.
             counts: number of real nodes of each sequence; the others are padding and are not stored.
 
         Returns:
-            Keys and values [len(sequences), heads, slots, head_dim]; slots after a sequence's own end hold finite
-            junk.
+            Keys and values [len(seqs), heads, slots, head_dim]; slots after a sequence's end hold finite junk.
         """
         if any(self.released[seq] for seq in seqs):
-            raise RuntimeError(f"a layer whose KV was released in one of the sequences {tuple(seqs)} was asked to run "
-                               "again")
+            raise RuntimeError(f"a layer whose KV was released in one of the sequences {tuple(seqs)} "
+                               "was asked to run again")
         if self.keys is None or self.extra:
             self.prepare(keys.new_empty(0), (keys.shape[1], keys.shape[3], values.shape[3]), seqs, counts)
             if any(self.encoded[seq] or self.first_stored(seq) for seq in seqs):
@@ -114,7 +112,7 @@ class KVLayer:
     def _append_apart(
         self, keys: Tensor, values: Tensor, seqs: Sequence[int], counts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """`append` for sequences with storage outside the entries: copies what they read into one tensor."""
+        """`append` for sequences with storage outside their places: copies what they read into one tensor."""
         ends = [end + count for end, count in zip(self._ends(seqs), counts, strict=True)]
         all_keys, all_values = (
             new.new_zeros(len(seqs), new.shape[1], max(ends), new.shape[3]) for new in (keys, values)
@@ -159,7 +157,7 @@ class KVLayer:
         return 0 if older is None else older.settled
 
     def settle(self, seq: int, slots: int) -> None:
-        """Move the sequence's first `slots` from the cache to their late form; the cache gives their memory back.
+        """Move the sequence's first `slots` from its place to their late form; the place gives their memory back.
 
         Raises:
             ValueError: fewer slots are committed, there are scratch entries, or the layer has a window.
@@ -181,7 +179,7 @@ class KVLayer:
         self.version += 1
 
     def prepare(self, like: Tensor, sizes: KVSizes, seqs: Sequence[int], counts: Sequence[int]) -> None:
-        """Make room for `counts` more entries in `sequences`, allocating storage if there is none.
+        """Make room for `counts` more entries in `seqs`, allocating storage if there is none.
 
         Args:
             like: a tensor with the dtype and device of the model's keys.
@@ -237,18 +235,18 @@ class KVLayer:
         self.version += 1
 
     def resize(self, max_seqs: int, capacity: int) -> None:
-        """Move the sequences to storage of that size; if there is no storage yet, it will have that many entries."""
+        """Move the sequences to storage of that size; if there is no storage yet, it will have that size."""
         if self.keys is not None and self.values is not None and tuple(self.keys.shape[::2]) != (max_seqs, capacity):
             held = self.held(), [self.first_stored(seq) for seq in range(len(self.lengths))]
             self.replace(*(_moved(store, *held, max_seqs, capacity) for store in (self.keys, self.values)))
         self.max_seqs = max_seqs
 
     def held(self) -> list[int]:
-        """Number of slots in use per entry; 0 for a sequence that stores all slots outside the cache."""
+        """Number of slots in use per place; 0 for a sequence that stores all slots outside its place."""
         return [0 if own else self.stored(seq) + self.scratch[seq] for seq, own in enumerate(self.encoded)]
 
     def make_room(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
-        """Make room for `counts` more slots of `seqs`. Call it before making a mask: it may move a window's start."""
+        """Make room for `counts` more entries in `seqs`. Call it before making a mask: it may move a window's start."""
         if self.extra:
             new = list(zip(seqs, counts, strict=True))
             for seq, count in new:
@@ -259,7 +257,7 @@ class KVLayer:
             self._make_cache_room(seqs, counts)
 
     def _make_own_room(self, seq: int, count: int) -> None:
-        """Make room outside the entries; new entries get a bias of 0."""
+        """Make room outside the place; new entries get a bias of 0."""
         own, bias = self.encoded[seq], self.bias[seq]
         if own is not None and own.capacity and self._ends([seq])[0] + count > own.capacity:
             self._evict(seq)
@@ -370,7 +368,7 @@ class KVLayer:
                              f"{self.scratch[seq]} that are not; rewrite after a commit, and never to more slots")
 
     def _note_reach(self, seq: int) -> None:
-        """Record how far the cache was used; to be called before the sequence drops slots."""
+        """Record how far the place was used; to be called before the sequence drops slots."""
         self.reached[seq] = max(self.reached[seq], *self._ends([seq]))
 
     def _note_rewrite(self, seq: int, count: int) -> None:
@@ -382,10 +380,10 @@ class KVLayer:
             self.reached[seq] = count
 
     def set_form(self, seq: int, form: KVForm | None, reserve: int = 0) -> None:
-        """Set the form in which an empty sequence is stored; None for the cache.
+        """Set the form in which an empty sequence is stored; None for its place.
 
         Args:
-            reserve: slots for which room outside the cache is allocated at once.
+            reserve: slots for which room outside the place is allocated at once.
         """
         if self.lengths[seq] or self.scratch[seq]:
             raise ValueError(f"sequence {seq} has stored {self.lengths[seq]} positions; a form is set before the "
@@ -439,7 +437,7 @@ class KVLayer:
             self.version += 1
 
     def select(self, order: Sequence[int]) -> None:
-        """Make sequence i what `order[i]` was, which is i or one beyond the new end; drop the others."""
+        """Make sequence `order[i]`, which is i or one beyond the new end, sequence i; drop the others."""
         if self.extra:
             self.version += 1
         held, first = self.held(), [self.first_stored(seq) for seq in range(len(self.lengths))]
@@ -461,7 +459,7 @@ class KVLayer:
             clear(store[len(order) : len(held)])  # leftover infinities would reach sequences beside the next one here
 
     def extend(self, seqs: int, max_seqs: int) -> None:
-        """Add empty sequences, in storage of `entries` entries, which must suffice."""
+        """Add empty sequences, in storage for `max_seqs` sequences, which must suffice."""
         self.resize(max_seqs, self.capacity)
         for counts in (self.lengths, self.starts, self.scratch, self.rewritten, self.reached):
             counts.extend([0] * seqs)
@@ -500,7 +498,7 @@ class KVLayer:
         return 0 if self.released[seq] else self.lengths[seq] - self.starts[seq]
 
     def seq_bytes(self, seq: int) -> int:
-        """Bytes taken for a sequence, in the cache and outside; of partly used pages only the used part counts."""
+        """Bytes taken for a sequence, in its place and outside; of partly used pages only the used part counts."""
         own = self.encoded[seq]
         return self._extra_bytes(seq) + (self._cache_slots(seq) * self.bytes_per_position if own is None else 0)
 
@@ -518,7 +516,7 @@ class KVLayer:
 
     @property
     def allocated(self) -> int:
-        """Bytes taken for all sequences and for free entries."""
+        """Bytes taken for all sequences and for free places."""
         seqs = range(len(self.lengths))
         if self.paged:
             return sum(map(self.seq_bytes, seqs))

@@ -1,9 +1,8 @@
 """KV memory that the operating system backs page by page, as it is written.
 
-Attention over several sequences needs one tensor, with room for the longest sequence in each entry. The unused room of
+Attention over several sequences needs one tensor, with room for the longest sequence in each place. The unused room of
 shorter sequences is only an address range: of each head's slots only the pages in use take memory, as in vAttention
-    (arXiv
-2405.04437) on GPUs. This works on CPUs under Linux; elsewhere, and for small tensors, a tensor takes all its memory.
+(arXiv 2405.04437) on GPUs. This works on CPUs under Linux; elsewhere, and for small tensors, all memory is taken.
 """
 
 from __future__ import annotations

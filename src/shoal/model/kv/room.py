@@ -1,8 +1,8 @@
 """The most KV that sequences can store, known before they run: slots per layer, and their bytes.
 
-A layer's storage is one block of entries, each as long as the longest sequence needs, plus what sequences store outside
-their entries. A entry takes all of its memory, or only what its sequence writes (see `shoal.model.kv.memory`). With a
-sliding window it is always all, since the window moves only when the cache is full.
+A layer's storage is one block of places, each as long as the longest sequence needs, plus what sequences store outside
+their places. A place takes all of its memory, or only what its sequence writes (see `shoal.model.kv.memory`). With a
+sliding window it is always all, since the window moves only when the place is full.
 
 Not counted are: the bias of rewritten slots, 4 bytes per head and slot, a few percent of its key and value; partly
 used pages, at most 4 KiB at each end of a head's keys and of its values; and unwritten room in layers whose storage is
@@ -29,7 +29,7 @@ class Need:
 
     Attributes:
         slots: number of slots.
-        own: bytes of a slot outside the cache; 0 for slots in the cache.
+        own: bytes of a slot outside the place; 0 for slots in the place.
         second: bytes that a second model stores of the sequence in a cache of its own, and other bytes that the
             sequence needs.
     """
@@ -40,7 +40,7 @@ class Need:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes outside the cache."""
+        """Bytes outside the place."""
         return self.second + sum(count * size for count, size in zip(self.slots, self.own, strict=True))
 
 
@@ -67,7 +67,7 @@ class KVRoom:
             answer: most tokens to generate.
             guesses: most draft nodes of a forward.
             kept: maps a number of positions to the most slots kept, in layers without a window; None keeps all.
-            store: the form in which the sequence is stored; None for the cache.
+            store: the form in which the sequence is stored; None for the place.
             second: a second model that reads the sequence with all its layers.
             second_reads: most positions that the second model stores; None for the whole sequence.
             extra: other bytes that the sequence needs.
@@ -94,7 +94,7 @@ class KVRoom:
     def share(self, caches: Sequence[tuple[KVCache, Sequence[Need]]]) -> None:
         """Divide the memory among caches so that each can take its sequences, and bound how each grows.
 
-        Together the needs must fit. If the room does not suffice, free entries and slots are given up.
+        Together the needs must fit. If the room does not suffice, free places and slots are given up.
 
         Args:
             caches: each cache with the needs of the sequences that it holds, then of those that will join it.
@@ -117,7 +117,7 @@ class KVRoom:
         cache.most_seqs = self._seqs if self._paged or not seq_id else min(self._seqs, most // seq_id)
 
     def _max_seqs(self, needs: Sequence[Need], max_seqs: int, room: Sequence[int]) -> int:
-        """Bytes of the entries for sequences with these needs; `room` is the slots of a entry in each layer."""
+        """Bytes of the places for sequences with these needs; `room` is the slots of a place in each layer."""
         slots = (
             sum(_in_cache(need, layer) for need in needs) if self._paged and window is None else max_seqs * room[layer]
             for layer, window in enumerate(self._windows)
@@ -132,15 +132,15 @@ def _whole(runner: ModelRunner, length: int) -> int:
 
 
 def _in_cache(need: Need, layer: int) -> int:
-    """The most slots that the sequence stores in the cache."""
+    """The most slots that the sequence stores in its place."""
     return 0 if need.own[layer] else need.slots[layer]
 
 
 def _longest(needs: Sequence[Need]) -> list[int]:
-    """The most slots of any sequence in the cache, per layer."""
+    """The most slots of any sequence in its place, per layer."""
     return [max(_in_cache(need, layer) for need in needs) for layer in range(len(needs[0].slots))]
 
 
 def _grown(cache: KVCache, longest: Sequence[int]) -> list[int]:
-    """Slots per layer of the entries: what is there already, or more if these sequences need it."""
+    """Slots per layer of the places: what is there already, or more if these sequences need it."""
     return [max(layer.capacity, end) for layer, end in zip(cache.layers, longest, strict=True)]

@@ -309,7 +309,7 @@ class NativeRunner(PackedRunner):
 
     @cached_property
     def _embedding(self) -> Tensor | native.PackedWeight | None:
-        """An embedding that is not also the head: plain floats by sequences, other kinds as they are packed."""
+        """An embedding that is not also the head: plain floats by rows, other kinds as they are packed."""
         if self.weights.embedding is self.weights.head:
             return None
         embedding = _matrix(self.weights.embedding)

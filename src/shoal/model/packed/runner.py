@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shoal.model.packed.cuda.graphs import GraphRunner
 
 _PIECE = 256
-"""Slots of a matrix that are dequantised at a time."""
+"""Columns of a matrix that are dequantised at a time."""
 
 
 class PackedRunner(ModelRunner):

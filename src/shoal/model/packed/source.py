@@ -126,20 +126,20 @@ class FewerLayers(Source):
     """Some layers of a source, renumbered from 0, and all tensors that belong to no layer.
 
     Args:
-        source: the checkpoint, with the layers of one runner.
+        source: the checkpoint, with one stack of layers.
         layers: the layers to keep, ascending.
 
     Attributes:
         source: the checkpoint itself, even if layers were already left out of it.
 
     Raises:
-        ValueError: the checkpoint has more than one runner of layers.
+        ValueError: the checkpoint has more than one stack of layers.
     """
 
     def __init__(self, source: Source, layers: Sequence[int]) -> None:
-        runners = {found[1] for name in source.names() if (found := _NUMBERED.fullmatch(name))}
-        if len(runners) > 1:
-            raise ValueError(f"tensors are numbered under {', '.join(sorted(runners))}; it must be one stack of layers")
+        stacks = {found[1] for name in source.names() if (found := _NUMBERED.fullmatch(name))}
+        if len(stacks) > 1:
+            raise ValueError(f"tensors are numbered under {', '.join(sorted(stacks))}; it must be one stack of layers")
         below = source if isinstance(source, FewerLayers) else None
         self.source: Source = below.source if below else source
         self._layers: list[int] = [below._layers[layer] for layer in layers] if below else list(layers)

@@ -38,7 +38,7 @@ class Acceptance:
         self._fade, self._kept, self._tried = fade, 2 * prior, 2.0
 
     def observe(self, kept: int, offered: int) -> None:
-        """`kept` guesses in a sequence were accepted out of `offered` one after another."""
+        """`kept` successive guesses were accepted out of `offered`."""
         for attempt in range(min(kept + 1, offered)):
             self._kept = self._fade * self._kept + (attempt < kept)
             self._tried = self._fade * self._tried + 1

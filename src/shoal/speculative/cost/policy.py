@@ -77,8 +77,7 @@ class Goodput(DraftLengthPolicy):
     It measures the forwards of a batch, fits their time online, and estimates the acceptance of each sequence. Then
     each sequence's guesses are limited to what pays. A sequence that stopped guessing tries a single guess now and
     then, ever more rarely while that fails: without attempts the estimate would never recover. The number of guesses
-        follows measured
-    times, so it differs between runs.
+    follows measured times, so it differs between runs.
 
     Args:
         most: the most guesses one after another.
@@ -174,7 +173,7 @@ def goodput_lengths(rates: Sequence[float], most: int, target: LinearLatency, dr
 
 
 def kept_of(tree: TokenTree, outcome: Outcome) -> tuple[int, int]:
-    """The kept guesses of a tree, and the judged ones in a sequence: one more if a guess was rejected."""
+    """The kept guesses of a tree, and the judged ones in a row: one more if a guess was rejected."""
     kept = len(outcome.path) - 1
     return kept, kept + bool(tree.children(outcome.path[-1]))
 
@@ -357,7 +356,7 @@ class DrafterRecord:
         return self._pause.left > self._AWAKE
 
     def judged(self, kept: int, offered: int) -> None:
-        """Learn that `kept` of `offered` guesses in a sequence were right."""
+        """Learn that `kept` of `offered` successive guesses were right."""
         self._judged += 1
         self._tries -= 1
         self._acceptance.observe(kept, offered)

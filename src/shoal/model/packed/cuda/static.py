@@ -26,7 +26,7 @@ from shoal.model.packed.weights import Layer, Weights
 from shoal.model.runner import SequenceChunk
 
 SHARES = (8, 64)
-"""Fewest and most programs that share the columns of a sequence and KV head."""
+"""Fewest and most programs that share the slots of a sequence and KV head."""
 
 _FEW, _ABREAST = 64, (16, 64)
 """Queries per sequence from which on it is a prompt, and queries times heads per program below that number and from it

@@ -23,22 +23,22 @@ ATTENTION, MLP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """Up to 256 tokens in ascending order of rows; the tokens of a row are consecutive nodes of its tree.
+    """Up to 256 tokens in ascending order of sequences; those of a sequence are consecutive nodes of its tree.
 
-    Nodes before a row's first token are already in the cache, in the slots of nodes.
+    Nodes before a sequence's first token are already in the cache, in the slots of nodes.
 
     Attributes:
         ids, positions: id and position of each token.
-        rows: cache row of each token.
-        nodes: index of each token within its row's tree, below 64, or below 256 without ancestors.
-        bases: committed positions of each token's row; the keys of node j go to slot `base - start + j`.
-        ancestors: per token, bit j is set if it sees node j of the same row: itself and its path to node 0. With 0 it
+        rows: place in the cache of each token's sequence.
+        nodes: index of each token within its sequence's tree, below 64, or below 256 without ancestors.
+        bases: committed positions of each token's sequence; the keys of node j go to slot `base - start + j`.
+        ancestors: per token, bit j is set if it sees node j of its sequence: itself and its path to node 0. With 0 it
             sees all nodes up to itself.
         wanted: indices of the tokens whose logits are wanted.
         layers: the layers that run, ascending; None for all.
         active: per running layer and token one byte, `ATTENTION | MLP` or less. A token skips the other sublayers and
             stores nothing there. None if all tokens run both.
-        starts: per running layer and token, the positions of its row that are no longer stored; None for none.
+        starts: per running layer and token, the positions of its sequence that are no longer stored; None for none.
     """
 
     ids: Sequence[int]
@@ -56,14 +56,14 @@ class NativeBatch:
         """The batch in the library's form; lengths are checked here, values by the library."""
         layers = range(num_layers) if self.layers is None else self.layers
         self._check_lengths(len(self.ids), len(layers))
-        argv = array("i", self.ids)
+        numbers = array("i", self.ids)
         for part in (self.positions, self.rows, self.nodes, self.bases, self.wanted, layers):
-            argv.extend(part)
+            numbers.extend(part)
         for line in self.starts or ():
-            argv.extend(line)
+            numbers.extend(line)
         bits = array("Q", self.ancestors)
         flags = None if self.active is None else array("B", b"".join(map(bytes, self.active)))
-        count, at = len(self.ids), argv.buffer_info()[0]
+        count, at = len(self.ids), numbers.buffer_info()[0]
         struct = BatchStruct(tokens=count, wanted_count=len(self.wanted), active_count=len(layers), rows=kv.rows)
         size = 4 * count
         struct.ids, struct.position, struct.row = at, at + size, at + 2 * size
@@ -74,7 +74,7 @@ class NativeBatch:
         struct.active = None if flags is None else flags.buffer_info()[0]
         struct.keys, struct.values, struct.capacity = kv.addresses
         struct.own = kv.own_address
-        struct.memory = (argv, bits, flags, kv)
+        struct.memory = (numbers, bits, flags, kv)
         return struct
 
     def _check_lengths(self, count: int, layers: int) -> None:
@@ -140,16 +140,16 @@ class KVBinding:
 
 @dataclass(frozen=True, slots=True)
 class OwnSlots:
-    """What a row stores in a layer outside its slot.
+    """What a sequence stores in a layer outside its place in the cache.
 
     Attributes:
-        keys, values: instead of the slot, int8 [kv_heads, capacity, head_dim], or uint8 [kv_heads, capacity, blocks,
+        keys, values: instead of the place, int8 [kv_heads, capacity, head_dim], or uint8 [kv_heads, capacity, blocks,
             16] with two numbers per byte, and the scales of blocks of 32, float16 [kv_heads, capacity, blocks]. Keys
-            have at least as many bits as values. None for the slot.
+            have at least as many bits as values. None for the place.
         bias: float32 [kv_heads, slots], added to scores; None for nothing.
-        older: instead of the slot's first slots, bits and numbers of keys, then of values: uint8 [kv_heads, capacity,
-            2 bytes per 16 dimensions], and [kv_heads, capacity, numbers] in the slot's dtype, the numbers whose bits
-            are set. None for the slot.
+        older: instead of the place's first slots, bits and numbers of keys, then of values: uint8 [kv_heads, capacity,
+            2 bytes per 16 dimensions], and [kv_heads, capacity, numbers] in the place's dtype, the numbers whose bits
+            are set. None for the place.
         settled: number of those slots.
     """
 

@@ -70,7 +70,7 @@ class NativeChain:
     ) -> ChainAsked:
         """The arguments of one call; see `NativeModel.guess`."""
         most, size = max(wish.length for wish in wishes), len(wishes)
-        argv = array("i", [wish.length for wish in wishes])
+        lengths = array("i", [wish.length for wish in wishes])
         colder = array("f", [1 / max(wish.temperature, _COLDEST) if wish.temperature > 0 else 0.0 for wish in wishes])
         uniforms = array("d", [number for wish in wishes for number in wish.padded(most)])
         found = array("i", bytes(4 * size * (most + 1)))  # the guesses, then their numbers
@@ -80,11 +80,11 @@ class NativeChain:
         struct.ones, struct.shares, struct.norm = (one.data_ptr() for one in (self._ones, self._shares, self._norm))
         struct.states = lines.buffer_info()[0]
         struct.known = struct.states + 4 * len(lines)
-        struct.lengths, struct.logs = argv.buffer_info()[0], logs.buffer_info()[0]
+        struct.lengths, struct.logs = lengths.buffer_info()[0], logs.buffer_info()[0]
         struct.colder, struct.uniforms = colder.buffer_info()[0], uniforms.buffer_info()[0]
         struct.guesses = found.buffer_info()[0]
         struct.counts = struct.guesses + 4 * size * most
-        struct.memory = (self, states, known, lines, argv, colder, uniforms, found, logs)
+        struct.memory = (self, states, known, lines, lengths, colder, uniforms, found, logs)
         return ChainAsked(struct, found, logs, most)
 
     def _lines(self, name: str, tensors: Sequence[Tensor]) -> list[int]:

@@ -14,7 +14,7 @@ from shoal.model.packed.native.library import ROOM_BESIDE, BatchStruct, ChoiceSt
 
 @dataclass(frozen=True, slots=True)
 class SlotLabels:
-    """Some dimensions of the keys of one row; the library fills in those of new slots.
+    """Some dimensions of the keys of one sequence; the library fills in those of new slots.
 
     Attributes:
         dims: int32 [running layers, kv_heads, width].
@@ -36,7 +36,7 @@ class SlotChoice:
         count: number of slots to choose, per KV head or query head.
         roles: per running layer 0 (reads all), 1 (reads all and chooses), 2 (reads the last choice, or chooses if that
             does not fit) or 3 (chooses by labels); 0 in layers with a window.
-        slots: most slots that a layer has of the token's row after the forward.
+        slots: most slots that a layer has of the token's sequence after the forward.
         labels: labels for role 3; None if no layer has it.
         apart: whether each query head has slots of its own; otherwise heads that share a KV head share slots.
     """

@@ -24,8 +24,8 @@ REST = (0.1, 3.2)
 def idle_seconds() -> float | None:
     """Idle processor seconds of this machine since it started; None if it does not say."""
     try:
-        argv = Path("/proc/stat").read_text().split(maxsplit=5)
-        return int(argv[4]) / os.sysconf("SC_CLK_TCK")
+        fields = Path("/proc/stat").read_text().split(maxsplit=5)
+        return int(fields[4]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
 
