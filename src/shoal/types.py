@@ -124,7 +124,7 @@ class ModelInfo:
         can_split: whether attention and MLP of a layer can be dropped separately.
         windows: sliding window of each layer in positions, or None; empty if no layer has one.
         kv_sizes: KV heads, and head_dim of keys and of values, per layer; empty if unknown.
-        shows_queries: whether a part may see the queries of attention, and choose what they read.
+        shows_queries: whether a component may see the queries of attention, and choose what they read.
         tokenizer: the model's tokenizer, if it has one.
         draft_engine: makes the engine of another model, given its folder, its Hub id or the loaded model. It must have
             the same tokens unless `same=False`. None if there is no engine.

@@ -1,8 +1,8 @@
 """List the methods: family, paper, exactness, needs, what each combines with, and whether a model can run it.
 
 `exact` means that the output equals the full model's: greedy tokens one by one, sampled ones in distribution. It is
-derived from the parts of a method with default options, not declared by the method. Two methods combine if they fill
-different parts and neither excludes a part of the other.
+derived from the components of a method with default options, not declared by the method. Two methods combine if they
+fill different components and neither excludes a component of the other.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _combine(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _fit(one: Recipe | None, other: Recipe | None) -> bool:
-    """Whether the different parts of two methods work together; True if a recipe is missing."""
+    """Whether the different components of two methods work together; True if a recipe is missing."""
     if one is None or other is None:
         return True
     try:
@@ -171,7 +171,7 @@ def _refusal(cls: type[Method], info: ModelInfo | None) -> str | None:
 
 
 def filled(row: Mapping[str, Any]) -> str:
-    """The parts that a method fills, in words."""
+    """The components that a method fills, in words."""
     if row["parts"] is None:
         return "what its options say"
     return ", ".join(f"{part} ({QUESTIONS.get(part, part)})" for part in row["parts"]) or "nothing"

@@ -166,7 +166,7 @@ class Batch:
             most: most prompt tokens of a sequence; None for as many as fit.
 
         Raises:
-            BaseException: from a component of a sequence's recipe, such as a search or a processor; call `rollback` then.
+            BaseException: from a component of a recipe, such as a search or a processor; call `rollback` then.
         """
         start = time.perf_counter()
         steps, running = self._search(seqs)

@@ -75,7 +75,7 @@ class SequenceState:
 
     @property
     def emitted(self) -> int:
-        """Tokens generated so far: the step index of the root."""
+        """Tokens generated so far: the step index of the last token."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -144,7 +144,7 @@ class SequenceState:
         return sampling.scores(logits, history, self.prompt_length, self.sampling, processors, self.allowed)
 
     def uniform(self, ahead: int, purpose: str) -> float:
-        """The number in [0, 1) for `purpose` at the token that comes `ahead` tokens after the root's successor."""
+        """The number in [0, 1) for `purpose` at the token that comes `ahead` tokens after the next one."""
         return sampling.uniform(self.seed, self.number, self.emitted + ahead, purpose)
 
     def draft_uniform(self, ahead: int, rank: int = 0, place: int | None = None) -> float:

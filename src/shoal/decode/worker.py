@@ -120,7 +120,7 @@ W_co = TypeVar("W_co", bound=Worker, covariant=True)
 
 
 class Component(Protocol[W_co]):
-    """A part of a recipe that has a worker. Immutable."""
+    """A component of a recipe that has a worker. Immutable."""
 
     @abstractmethod
     def begin(self, runner: Any, cache: Any) -> W_co:

@@ -52,7 +52,7 @@ def make(spec: Method | str | Mapping[str, Any] | os.PathLike[str] | Sequence[An
     """A method from itself, its name, `{"method": ..., "method_args": {...}}`, or a .json card holding such a dict.
 
     A card may have further keys, or the dict under its key "method". A list of these, alone or under "method", combines
-    methods that fill different parts of the recipe.
+    methods that fill different components of the recipe.
 
     Raises:
         ValueError: an unknown method or option, a value out of range, or a card that cannot be read.

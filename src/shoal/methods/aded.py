@@ -98,7 +98,7 @@ class AdaptiveNGrams(Proposer):
         return TextDrafter(lambda _: Trigrams(self.base, self.method.step), self._tree)
 
     def _tree(self, seq: SequenceState, table: Trigrams, limit: int) -> TokenTree:
-        """The root alone where the last two tokens are new."""
+        """The last token alone where the last two tokens are new."""
         method, depth = self.method, min(limit, self.method.depth)
         table.read(seq.tokens)
         if depth < 1 or len(seq.tokens) < 2:

@@ -41,9 +41,9 @@ _CALIBRATED = 0.7
 _SMALLER = 0.6, 0.25
 """The same for a draft model, and the cost of its guess as a share of a step."""
 _TRAINED = 0.45, 0.2
-"""The same for a trained part."""
+"""The same for a draft head."""
 _SURE = 0.4
-"""Likelihood below which a path of a trained part's guesses is not continued."""
+"""Likelihood below which a path of a draft head's guesses is not continued."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Auto(Method):
         return None, DrafterRecord()
 
     def _trained(self, info: ModelInfo) -> EagleProposer | None:
-        """The part that was named, or is known for the model."""
+        """Guesses by the draft head that was named, or is known for the model."""
         from shoal.speculative import draft_head_file
 
         folder = self.part or draft_head_file.known("eagle", info)

@@ -24,8 +24,8 @@ _GUESSES = 60
 class Eagle(TrainedMethod):
     """One trained layer continues the model's last hidden states and guesses among frequent tokens; the model confirms.
 
-    The part is trained once, by `shoal train eagle`, on the model's own answers. With `width` above 1 the guesses are a
-    tree that grows where the layer finds it likeliest (EAGLE-2, arXiv 2406.16858).
+    The layer is trained once, by `shoal train eagle`, on the model's own answers. With `width` above 1 the guesses are
+    a tree that grows where the layer finds it likeliest (EAGLE-2, arXiv 2406.16858).
 
     Attributes:
         length: most tokens to guess one after another.

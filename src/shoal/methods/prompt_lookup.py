@@ -61,7 +61,7 @@ class PromptLookup(DraftingMethod, Proposer):
         return TextDrafter(lambda _: Index(self.max_ngram, self.min_ngram), self._chain)
 
     def _chain(self, seq: SequenceState, index: Index, limit: int) -> TokenTree:
-        """The root alone where nothing matches."""
+        """The last token alone where nothing matches."""
         place = index.find(seq.tokens)
         guesses = [] if place is None else continuation(seq.tokens, place, min(self.length, limit))
         return TokenTree.chain([seq.tokens[-1], *guesses])

@@ -47,7 +47,7 @@ def context_of(config: Any) -> int | None:
     """The context length in positions, or None if there is no limit.
 
     With "longrope" it is the length up to which the rotary table stays the same: beyond it, one table serves a whole
-    forward, whatever its rows need, and does not fit the keys that are already stored.
+    forward, whatever its sequences need, and does not fit the keys that are already stored.
     """
     context: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

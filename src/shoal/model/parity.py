@@ -1,4 +1,4 @@
-"""Checks, once when a model is loaded, that a stack computes what the model itself computes."""
+"""Checks, once when a model is loaded, that a runner computes what the model itself computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REMEDY = "Use model.generate for this architecture, or report it"
 OWN_MODULES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Tolerances. Half-precision logits depend on the shape of a forward; a wrong mask or position is off by far more."""
 OTHER_ARITHMETIC = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.2}
-"""Tolerances of a stack that rounds at other places than the model; the model's norms, say, are at best in float32."""
+"""Tolerances of a runner that rounds at other places than the model; the model's norms, say, are at best in float32."""
 _NARROWER = 1e-5
 """Tolerance of float64 models, which may compute partly in float32."""
 _TIMES_ITSELF = 10
@@ -109,7 +109,7 @@ def settle_layout(runner: HFRunner, model: Any) -> float:
 
 
 def _run(runner: ModelRunner, tokens: list[int], name: str) -> list[Tensor]:
-    """The logits of the stack; refuses an architecture that fails when run this way."""
+    """The logits of the runner; refuses an architecture that fails when run this way."""
     try:
         return [chunked_logits(runner, tokens, _CHUNKS), ragged_logits(runner, tokens)]
     except torch.OutOfMemoryError:

@@ -2,7 +2,7 @@
 
 Hooks record which modules run before, between and after the decoder layers, and what each layer is given. The parts are
 read off that recording, so no table of architectures is needed. The hooks are always removed when the probe returns.
-What the probe concludes is a hypothesis: `check_parity` compares logits before the stack is used.
+What the probe concludes is a hypothesis: `check_parity` compares logits before the runner is used.
 """
 
 from __future__ import annotations

@@ -30,14 +30,14 @@ FORMAT = 1
 SCALE = ".scale"
 """Suffix of a matrix's name in the name of its scales."""
 TOKENS = "tokens"
-"""The tensor, int32 [n], that lists the tokens a part guesses."""
+"""The tensor, int32 [n], that lists the tokens that a head guesses."""
 SHIPPED = Path(__file__).parent.parent / "parts"
-"""The folders of parts that ship with Shoal."""
+"""The folders of heads that ship with Shoal."""
 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """A part as read from disk.
+    """A draft head as read from disk.
 
     Attributes:
         name: its folder, for messages.
@@ -87,7 +87,7 @@ class DraftHead:
         return held
 
     def check_taken(self, *also: str) -> None:
-        """Refuse a part with tensors that were not read: it is not what its card says.
+        """Refuse a head with tensors that were not read: it is not what its card says.
 
         Args:
             *also: prefixes of names that may be left unread.
@@ -103,10 +103,10 @@ class DraftHead:
 
 
 def read(folder: str, kind: str, info: ModelInfo) -> DraftHead:
-    """Read the part of a folder and check its kind and model.
+    """Read the head of a folder and check its kind and model.
 
     Raises:
-        ValueError: the folder has no part, the part cannot be read, or it is of another kind.
+        ValueError: the folder has no head, the head cannot be read, or it is of another kind.
         Unsupported: it was trained for another model or vocabulary.
     """
     assert info.tensors is not None
@@ -124,9 +124,9 @@ def read(folder: str, kind: str, info: ModelInfo) -> DraftHead:
 
 
 def known(kind: str, info: ModelInfo) -> str | None:
-    """The folder of a part of that kind for this model; None if there is none.
+    """The folder of a head of that kind for this model; None if there is none.
 
-    It looks in the user's cache, under `parts`, then among the parts that ship with Shoal.
+    It looks in the user's cache, under `parts`, then among the heads that ship with Shoal.
     """
     if info.tensors is None or info.fingerprint is None or not info.free:
         return None
@@ -140,7 +140,7 @@ def _known(kind: str, info: ModelInfo) -> str | None:
     for path in [card for place in (cache_folder() / "parts", SHIPPED) for card in sorted(place.glob(f"*/{CARD}"))]:
         try:
             card = _card(path)
-        except ValueError as error:  # maybe another model's part, which is no reason to refuse this model
+        except ValueError as error:  # maybe another model's head, which is no reason to refuse this model
             log.warning("%s", error)
             continue
         if card["part"] == kind and card.get("layers") == info.num_layers and _is_one_of(card["fingerprints"], info):
@@ -183,10 +183,10 @@ def vocabulary(tokenizer: Any) -> str:
 
 
 def guessed_tokens(part: DraftHead, target: ModelRunner) -> list[int]:
-    """The ids of the tokens that a part guesses.
+    """The ids of the tokens that a head guesses.
 
     Raises:
-        ValueError: the part has no such list.
+        ValueError: the head has no such list.
         Unsupported: the model lacks some of the tokens, or its states have another size.
     """
     paths = part.tensors.get(TOKENS)

@@ -33,10 +33,10 @@ from shoal.speculative.layer_head import PLAN, EagleHead
 
 @dataclass(eq=False)
 class EagleProposer(Proposer):
-    """The part `proposer`: trees of guesses from a trained layer.
+    """The component `proposer`: trees of guesses from a trained layer.
 
     Attributes:
-        part: of kind `eagle`.
+        part: the draft head, of kind `eagle`.
         shape: how trees grow.
         stop: a path with a lower likelihood is not continued.
         nodes: how many of the most likely guesses are verified; None for all.

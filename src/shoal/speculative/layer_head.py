@@ -192,7 +192,7 @@ class EagleHead:
 
     Args:
         target: the model.
-        part: a part of kind `eagle`.
+        part: a draft head of kind `eagle`.
 
     Attributes:
         most: vectors that a forward may take.
@@ -200,7 +200,7 @@ class EagleHead:
         ids, names: the tokens that are guessed, int64 [n] and as a list.
 
     Raises:
-        ValueError: the part's tensors do not fit together.
+        ValueError: the draft head's tensors do not fit together.
         Unsupported: they do not fit the model.
     """
 
@@ -312,5 +312,5 @@ class EagleHead:
 
 
 def layer_shape(part: DraftHead) -> LayerShape:
-    """The layer's sizes by a part's card; ValueError where it does not say them."""
+    """The layer's sizes by a draft head's card; ValueError where it does not say them."""
     return LayerShape(*(part.size(name) for name in ("hidden", "ffn", "heads", "head_dim")))

@@ -285,12 +285,12 @@ class Compiler:
         self, wanted: Constraint | Monitor, limit: int | None = None, prompt: Sequence[int] = (),
         patient: bool = True,
     ) -> Callable[[], Mask | Watched]:
-        """The part of a recipe for a constraint.
+        """The component of a recipe for a constraint.
 
         Args:
             wanted: the constraint.
             limit: most tokens of the answer, its end of sequence included; None for no limit.
-            prompt: the row's, which monitors read.
+            prompt: the sequence's, which monitors read.
             patient: whether monitors are waited for; see `shoal.engine.constraints.monitor.Watched`.
 
         Raises:
@@ -350,7 +350,7 @@ class Compiler:
 
 
 class Mask(Allowed):
-    """The tokens that may follow what one row has generated. For another text it goes back as far as that differs.
+    """The tokens that may follow what one sequence has generated. For another text it goes back to where that differs.
 
     Args:
         matcher: of the constraint, at its beginning; it is not moved.

@@ -1,4 +1,4 @@
-"""What a request forbids in its answer, as logits processors of a row: tokens, texts, and an early end.
+"""What a request forbids in its answer, as logits processors of a sequence: tokens, texts, and an early end.
 
 A forbidden token loses so much of its score that it is never drawn while another one may come. A constraint that allows
 nothing else goes before it: an answer with forbidden words is of more use than none.
@@ -17,10 +17,10 @@ NEVER = -1e5
 
 
 class Forbidden:
-    """A logits processor of one row; see `shoal.decode.sampling.LogitsProcessor`.
+    """A logits processor of one sequence; see `shoal.decode.sampling.LogitsProcessor`.
 
     Args:
-        start: tokens of the row's prompt.
+        start: tokens of the sequence's prompt.
         sequences: token ids that must not come in this order; their beginning may lie in the prompt.
         only: the ids that may come; None for all.
         ends: ids that must not come before `least` tokens were generated.

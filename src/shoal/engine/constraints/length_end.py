@@ -90,7 +90,7 @@ class _Way(NamedTuple):
 
 @dataclass
 class Patience:
-    """The time that searches may take under one constraint, shared by all its rows.
+    """The time that searches may take under one constraint, shared by all its sequences.
 
     Attributes:
         seconds: of computing time for one question.
@@ -106,7 +106,7 @@ class _TooLong(Exception):
 
 
 class LengthAwareEnd:
-    """Brings one row's text to its end within a limit.
+    """Brings one sequence's text to its end within a limit.
 
     Args:
         matcher: of the constraint, at its beginning; it is not moved.

@@ -131,7 +131,7 @@ class MarkedTokens:
         """What a monitor says, None for anything. A new question runs in a thread of its own.
 
         The last answers are kept. A failure is kept for the monitor's `seconds`, since a forward that fails is tried
-        row by row, and none of the rows should wait again.
+        sequence by sequence, and none of them should wait again.
         """
         key = (monitor, text)
         with self._lock:
@@ -194,12 +194,12 @@ class MarkedTokens:
 
 
 class Watched(Allowed):
-    """The tokens that may follow what one row has generated, under a monitor.
+    """The tokens that may follow what one sequence has generated, under a monitor.
 
     Args:
         monitor: the monitor to ask.
         vocabulary: the model's tokens, for the monitor's mark.
-        prompt: the row's.
+        prompt: the sequence's.
         patient: whether to wait for answers; else `NotYet` is raised until one has come.
     """
 

@@ -166,7 +166,7 @@ def _engine(
     files: Checkpoint | None,
     model: Any = None,
 ) -> Engine:
-    """The engine of a stack, with what its config, its generation config and its files say of answers."""
+    """The engine of a runner, with what its config, its generation config and its files say of answers."""
     eos = eos_ids(generation, config, tokenizer, **({} if files is None else files.ends()))
     made = Engine(runner, tokenizer, model_name=name, eos_token_ids=eos, card=card, model=model, open_model=open_extra,
                   generation_rules=generation_settings(generation))

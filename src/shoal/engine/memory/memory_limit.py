@@ -91,7 +91,7 @@ class MemoryLimit:
         for lossy in (None, *self.lossy):
             try:
                 whole = method if lossy is None else make([method, lossy])
-            except ValueError:  # the method fills that part already
+            except ValueError:  # the method fills that component already
                 continue
             seqs = prompts
             while seqs:

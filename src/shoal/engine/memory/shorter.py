@@ -20,7 +20,7 @@ _AMOUNTS = ("branching", "nodes", "length", "beam")
 
 
 def guesses(method: Method, recipe: Recipe) -> tuple[int, int]:
-    """The most nodes of a forward beside the root, and how many of them lie off its deepest path."""
+    """The most nodes of a forward beside the last token, and how many of them lie off its deepest path."""
     if not recipe.scratch:
         return 0, 0
     if recipe.loop is not None:

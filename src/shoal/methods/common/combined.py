@@ -31,7 +31,7 @@ QUESTIONS: Mapping[str, str] = MappingProxyType({
     "loop": "what a step does",
     "constraint": "which words may come",
 })
-"""The question that each part of a recipe answers."""
+"""The question that each component of a recipe answers."""
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "baseline": (),

@@ -1,4 +1,4 @@
-"""What methods that draft have in common: who verifies, the rule that accepts, a second model, a trained part.
+"""What methods that draft have in common: who verifies, the rule that accepts, a second model, a draft head.
 
 Imports no torch before there is an engine.
 """
@@ -212,10 +212,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainedMethod(DraftingMethod):
-    """A method whose guesses come from a small part that was trained on the model's own answers.
+    """A method whose guesses come from a draft head that was trained on the model's own answers.
 
     Attributes:
-        part: the folder that `shoal train` wrote; None for the part that is known for the model.
+        part: the folder that `shoal train` wrote; None for the head that is known for the model.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("a part trained for the model",)
@@ -239,7 +239,7 @@ class TrainedMethod(DraftingMethod):
 def made_of(
     kind: str, folder: str | None, info: ModelInfo, make: Callable[[DraftHead], T], key: str = ""
 ) -> tuple[DraftHead, T]:
-    """A part, read by `part_of`, and what `make` makes of it: one object for all requests with that key."""
+    """A draft head, read by `part_of`, and what `make` makes of it: one object for all requests with that key."""
     part, where = part_of(kind, folder, info), (kind, folder, key)
     known = info.memory.get(where)
     if known is None or known[0] is not part.tensors:
@@ -249,7 +249,7 @@ def made_of(
 
 
 def part_of(kind: str, folder: str | None, info: ModelInfo) -> DraftHead:
-    """The part in a folder, or the known part of the model.
+    """The draft head in a folder, or the known one of the model.
 
     Raises:
         ValueError: no draft head was named and none is known, or it cannot be read, or is of another kind.

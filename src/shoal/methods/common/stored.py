@@ -53,7 +53,7 @@ class StoringMethod(Method):
 
 @dataclass(frozen=True)
 class StoredFrom(Store):
-    """The part `store`: layers from `first` on in that form."""
+    """The component `store`: layers from `first` on in that form."""
 
     first: int
     each: KVForm

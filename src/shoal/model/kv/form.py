@@ -46,7 +46,7 @@ class KVForm(ABC):
 
 
 class Store(ABC):
-    """The part `store` of a recipe. Immutable.
+    """The component `store` of a recipe. Immutable.
 
     Attributes:
         dense_prompt: whether a prompt, up to its last token, is stored as the model computes it.

@@ -67,13 +67,13 @@ def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
 def scaled_attention(
     q: Tensor, keys: Tensor, values: Tensor, shape: Shape, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """Attention outputs [rows, heads, n, head_dim].
+    """Attention outputs [seqs, heads, n, head_dim].
 
     Args:
-        q: [rows, heads, n, head_dim].
-        keys, values: [rows, kv_heads, c, head_dim].
+        q: [seqs, heads, n, head_dim].
+        keys, values: [seqs, kv_heads, c, head_dim].
         shape: sizes of the decoder; torch's own function lacks its soft cap of the scores.
-        mask: [rows or 1, 1 or heads, n, c]: bool, True = visible, or added to the scores; None hides nothing. A float32
+        mask: [seqs or 1, 1 or heads, n, c]: bool, True = visible, or added to the scores; None hides nothing. A float32
             mask is added in float32, whatever the dtype of the queries.
         causal: used without a mask, for c = n: query i sees keys 0..i.
     """
@@ -98,12 +98,12 @@ def scaled_attention(
 def gathered_attention(
     q: Tensor, keys: Tensor, values: Tensor, shape: Shape, columns: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Attention outputs [heads, n, head_dim] of one row, each query over some of the columns.
+    """Attention outputs [heads, n, head_dim] of one sequence, each query over some of the slots.
 
     Args:
         q: [heads, n, head_dim].
         keys, values: [kv_heads, c, head_dim].
-        columns: int64 [kv_heads or heads, n, k], padded with -1; each query has at least one.
+        columns: slots, int64 [kv_heads or heads, n, k], padded with -1; each query has at least one.
         bias: float32 [kv_heads, c], added to the scores, or None.
     """
     heads, count, size = q.shape

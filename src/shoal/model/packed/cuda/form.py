@@ -84,8 +84,8 @@ def fit_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> Fit | None:
     """The form of a forward, or None if it has none.
 
     The chunks must be chains of about the same length that run the same whole layers, and want logits of all tokens or
-    at most of the last one. Earlier tokens must be stored in slots, unchanged. Any other forward, even a wrong one, is
-    left to the path without graphs.
+    at most of the last one. Earlier tokens must be stored in the cache, unchanged. Any other forward, even a wrong one,
+    is left to the path without graphs.
     """
     counts = [len(chunk.tokens) for chunk in chunks]
     queries = _queries(counts)
@@ -119,7 +119,7 @@ def _layers_of(chunks: Sequence[SequenceChunk]) -> tuple[int, ...] | None:
 
 
 def _are_plain(layers: Sequence[int], chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
-    """Whether these layers hold all positions before the tokens, in slots."""
+    """Whether these layers hold all positions before the tokens, in the cache."""
     places = [(chunk.seq, cache.positions[chunk.seq], chunk.fed) for chunk in chunks]
     for layer in layers:
         store = cache.layers[layer]

@@ -1,8 +1,8 @@
 """Triton kernels of a decoding step: norms, rotation and KV writes, attention, matrix products.
 
-Addresses, positions and first columns of the KV are read from tensors. So nothing that changes from step to step is an
-argument, and a captured graph serves every cache, row and length. The order in which a token's numbers are added does
-not depend on the other tokens, nor on their number.
+Addresses, positions and first slots of the KV are read from tensors. So nothing that changes from step to step is an
+argument, and a captured graph serves every cache, sequence and length. The order in which a token's numbers are added
+does not depend on the other tokens, nor on their number.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
-"""Columns that attention processes at a time."""
+"""Slots that attention processes at a time."""
 
 ADDRESSES = 4
-"""Numbers per layer in the KV table: addresses of keys and of values, strides of slots and of heads in elements."""
+"""Numbers per layer in the KV table: addresses of keys and of values, strides of places and of heads in elements."""
 
 
 @triton.jit
@@ -34,10 +34,10 @@ def rotate(
     qkv, q, cos, sin, positions, rows, counts, table, starts, heads, kv_heads, queries,
     SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Rotate q and k; write q [T, heads, SIZE], and k and v to their columns of the KV.
+    """Rotate q and k; write q [T, heads, SIZE], and k and v to their slots of the KV.
 
     One program per token and head of qkv [T, heads + 2 kv_heads, SIZE]; cos and sin are [positions, HALF]. The first
-    `counts` tokens of a row are real; padding is not stored.
+    `counts` tokens of a sequence are real; padding is not stored.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     element = qkv.dtype.element_ty
@@ -71,9 +71,9 @@ def attend(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ABREAST: tl.constexpr, M: tl.constexpr,
     COLUMNS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention over chunks `program_id(2)`, + num_programs(2), ... of a row's columns.
+    """Partial attention over chunks `program_id(2)`, + num_programs(2), ... of a sequence's slots.
 
-    One program per row, KV head with `ABREAST` of the queries, and share of the columns. It writes sums of values
+    One program per sequence, KV head with `ABREAST` of the queries, and share of the slots. It writes sums of values
     [T, heads, shares, SIZE] weighted by exp(score - peak), and the peak and the sum of the weights [T, heads, shares,
     2]; a share without a chunk writes a peak of -inf.
     """

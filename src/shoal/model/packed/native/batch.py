@@ -98,9 +98,9 @@ class KVBinding:
     """The checked KV tensors of all layers, kept alive, and their addresses; make a new one when a tensor is replaced.
 
     Attributes:
-        rows: number of rows of every tensor.
+        rows: number of places in every tensor.
         addresses: addresses of the arrays of keys, of values and of capacities.
-        own_address: address of the table of what rows store outside their slots; None if there is nothing.
+        own_address: address of the table of what sequences store outside their places; None if there is nothing.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ def address(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: tor
 
 
 def _checked(pair: tuple[Tensor | None, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> int:
-    """Number of rows of a layer's tensors; 0 if it has none."""
+    """Number of places in a layer's tensors; 0 if it has none."""
     key, value = pair
     if key is None and value is None:
         return 0

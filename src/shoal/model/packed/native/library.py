@@ -58,7 +58,7 @@ class Model(ctypes.Structure):
 
 
 class Own(ctypes.Structure):
-    """What a row stores in a layer outside its slot."""
+    """What a sequence stores in a layer outside its place."""
 
     _fields_ = [
         ("keys", c_void_p), ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p),
@@ -72,7 +72,7 @@ SELECT = ctypes.CFUNCTYPE(None, c_int32)
 
 
 class ChoiceStruct(ctypes.Structure):
-    """How the library chooses the columns that a token reads."""
+    """How the library chooses the slots that a token reads."""
 
     _fields_ = [("roles", c_void_p), ("scores", c_void_p), ("columns", c_void_p), ("count", c_int32), ("room", c_int32),
                 ("stored", c_int32), ("width", c_int32), ("dims", c_void_p), ("labels", c_void_p), ("known", c_void_p),

@@ -167,9 +167,9 @@ class NativeModel:
         """Check the KV tensors once, for all forwards until one of them is replaced.
 
         Args:
-            keys, values: per layer [rows, kv_heads, capacity, head_dim], contiguous, in `kv_dtype`; None for a
+            keys, values: per layer [places, kv_heads, capacity, head_dim], contiguous, in `kv_dtype`; None for a
                 layer that stores nothing.
-            own: per layer and row what it stores outside its slot; None if there is nothing.
+            own: per layer and sequence what it stores outside its place; None if there is nothing.
         """
         shape = (self.shape.kv_heads, self.shape.head_dim)
         return KVBinding(keys, values, self.num_layers, shape, self._kv_dtype, own)
@@ -245,8 +245,8 @@ class NativeModel:
         room for them.
 
         Args:
-            batch: the tokens, whose ids are ignored. The wanted ones are the last of their rows, which store every
-                running layer in their slots.
+            batch: the tokens, whose ids are ignored. The wanted ones are the last of their sequences, which store every
+                running layer in their places.
             kv: the cache.
             chain: makes the vectors.
             states: another model's last states before the tokens, in pieces float32 [n, hidden].
