@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.methods.method import field_docs
-
 from shoal.methods.base import Method
+from shoal.methods.options import field_docs
 from shoal.types import ModelInfo
 
 SIX = ModelInfo(6, scores={"influence": (0.1, 0.5, 0.2, 0.3, 0.4, 0.6)}, can_split=True)
