@@ -138,9 +138,9 @@ def main(argv: Sequence[str]) -> int:
         "model": Path(args.model).name, "dtype": str(engine.runner.dtype), "threads": torch.get_num_threads(),
         "rounds": args.rounds, "ticks": args.ticks, "idle": {"before": before}, "roof": bandwidths,
         "kv_bytes_per_position": {name: system.kv_bytes for name, system in systems.items()},
-        "steps": [seq(context, times) | bandwidth_parts(context, found["steps"], systems, bandwidths)
+        "steps": [row(context, times) | bandwidth_parts(context, found["steps"], systems, bandwidths)
                   for context, times in found["steps"].items()],
-        "prompts": [seq(size, times) for size, times in found["prompts"].items()],
+        "prompts": [row(size, times) for size, times in found["prompts"].items()],
     }, args.json)
     return 0
 
@@ -183,7 +183,7 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def seq(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
+def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
     """Readings of one length; every system also over the first one, round by round."""
     first = next(iter(times.values()))
     ratios = {name: statistics.median(b / a for a, b in zip(first, t, strict=True)) for name, t in times.items()}

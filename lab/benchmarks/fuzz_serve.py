@@ -256,7 +256,7 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         with suppress(asyncio.CancelledError):
             await reading
     longest = sorted(bystander.gaps, reverse=True)[:5]
-    extra = [{"seconds": gap, "processor_seconds": cpu,
+    found = [{"seconds": gap, "processor_seconds": cpu,
                "beside": [text for start, end, text in fuzz.sent if start < at and end > at - gap]}
               for gap, cpu, at in longest]
     return {
@@ -265,7 +265,7 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         "longest_gap_alone": idle,
         "most_processor_seconds_of_a_gap": max(cpu for _, cpu, _ in bystander.gaps),
         "load": os.getloadavg()[0], "processors": os.cpu_count(),
-        "gaps": extra, "chunks": bystander.tokens, "first_chunks": bystander.waits,
+        "gaps": found, "chunks": bystander.tokens, "first_chunks": bystander.waits,
         "stream_errors": errors[:5],
         "health_wrong": wrong[:20], "resident_before": before, "resident_after": after, "seconds_to_end": ended,
         "grace": GRACE,

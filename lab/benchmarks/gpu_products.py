@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     found = [row for shape in SHAPES for row in measured(shape, args.tokens)]
     for row in found:
         (micros, *tile), torchs = row["tiles"][0], row["torch_microseconds"]
-        extra = "" if torchs is None else f", torch's {torchs:.1f}"
-        print(f"{row['shape']:16} {row['bits']:2} bits {micros:7.1f} us as {tile}{extra}")
+        against = "" if torchs is None else f", torch's {torchs:.1f}"
+        print(f"{row['shape']:16} {row['bits']:2} bits {micros:7.1f} us as {tile}{against}")
     script.publish(__file__, argv, {"kind": "gpu products", "rows": found}, args.json)
     return 0
 

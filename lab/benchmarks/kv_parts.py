@@ -5,7 +5,7 @@
 Each text is a prompt of `--context` tokens, followed by `--scored` tokens that are forced one by one: the mean of their
 negative log-likelihoods is the loss, in nats; its difference to plain decoding's is paired by text, with a 95 %
 bootstrap interval over texts. Speed is that of free decoding after the same prompts, methods in turns. `window` is the
-control of `streaming_llm` and of `topk_oracle`: as many KV entries, the newest ones. The last line on stdout is the
+control of `streaming_llm` and of `topk_oracle`: as many KV slots, the newest ones. The last line on stdout is the
 result as JSON.
 """
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def methods(columns: int) -> dict[str, Any]:
-    """The methods, in order; each that evicts or selects leaves about `columns` KV entries to a query."""
+    """The methods, in order; each that evicts or selects leaves about `columns` KV slots to a query."""
 
     def ends(sinks: int) -> dict[str, Any]:
         return {"method": "streaming_llm", "method_args": {"window": columns - sinks, "sinks": sinks, "every": 16}}
@@ -114,7 +114,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--scored", type=int, default=128, help="tokens of a text that are scored")
     parser.add_argument("--texts", type=int, default=10, help="most texts")
-    parser.add_argument("--columns", type=int, default=256, help="columns that a query is left")
+    parser.add_argument("--columns", type=int, default=256, help="slots that a query is left")
     parser.add_argument("--new-tokens", type=int, default=33, help="tokens of an answer whose speed is measured")
     return parser.parse_args(argv)
 

@@ -46,13 +46,13 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     args = parser.parse_args()
     texts = written(args.writer, args.windows) if args.writer else []
-    seqs = [measure(args, texts, dtype, quant) for dtype, quant in KINDS]
-    base = seqs[0]["loss"]
-    for seq in seqs:
-        seq["loss_rise"] = seq["loss"] - base
-        shown = f"perplexity {seq['perplexity']:9.4f}  bits/byte {seq['bits_per_byte']:.5f}"
-        print(f"{seq['kind']:>14}  {shown}  loss rise {seq['loss_rise']:+.5f}")
-    report = {"command": ["python", *sys.argv], "torch": torch.__version__, "shoal": shoal.__version__, "rows": seqs}
+    rows = [measure(args, texts, dtype, quant) for dtype, quant in KINDS]
+    base = rows[0]["loss"]
+    for row in rows:
+        row["loss_rise"] = row["loss"] - base
+        shown = f"perplexity {row['perplexity']:9.4f}  bits/byte {row['bits_per_byte']:.5f}"
+        print(f"{row['kind']:>14}  {shown}  loss rise {row['loss_rise']:+.5f}")
+    report = {"command": ["python", *sys.argv], "torch": torch.__version__, "shoal": shoal.__version__, "rows": rows}
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report))

@@ -1,6 +1,6 @@
 """Cost of sequences that join or leave a cache: they join one by one, and leave one by one in any order.
 
-    python lab/benchmarks/entries.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--sequences 64]
+    python lab/benchmarks/slots.py [--shape 135m] [--dtype bfloat16] [--layers 6] [--rows 64]
         [--tokens 4000] [--first TOKENS] [--json OUT]
 
 The first sequence may have another number of tokens. Writing a sequence's tokens is timed separately, because memory

@@ -85,7 +85,7 @@ def test_refusals(capsys: Any, argv: list[str], message: str) -> None:
     (["--context", "128k"], "131072 tokens, and the model's context is 65536"),
     (["--context", "300"], "too short for 4 questions of needle"),
     (["--context", "2k", "--budgets", "2"], "--budgets holds '2'"),
-    (["--context", "2k", "--methods", "snapkv", "--budgets", "1/100"], "snapkv with 20 of 2048 columns: budget is 20"),
+    (["--context", "2k", "--methods", "snapkv", "--budgets", "1/100"], "snapkv with 20 of 2048 slots: budget is 20"),
     (["--context", "2k", "--methods", "prompt_lookup"], "prompt_lookup on long contexts"),
 ])
 def test_refusals_on_a_model(capsys: Any, tiny_folder: str, data: str, argv: list[str], message: str) -> None:

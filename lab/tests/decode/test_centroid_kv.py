@@ -1,4 +1,4 @@
-"""CentroidKV: which KV entries are merged and what is then read, on every executor, against loops over lists."""
+"""CentroidKV: which KV slots are merged and what is then read, on every executor, against loops over lists."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ D3_PLAN = D3(alpha=0.95, core=2).recipe(INFO).plan
 METHOD = CentroidKV(removed=0.4, chunk=6, window=3, sinks=2, every=5)
 DEEP = CentroidKV(removed=0.8, chunk=8, window=2, sinks=1, every=9)
 
-Column = tuple[list[float], list[float], float]
+Slot = tuple[list[float], list[float], float]
 """Key, value and size."""
 
 
@@ -45,7 +45,7 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
 
 
-def by_hand(slots: list[Column], chunk: int, removed: int) -> list[Column]:
+def by_hand(slots: list[Slot], chunk: int, removed: int) -> list[Slot]:
     """Round by round; links of all chunks, strongest first."""
     while removed:
         now, links = min(removed, len(slots) // 2), []
@@ -62,7 +62,7 @@ def by_hand(slots: list[Column], chunk: int, removed: int) -> list[Column]:
     return slots
 
 
-def centroid(members: Sequence[Column]) -> Column:
+def centroid(members: Sequence[Slot]) -> Slot:
     size = sum(member[2] for member in members)
     key, value = ([sum(one[part][i] * one[2] for one in members) / size for i in range(len(members[0][part]))]
                   for part in (0, 1))
@@ -86,8 +86,8 @@ class Clustered(Reading):
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaled: Scaled) -> Tensor:
         knobs, out = self.method, []
-        dense: list[Column] = [(k, v, 1.0) for k, v in zip(keys.tolist(), values.tolist(), strict=True)]
-        done, clusters, due = 0, list[Column](), self.begin
+        dense: list[Slot] = [(k, v, 1.0) for k, v in zip(keys.tolist(), values.tolist(), strict=True)]
+        done, clusters, due = 0, list[Slot](), self.begin
         for at, query in enumerate(queries):
             if at == due:
                 rest = max(0, at - knobs.window - knobs.sinks - done) // knobs.chunk * knobs.chunk
@@ -138,7 +138,7 @@ def test_merging_is_what_loops_say(removed: int) -> None:
 
 
 def test_clusters_stay_within_their_chunks() -> None:
-    """Chunks in another order give the same KV entries in another order, if each removes as many."""
+    """Chunks in another order give the same KV slots in another order, if each removes as many."""
     keys, values, sizes = columns_of(2, 24, 5)
     order = torch.tensor([2, 0, 1])
 
@@ -152,7 +152,7 @@ def test_clusters_stay_within_their_chunks() -> None:
 
 @pytest.mark.parametrize("removed", [5, 12])
 def test_equal_columns_are_merged_without_loss(removed: int) -> None:
-    """Every token twice, side by side: attention over merged entries is unchanged; without the bias it is not."""
+    """Every token twice, side by side: attention over merged slots is unchanged; without the bias it is not."""
     keys, values, _ = (part.repeat_interleave(2, 1) for part in columns_of(2, 12, 6))
     query = torch.randn(2, 1, 6, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     dense = (query @ keys.mT).softmax(-1) @ values

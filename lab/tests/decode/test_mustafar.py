@@ -1,4 +1,4 @@
-"""Mustafar: what is left of settled KV entries and what is then read, on every executor, against loops over lists."""
+"""Mustafar: what is left of settled KV slots and what is then read, on every executor, against loops over lists."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_window_that_holds_the_text_is_the_identity(backend: Backend, name: st
 
 @each_backend
 def test_a_form_that_keeps_all_numbers_changes_nothing_of_what_is_read(backend: Backend) -> None:
-    """The sparsity removes less than one number of a vector, so settled entries are unchanged."""
+    """The sparsity removes less than one number of a vector, so settled slots are unchanged."""
     check_identity(replace(METHOD, sparsity=0.001).recipe(INFO), PROMPTS, NEW, backend.runner("llama"))
 
 
@@ -194,7 +194,7 @@ def test_every_position_is_stored_once_and_bytes_are_the_formula(backend: Backen
 
 
 def test_rows_that_move_and_go_leave_settled_columns_where_they_are() -> None:
-    """When a sequence ends, the last one takes the cache, with many settled KV entries."""
+    """When a sequence ends, the last one takes its place, with many settled KV slots."""
     runner = NATIVE.runner("llama")
     prompts, new = [PROMPTS[3], prompt(50, 5), PROMPTS[4]], [4, 9, NEW]
     together = decode(None, prompts, METHOD.recipe(INFO), new, runner=runner)

@@ -244,8 +244,8 @@ class Planted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Any, draft: Any) -> None:
         self.now, self.drafts = 0.0, 0
         monkeypatch.setattr(mirror.time, "perf_counter", lambda: self.now)
-        slow = (target, "forward", 80.0), (target, "exit_logits", 0.5), (draft, "forward", 10.0)
-        for runner, name, seconds in slow:
+        timed = (target, "forward", 80.0), (target, "exit_logits", 0.5), (draft, "forward", 10.0)
+        for runner, name, seconds in timed:
             monkeypatch.setattr(runner, name, self._moving(getattr(runner, name), seconds, runner is draft))
 
     def _moving(self, real: Any, seconds: float, drafting: bool) -> Any:

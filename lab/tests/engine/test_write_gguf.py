@@ -54,7 +54,7 @@ def logits(model: Any) -> Tensor:
     return found
 
 
-def slow(folder: Path, change: Any) -> Any:
+def as_transformers(folder: Path, change: Any) -> Any:
     """transformers' model with the old file's weights, cut; down is rounded as in the new file."""
     model = Checkpoint(str(folder / "tiny.gguf"), None, False, change).model(torch.float32).eval()
     types = {one.name: one.tensor_type for one in gguf.GGUFReader(folder / "less.gguf").tensors}
@@ -106,7 +106,7 @@ def test_what_is_read_is_the_cut_model(tmp_path: Path, architecture: str, change
             write_gguf.check(str(tmp_path / "tiny.gguf"), tmp_path / "new.gguf", uneven=True)
         return
     again, old, new = written(tmp_path, architecture, change, ("Q4_K", "Q6_K", "Q5_0", "BF16", "Q4_1"))
-    wanted = slow(tmp_path, change)
+    wanted = as_transformers(tmp_path, change)
     found = Checkpoint(str(tmp_path / "less.gguf"), None, False).model(torch.float32)
     assert {name: value.shape for name, value in found.state_dict().items()} == {
         name: value.shape for name, value in wanted.state_dict().items()}
@@ -132,7 +132,7 @@ def test_llama_cpp_runs_it(tmp_path: Path, architecture: str, change: Any) -> No
         oracle = Oracle(tmp_path / "less.gguf")
         found = oracle.logits(IDS)
         oracle.close()
-        assert error(found, logits(slow(tmp_path, change))) < 2e-2
+        assert error(found, logits(as_transformers(tmp_path, change))) < 2e-2
 
 
 def test_a_pattern_that_repeats_is_written_out(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_pattern_that_repeats_is_written_out(tmp_path: Path) -> None:
     oracle = Oracle(tmp_path / "less.gguf")
     found = oracle.logits(IDS)
     oracle.close()
-    assert error(found, logits(slow(tmp_path, DropLayers((1,))))) < 2e-2
+    assert error(found, logits(as_transformers(tmp_path, DropLayers((1,))))) < 2e-2
 
 
 def test_a_list_by_layer_is_cut(tmp_path: Path) -> None:

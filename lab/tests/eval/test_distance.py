@@ -101,7 +101,7 @@ def test_every_control_is_as_far_off_as_its_twin(group: str, tiny_model: Any, ti
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_blocks_and_windows_change_nothing(name: str, family: str) -> None:
-    """Answers longer than a block and a window, several plans in a sequence, on the kernels."""
+    """Answers longer than a block and a window, several plans in a row, on the kernels."""
     model = tiny(family, dtype=torch.float32)
     engine, read = engine_for(model, backend="packed"), texts(300, 2, 70, 9, prompts=(30, 11, 6, 1))
     judge = FullReading(engine, read)

@@ -332,7 +332,7 @@ def test_cards_and_combinations_have_budgets_too() -> None:
     assert at_budget(make(["tidal", "kv_int8"]), 64, 1024) == make(
         [{"method": "tidal", "method_args": {"k": 64}}, "kv_int8"])
     assert at_budget(make("kv_int8"), 64, 1024) is None
-    with pytest.raises(ValueError, match="snapkv with 16 of 1024 columns: budget is 16"):
+    with pytest.raises(ValueError, match="snapkv with 16 of 1024 slots: budget is 16"):
         at_budget(make("snapkv"), 16, 1024)
 
 

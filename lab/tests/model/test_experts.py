@@ -58,8 +58,8 @@ def test_a_token_s_groups_do_not_depend_on_its_mates(backend: Backend) -> None:
     mlps = split_mlps(runner, neurons())
     draw = torch.randint(0, ALL + 1, (len(TOKENS), LAYERS), generator=torch.Generator().manual_seed(1))
     masks = [None if not line[0] else tuple(max(1, one) for one in line) for line in draw.tolist()]
-    alone, extra = logits(runner, masks, mlps), logits(runner, masks, mlps, seqs=7)
-    assert gap(extra.view(7, *alone.shape), alone.expand(7, -1, -1)) <= (0 if backend == NATIVE else backend.exact)
+    alone, together = logits(runner, masks, mlps), logits(runner, masks, mlps, seqs=7)
+    assert gap(together.view(7, *alone.shape), alone.expand(7, -1, -1)) <= (0 if backend == NATIVE else backend.exact)
 
 
 @pytest.mark.parametrize("count", [1, 5, 23])
@@ -69,15 +69,15 @@ def test_the_kernels_run_groups_without_the_fallback(name: str, count: int, monk
     runner = NATIVE.runner(name)
     mlps = split_mlps(runner, neurons())
     masks = [(0b101, 0b010, 0b111, 0b001, 0b110, 0b011)] * count
-    slow = super(NativeRunner, runner).forward  # type: ignore[misc]
+    fallback = super(NativeRunner, runner).forward  # type: ignore[misc]
     plan = DepthPlan.full(LAYERS)
     chunk = SequenceChunk(0, TOKENS[:count], [0] * count, plan, wanted=count, experts=ExpertChoice(mlps, masks))
-    expected = slow([chunk], KVCache(runner.windows, 1))
+    expected = fallback([chunk], KVCache(runner.windows, 1))
     monkeypatch.setattr(SplitMLPs, "__call__", None)
     found = logits(runner, masks, mlps, tokens=TOKENS[:count])
     assert gap(found, expected) <= NATIVE.exact
-    extra = logits(runner, [*masks[:-1], (ALL,) * LAYERS], mlps, tokens=TOKENS[:count])
-    assert torch.equal(extra[:-1], found[:-1]), "one after the other rounds no differently"
+    mixed = logits(runner, [*masks[:-1], (ALL,) * LAYERS], mlps, tokens=TOKENS[:count])
+    assert torch.equal(mixed[:-1], found[:-1]), "one after the other rounds no differently"
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])

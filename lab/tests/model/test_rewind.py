@@ -13,7 +13,7 @@ from shoal_lab.components.rewind import earliest, rewound
 @on_backends("llama", "hybrid", "mistral")
 def test_back_and_forth(backend: Backend, name: str) -> None:
     runner = backend.runner(name)
-    cache, slow = filled(runner, (40, 13)), filled(runner, (40, 13))
+    cache, other = filled(runner, (40, 13)), filled(runner, (40, 13))
     least = earliest(cache, 0)
     for length in range(max(least, 30), 41):
         with rewound(cache, 0, length):
@@ -25,7 +25,7 @@ def test_back_and_forth(backend: Backend, name: str) -> None:
         assert cache.positions == [40, 13] and cache.first_shallow(0) == 40
         assert all(layer.scratch == [0, 0] and layer.lengths == [40, 13] for layer in cache.layers)
     both = [block(5), block(2, seq=1)]
-    assert gap(runner.forward(both, cache), runner.forward(both, slow)) <= backend.exact
+    assert gap(runner.forward(both, cache), runner.forward(both, other)) <= backend.exact
 
 
 @on_backends("mistral")
@@ -35,7 +35,7 @@ def test_as_far_as_the_window_allows(backend: Backend, name: str) -> None:
     least = earliest(cache, 0)
     assert 0 < least <= 40
     for length in (least - 1, 41):
-        message = rf"row 0 can go back to {least}\.\.40 positions, not to {length}"
+        message = rf"sequence 0 can go back to {least}\.\.40 positions, not to {length}"
         with pytest.raises(ValueError, match=message), rewound(cache, 0, length):
             pass
     with rewound(cache, 0, least):

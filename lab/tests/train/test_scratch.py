@@ -62,10 +62,10 @@ def test_shares_are_spread_evenly() -> None:
 
 def test_the_twin_reads_the_same_texts_and_learns_each_next_word() -> None:
     """The loss covers every answer and its first end, and neither prompt nor padding; first weights are equal."""
-    slow, masked = diffusion.batch_of(3, TOKENIZER, TWIN), diffusion.batch_of(3, TOKENIZER, SMALL)
-    assert torch.equal(slow.tokens, torch.where(masked.wanted >= 0, masked.wanted, masked.tokens))
+    causal, masked = diffusion.batch_of(3, TOKENIZER, TWIN), diffusion.batch_of(3, TOKENIZER, SMALL)
+    assert torch.equal(causal.tokens, torch.where(masked.wanted >= 0, masked.wanted, masked.tokens))
     equals, eos = TOKENIZER.convert_tokens_to_ids("="), TOKENIZER.eos_token_id
-    for tokens, wanted in zip(slow.tokens.tolist(), slow.wanted.tolist(), strict=True):
+    for tokens, wanted in zip(causal.tokens.tolist(), causal.wanted.tolist(), strict=True):
         first, end = tokens.index(equals), tokens.index(eos)
         assert wanted[first:end] == tokens[first + 1 : end + 1]
         assert {*wanted[:first], *wanted[end:]} == {-100}
@@ -159,8 +159,8 @@ def test_by_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     capsys.readouterr()
     assert main([*asked, "copy : ann bob cid dee ="]) == 2
     assert 'full with a masked-diffusion model' in capsys.readouterr().err
-    slow = ["train", "diffusion", "--causal", "--out", str(tmp_path / "twin"), "--steps", "2", "--batch", "4"]
-    assert main(slow) == 0 and "--method full" in capsys.readouterr().err
+    argv = ["train", "diffusion", "--causal", "--out", str(tmp_path / "twin"), "--steps", "2", "--batch", "4"]
+    assert main(argv) == 0 and "--method full" in capsys.readouterr().err
     drafted = ["--method", "deer", "--draft", str(tmp_path / "model"), "copy : ann bob cid dee ="]
     assert main(["generate", "--model", str(tmp_path / "twin"), *asked[3:], *drafted]) == 0
     assert main(["train", "eagle", "--out", str(tmp_path / "x"), "--causal"]) == 2

@@ -1,4 +1,4 @@
-"""Which layer selects KV entries again, for the method `tidal`: the one that agrees most with the full model."""
+"""Which layer selects KV slots again, for the method `tidal`: the one that agrees most with the full model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reselection_card(
         engine: the model.
         wanted: contexts to measure on.
         maker: makes them.
-        k: KV entries that a query reads in layers that do not select.
+        k: KV slots that a query reads in layers that do not select.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
     """
     methods, evaluator = choices(engine, k), LongEvaluator(engine, progress=progress)

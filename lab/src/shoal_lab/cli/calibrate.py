@@ -1,7 +1,7 @@
 """Find the depth schedule that saves most for a given loss of quality, and write it as a card.
 
 With --for double_sparsity, rank the dimensions of keys for that method instead; with --for tidal, find the layer that
-selects KV entries again.
+selects KV slots again.
 
 The card runs anywhere a method does (--method card.json) and refuses other models. Calibration reads other items than
 an evaluation does. Two runs with one seed write the same card, except for measured times.
@@ -61,7 +61,7 @@ def add_arguments(parser: Parser) -> None:
     long.add_argument("--context", metavar="N", default="4k", help="tokens of a context")
     long.add_argument("--contexts", metavar="N", type=int, default=2, help="contexts of each suite")
     long.add_argument("--questions", metavar="N", type=int, default=20, help="questions on each")
-    long.add_argument("--k", metavar="N", type=int, default=256, help="columns that a query reads where a layer does "
+    long.add_argument("--k", metavar="N", type=int, default=256, help="slots that a query reads where a layer does "
                       "not select")
     data = parser.add_argument_group("data")
     data.add_argument("--suite", metavar="S", help="a suite that `shoal eval --list` names, or FILE.jsonl; its "

@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--questions", metavar="N", type=int, default=25, help="questions on each; stories have 5")
     group.add_argument("--scored", metavar="N", type=int, default=64, help="novels: tokens at the end that are scored")
     group.add_argument("--budgets", metavar="F,...", help="shares of the context, such as 1/4,1/16, that methods which "
-                       "give up or leave out columns are compared at, with a window and a random choice as controls")
+                       "give up or leave out slots are compared at, with a window and a random choice as controls")
 
 
 def measure(args: argparse.Namespace, engine: Engine, methods: Mapping[str, Method]) -> int:

@@ -46,7 +46,7 @@ EXAMPLES = """examples:
   shoal train heal --model M.gguf --out healed --data DATA --under d3:mean=0.8,d3:mean=0.9,full
   shoal train heal --model M.gguf --out healed --data DATA --student pruned
   shoal train diffusion --out canvas --threads 1
-  shoal train diffusion --causal --out reference --threads 1
+  shoal train diffusion --causal --out twin --threads 1
 """
 KINDS = ("eagle", "medusa")
 PROMPTS, DRAFTER, SCRATCH, CONTEXT, ROUTERS = "ppd", "drafter", "diffusion", "dynamic_context", "first"

@@ -1,4 +1,4 @@
-"""Merging of similar KV entries that are near each other."""
+"""Merging of similar KV slots that are near each other."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 def merged(keys: Tensor, values: Tensor, sizes: Tensor, chunk: int, removed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge KV entries into clusters by alternating bipartite matching within chunks, each at its last member's place.
+    """Merge KV slots into clusters by alternating bipartite matching within chunks, each at its last member's place.
 
-    In a round every other entry of a chunk is linked to the cache between them with the most similar key by cosine, and
-    the strongest links of all chunks are merged into centroids, weighted by the tokens that each entry stands for. A
-    round removes at most half of the entries; all rounds but the last remove that many.
+    In a round every other slot of a chunk is linked to the slot between them with the most similar key by cosine, and
+    the strongest links of all chunks are merged into centroids, weighted by the tokens that each slot stands for. A
+    round removes at most half of the slots; all rounds but the last remove that many.
 
     Args:
-        keys, values: [heads, entries, head_dim], float32 or wider; a whole number of chunks.
-        sizes: [heads, entries], tokens that each entry stands for.
-        chunk: entries among which one is linked; even in every round.
-        removed: number of entries to remove, per head.
+        keys, values: [heads, slots, head_dim], float32 or wider; a whole number of chunks.
+        sizes: [heads, slots], tokens that each slot stands for.
+        chunk: slots among which one is linked; even in every round.
+        removed: number of slots to remove, per head.
 
     Returns:
-        The same for the remaining entries, in order.
+        The same for the remaining slots, in order.
     """
     while removed > 0:
         now = min(removed, keys.shape[1] // 2)
@@ -34,7 +34,7 @@ def _round(keys: Tensor, values: Tensor, sizes: Tensor, chunk: int, removed: int
     unit = torch.nn.functional.normalize(keys, dim=-1, eps=1e-30).view(heads, count // chunk, chunk, -1)
     link, to = (unit[:, :, 0::2] @ unit[:, :, 1::2].mT).max(-1)
     first = torch.arange(0, count, chunk, device=keys.device)[:, None]
-    target = (first + 2 * to + 1).flatten(1)  # the cache that each even entry is linked to
+    target = (first + 2 * to + 1).flatten(1)  # the slot that each even slot is linked to
     source = link.flatten(1).argsort(dim=-1, descending=True, stable=True)[:, :removed]
     target, source = target.gather(1, source), 2 * source
     total = sizes.scatter_add(1, target, sizes.gather(1, source))
@@ -46,7 +46,7 @@ def _round(keys: Tensor, values: Tensor, sizes: Tensor, chunk: int, removed: int
 
 
 def _mean(part: Tensor, sizes: Tensor, total: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """Centroids at the places of targets; entries without a merge stay the same, bit for bit."""
+    """Centroids at the places of targets; slots without a merge stay the same, bit for bit."""
     weighed = part * sizes[..., None]
     places = target[..., None].expand(-1, -1, part.shape[2])
     weighed = weighed.scatter_add(1, places, weighed.gather(1, source[..., None].expand_as(places)))
@@ -56,10 +56,10 @@ def _mean(part: Tensor, sizes: Tensor, total: Tensor, source: Tensor, target: Te
 def compact(
     keys: Tensor, values: Tensor, bias: Tensor | None, first: int, count: int, chunk: int, removed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All entries of a row, with `merged` ones in the place of entries first..first+count-1.
+    """All slots of a sequence, with `merged` ones in the place of slots first..first+count-1.
 
     Args:
-        bias: float32 [heads, entries or more], the logarithms of sizes; None if all are 1.
+        bias: float32 [heads, slots or more], the logarithms of sizes; None if all are 1.
 
     Returns:
         Keys, values, and the logarithms of the sizes, float32.

@@ -22,7 +22,7 @@ def rewound(cache: KVCache, seq: int, length: int) -> Iterator[None]:
     """
     held, shallow = cache.positions[seq], cache.first_shallow(seq)
     if not earliest(cache, seq) <= length <= held:
-        raise ValueError(f"row {seq} can go back to {earliest(cache, seq)}..{held} positions, not to {length}")
+        raise ValueError(f"sequence {seq} can go back to {earliest(cache, seq)}..{held} positions, not to {length}")
     cut = [layer for layer in _current(cache, seq) if held > length]
     saved = [_saved(layer, seq, length) for layer in cut]
     cache.positions[seq] = length
@@ -41,7 +41,7 @@ def rewound(cache: KVCache, seq: int, length: int) -> Iterator[None]:
 
 
 def earliest(cache: KVCache, seq: int) -> int:
-    """The fewest positions to go back to: before them a window has moved on, or entries were rewritten."""
+    """The fewest positions to go back to: before them a window has moved on, or slots were rewritten."""
     layers = _current(cache, seq)
     slid = [layer for layer in layers if layer.window is not None and layer.starts[seq]]
     rewritten = [layer.rewritten[seq] for layer in layers]

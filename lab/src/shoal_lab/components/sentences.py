@@ -17,7 +17,7 @@ _END = re.compile(
 
 
 class Sentences:
-    """Follows the text of one row.
+    """Follows the text of one sequence.
 
     Args:
         tokenizer: a transformers tokenizer; None for no text, hence one endless sentence.

@@ -59,8 +59,8 @@ class RankTree:
             value, path = heapq.heappop(waiting)
             paths.append(path)
             if path[-1] + 1 < len(shares[len(path) - 1]):
-                extra = shares[len(path) - 1][path[-1] + 1] / max(shares[len(path) - 1][path[-1]], 1e-9)
-                heapq.heappush(waiting, (value * extra, (*path[:-1], path[-1] + 1)))
+                ratio = shares[len(path) - 1][path[-1] + 1] / max(shares[len(path) - 1][path[-1]], 1e-9)
+                heapq.heappush(waiting, (value * ratio, (*path[:-1], path[-1] + 1)))
             if len(path) < len(shares):
                 heapq.heappush(waiting, (value * shares[len(path)][0], (*path, 0)))
         places = {path: place for place, path in enumerate([(), *sorted(paths, key=lambda path: (len(path), path))])}
@@ -100,12 +100,12 @@ class MedusaHeads:
         self._weight = packed(target, weight)
         self._bias = part.take(BIAS, self.count, hidden).to(target.device)
         part.check_taken()
-        self._seqs = packed(target, target.head_rows(self.names))
+        self._rows = packed(target, target.head_rows(self.names))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Logits [sequences, heads, n] from states [sequences, D], the inputs of the LM head."""
+        """Logits [rows, heads, n] from states [rows, D], the inputs of the LM head."""
         moved = self._weight(states).float().view(len(states), self.count, -1) + self._bias
-        logits = self._seqs((states.float()[:, None] + silu(moved)).flatten(0, 1))
+        logits = self._rows((states.float()[:, None] + silu(moved)).flatten(0, 1))
         return logits.view(len(states), self.count, -1)
 
 

@@ -150,7 +150,7 @@ class PromptDrafter(Drafter):
         return one.states[:limit]
 
     def _best(self, seq: SequenceState, logits: Tensor) -> list[list[int]]:
-        """The most probable tokens by each sequence of logits [n, V], as many as a tree may need."""
+        """The most probable tokens by each row of logits [n, V], as many as a tree may need."""
         ranks = 1 + max(max(tree.guesses.ranks) for tree in self._trees.states)
         found: list[list[int]] = biased(logits, seq.sampling).topk(min(ranks, logits.shape[-1])).indices.tolist()
         return found

@@ -189,9 +189,9 @@ class Decoder:
         """An engine whose full depth is the plan; the last one is kept."""
         if self._risen is None or self._risen[0] != plan:
             engine, (runner, _) = self.engine, executor(self.engine.runner, plan)
-            slow = Engine(runner, engine.tokenizer, eos_token_ids=engine.eos_token_ids)
-            slow.card = engine.card
-            self._risen = plan, slow
+            risen = Engine(runner, engine.tokenizer, eos_token_ids=engine.eos_token_ids)
+            risen.card = engine.card
+            self._risen = plan, risen
         return self._risen[1]
 
 

@@ -112,14 +112,14 @@ class FullReading:
         self._reread = Reread(engine.runner, [(text.prompt, text.answer) for text in texts])
         self._truth = [_Truth.room(len(text.answer) - 1, engine.runner) for text in texts]
         self.full = [Readings() for _ in texts]
-        self._seqs = 1 if engine.runner.device.type == "cpu" else BLOCK
+        self._rows = 1 if engine.runner.device.type == "cpu" else BLOCK
         self._reread.under(executor(engine.runner, engine.recipe("full", 1).plan), self._by_rows(self._learn))
 
     def under(self, how: Executor, experts: Experts | None = None) -> list[Readings]:
         """Readings of every text under a plan, with the neurons that a recipe's component chooses."""
         return self._found(lambda take: self._reread.under(how, take, experts))
 
-    def extra(self, runner: ModelRunner) -> list[Readings]:
+    def another(self, runner: ModelRunner) -> list[Readings]:
         """Readings of every text by another model with all its layers, prompts included."""
         reread = Reread(runner, [(text.prompt, text.answer) for text in self._texts])
         how = executor(runner, DepthPlan.full(runner.num_layers))
@@ -152,8 +152,8 @@ class FullReading:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             try:
-                for at in range(0, len(logits), self._seqs):
-                    take(seq, first + at, logits[at : at + self._seqs])
+                for at in range(0, len(logits), self._rows):
+                    take(seq, first + at, logits[at : at + self._rows])
             finally:
                 torch.set_num_threads(threads)
 
@@ -196,7 +196,7 @@ def _log_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Dot product by sequence [n]; several times as fast as `vecdot` here."""
+    """Dot product by row [n]; several times as fast as `vecdot` here."""
     return torch.bmm(one[:, None], other[:, :, None])[:, 0, 0]
 
 
@@ -242,7 +242,7 @@ def other_model(engine: Engine, base: Engine) -> Variant:
                           "they have different tokens", "Name models with the tokenizer of --model")
     spec = {"method": "full", "method_args": {}, "of": engine.fingerprint, **precision(engine)}
     runner = engine.runner
-    return Variant(spec, lambda judge: judge.extra(runner), lambda count: float(count * runner.num_layers))
+    return Variant(spec, lambda judge: judge.another(runner), lambda count: float(count * runner.num_layers))
 
 
 @dataclass

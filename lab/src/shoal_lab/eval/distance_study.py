@@ -70,10 +70,10 @@ def run(
         Unsupported: another model has other tokens.
         TimeoutError: no text was read in time.
     """
-    extra = [(label, other, other_model(other, distances.engine)) for label, other in (others or {}).items()]
+    beyond = [(label, other, other_model(other, distances.engine)) for label, other in (others or {}).items()]
     groups = candidates_of(distances, texts, study)
     everyone = [variant(distances.engine.runner, who) for _, rivals in groups for who in rivals]
-    found = distances.measure(texts, [*everyone, *(who for *_, who in extra)])
+    found = distances.measure(texts, [*everyone, *(who for *_, who in beyond)])
     if not found[0]:
         raise TimeoutError("no time was left to read any text; the same command goes on from here")
     layers, head = distances.engine.runner.num_layers, distances.engine.runner.head_layers
@@ -85,7 +85,7 @@ def run(
         row["by_suite"] = {suite: _short(part, _of_suite(found[0], suite), _of_suite(first, suite), layers, head)
                            for suite, part in _suites(outcomes).items()}
         rows.append(row)
-    for (label, other, one), outcomes in zip(extra, found[len(everyone) :], strict=True):
+    for (label, other, one), outcomes in zip(beyond, found[len(everyone) :], strict=True):
         size = {"step_bytes": step_bytes(other), "ideal_speedup": step_bytes(distances.engine) / step_bytes(other)}
         rows.append({"label": label, "method": one.spec, **figures(outcomes, found[0], layers, head), **size})
     for measure in ("kl", "kept", "prefix"):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shoal.engine.request import chat_ids
 
-Component = Literal["evaluation", "calibration"]
+Part = Literal["evaluation", "calibration"]
 _CALIBRATION_SHARE = 10
 
 
@@ -63,7 +63,7 @@ class Sample:
     reference: tuple[int, ...]
 
 
-def part_of(question: str) -> Component:
+def part_of(question: str) -> Part:
     """The part of a data set that a problem belongs to, by the words of its question.
 
     Numbers are left out, so all variants of a problem that differ only in numbers are in one part.

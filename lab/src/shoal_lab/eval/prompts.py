@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.engine.request import chat_ids
-from shoal_lab.eval.items import Component, Item, part_of, read_lines
+from shoal_lab.eval.items import Item, Part, part_of, read_lines
 
 _ARTICLE = re.compile(r"^ = ([^=].*[^=]) = $", re.MULTILINE)
 _WORDS = 40
@@ -16,19 +16,19 @@ _SPACED = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" ,", ","), (" .", "
            (" 's", "'s"), ("( ", "("), (" )", ")"))
 
 
-def chat(data: Path, part: Component) -> list[Item]:
+def chat(data: Path, part: Part) -> list[Item]:
     """Vicuna's questions and the first turns of MT-bench."""
     rows = [*_rows(data, "vicuna/vicuna_bench.jsonl"), *_rows(data, "mt_bench/question.jsonl")]
     return _split(((name, row["turns"][0], row["category"]) for name, row in rows), part)
 
 
-def instructions(data: Path, part: Component) -> list[Item]:
+def instructions(data: Path, part: Part) -> list[Item]:
     """Self-Instruct's user-oriented instructions, each with its input."""
     rows = _rows(data, "self_instruct/user_oriented_instructions.jsonl")
     return _split(((name, _asked(row), row["motivation_app"]) for name, row in rows), part)
 
 
-def code(data: Path, part: Component) -> list[Item]:
+def code(data: Path, part: Part) -> list[Item]:
     """HumanEval's functions to complete, and MBPP's tasks with a test that shows the function's name."""
     human = [(name, f"Complete this Python function.\n\n{row['prompt']}", "humaneval")
              for name, row in _rows(data, "humaneval/HumanEval.jsonl.gz")]
@@ -37,7 +37,7 @@ def code(data: Path, part: Component) -> list[Item]:
     return _split([*human, *basic[: 3 * len(human)]], part)
 
 
-def mathematics(data: Path, part: Component) -> list[Item]:
+def mathematics(data: Path, part: Part) -> list[Item]:
     """Spec-Bench's word problems, which are GSM8K's, and others of GSM8K's test set."""
     bench = [(name, row["turns"][0], "spec_bench") for name, row in _rows(data, "spec_bench/question_math_rag.jsonl")
              if row["category"] == "math_reasoning"]
@@ -47,7 +47,7 @@ def mathematics(data: Path, part: Component) -> list[Item]:
     return _split([*bench, *grade], part)
 
 
-def articles(data: Path, part: Component) -> list[Item]:
+def articles(data: Path, part: Part) -> list[Item]:
     """The first words of Wikipedia articles, to be continued; calibration uses the validation set."""
     name = "test.txt" if part == "evaluation" else "valid.txt"
     path = data / "wikitext2" / name
@@ -78,7 +78,7 @@ def _asked(row: Mapping[str, Any]) -> str:
     return f"{row['instruction']}\n\n{given}" if given else str(row["instruction"])
 
 
-def _split(rows: Iterable[Sequence[str]], part: Component) -> list[Item]:
+def _split(rows: Iterable[Sequence[str]], part: Part) -> list[Item]:
     return [Item(name, prompt, "", group=group) for name, prompt, group in rows if part_of(prompt) == part]
 
 

@@ -49,14 +49,14 @@ class Reread:
         Every token runs twice: at step 1 of the plan for later tokens, and at step 2 to be judged, seeing the tokens
         before it as step 1 left them.
         """
-        self._again(*executor, take, references=True)
+        self._again(*executor, take, doubled=True)
 
     def _again(
-        self, runner: ModelRunner, plan: DepthPlan, take: Take, references: bool = False, worker: Worker | None = None
+        self, runner: ModelRunner, plan: DepthPlan, take: Take, doubled: bool = False, worker: Worker | None = None
     ) -> None:
         self._read_prompts()  # again only if a sliding window has dropped part of them
         ends = [len(prompt) + len(answer) - 1 for prompt, answer in self._texts]
-        self._feed(runner, plan, ends, take, references, worker)
+        self._feed(runner, plan, ends, take, doubled, worker)
         for seq, (prompt, _) in enumerate(self._texts):
             self._cache.truncate(seq, len(prompt))
 
@@ -66,13 +66,13 @@ class Reread:
 
     @torch.no_grad()
     def _feed(
-        self, runner: ModelRunner, plan: DepthPlan, ends: Sequence[int], take: Take | None, references: bool = False,
+        self, runner: ModelRunner, plan: DepthPlan, ends: Sequence[int], take: Take | None, doubled: bool = False,
         worker: Worker | None = None,
     ) -> None:
         """Feed every sequence up to its end, with forwards as full as possible."""
-        while pieces := self._pieces(ends, BLOCK // (1 + references)):
+        while pieces := self._pieces(ends, BLOCK // (1 + doubled)):
             chunks = [self._chunk(seq, count, plan, take is not None) for seq, count in pieces]
-            if references:
+            if doubled:
                 chunks = [_with_twins(chunk) for chunk in chunks]
             if worker is not None:
                 choices = worker.experts([self._seq(chunk.seq) for chunk in chunks], chunks)

@@ -2,7 +2,7 @@
 
 A layer that comes back needs the positions at which it was skipped. So a skipped layer still makes keys and values from
 the passing hidden states (the state propagation of CALM, arXiv 2207.07061), and only adds nothing to them. The engine
-runs such a stack at full depth: the runner exchanges layers from step to step.
+runs such a model at full depth: the runner exchanges layers from step to step.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from shoal.errors import Unsupported, unknown
 from shoal_lab import reference
 from shoal_lab.eval import prompts
-from shoal_lab.eval.items import Component, Item, part_of, problem, read_lines, stretches
+from shoal_lab.eval.items import Item, Part, part_of, problem, read_lines, stretches
 from shoal_lab.eval.sources import code, folder, gsm8k, novels, parallel, squad, wikidata
 
 Kind = Literal["problems", "text", "prompts"]
-Read = Callable[[Path | None, Component], list[Item]]
+Read = Callable[[Path | None, Part], list[Item]]
 _PROMPT_WORDS, _TEXT_WORDS = 16, 144
 
 
@@ -42,7 +42,7 @@ class Suite:
     max_new_tokens: int = 256
 
     def items(
-        self, data: Path | None, part: Component = "evaluation", limit: int | None = None, seed: int = 0
+        self, data: Path | None, part: Part = "evaluation", limit: int | None = None, seed: int = 0
     ) -> list[Item]:
         """The items of a part, shuffled by `seed`, the first `limit` of them.
 
@@ -107,8 +107,8 @@ def _table() -> dict[str, Suite]:
     return {suite.name: suite for suite in suites}
 
 
-def _prompts(read: Callable[[Path, Component], list[Item]]) -> Read:
-    def found(data: Path | None, part: Component) -> list[Item]:
+def _prompts(read: Callable[[Path, Part], list[Item]]) -> Read:
+    def found(data: Path | None, part: Part) -> list[Item]:
         if data is None:
             raise Unsupported("this suite", "no data folder was named", "Name the folder that holds it: --data DIR")
         return read(data, part)
@@ -120,25 +120,25 @@ def _problems(rows: Sequence[Mapping[str, Any]], source: str) -> list[Item]:
     return [problem(f"{source}/{number}", row, source) for number, row in enumerate(rows)]
 
 
-def _split(path: Path, part: Component) -> list[Item]:
+def _split(path: Path, part: Part) -> list[Item]:
     return [item for item in _problems(read_lines(path), path.name) if part_of(item.prompt) == part]
 
 
 def _packaged(*kinds: str) -> Read:
-    def read(_: Path | None, part: Component) -> list[Item]:
+    def read(_: Path | None, part: Part) -> list[Item]:
         chosen = kinds if part == "evaluation" else ("calibration",)
         return [item for kind in chosen for item in _problems(reference.problems(kind), kind)]
 
     return read
 
 
-def _wikitext2(data: Path | None, part: Component) -> list[Item]:
+def _wikitext2(data: Path | None, part: Part) -> list[Item]:
     path = folder(data, "wikitext2") / ("test.txt" if part == "evaluation" else "valid.txt")
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
     return stretches(path.name, path.read_text("utf-8"), _PROMPT_WORDS, _TEXT_WORDS)
 
 
-def _novels(data: Path | None, part: Component) -> list[Item]:
+def _novels(data: Path | None, part: Part) -> list[Item]:
     return [item for name, text in novels.read(data, part)
             for item in stretches(name, text, _PROMPT_WORDS, _TEXT_WORDS)]

@@ -1,4 +1,4 @@
-"""Follows one row's thinking, thought by thought, and decides what to ask or do. Knows no model."""
+"""Follows one sequence's thinking, thought by thought, and decides what to ask or do. Knows no model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Thinking:
 
 
 class Thoughts:
-    """Follows one row.
+    """Follows one sequence.
 
     Args:
         how: what to look for.
@@ -125,7 +125,7 @@ class Thoughts:
         self._state: Literal["before", "thinking", "after"] = "thinking" if ends else "before"
 
     def see(self, token: int) -> None:
-        """Read the row's next token; not while something is due."""
+        """Read the sequence's next token; not while something is due."""
         self.read += 1
         if self._state == "after":
             return

@@ -1,4 +1,4 @@
-"""CentroidKV: similar KV entries near each other are merged into one that counts for all of them."""
+"""CentroidKV: similar KV slots near each other are merged into one that counts for all of them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CentroidKV(Method):
-    """Within chunks, KV entries with similar keys become their mean, with the logarithm of their number as a bias.
+    """Within chunks, KV slots with similar keys become their mean, with the logarithm of their number as a bias.
 
-    Per layer and KV head, every other entry of a chunk is linked to the most similar one between them, and the
+    Per layer and KV head, every other slot of a chunk is linked to the most similar one between them, and the
     strongest links are merged; see `components.merging`. The prompt is read in full and merged at its end. The answer
-    is merged whenever it has grown by `every` tokens. A merged entry is not merged again. The paper was not available,
+    is merged whenever it has grown by `every` tokens. A merged slot is not merged again. The paper was not available,
     so the sizes of chunk, window and sinks are guesses. A cluster is weighted by its members, which makes merging equal
-    entries exact. Keys are averaged as stored, after rotary embedding. Layers with a sliding window are unchanged.
+    slots exact. Keys are averaged as stored, after rotary embedding. Layers with a sliding window are unchanged.
 
     Attributes:
-        removed: share of the entries between sinks and window that is merged away, in [0, 1).
-        chunk: entries within which one is merged; divisible by 2, by 4 if more than half is removed, by 8 if more than
+        removed: share of the slots between sinks and window that is merged away, in [0, 1).
+        chunk: slots within which one is merged; divisible by 2, by 4 if more than half is removed, by 8 if more than
             three quarters, and so on.
         window: least number of last positions that stay unmerged.
         sinks: first positions that stay unmerged.
@@ -50,7 +50,7 @@ class CentroidKV(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.removed < 1:
-            raise ValueError(f"removed is {self.removed}; it must be in [0, 1), the share of columns that go")
+            raise ValueError(f"removed is {self.removed}; it must be in [0, 1), the share of slots that go")
         for option, least in (("chunk", 2), ("window", 1), ("sinks", 0), ("every", 1)):
             if getattr(self, option) < least:
                 raise ValueError(f"{option} is {getattr(self, option)}; it must be at least {least}")
@@ -59,7 +59,7 @@ class CentroidKV(Method):
             parts *= 2
         if self.chunk % parts:
             raise ValueError(f"chunk is {self.chunk}; to remove {self.removed:g} of it, it must be divisible by {parts}"
-                             ", since half of the columns can be linked to the other half at a time")
+                             ", since half of the slots can be linked to the other half at a time")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """Every layer, and centroids of the KV."""
@@ -70,7 +70,7 @@ class CentroidKV(Method):
 
 @dataclass(frozen=True)
 class Centroids(Keep):
-    """Merges KV entries; see `CentroidKV`."""
+    """Merges KV slots; see `CentroidKV`."""
 
     differs: ClassVar[bool] = True
     weighs: ClassVar[bool] = True
@@ -88,7 +88,7 @@ class Centroids(Keep):
 
 
 class CentroidKeeper(Keeper):
-    """Merges the entries of sequences."""
+    """Merges the slots of sequences."""
 
     def __init__(self, method: CentroidKV, dtype: Any) -> None:
         self._method, self._dtype = method, dtype
@@ -112,7 +112,7 @@ class CentroidKeeper(Keeper):
                 layer.rewrite(seq.seq_id, *parts)
 
     def compacted(self, prompt: int, length: int) -> tuple[int, int]:
-        """Number of merged tokens of a text of that length, and of the entries that they became."""
+        """Number of merged tokens of a text of that length, and of the slots that they became."""
         tokens = slots = 0
         for due in range(prompt, length + 1, self._method.every):
             count = self._due(due, tokens)

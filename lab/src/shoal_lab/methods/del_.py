@@ -36,7 +36,7 @@ class DEL(DraftingMethod):
     Verification computes the states at every exit anyway. Final norm and LM head turn them into shadow tokens, the
     predictions of each exit. Compared with the target's tokens, they give every exit's acceptance rate and the
     confidence at which its drafts should stop. The block with most expected tokens per layer is drafted; a length of 0
-    is a plain step. Shadow tokens cost a sequence of the LM head each, so only some exits take part. Models trained
+    is a plain step. Shadow tokens cost a row of the LM head each, so only some exits take part. Models trained
     with an exit loss gain; on others early exits seldom agree with the full model.
 
     Attributes:

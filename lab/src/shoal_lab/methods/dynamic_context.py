@@ -30,7 +30,7 @@ class DynamicContext(Method):
     """The KV of an answer's tokens, from a layer on, is evicted where a small trained gate says so.
 
     The gate reads that layer's inputs. A token always sees itself. Its KV goes afterwards, by `every` tokens at once,
-    since later entries are moved. The prompt stays, and so do layers with a sliding window. The model itself is not
+    since later slots are moved. The prompt stays, and so do layers with a sliding window. The model itself is not
     trained; in the paper it is, a little, with the gate. Component: `shoal train dynamic_context`.
 
     Attributes:

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class Mustafar(Method):
     """Each head's key and value of a position keep their numbers of largest magnitude; the others count as 0.
 
-    Every vector keeps equally many numbers. So a KV entry takes a bit for each dimension, in whole words of 16, and
+    Every vector keeps equally many numbers. So a KV slot takes a bit for each dimension, in whole words of 16, and
     those numbers in the model's dtype. With 64 dimensions in bfloat16 and a sparsity of 0.7 it is 48 bytes instead of
     128. The prompt is read in full and pruned at its end, except the last `window` positions. The answer is pruned
-    whenever it has grown by `every` tokens. Pruned entries are not touched again. Layers with a sliding window are
-    unchanged. Memory falls if entries are backed by pages: on Linux, on a CPU.
+    whenever it has grown by `every` tokens. Pruned slots are not touched again. Layers with a sliding window are
+    unchanged. Memory falls if slots are backed by pages: on Linux, on a CPU.
 
     The published code keeps one number more of each vector than its sparsity says, and prunes at every token.
 
@@ -58,7 +58,7 @@ class Mustafar(Method):
                 raise ValueError(f"{option} is {getattr(self, option)}; it must be at least 1")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, a format of the KV, and when entries take it."""
+        """Every layer, a format of the KV, and when slots take it."""
         plan = DepthPlan.full(info.num_layers)
         if not self.sparsity:
             return Recipe(plan)
@@ -68,7 +68,7 @@ class Mustafar(Method):
 
 @dataclass(frozen=True)
 class Settling(Keep):
-    """Keeps all entries; those that have left the window are pruned. See `Mustafar`."""
+    """Keeps all slots; those that have left the window are pruned. See `Mustafar`."""
 
     dense_prompt: ClassVar[bool] = True
 
@@ -84,7 +84,7 @@ class Settling(Keep):
 
 
 class Settler(Keeper):
-    """Prunes the entries of sequences."""
+    """Prunes the slots of sequences."""
 
     def __init__(self, method: Mustafar) -> None:
         self._method = method
@@ -102,7 +102,7 @@ class Settler(Keeper):
 
 @dataclass(frozen=True)
 class Bitmaps(Store):
-    """The format of pruned entries in some layers."""
+    """The format of pruned slots in some layers."""
 
     dense_prompt: ClassVar[bool] = True
 
@@ -116,7 +116,7 @@ class Bitmaps(Store):
 
 @dataclass(frozen=True)
 class Bitmap(KVForm):
-    """uint8 [heads, entries, 2 words], bit j being dimension j, and [heads, entries, numbers] in the model's dtype.
+    """uint8 [heads, slots, 2 words], bit j being dimension j, and [heads, slots, numbers] in the model's dtype.
 
     The numbers of a vector are in the order of their dimensions. Earlier dimensions win ties.
     """

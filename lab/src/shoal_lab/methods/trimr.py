@@ -30,24 +30,22 @@ class TrimR(Method):
 
     Thinking is the text between two tags. It consists of thoughts; a cue such as "Wait" begins the next one. A judge, a
     small instructed model or a callable, decides of each whether it states a result, and whether that is the previous
-    one; after `agree` equal results in a sequence, thoughts without a result left out, the thinking is closed gently.
-    It is closed forcefully if it repeats the same tokens, or has taken its share of max_new_tokens and many thoughts.
+    one; after `agree` equal results in a row, thoughts without a result left out, the thinking is closed gently. It is
+    closed forcefully if it repeats the same tokens, or has taken its share of max_new_tokens and many thoughts.
     Sequences that wait for a verdict rest; the judge reads for all of them together, and other sequences go on.
     Inserted tokens count as answer (`put_tokens` of the statistics) and have log-probability 0. A judge that always
     says no leaves the answer unchanged if nothing repeats. How good a judgement is depends on the judge, and Shoal has
-        measured none: it has no
-    model that thinks between tags.
-
+    measured none: it has no model that thinks between tags.
 
     Attributes:
         judge: a model's folder, Hub id, name or `.gguf` file, with any tokens; a loaded transformers model; or a
             callable that is given a `thoughts.Question` and returns True or False, always the same for the same
             question. None for no judge: `agree` then has no effect.
-        agree: thoughts in a sequence with the same result that close the thinking, at least 2.
+        agree: thoughts in a row with the same result that close the thinking, at least 2.
         sentences: last sentences of a thought that the judge reads, at least 1.
         share: share of max_new_tokens in thinking after which it is closed; None never does.
         thoughts: least number of ended thoughts for `share` to apply.
-        repeats: times that the same tokens in a sequence, at least 16 in all, close the thinking; at least 2, None:
+        repeats: times that the same tokens in a row, at least 16 in all, close the thinking; at least 2, None:
             never.
         opening: the tag that begins the thinking, in the answer or at the end of the prompt; empty for an answer that
             begins with it; None for one that the tokenizer has as a token, otherwise <think>.

@@ -29,7 +29,7 @@ _STEP = 256
 
 @dataclass
 class _Sequence:
-    """A request in a entry of the batch."""
+    """A request in a slot of the batch."""
 
     number: int
     due: float
@@ -51,7 +51,7 @@ class LlamaMulti(LlamaCpp):
 
         Args:
             jobs: (due, prompt, new tokens), in order; a closed loop ignores `due`.
-            rows: entries of the batch.
+            rows: slots of the batch.
             at_once: clients of a closed loop; None for an open one.
         """
         length = max(len(ids) + new for _, ids, new in jobs)
@@ -62,7 +62,7 @@ class LlamaMulti(LlamaCpp):
 
 
 class _BatchLoop:
-    """Requests join a batch when they are due and a entry is free, and leave it when they are done."""
+    """Requests join a batch when they are due and a slot is free, and leave it when they are done."""
 
     def __init__(self, context: Any, rows: int, timed: bool) -> None:
         self._context, self._timed = context, timed
@@ -125,7 +125,7 @@ class Multi(LoadTarget):
     Args:
         model: a model folder.
         setting: number format, threads.
-        rows: entries of the batch.
+        rows: slots of the batch.
         tokenizer: tokenizes prompts.
     """
 

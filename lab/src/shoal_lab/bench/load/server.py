@@ -17,7 +17,7 @@ from shoal_lab.bench.load.http import Address, Failed, get
 from shoal_lab.bench.system import NotMeasured, Setting
 
 _PLACE = 2048
-"""Positions per request in llama.cpp's server, whose context is divided among its entries."""
+"""Positions per request in llama.cpp's server, whose context is divided among its slots."""
 
 
 class Server:
@@ -136,7 +136,7 @@ def transformers_argv(model: Path, port: int, setting: Setting) -> list[str]:
 
 
 def llama_argv(binary: str, model: Path, port: int, setting: Setting, rows: int) -> list[str]:
-    """The command line of llama.cpp's own server, with a entry per request and no prompt cache."""
+    """The command line of llama.cpp's own server, with a slot per request and no prompt cache."""
     threads = str(setting.threads)
     return [binary, "-m", str(model), "-a", str(model), "--host", "127.0.0.1", "--port", str(port), "-np", str(rows),
             "-c", str(rows * _PLACE), "-t", threads, "-tb", threads, "--no-cache-prompt", "--cache-ram", "0"]

@@ -1,4 +1,4 @@
-"""Methods at a budget: the share of a context's KV entries left to a query, equal for all methods and the controls."""
+"""Methods at a budget: the share of a context's KV slots left to a query, equal for all methods and the controls."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _KNOBS: Mapping[str, Callable[[int, int], dict[str, Any]]] = MappingProxyType({
 })
 CONTROLS: Mapping[str, Method] = MappingProxyType({"window": make("streaming_llm"), "random": make(
     {"method": "snapkv", "method_args": {"random": 0}})})
-"""Controls for every method at a budget: the two ends of the context, and random entries with the context's end."""
+"""Controls for every method at a budget: the two ends of the context, and random slots with the context's end."""
 
 
 def at_budget(method: Method, slots: int, length: int) -> Method | None:
-    """The method with about `slots` of `length` KV entries left to a query; None for one without such an option.
+    """The method with about `slots` of `length` KV slots left to a query; None for one without such an option.
 
     Raises:
         ValueError: the method cannot work with so few.
@@ -47,7 +47,7 @@ def at_budget(method: Method, slots: int, length: int) -> Method | None:
     try:
         return replace(method, **_KNOBS[method.name](slots, length))
     except ValueError as error:
-        raise ValueError(f"{method.name} with {slots} of {length} columns: {error}") from error
+        raise ValueError(f"{method.name} with {slots} of {length} slots: {error}") from error
 
 
 def budgets_of(text: str | None) -> tuple[Fraction, ...]:

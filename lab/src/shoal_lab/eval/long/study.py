@@ -25,7 +25,7 @@ def at_budgets(methods: Mapping[str, Method], budgets: Sequence[Fraction], lengt
     """Methods by label: those with a budget at each share, with the controls, and the others unchanged.
 
     Raises:
-        ValueError: a method cannot work with so few KV entries.
+        ValueError: a method cannot work with so few KV slots.
     """
     found: dict[str, Method] = {}
     for share in budgets or (None,):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal_lab.eval.items import Component, Item, read_lines
+from shoal_lab.eval.items import Item, Part, read_lines
 from shoal_lab.eval.sources import folder
 
 STOP = ("\n```",)
@@ -43,17 +43,17 @@ def largest_gap(values):
 """An example written for this purpose, so that every task of both files can be evaluated."""
 
 
-def both(data: Path | None, part: Component) -> list[Item]:
+def both(data: Path | None, part: Part) -> list[Item]:
     """All tasks of both; none is left for calibration."""
     return humaneval(data, part) + mbpp(data, part) if part == "evaluation" else []
 
 
-def humaneval(data: Path | None, part: Component) -> list[Item]:
+def humaneval(data: Path | None, part: Part) -> list[Item]:
     """HumanEval's 164 tasks; MBPP's are for calibration."""
     return _humaneval(data) if part == "evaluation" else _mbpp(data)
 
 
-def mbpp(data: Path | None, part: Component) -> list[Item]:
+def mbpp(data: Path | None, part: Part) -> list[Item]:
     """MBPP's 974 tasks; HumanEval's are for calibration."""
     return _mbpp(data) if part == "evaluation" else _humaneval(data)
 

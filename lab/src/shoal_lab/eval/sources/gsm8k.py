@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from shoal_lab.eval.items import Component, Item, problem, read_lines
+from shoal_lab.eval.items import Item, Part, problem, read_lines
 from shoal_lab.eval.sources import folder
 
 _SHOTS = 4
@@ -13,7 +13,7 @@ _SHOTS = 4
 _ASK = "Answer the last question as the others are answered: in a few short lines, then #### and the final number.\n\n"
 
 
-def read(data: Path | None, part: Component) -> list[Item]:
+def read(data: Path | None, part: Part) -> list[Item]:
     """The test set, or the training set without the examples."""
     home = folder(data, "gsm8k")
     test = _of(home / "test.jsonl") if part == "evaluation" else []

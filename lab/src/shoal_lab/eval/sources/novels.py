@@ -6,7 +6,7 @@ import re
 import tarfile
 from pathlib import Path
 
-from shoal_lab.eval.items import Component
+from shoal_lab.eval.items import Part
 from shoal_lab.eval.sources import folder
 
 _PLAIN = (("\u201c", '"'), ("\u201d", '"'), ("\u2019", "'"), ("\u2018", "'"), ("\u2014", "--"), ("_", ""))
@@ -16,7 +16,7 @@ _HELD_OUT = {
 }
 
 
-def read(data: Path | None, part: Component) -> list[tuple[str, str]]:
+def read(data: Path | None, part: Part) -> list[tuple[str, str]]:
     """Name and text of each novel, one line per paragraph, with plain quotation marks.
 
     Raises:

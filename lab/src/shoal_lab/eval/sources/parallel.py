@@ -17,7 +17,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from shoal_lab.eval.items import Component, Item
+from shoal_lab.eval.items import Item, Part
 
 Drawn = tuple[str, tuple[str, ...]]
 """A prompt, and all right answers to it."""
@@ -101,7 +101,7 @@ TASKS: Mapping[str, Callable[[Random], Drawn]] = MappingProxyType({
 })
 
 
-def drawn(task: str, random: Random, part: Component) -> Drawn:
+def drawn(task: str, random: Random, part: Part) -> Drawn:
     """A prompt of that part of a task; the parts share none."""
     while True:
         found = TASKS[task](random)
@@ -117,7 +117,7 @@ def vocabulary() -> list[str]:
     return sorted({word for text in texts for word in text.split(" ") if "{" not in word})
 
 
-def read(_: Path | None, part: Component) -> list[Item]:
+def read(_: Path | None, part: Part) -> list[Item]:
     """Items of every task, always the same ones."""
     found: dict[str, Item] = {}
     for task in TASKS:

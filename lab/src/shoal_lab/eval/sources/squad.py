@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shoal_lab.eval.items import Component, Item
+from shoal_lab.eval.items import Item, Part
 from shoal_lab.eval.sources import folder
 
 _CALIBRATION = ("1973_oil_crisis", "Construction", "Packet_switching")
@@ -26,7 +26,7 @@ _SHOTS = (
 """An example written for this purpose, so that every paragraph of the data set can be evaluated."""
 
 
-def read(data: Path | None, part: Component) -> list[Item]:
+def read(data: Path | None, part: Part) -> list[Item]:
     """Questions on all but three articles, which are the calibration part."""
     path = folder(data, "squad") / "dev-v1.1.json"
     if not path.is_file():

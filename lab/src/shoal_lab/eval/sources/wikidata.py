@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal_lab.eval.items import Component, Item, part_of, read_lines
+from shoal_lab.eval.items import Item, Part, part_of, read_lines
 from shoal_lab.eval.sources import folder
 
 _SHOTS = 8
@@ -12,7 +12,7 @@ _SHOTS = 8
 _ASK = "Complete this with a word or a few, in one sentence: "
 
 
-def read(data: Path | None, part: Component) -> list[Item]:
+def read(data: Path | None, part: Part) -> list[Item]:
     """Facts whose answer continues the prompt."""
     rows = read_lines(folder(data, "wikidata_qa") / "bigbench_qa_wikidata.jsonl")
     facts = list({row["context"]: row["continuation"] for row in rows}.items())
