@@ -48,12 +48,12 @@ class Reading:
 
 def reading_model(model: PreTrainedModel, reading: Reading) -> PreTrainedModel:
     """A copy of the model whose attention reads so."""
-    slow = copy.deepcopy(model)
-    slow.set_attn_implementation(_NAME)
-    for module in slow.modules():
+    copied = copy.deepcopy(model)
+    copied.set_attn_implementation(_NAME)
+    for module in copied.modules():
         if hasattr(module, "layer_idx"):
             module.reading = reading
-    return slow
+    return copied
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float,

@@ -110,16 +110,16 @@ def _reference(family: str, overrides: str) -> PreTrainedModel:
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose RMSNorms compute in the model's own dtype."""
-    slow = copy.deepcopy(model)
-    norms = [(name, module) for name, module in slow.named_modules() if type(module).__name__.endswith("RMSNorm")]
+    copied = copy.deepcopy(model)
+    norms = [(name, module) for name, module in copied.named_modules() if type(module).__name__.endswith("RMSNorm")]
     for name, norm in norms:
         parent, _, child = name.rpartition(".")
         kind = OffsetRMSNorm if type(norm).__name__.startswith("Gemma") else nn.RMSNorm
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         exact = kind(len(norm.weight), eps=eps, dtype=norm.weight.dtype)
         exact.weight = norm.weight
-        setattr(slow.get_submodule(parent), child, exact)
-    return slow.eval().requires_grad_(False)
+        setattr(copied.get_submodule(parent), child, exact)
+    return copied.eval().requires_grad_(False)
 
 
 class OffsetRMSNorm(nn.RMSNorm):

@@ -13,14 +13,14 @@ from families import tiny
 
 def noisy(model: PreTrainedModel, noise: float, seed: int = 0) -> PreTrainedModel:
     """A copy whose matrices have noise of `noise` times their own spread: 0 agrees always, 0.03 often, 1 hardly."""
-    slow = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in slow.parameters():
+    for parameter in copied.parameters():
         if parameter.dim() > 1:
             parameter.data += (
                 noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             )
-    return slow
+    return copied
 
 
 @functools.cache

@@ -84,7 +84,7 @@ def eagle_part(family: str) -> str:
     return str(kept)
 
 
-class EagleTwin:
+class EagleReference:
     """The layer of a part in float64, run over a whole text for each guess.
 
     Args:

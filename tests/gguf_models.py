@@ -187,7 +187,7 @@ def _encoded(tensor: Tensor, kind: str, seed: int, architecture: str) -> tuple[T
 
 def with_state(model: Any, state: Mapping[str, Tensor]) -> Any:
     """A copy of a model with other weights."""
-    slow = copy.deepcopy(model)
-    missing = slow.load_state_dict(dict(state), strict=False)
+    copied = copy.deepcopy(model)
+    missing = copied.load_state_dict(dict(state), strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
-    return slow.eval()
+    return copied.eval()

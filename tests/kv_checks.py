@@ -60,11 +60,11 @@ def check_fork(recipe: Recipe, ids: Sequence[int], new: int, runner: ModelRunner
         if after:
             root.advance(after)
             yield [root]
-        (slow,) = root.fork(1)
-        for branch in (root, slow):
+        (child,) = root.fork(1)
+        for branch in (root, child):
             branch.advance()
-        yield [root, slow]
-        return slow
+        yield [root, child]
+        return child
 
     alone = decode(None, [ids], recipe, new, runner=runner)
     forked = decode(None, [ids], replace(recipe, search=Script(2, fork)), new, runner=runner)

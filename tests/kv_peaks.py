@@ -22,7 +22,7 @@ def engine_of(backend: Backend, family: str = "llama") -> Engine:
 
 
 def watched(see: Callable[[KVCache], None], patch: pytest.MonkeyPatch) -> None:
-    """Let the cache be seen before and after every commit: when scratch is largest, and before columns go."""
+    """Let the cache be seen before and after every commit: when scratch is largest, and before slots go."""
     commit = KVCache.commit
 
     def seen(self: KVCache, seq: int, path: Any) -> None:

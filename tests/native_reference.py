@@ -79,7 +79,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 @dataclass
-class Twin:
+class NativeReference:
     """The same decoder twice: `native` runs it, and this class in float64."""
 
     case: Case
@@ -167,7 +167,7 @@ class Twin:
         return rms_norm(out, w["mlp_out_norm"], self.shape.eps)
 
 
-def make_twin(case: Case, seed: int = 0) -> Twin:
+def make_reference(case: Case, seed: int = 0) -> NativeReference:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -218,7 +218,8 @@ def make_twin(case: Case, seed: int = 0) -> Twin:
     packed_head = native.pack(head, case.kind)
     held = Weights(layers, packed_head, packed_head, norm)
     model = NativeModel(shape, held, (cos[None], sin[None]), case.kv_dtype, embedding, head_bias)
-    return Twin(case, weights, norm, packed_head.unpack(), head_bias, embedding, cos, sin, model, shape, held)
+    head = packed_head.unpack()
+    return NativeReference(case, weights, norm, head, head_bias, embedding, cos, sin, model, shape, held)
 
 
 def packed(matrix: Tensor, kind: native.Kind, paired: bool, sizes: list[int] | None) -> Linear:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from native_reference import Case, make_twin
+from native_reference import Case, make_reference
 from settling import Bitmap
 from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
@@ -197,7 +197,7 @@ def models(form: str) -> list[tuple[Case, NativeModel]]:
     dtype = torch.float32 if form == "float32" else torch.bfloat16
     plain = Case(layers=LAYERS, windows=WINDOWS[0], positions=LONGEST + ROOM, kv_dtype=dtype)
     cases = [replace(plain, **shape, windows=windows) for shape in SHAPES for windows in WINDOWS]  # type: ignore[arg-type]
-    return [(case, make_twin(case).native) for case in cases]
+    return [(case, make_reference(case).native) for case in cases]
 
 
 def trials(form: str, reads: str, count: int, seed: int = 0) -> list[Trial]:

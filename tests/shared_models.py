@@ -31,8 +31,8 @@ FIXTURES = Path(__file__).resolve().parent / "fixtures" / "models"
 
 def shared_root() -> Path:
     """The folder that holds `models` and `data`; it need not exist."""
-    extra = Path(__file__).resolve().parents[2] / "shared"
-    return Path(os.environ.get("SHOAL_SHARED") or extra)
+    nearby = Path(__file__).resolve().parents[2] / "shared"
+    return Path(os.environ.get("SHOAL_SHARED") or nearby)
 
 
 def model_path(name: str) -> Path:

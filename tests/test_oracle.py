@@ -45,9 +45,9 @@ def test_a_layer_without_positions_is_a_removed_layer(model: PreTrainedModel, dr
 
 
 def _without_layer(model: PreTrainedModel, index: int) -> PreTrainedModel:
-    slow, wrapped = copy.deepcopy(model), _returns_tuple(model)
-    decoder_layers(slow)[index].forward = lambda hidden, *_, **__: (hidden,) if wrapped else hidden
-    return slow
+    copied, wrapped = copy.deepcopy(model), _returns_tuple(model)
+    decoder_layers(copied)[index].forward = lambda hidden, *_, **__: (hidden,) if wrapped else hidden
+    return copied
 
 
 def _returns_tuple(model: PreTrainedModel) -> bool:
@@ -62,10 +62,10 @@ def _returns_tuple(model: PreTrainedModel) -> bool:
 def test_a_sublayer_without_positions_is_one_with_zero_weights(model: PreTrainedModel, part: int) -> None:
     ids, counts = some_ids(), [[LENGTH] * 6, [LENGTH] * 6]
     counts[part][2] = 0
-    slow = copy.deepcopy(model)
-    _zero_last_projection(sublayers(decoder_layers(slow)[2])[part])
+    copied = copy.deepcopy(model)
+    _zero_last_projection(sublayers(decoder_layers(copied)[2])[part])
     cut = prefix_oracle(model, ids, *counts)
-    assert gap(cut, plain(slow, ids)) <= 1e-12
+    assert gap(cut, plain(copied, ids)) <= 1e-12
     assert gap(cut, plain(model, ids)) > 1e-3
 
 

@@ -30,8 +30,8 @@ CALLS: dict[str, dict[str, Any]] = {
 def answers(engine: Any, calls: Mapping[str, dict[str, Any]] = CALLS) -> dict[str, Any]:
     """What an engine says, alone or as one of several processes."""
     found = {}
-    extra = json.dumps(calls).replace("BESIDE", str(Path(engine.model_name).with_name("hybrid")))
-    for name, options in json.loads(extra).items():
+    calls_here = json.dumps(calls).replace("BESIDE", str(Path(engine.model_name).with_name("hybrid")))
+    for name, options in json.loads(calls_here).items():
         results = engine.generate(PROMPTS, max_new_tokens=12, **options)
         found[name] = [[*result.tokens, *result.depths] for result in results]
     return found

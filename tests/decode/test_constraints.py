@@ -128,13 +128,13 @@ def test_a_branch_that_forks_has_a_mask_of_its_own() -> None:
     def steps(root: Branch) -> Steps:
         root.advance(3)
         yield [root]
-        references = root.fork(2)
-        for one in (root, *references):
+        children = root.fork(2)
+        for one in (root, *children):
             one.advance()
-        yield [root, *references]
-        for one in (root, *references):
+        yield [root, *children]
+        for one in (root, *children):
             assert all(turns(one.tokens[:at], token) for at, token in enumerate(one.tokens))
-        return references[1]
+        return children[1]
 
     recipe = Recipe(DepthPlan.full(6), search=Script(3, steps), constraint=TURNS)
     result = engine_of("llama").generate(PROMPTS[0], method=Given(recipe), max_new_tokens=10, temperature=1.0, seed=2)

@@ -349,9 +349,9 @@ def test_a_keeper_is_shown_the_prompts_queries(backend: Backend) -> None:
     assert gap(runs[0].logits(0), runs[1].logits(0)) <= backend.exact
     calls = [(layer, tuple(queries.shape), end) for layer, queries, end in component.shown]
     assert calls == [(layer, (4, size, 8), end) for size, end in ((20, 20), (17, 37)) for layer in range(LAYERS)]
-    child = Listen([])
-    decode(None, PROMPTS[3:], Recipe(D3_PLAN, keep=child), NEW, runner=HF.runner("llama"), chunk=20)
-    for (_, found, _), (_, expected, _) in zip(component.shown, child.shown, strict=True):
+    other = Listen([])
+    decode(None, PROMPTS[3:], Recipe(D3_PLAN, keep=other), NEW, runner=HF.runner("llama"), chunk=20)
+    for (_, found, _), (_, expected, _) in zip(component.shown, other.shown, strict=True):
         assert gap(found.to(expected.dtype), expected) <= backend.exact, "what was kept has changed since"
 
 
@@ -396,7 +396,7 @@ def test_new_columns_have_no_bias() -> None:
     layer.append(*entries, [0], [6])
     layer.keep(0, 6)
     layer.rewrite(0, entries[0, 0], entries[1, 0], torch.full((2, 6), 0.5))
-    assert not layer.restorable(0, 6), "other columns are no beginning of another text"
+    assert not layer.restorable(0, 6), "other slots are no beginning of another text"
     layer.keep_slots(0, [1, 4])
     for count in (3, 6):
         layer.append(*entries[..., :count, :], [0], [count])

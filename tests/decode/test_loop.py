@@ -96,8 +96,8 @@ def test_sampled_rows_do_not_depend_on_their_mates(backend: Backend) -> None:
     for index in range(4):
         assert together.tokens[index] == alone(backend, "hybrid", index, sampling=hot, seed=5).tokens[0]
     runner = backend.runner("hybrid")
-    children = decode(None, [PROMPTS[0]] * 3, PLANS[0], 8, runner=runner, sampling=hot, seed=5).tokens
-    assert len({tuple(tokens) for tokens in children}) == 3
+    texts = decode(None, [PROMPTS[0]] * 3, PLANS[0], 8, runner=runner, sampling=hot, seed=5).tokens
+    assert len({tuple(tokens) for tokens in texts}) == 3
 
 
 @on_backends("hybrid")

@@ -214,10 +214,10 @@ def test_a_copy_holds_what_the_row_holds() -> None:
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
 def test_the_common_beginning_is_found(one: list[int], other: list[int]) -> None:
-    slow = 0
-    while slow < min(len(one), len(other)) and one[slow] == other[slow]:
-        slow += 1
-    assert common(one, other) == slow
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    assert common(one, other) == length
 
 
 def test_an_empty_store_finds_nothing() -> None:

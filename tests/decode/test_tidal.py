@@ -141,11 +141,11 @@ def test_long_rows_on_the_kernels(share: Literal["kv_head", "query_head"], monke
     ids, runner = prompt(1200, 5), NATIVE.runner("llama", max_position_embeddings=2048)
     recipe = Tidal(200, 1, 3, share).recipe(INFO)
     calls: list[int] = []
-    slow = TopSlots.__call__
+    real = TopSlots.__call__
 
     def counted(self: TopSlots, layer: int, *shown: Any) -> Tensor | None:
         calls.append(layer)
-        return slow(self, layer, *shown)
+        return real(self, layer, *shown)
 
     monkeypatch.setattr(TopSlots, "__call__", counted)
     found = decode(None, [ids], recipe, 6, runner=runner)

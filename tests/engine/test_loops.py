@@ -170,7 +170,7 @@ def test_a_block_is_counted_in_the_memory_of_a_row() -> None:
 
 
 def test_caches_share_the_memory_by_what_their_rows_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However each grows, entries that nobody needs yet included."""
+    """However each grows, places that nobody needs yet included."""
     monkeypatch.setattr(kv_memory, "PAGED", False)
     runner = engine_of("llama").runner
     most = 100 * sum(runner.position_bytes)

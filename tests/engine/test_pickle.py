@@ -51,6 +51,6 @@ def test_what_goes_in_and_comes_out_is_pickled() -> None:
 
 def test_a_stack_with_other_layers_still_shares_the_rest(tmp_path: Path) -> None:
     runner: Any = engine("packed").runner
-    slow = runner.with_layers(runner.weights.layers[:3])
-    assert type(slow) is type(runner) and len(slow.weights.layers) == 3 and len(runner.weights.layers) == 6
-    assert slow.weights.embedding is runner.weights.embedding
+    other = runner.with_layers(runner.weights.layers[:3])
+    assert type(other) is type(runner) and len(other.weights.layers) == 3 and len(runner.weights.layers) == 6
+    assert other.weights.embedding is runner.weights.embedding

@@ -1,4 +1,4 @@
-"""Thousands of random schedules over every method: each row's tokens are those it gives alone."""
+"""Thousands of random schedules over every method: each sequence's tokens are those it gives alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def engine(family: str) -> Engine:
 
 @functools.cache
 def alone(family: str, job: int) -> list[tuple[int, ...]]:
-    """Each of a job's rows decoded without the others, under its own number, which keys its draws."""
+    """Each of a job's sequences decoded without the others, under its own number, which keys its draws."""
     ids, options = JOBS[job]
     count = options["n"]
     request = Request.from_options({name: value for name, value in options.items() if name != "n"})
@@ -78,7 +78,7 @@ def alone(family: str, job: int) -> list[tuple[int, ...]]:
 
 @functools.cache
 def memory(family: str, job: int) -> int:
-    """Bytes of KV that one row of a job is counted for."""
+    """Bytes of KV that one sequence of a job is counted for."""
     ids, options = JOBS[job]
     scheduler = Scheduler(engine(family), start=False)
     return scheduler._room.bytes(scheduler.submit(ids, **options).entries[0].needs)
@@ -86,7 +86,7 @@ def memory(family: str, job: int) -> int:
 
 @functools.cache
 def width(family: str, job: int) -> int:
-    """Rows that one row of a job takes: several where it is searched."""
+    """Sequences that one of a job takes: several where it is searched."""
     ids, options = JOBS[job]
     return len(Scheduler(engine(family), start=False).submit(ids, **options).entries[0].needs)
 

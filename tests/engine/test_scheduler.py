@@ -104,7 +104,7 @@ def test_every_row_gives_what_it_gives_alone(
 def test_the_storage_stays_within_what_was_counted(
     family: str, jobs: list[int], seqs: int, times: float, paged: bool
 ) -> None:
-    """With free entries, and with slots that no sequence under way needs any more."""
+    """With free places, and with slots that no sequence under way needs any more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_memory, "PAGED", paged)
         patch.setattr(kv_memory, "SMALL", 1)
@@ -125,7 +125,7 @@ def test_the_storage_stays_within_what_was_counted(
 
 @pytest.mark.parametrize(("paged", "most"), [(True, 5), (False, 2)])
 def test_short_rows_need_little_beside_a_long_one(paged: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a entry takes what its sequence writes, and not what the longest does."""
+    """Where a place takes what its sequence writes, and not what the longest does."""
     monkeypatch.setattr(kv_memory, "PAGED", paged)
     monkeypatch.setattr(kv_memory, "SMALL", 1)
     scheduler = Scheduler(engine("llama"), kv_bytes=72 * sum(engine("llama").runner.position_bytes), start=False)
@@ -173,7 +173,7 @@ def test_free_storage_is_given_up_where_others_need_it(monkeypatch: pytest.Monke
     cache, handles = scheduler._batches.plain.cache, list[Any]()
 
     def come(*jobs: tuple[int, int]) -> tuple[int, int, int]:
-        """Sequences, entries and slots once prompts of these lengths for that many tokens have joined."""
+        """Sequences, places and slots once prompts of these lengths for that many tokens have joined."""
         for size, new in jobs:
             handles.append(scheduler.submit(prompt(size, len(handles)), max_new_tokens=new))
         scheduler.turn()

@@ -250,11 +250,11 @@ def test_what_a_class_says_it_fills_is_what_it_fills(method: Method) -> None:
 def test_a_drafting_method_in_a_list_has_the_recipe_that_inner_gives(method: DraftingMethod) -> None:
     info = engine().info(NEW)
     assert method.inner is not None
-    within, extra = method.recipe(info), make([method.inner, replace(method, inner=None)]).recipe(info)
+    within, united = method.recipe(info), make([method.inner, replace(method, inner=None)]).recipe(info)
     for field in fields(Recipe):
         if field.name != "proposer":  # some hold the method itself, and so its inner
-            assert getattr(extra, field.name) == getattr(within, field.name), field.name
-    assert type(extra.proposer) is type(within.proposer)
+            assert getattr(united, field.name) == getattr(within, field.name), field.name
+    assert type(united.proposer) is type(within.proposer)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "sampled"])

@@ -6,7 +6,7 @@ import pytest
 
 from backends import HF, Backend, on_backends
 from drive import decode, prompt
-from eagle_part import ECHO, EagleTwin, eagle_part, target
+from eagle_part import ECHO, EagleReference, eagle_part, target
 from part_checks import BATCHES, check_tokens
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
@@ -48,7 +48,7 @@ def test_no_sample_changes(method: str, sampling: str) -> None:
 
 
 def test_branches_of_a_search_and_turns_of_a_chat_guess_as_well() -> None:
-    """Twins of a sequence know nothing of its states, and a turn takes over what the turns before have stored."""
+    """Forks of a sequence know nothing of its states, and a turn takes over what the turns before have stored."""
     engine, layer = target("llama"), Eagle(eagle_part("llama"), stop=0.0)
     options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logit_bias": ECHO}
     plain = engine.generate(BATCHES[4], method=BestOf(3), **options)
@@ -72,7 +72,7 @@ def test_branches_of_a_search_and_turns_of_a_chat_guess_as_well() -> None:
 ], ids=["chain", "chain of another family", "branching", "likeliest"])
 def test_the_layer_guesses_what_transformers_would(family: str, shape: TreeShape) -> None:
     """Through prompts and accepted guesses, with the layer's own outputs in the place of states that are not known."""
-    slow, width = EagleTwin(eagle_part(family), family), shape.width(0)
+    slow, width = EagleReference(eagle_part(family), family), shape.width(0)
     part = draft_head_file.read(eagle_part(family), "eagle", target(family).info())
     proposer = Watched(EagleProposer(part, shape))
     recipe = Recipe(DepthPlan.full(6), proposer)

@@ -18,7 +18,7 @@ WINDOW = 6
 
 
 @dataclass
-class Twin:
+class Reference:
     """One sequence of one layer: a number for every committed position, and for every scratch entry."""
 
     kept: list[float] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Pair:
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
         self.cache = KVCache([None, WINDOW], seqs=3)
-        self.seqs = [[Twin(), Twin()] for _ in range(3)]
+        self.seqs = [[Reference(), Reference()] for _ in range(3)]
         self.next = 0.0
 
     def append(self) -> None:
@@ -80,7 +80,7 @@ class Pair:
     def grow(self) -> None:
         if len(self.seqs) < 4:
             self.cache.extend(1)
-            self.seqs.append([Twin(), Twin()])
+            self.seqs.append([Reference(), Reference()])
 
     def cut(self) -> None:
         seq = self.dice.randrange(len(self.seqs))

@@ -64,7 +64,7 @@ def test_zeros_and_what_is_cleared(seed: int, dtype: torch.dtype) -> None:
 
 @paged
 def test_a_batch_takes_the_memory_of_its_tokens() -> None:
-    """One long sequence beside short ones, joining in any order, while entries and slots grow."""
+    """One long sequence beside short ones, joining in any order, while places and slots grow."""
     cache = KVCache([None], 0)
     (layer,), lengths = cache.layers, [SHORT, SHORT, LONG, *[SHORT] * (ROWS - 3)]
     for seq, length in enumerate(lengths):
@@ -103,7 +103,7 @@ def test_what_was_written_is_counted_until_it_is_given_back() -> None:
         write(layer, seq, LONG)
     layer.truncate(0, SHORT)
     layer.keep_slots(1, range(SHORT))
-    assert layer.allocated == (LONG + SHORT) * layer.bytes_per_position, "many columns go back at once"
+    assert layer.allocated == (LONG + SHORT) * layer.bytes_per_position, "many slots go back at once"
     assert sum(map(taken, stores(layer))) >= layer.allocated
     layer.resize(3, layer.capacity)
     assert layer.allocated == 2 * SHORT * layer.bytes_per_position
@@ -121,7 +121,7 @@ def test_memory_that_there_is_not_is_named() -> None:
 
 @pytest.mark.parametrize("paged", [True, False])
 def test_a_row_leaves_nothing_to_the_next(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes the cache, its place in the batch or neither."""
+    """Whoever takes its place in the cache, its place in the batch or neither."""
     monkeypatch.setattr(kv_memory, "PAGED", paged)
     cache = KVCache([None], 4)
     (layer,), short = cache.layers, 5

@@ -49,7 +49,7 @@ def text(answer: httpx.Response) -> str:
 
 
 def calm(server: Running) -> None:
-    """Wait until no rows, KV or objects of any request are left."""
+    """Wait until no sequences, KV or objects of any request are left."""
     scheduler = server.scheduler
     wait(lambda: not (scheduler.running or scheduler.waiting or scheduler._open))
     wait(lambda: not ANSWERS or gc.collect() < 0)

@@ -11,7 +11,7 @@ import pytest
 
 from backends import NATIVE
 from drive import Run, decode, prompt
-from eagle_part import IDS, EagleTwin, target, write_eagle
+from eagle_part import IDS, EagleReference, target, write_eagle
 from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.speculative import draft_head_file
@@ -58,9 +58,9 @@ def test_one_call_guesses_what_forwards_would(
         options = {"stop": options["stop"][few]}
     quick, proposer = drafted(tmp_path, few, **options)
     monkeypatch.setattr(drafting.EagleDrafter, "_chained", lambda self, seqs: False)
-    slow, child = drafted(tmp_path, few, **options)
+    slow, one_by_one = drafted(tmp_path, few, **options)
     assert quick.tokens == slow.tokens == plain(options.get("temperature", 0.0))
-    assert [tree.tokens for tree in proposer.trees] == [tree.tokens for tree in child.trees]
+    assert [tree.tokens for tree in proposer.trees] == [tree.tokens for tree in one_by_one.trees]
     assert [seq.ledger.accepted for seq in quick.seqs] == [seq.ledger.accepted for seq in slow.seqs]
     lengths = {len(tree) for tree in proposer.trees}
     assert max(lengths) == 3 if "nodes" in options else len(lengths) > 2 if "stop" in options else max(lengths) == 6
@@ -70,9 +70,9 @@ def test_one_call_guesses_what_forwards_would(
 
 def test_one_call_guesses_what_transformers_would(tmp_path: Path) -> None:
     run, proposer = drafted(tmp_path, few=True, length=3)
-    child, seen = EagleTwin(tmp_path, "llama"), 0
+    slow, seen = EagleReference(tmp_path, "llama"), 0
     for tree in proposer.trees:
         texts = [seq.tokens[: end + 1] for seq in run.seqs for end in range(seq.prompt_length, len(seq.tokens))
                  if seq.tokens[end] == tree.tokens[0]]
-        seen += any(child.agrees(text, tree, {}, 1) for text in texts)
+        seen += any(slow.agrees(text, tree, {}, 1) for text in texts)
     assert seen == len(proposer.trees) > 10

@@ -64,7 +64,7 @@ def command(words: list[str]) -> list[str]:
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", ""),
     ("test_native_chain.py", ""),
-    ("test_native_likeliest.py", ""),
+    ("test_native_argmax.py", ""),
     ("test_native_checks.py", ""),
     ("test_native_long.py", "bitmap and (seven or ragged)"),
     ("test_native_trees.py", "not many and all"),
@@ -79,7 +79,7 @@ def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> N
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", "not number_of_threads"),
     ("test_native_chain.py", "not number_of_threads"),
-    ("test_native_likeliest.py", "most or equals"),
+    ("test_native_argmax.py", "most or equals"),
 ])
 def test_memory_and_arithmetic(file: str, some: str, careful_words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")

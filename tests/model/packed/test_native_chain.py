@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_reference import Case, Token, Twin, chain_batch, make_twin, rms_norm, storage
+from native_reference import Case, NativeReference, Token, chain_batch, make_reference, rms_norm, storage
 from shoal.model.packed import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
@@ -37,13 +37,13 @@ class Asked:
 
     case: Case
     temperatures: tuple[float, ...] = DRAWS["likeliest"]
-    slow: Twin = field(init=False)
+    slow: NativeReference = field(init=False)
     states: list[Tensor] = field(default_factory=list)
     bases: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(3), 0))
 
     def __post_init__(self) -> None:
         case = self.case = replace(self.case, embedding=True)
-        self.slow = make_twin(case)
+        self.slow = make_reference(case)
         matrix = native.pack(draw(case.hidden, case.hidden, seed=5) / math.sqrt(case.hidden), "fp32")
         self.matrix, self.shares = matrix.unpack().double(), draw(case.vocab, case.hidden, seed=6)
         self.norm = 1 + 0.3 * draw(case.hidden, seed=7)

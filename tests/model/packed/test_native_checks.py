@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from native_reference import Case, make_twin, storage
+from native_reference import Case, make_reference, storage
 from shoal.model.packed import native
 from shoal.model.packed.linear import Stacked
 from shoal.model.packed.native import NativeBatch, NativeModel
@@ -63,7 +63,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def model() -> NativeModel:
-    return make_twin(Case(positions=20)).native
+    return make_reference(Case(positions=20)).native
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
@@ -122,7 +122,7 @@ def test_wrong_storage(model: NativeModel) -> None:
     ],
 )
 def test_wrong_sizes(changes: dict[str, Any], message: str) -> None:
-    slow = make_twin(Case(layers=1, windows=(None,)))
+    slow = make_reference(Case(layers=1, windows=(None,)))
     tables, dtype = (slow.cos[None], slow.sin[None]), changes.pop("kv_dtype", torch.float32)
     with pytest.raises(ValueError, match=message):
         NativeModel(replace(slow.shape, **changes), slow.packed, tables, dtype)
@@ -148,7 +148,7 @@ def wrong_parts() -> list[tuple[dict[str, Any], str]]:
 
 @pytest.mark.parametrize("index", range(len(wrong_parts()) if native.available() else 0))
 def test_wrong_parts(index: int) -> None:
-    slow = make_twin(Case(layers=1, windows=(None,), no_rotary=(0,)))
+    slow = make_reference(Case(layers=1, windows=(None,), no_rotary=(0,)))
     changes, message = wrong_parts()[index]
     with pytest.raises(ValueError, match=message):
         slow.again(layers=[replace(slow.packed.layers[0], **changes)])
@@ -157,6 +157,6 @@ def test_wrong_parts(index: int) -> None:
 
 
 def test_a_wrong_rotary_table() -> None:
-    slow = make_twin(Case(layers=1, windows=(None,)))
+    slow = make_reference(Case(layers=1, windows=(None,)))
     with pytest.raises(ValueError, match=r"cos is .*\[64, 4\]"):
         slow.native.turn(slow.cos[None, :, :4].contiguous(), slow.sin[None])

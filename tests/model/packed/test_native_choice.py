@@ -1,4 +1,4 @@
-"""Columns that a caller of the kernels chooses in the middle of a forward."""
+"""Slots that a caller of the kernels chooses in the middle of a forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shoal.model.packed.native.model as native_model
-from native_reference import Case, chain_batch, make_twin, storage
+from native_reference import Case, chain_batch, make_reference, storage
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeModel
 from shoal.model.packed.native.choices import ChoicesAtWork
@@ -23,9 +23,9 @@ Chosen = Sequence["Tensor | None"]
 
 @pytest.fixture
 def bound() -> tuple[NativeModel, KVBinding]:
-    """A model, and a row with `BASE` positions."""
+    """A model, and a sequence with `BASE` positions."""
     case = Case()
-    model = make_twin(case).native
+    model = make_reference(case).native
     kv = model.bind(*storage(case, 1, 16))
     model.forward(chain_batch(range(BASE), 0), kv)
     return model, kv
@@ -143,7 +143,7 @@ SPREADS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def newest_largest(queries: Tensor, keys: Tensor, count: int, scale: float, apart: bool = False) -> list[Tensor]:
-    """Per token int32 [kv_heads or heads, count], by sorting [tokens, heads, dim] by [kv_heads, columns, dim]."""
+    """Per token int32 [kv_heads or heads, count], by sorting [tokens, heads, dim] by [kv_heads, slots, dim]."""
     chosen = []
     for token, own in enumerate(queries.double()):
         last = keys.shape[1] - len(queries) + token
@@ -163,7 +163,7 @@ def newest_largest(queries: Tensor, keys: Tensor, count: int, scale: float, apar
 def test_of_many_columns_the_largest_are_read(spread: str, count: int, apart: bool) -> None:
     """Long lists are cut into tasks, and the search for where they end begins at a few of the scores."""
     case = Case(layers=2, windows=(None, None), positions=MANY + 64)
-    model, dice = make_twin(case).native, torch.Generator().manual_seed(3)
+    model, dice = make_reference(case).native, torch.Generator().manual_seed(3)
     keys, values = storage(case, 1, MANY + 64)
     sizes = SPREADS[spread](torch.randn(MANY, generator=dice))
     for layer in range(2):
@@ -184,7 +184,7 @@ def test_of_many_columns_the_largest_are_read(spread: str, count: int, apart: bo
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(found, model.forward(batch, kv, threads=1, choices=[choice] * TOKENS))
     if count < MANY // 2 and spread != "all the same":
-        assert not torch.allclose(found, model.forward(batch, kv), rtol=1e-4, atol=1e-4), "all columns would do"
+        assert not torch.allclose(found, model.forward(batch, kv), rtol=1e-4, atol=1e-4), "all slots would do"
 
 
 @pytest.mark.parametrize("heads", [2, 10])
@@ -195,7 +195,7 @@ def test_labels_find_the_largest(
 ) -> None:
     """By the products of some dimensions, of bf16 with queries in bf16; labels are kept from token to token."""
     case = Case(layers=1, heads=heads, windows=(None,), positions=MANY + 64, kv_dtype=dtype)
-    model, dice = make_twin(case).native, torch.Generator().manual_seed(width)
+    model, dice = make_reference(case).native, torch.Generator().manual_seed(width)
     keys, values = storage(case, 1, MANY + 64)
     keys[0][0, :, :MANY] = torch.randn(HEADS, MANY, case.head_dim, generator=dice).to(dtype)
     kv, dims = model.bind(keys, values), torch.stack([torch.randperm(16, generator=dice)[:width] for _ in range(HEADS)])

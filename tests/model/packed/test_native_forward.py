@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from native_reference import Case, Token, Twin, as_batch, make_twin, storage
+from native_reference import Case, NativeReference, Token, as_batch, make_reference, storage
 from shoal.model.packed import native
 from turns import by_turns
 
@@ -23,7 +23,7 @@ class Session:
     """Drives both decoders and compares them after every forward."""
 
     def __init__(self, case: Case, rows: int = 1, capacity: int = 48) -> None:
-        self.slow: Twin = make_twin(case)
+        self.slow: NativeReference = make_reference(case)
         self.keys, self.values = storage(case, rows, capacity)
         self.kv = self.slow.native.bind(self.keys, self.values)
         self.bases = dict.fromkeys(range(rows), 0)
@@ -207,7 +207,7 @@ GEMMA = {"norms": (True, True), "caps": (0.6, 2.5), "head_norms": True, "wide_no
 @pytest.mark.parametrize("more", [{}, GEMMA], ids=["plain", "norms and caps"])
 def test_a_block_is_bitwise_equal_to_its_tokens_one_by_one(kind: str, kv_dtype: torch.dtype, more: dict) -> None:
     case = Case(kind=kind, kv_dtype=kv_dtype, hidden=64, head_dim=32, rotary_dim=32, windows=(None, 7, None), **more)
-    slow = make_twin(case)
+    slow = make_reference(case)
     blocks, singles = (slow.native.bind(*storage(case, 1, 40)) for _ in range(2))
     base = 0
     for count in (1, 5, 16, 3, 9):
@@ -226,7 +226,7 @@ def test_a_block_is_bitwise_equal_to_its_tokens_one_by_one(kind: str, kv_dtype: 
 def test_any_number_of_threads_gives_the_same_bits(kind: str, threads: int) -> None:
     """More threads than processors wait for each other and take of each other's shares."""
     case = Case(kind=kind, hidden=320, ffn=352, heads=6, kv_heads=3, vocab=700, windows=(None, 7, None))
-    slow = make_twin(case)
+    slow = make_reference(case)
     tokens = chain(0, 0, 9) + chain(1, 0, 1) + chain(2, 0, 14) + chain(4, 0, 2)
     batch = as_batch(tokens, dict.fromkeys(range(5), 0), {layer: [BOTH] * len(tokens) for layer in range(3)})
     stored = [storage(case, 5, 40) for _ in range(2)]

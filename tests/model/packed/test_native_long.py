@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_reference import Case, Token, Twin, chain_batch, make_twin
+from native_reference import Case, NativeReference, Token, chain_batch, make_reference
 from settling import Bitmap
 from shoal.methods.common.stored import Int4, Int8
 from shoal.model.kv.form import forms_of
@@ -28,14 +28,14 @@ ROOM = 64
 
 
 class Long:
-    """A row of one layer that holds random columns, as the kernels and as the reference have it."""
+    """A sequence of one layer that holds random slots, as the kernels and as the reference have it."""
 
     def __init__(
         self, case: Case, columns: int, start: int = 0, form: str = "slot", biased: bool = False, sink: float = 0.0
     ) -> None:
         self.case, self.start, self.columns, self.form = case, start, columns, form
         self.settled = columns * 3 // 4 if form == "bitmap" else 0
-        self.slow: Twin = make_twin(case)
+        self.slow: NativeReference = make_reference(case)
         dice = torch.Generator().manual_seed(columns)
         shape = (case.kv_heads, columns + ROOM, case.head_dim)
         sizes = 2.0 ** torch.randint(-3, 3, (*shape[:2], 1), generator=dice)
@@ -129,7 +129,7 @@ def test_long_contexts_in_every_form(name: str, kv_dtype: torch.dtype, form: str
 
 @pytest.mark.parametrize("form", BLOCKS)
 def test_small_weights_beside_a_large_one_count(form: str) -> None:
-    """Most of it falls to the first column, whose values say little, as models have it: the rest is what is said."""
+    """Most of it falls to the first slot, whose values say little, as models have it: the rest is what is said."""
     row = Long(replace(LONG, kv_dtype=torch.bfloat16), 600, form=form, biased=True, sink=11.0)
     row.check(3, 1e-3 if WHOLE else 0.02)
 
@@ -138,7 +138,7 @@ def test_small_weights_beside_a_large_one_count(form: str) -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_have_the_bits_of_their_tokens_alone(name: str, kv_dtype: torch.dtype, form: str) -> None:
-    """Wherever chunks, splits and pairs of columns begin, and with whichever tokens a query is looked at."""
+    """Wherever chunks, splits and pairs of slots begin, and with whichever tokens a query is looked at."""
     case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
     for columns, start, count in ((505, 0, 12), (121, 0, 9), (90, 421, 7)):
         row = Long(case, columns, start, form, biased=True)
@@ -150,7 +150,7 @@ def test_blocks_have_the_bits_of_their_tokens_alone(name: str, kv_dtype: torch.d
 
 
 def test_a_column_does_not_depend_on_what_was_dropped_before_it() -> None:
-    """A window's columns stand at the same places of their chunks whether older ones are stored or not."""
+    """A window's slots stand at the same places of their chunks whether older ones are stored or not."""
     case = replace(LONG, windows=(150,), heads=7, kv_heads=1)
     row = Long(case, 450)
     plain = row.slow.native.forward(row.batch(0, 3), row.binding())
@@ -163,7 +163,7 @@ def test_a_column_does_not_depend_on_what_was_dropped_before_it() -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_bitmaps_have_the_bits_of_columns_with_zeros(name: str, kv_dtype: torch.dtype) -> None:
-    """Wherever the settled columns end: between chunks, groups of 16 and pairs, or at none or all."""
+    """Wherever the settled slots end: between chunks, groups of 16 and pairs, or at none or all."""
     case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
     for columns, start, settled in ((300, 0, 300), (300, 0, 128), (300, 37, 171), (700, 0, 641), (300, 0, 1)):
         row = Long(case, columns, start, "bitmap")

@@ -31,7 +31,7 @@ def runtime(name: str) -> str:
     ("test_native.py", ""),
     ("test_native_forward.py", ""),
     ("test_native_chain.py", ""),
-    ("test_native_likeliest.py", ""),
+    ("test_native_argmax.py", ""),
     ("test_native_long.py", "ragged or half or seven"),
     ("test_native_choice.py", "not again"),
     ("test_native_trees.py", "not many"),

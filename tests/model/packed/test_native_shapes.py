@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from native_reference import Case, Token, as_batch, make_twin, storage
+from native_reference import Case, Token, as_batch, make_reference, storage
 from shoal.model.packed import native
 
 pytestmark = [
@@ -45,7 +45,7 @@ def product() -> None:
 
 def forward() -> None:
     case = Case(kv_dtype=torch.bfloat16)
-    slow = make_twin(case)
+    slow = make_reference(case)
     keys, values = storage(case, 1, 48)
     tokens = [Token(n, n, 0, n, tuple(range(n + 1))) for n in range(8)]
     active = {layer: [native.ATTENTION | native.MLP] * len(tokens) for layer in range(case.layers)}

@@ -32,7 +32,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ("test_native_blocks.py", ""),
     ("test_native_forward.py", "not number_of_threads"),
     ("test_native_chain.py", "plain and not number"),
-    ("test_native_likeliest.py", "most or equals"),
+    ("test_native_argmax.py", "most or equals"),
 ])
 def test_what_is_read_was_written(file: str, some: str, command: list[str]) -> None:
     emulated.passes(file, some, command)

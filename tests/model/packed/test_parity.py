@@ -140,9 +140,9 @@ def test_bf16_is_as_good_as_transformers_own(family: str, kernels: bool) -> None
 
 def _widened(model: Any, exact: Any) -> Any:
     """A copy of `exact`, an fp64 model, with the weights of `model`."""
-    slow = with_exact_norms(exact)
-    slow.load_state_dict(model.state_dict())
-    return slow
+    copied = with_exact_norms(exact)
+    copied.load_state_dict(model.state_dict())
+    return copied
 
 
 @pytest.mark.parametrize(("changes", "kind"), [(DYNAMIC, "dynamic"), (LONGROPE, "longrope")])

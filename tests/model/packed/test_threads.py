@@ -35,9 +35,9 @@ def test_beside_a_busy_process_there_are_fewer_and_later_all_again(tells_idle: b
     machine = Machine(2, tells_idle)
     machine.run(1.0)
     machine.busy = 1
-    extra = machine.run(20.0)
-    assert extra.index(1) <= WINDOW / 0.005
-    tail = extra[len(extra) // 2 :]
+    seen = machine.run(20.0)
+    assert seen.index(1) <= WINDOW / 0.005
+    tail = seen[len(seen) // 2 :]
     assert tail.count(2) <= (0 if tells_idle else 0.02 * len(tail))  # trials: none where no processor is idle
     machine.busy = 0
     after = machine.run(2 * REST[0] if tells_idle else REST[1] + 1)

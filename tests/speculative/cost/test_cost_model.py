@@ -202,7 +202,7 @@ def test_a_helper_nobody_believes_in_may_prove_itself() -> None:
 
 
 def asked(model: CostModel, rows: int, slope: float, rate: float, steps: int) -> list[int]:
-    """Guesses per row that a drafter is asked for, on a machine where a guess adds `slope` of a step."""
+    """Guesses per sequence that a drafter is asked for, on a machine where a guess adds `slope` of a step."""
     found = []
     for _ in range(steps):
         length = model.helped(rows, 63)

@@ -96,7 +96,7 @@ def test_acceptance_is_not_biased_by_rejections(rate: float) -> None:
 def play(
     rates: list[float], steps: int, fixed: float, slope: float, draft: float, change: Any = None
 ) -> tuple[float, float]:
-    """(seconds per token with the draft-length policy, without guessing) of rows whose guesses are kept at `rates`."""
+    """(seconds per token with the policy, without guessing) of sequences whose guesses are kept at `rates`."""
     policy, dice = Goodput(most=8), random.Random(3)
     rows: list[Any] = [SimpleNamespace(number=i) for i in range(len(rates))]
     seconds = tokens = 0.0

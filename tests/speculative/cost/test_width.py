@@ -43,7 +43,7 @@ def test_points_of_more_weight_draw_the_line_as_if_they_came_more_often() -> Non
 
 
 def best_width(seconds: dict[int, float], tokens: Callable[[int], float], rows: int = 1) -> int:
-    """The best number of nodes of each of so many rows' blocks, by the seconds of a forward of so many nodes in all."""
+    """The best number of nodes of each of `rows` blocks, by the seconds of a forward of so many nodes in all."""
     return 1 + best_length({size // rows - 1: seconds[size] for size in seconds if size % rows == 0},
                            lambda length: tokens(1 + length))
 
@@ -65,7 +65,7 @@ def test_where_time_grows_with_every_token_nothing_is_guessed() -> None:
 
 
 def play(rate: float, seconds: Callable[[int], float], steps: int = 400) -> dict[int, int]:
-    """How often each width was used by a row whose guesses are kept at `rate`."""
+    """How often each width was used by a sequence whose guesses are kept at `rate`."""
     policy, dice, used = Width(), random.Random(0), Counter[int]()
     rows: list[Any] = [SimpleNamespace()]
     for _ in range(steps):

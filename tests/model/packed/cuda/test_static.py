@@ -129,7 +129,7 @@ def test_a_long_prompt_and_columns_of_many_chunks() -> None:
 
 
 def test_columns_that_were_chosen() -> None:
-    """What `snapkv` and its like leave of a sequence: fewer columns than positions."""
+    """What `snapkv` and its like leave of a sequence: fewer slots than positions."""
     runners = pair("llama")
     caches = empty(runners, 2)
     feed(runners, caches, [9, 7], step=0, every=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gguf_blocks import random_blocks
-from native_reference import Case, chain_batch, make_twin, storage
+from native_reference import Case, chain_batch, make_reference, storage
 from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.header import GgmlType
 from shoal.model.packed import native
@@ -40,7 +40,7 @@ def forward_of(
     packed: native.PackedWeight, tokens: int, threads: int, case: Case, runs: list[native.NativeModel] | None = None
 ) -> Callable[[bool], Tensor]:
     """Runs some tokens through a layer, which adds nothing to them, and the head; `runs` takes the model."""
-    slow = make_twin(case)
+    slow = make_reference(case)
     (layer,) = slow.packed.layers
     nothing = {name: native.pack(torch.zeros(part.rows, part.columns), "fp32") for name, part in
                (("out", layer.out), ("down", layer.down))}
