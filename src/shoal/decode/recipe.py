@@ -67,8 +67,7 @@ class Search(ABC):
 
         The search resumes when each of those has ended or has emitted what `advance` told it to. Nothing else may
         decide when, so the result depends on no other sequence. A winner that has not ended decodes to its end. A
-        future among the branches stands for an answer from outside, such as a verifier's; other sequences run
-        meanwhile.
+        future among the branches stands for an answer from outside, such as a verifier's. Other sequences run then.
 
         Args:
             root: a branch that has read the prompt except its last token and has emitted nothing.

@@ -52,8 +52,7 @@ class ADED(DraftingMethod):
         search: "best_first" or "mcts".
         nodes: most guesses in a tree.
         depth: most guesses one after another.
-        step: weight of an occurrence in the sequence's own text; the followers of a pair in the corpus weigh 1
-            together.
+        step: weight of an occurrence in the sequence's own text; a pair's followers in the corpus weigh 1 together.
         iterations: of "mcts".
     """
 

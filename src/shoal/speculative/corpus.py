@@ -23,8 +23,8 @@ def tokens_of(path: str, tokenizer: Any, option: str) -> list[int]:
         ValueError: there is no such file, it is not UTF-8, or there is no tokenizer.
     """
     if tokenizer is None:
-        raise ValueError(f"{option} is {path!r}, but the model has no tokenizer to read it with; load the model "
-                         "with one")
+        raise ValueError(f"{option} is {path!r}, but the model has no tokenizer to read it with; "
+                         "load the model with one")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:

@@ -52,8 +52,7 @@ class NativeProduct:
 def packed(target: ModelRunner, weight: Tensor) -> Product:
     """The product x @ weight.T of float [n, columns] with a matrix [rows, columns], packed once.
 
-    On the native kernels in 8 bits where the target multiplies in 8 bits, and in float32 out; else in the target's
-    dtype.
+    On the native kernels in 8 bits where the target multiplies in 8 bits, and in float32 out; else in its dtype.
     """
     if isinstance(target, NativeRunner):
         kind: native.Kind = "int8" if target.activation_dtype == torch.int8 else _FLOATS[target.dtype]
@@ -239,8 +238,7 @@ class EagleHead:
         """Feed vectors.
 
         Args:
-            chunks: of the plan `PLAN`, ascending sequences, `most` nodes in all; of their tokens only the number
-                counts.
+            chunks: of the plan `PLAN`, ascending sequences, `most` nodes in all; only the number of their tokens counts.
             cache: of `cache`; the nodes stay there as scratch.
             vectors: [nodes of all chunks, D], of `fused`.
 

@@ -45,8 +45,7 @@ class Branch:
 
     Attributes:
         number: counts the branches of a search in the order in which they were made.
-        seq: the branch as a sequence of the batch; its work is counted in the ledger of the sequence that is
-            searched.
+        seq: the branch as a sequence of the batch; the ledger of the searched sequence counts its work.
     """
 
     def __init__(self, search: BranchOwner, seq: SequenceState, number: int) -> None:

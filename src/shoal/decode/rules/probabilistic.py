@@ -23,11 +23,10 @@ class Rejection(Rule):
     """Recursive rejection sampling among siblings that were drawn without replacement.
 
     At a node with target distribution t, its children come in the order in which they were drawn. A child that was
-    drawn from d is kept with probability min(1, t/d) of its token; if it is not, t becomes the normalised positive
-    part of t - d, and d for the next sibling is the draft distribution without the tokens drawn before. If no
-    child is kept, the token comes from the last t and the walk ends; after the last node of a path it comes from the
-    target's distribution. A chain is the classic case (arXiv 2211.17192, 2302.01318), siblings are section 3.2 of
-    2402.14160.
+    drawn from d is kept with probability min(1, t/d) of its token; if it is not, t becomes the normalised positive part
+    of t - d, and d for the next sibling is the draft distribution without the tokens drawn before. If no child is kept,
+    the token comes from the last t and the walk ends; after the last node of a path it comes from the target's
+    distribution. A chain is the classic case (arXiv 2211.17192, 2302.01318), siblings are section 3.2 of 2402.14160.
 
     The output has the target's distribution, whatever the draft; the samples are not those of plain decoding. A guess
     without a distribution was certain: it is kept with its own probability under t. Two things are the proposer's duty:

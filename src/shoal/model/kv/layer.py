@@ -1,8 +1,7 @@
 """Keys and values of one layer, with a length of its own for every sequence.
 
 In each sequence, *committed* entries are followed by *scratch* entries, which a draft may still take back. Depth plans
-are nested, so the positions that a layer has processed are always a prefix of the sequence, and a length describes
-them.
+are nested, so the positions that a layer has processed are a prefix of the sequence, and a length describes them.
 
 Storage is one tensor pair [max_seqs, heads, capacity, head_dim]. Sequence i has place i; places after the last sequence
 are free. Sequences lie side by side, since attention over all of them reads them together. If `shoal.model.kv.memory`
@@ -386,8 +385,8 @@ class KVLayer:
             reserve: slots for which room outside the place is allocated at once.
         """
         if self.lengths[seq] or self.scratch[seq]:
-            raise ValueError(f"sequence {seq} has stored {self.lengths[seq]} positions; a form is set before the "
-                             "first one")
+            raise ValueError(f"sequence {seq} has stored {self.lengths[seq]} positions; "
+                             "a form is set before the first one")
         if form is not None or self.encoded[seq] is not None or self.settled[seq] is not None:
             own = None if form is None else EncodedSequence(form, reserve)
             self.encoded[seq], self.settled[seq] = (None, own) if form is not None and form.late else (own, None)
