@@ -64,12 +64,12 @@ class Prefixes:
         seen = look(cache, seq)
         if seen is None or seen.bytes > self.limit:
             return
-        path, before = list(tokens[: seen.length]), self.bytes
-        self._entries = [entry for entry in self._entries if common(entry.tokens, path) < len(entry.tokens)]
+        kept, before = list(tokens[: seen.length]), self.bytes
+        self._entries = [entry for entry in self._entries if common(entry.tokens, kept) < len(entry.tokens)]
         while self.bytes + seen.bytes > self.limit:  # before it is copied: both would not fit
             del self._entries[0]
         self._note_dropped(before - self.bytes)
-        self._entries.append(_Entry(path, seen.copied()))
+        self._entries.append(_Entry(kept, seen.copied()))
 
     def _note_dropped(self, size: int) -> None:
         """Return freed memory now and then: dropped entries leave holes into which new sequences seldom fit."""

@@ -198,15 +198,15 @@ def _counts(ids: Tensor, like: Tensor) -> Tensor:
 
 
 def _processed(result: Tensor, ids: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
-    seq = result[None].clone()  # a processor may write in place
+    batch = result[None].clone()  # a processor may write in place
     for processor in processors:
-        made = processor(ids[None], seq)
-        if not isinstance(made, Tensor) or made.shape != seq.shape:
+        made = processor(ids[None], batch)
+        if not isinstance(made, Tensor) or made.shape != batch.shape:
             found = f"a tensor {list(made.shape)}" if isinstance(made, Tensor) else reprlib.repr(made)
             raise ValueError(f"the logits processor {reprlib.repr(processor)} returned {found}; it must be the scores, "
-                             f"a tensor {list(seq.shape)}")
-        seq = made
-    return seq[0]
+                             f"a tensor {list(batch.shape)}")
+        batch = made
+    return batch[0]
 
 
 def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:

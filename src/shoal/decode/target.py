@@ -51,7 +51,7 @@ class SequenceTarget(Target):
     @override
     def choice(self, node: int) -> int:
         if self._greedy is not None and (
-            self._seq.allowed is None or self._seq.allows(self._chunks(node), self._greedy[node])
+            self._seq.allowed is None or self._seq.allows(self._guesses(node), self._greedy[node])
         ):
             return self._greedy[node]
         if self.greedy:
@@ -65,10 +65,10 @@ class SequenceTarget(Target):
     @override
     def scores(self, node: int) -> Tensor:
         if node not in self._scores:
-            self._scores[node] = self._seq.scores(self.logits(node), self._chunks(node))
+            self._scores[node] = self._seq.scores(self.logits(node), self._guesses(node))
         return self._scores[node]
 
-    def _chunks(self, node: int) -> list[int]:
+    def _guesses(self, node: int) -> list[int]:
         return [] if node == 0 else [self.tree.tokens[i] for i in self.tree.path(node)[1:]]
 
     @override
@@ -83,7 +83,7 @@ class SequenceTarget(Target):
 
     @override
     def history(self, node: int) -> list[int]:
-        return [*self._seq.tokens, *self._chunks(node)]
+        return [*self._seq.tokens, *self._guesses(node)]
 
     @override
     def uniform(self, node: int, purpose: str) -> float:

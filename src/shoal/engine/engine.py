@@ -251,11 +251,11 @@ class Engine:
             )
         return replace(recipe, horizon=recipe.horizon or max_new_tokens, meter=self._meter(chosen.name, recipe))
 
-    def _say_once(self, sentence: str) -> None:
+    def _say_once(self, message: str) -> None:
         """Log a warning that this engine has not given yet."""
-        if sentence not in self._said:
-            self._said.add(sentence)
-            log.warning(sentence)
+        if message not in self._said:
+            self._said.add(message)
+            log.warning(message)
 
     def _meter(self, name: str, recipe: Recipe) -> Meter | None:
         """The meter that warns of a method that loses time by guessing; None where the method measures itself."""

@@ -226,8 +226,8 @@ def _holds(messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..
     """Whether the template has a place for every system message. Where it changes their text, marks are tried."""
     contents = [str(one.get("content") or "") for one in messages]
     pairs = zip(contents, messages, strict=True)
-    said = {sentence.strip() for sentence, one in pairs if one.get("role") == "system"} - {""}
-    if all(text.count(sentence) >= sum(content.count(sentence) for content in contents) for sentence in said):
+    said = {content.strip() for content, one in pairs if one.get("role") == "system"} - {""}
+    if all(text.count(one) >= sum(content.count(one) for content in contents) for one in said):
         return True
     marked = [{**one, "content": f"{_MARK}{place}{_MARK}"} if one.get("role") == "system" else one
               for place, one in enumerate(messages)]

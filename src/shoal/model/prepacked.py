@@ -1,9 +1,9 @@
 """Copies of transformers' layers that share their weights: for sequences without padding, or without a sublayer.
 
 Sequences of different lengths run in one forward without padding (arXiv 2404.09529): the tokens of all sequences follow
-one another in one row [1, T, D]. Everything but attention treats each token by itself. Attention runs
-sequence by sequence, through the function that the model uses anyway, with the keys, values and mask of that sequence.
-(The paper instead masks the products of different sequences, so its cost grows with the total length.)
+one another in one row [1, T, D]. Everything but attention treats each token by itself. Attention runs sequence by
+sequence, through the function that the model uses anyway, with the keys, values and mask of that sequence. (The paper
+instead masks the products of different sequences, so its cost grows with the total length.)
 
 A model can take part if its attention looks up its function in transformers' registry, by a name in its config. Copies
 of its layers have a config that names our function; what that needs is passed as the mask.

@@ -189,13 +189,13 @@ def guessed_tokens(part: DraftHead, target: ModelRunner) -> list[int]:
         ValueError: the head has no such list.
         Unsupported: the model lacks some of the tokens, or its states have another size.
     """
-    paths = part.tensors.get(TOKENS)
-    if paths is None or paths.dim() != 1 or not len(paths):
+    listed = part.tensors.get(TOKENS)
+    if listed is None or listed.dim() != 1 or not len(listed):
         raise ValueError(f"the trained part {part.name!r} has no list of {TOKENS!r}; train the part anew")
     hidden, found = part.size("hidden"), target.head_rows([0]).shape[1]
-    if hidden != found or not 0 <= int(paths.min()) <= int(paths.max()) < target.vocab_size:
-        why = (f"it is for states of {hidden} numbers and tokens up to {int(paths.max())}; the model has {found} and "
+    if hidden != found or not 0 <= int(listed.min()) <= int(listed.max()) < target.vocab_size:
+        why = (f"it is for states of {hidden} numbers and tokens up to {int(listed.max())}; the model has {found} and "
                f"{target.vocab_size - 1}")
         raise Unsupported(f"the trained part {part.name!r}", why, "Train one for this model with shoal train")
-    names: list[int] = paths.tolist()
+    names: list[int] = listed.tolist()
     return names

@@ -238,7 +238,7 @@ class EagleHead:
         """Feed vectors.
 
         Args:
-            chunks: of the plan `PLAN`, ascending sequences, `most` nodes in all; only the number of their tokens counts.
+            chunks: of the plan `PLAN`, ascending sequences, `most` nodes in all; their tokens are only counted.
             cache: of `cache`; the nodes stay there as scratch.
             vectors: [nodes of all chunks, D], of `fused`.
 

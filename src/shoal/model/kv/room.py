@@ -89,7 +89,7 @@ class KVRoom:
         """Most bytes that sequences with these needs take together."""
         if not needs:
             return 0
-        return self._max_seqs(needs, len(needs), _longest(needs)) + sum(need.own_bytes for need in needs)
+        return self._place_bytes(needs, len(needs), _longest(needs)) + sum(need.own_bytes for need in needs)
 
     def share(self, caches: Sequence[tuple[KVCache, Sequence[Need]]]) -> None:
         """Divide the memory among caches so that each can take its sequences, and bound how each grows.
@@ -108,15 +108,15 @@ class KVRoom:
         """Let a cache take all sequences with these needs, in at most `most` bytes."""
         longest, most = _longest(needs), most - sum(need.own_bytes for need in needs)
         max_seqs = len(needs) if self._paged else max(cache.max_seqs, len(needs))
-        if self._max_seqs(needs, max_seqs, _grown(cache, longest)) > most:
+        if self._place_bytes(needs, max_seqs, _grown(cache, longest)) > most:
             for layer, end in zip(cache.layers, longest, strict=True):
                 layer.resize(len(needs), min(layer.capacity, max(end, *layer.held())))
         for layer, end in zip(cache.layers, longest, strict=True):
             layer.limit = end
-        seq_id = sum(map(mul, _grown(cache, longest), self._sizes))
-        cache.most_seqs = self._seqs if self._paged or not seq_id else min(self._seqs, most // seq_id)
+        size = sum(map(mul, _grown(cache, longest), self._sizes))
+        cache.most_seqs = self._seqs if self._paged or not size else min(self._seqs, most // size)
 
-    def _max_seqs(self, needs: Sequence[Need], max_seqs: int, room: Sequence[int]) -> int:
+    def _place_bytes(self, needs: Sequence[Need], max_seqs: int, room: Sequence[int]) -> int:
         """Bytes of the places for sequences with these needs; `room` is the slots of a place in each layer."""
         slots = (
             sum(_in_cache(need, layer) for need in needs) if self._paged and window is None else max_seqs * room[layer]
