@@ -165,8 +165,7 @@ class Components:
             worker = component.begin(self._runner, self._cache)
             if not isinstance(worker, Worker):
                 raise TypeError(f"{type(component).__name__}.begin gives a {type(worker).__name__}; "
-                                "it must be a worker: "
-                                "derive it from a class in shoal.decode.worker")
+                                "it must be a worker: derive it from a class in shoal.decode.worker")
             self._workers[id(component)] = worker
         return cast("W", self._workers[id(component)])
 

@@ -96,7 +96,7 @@ def _scores(places: Sequence[Place], logits: Tensor) -> Tensor:
 
 
 def _of_place(place: Place, logits: Tensor) -> Tensor:
-    """A drafter of few words may know none of those that are allowed; then any will do, as none is kept."""
+    """A drafter of few tokens may know none of those that are allowed; then any will do, as none is kept."""
     scores = place.seq.scores(logits, place.path, processed=False)
     possible = place.seq.allowed is None or bool((scores > -torch.inf).any())
     return scores if possible else logits

@@ -120,7 +120,7 @@ class Scheduler:
             request: the options, if they are checked already.
             n: how many answers, each a sequence of its own; sequence i draws its own random numbers.
             deliver: see `RequestHandle`.
-            canvas: whether `deliver` is also given each `Placed` word of a loop that writes in no order.
+            canvas: whether `deliver` is also given each `Placed` token of a loop that writes in no order.
             **options: see `Request`.
 
         Raises:
