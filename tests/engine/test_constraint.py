@@ -118,6 +118,17 @@ def test_a_mask_depends_on_the_text_alone_in_whatever_order_it_is_asked() -> Non
         assert torch.equal(found(other), mask("byte_level", JsonSchema(PERSON))(other))
 
 
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "stories260K"])
+def test_a_text_that_was_taken_back_leaves_nothing_behind(name: str) -> None:
+    """Behind a newline, where a bracket or a comma came before: as trees of guesses ask, both with one mask."""
+    schema = JsonSchema({"type": "object", "properties": {"p": {"type": "array", "items": {"type": "string"}}}})
+    singles = {_bytes(name, token): token for token in range(len(tokenizer(name)))}
+    texts = [[singles[character.encode()] for character in text] for text in ('{"p":["d"\n]\n', '{"p":["d"\n,\n')]
+    asked = mask(name, schema)
+    for text in (texts[0][:-2], *texts, *texts):
+        assert torch.equal(asked(text), mask(name, schema)(text))
+
+
 @pytest.mark.parametrize("wanted", [JsonSchema(PERSON), one_of(["abc", "abcab"]), Regex("[a-c]{2,5}|ab é"),
                                     JsonSchema(SCHEMAS["either"])], ids=["schema", "words", "pattern", "either"])
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "stories260K"])

@@ -387,7 +387,8 @@ class Mask(Allowed):
 
     def _all(self) -> Tensor:
         """The tokens that the constraint alone allows."""
-        mask = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0)
+        # A copy computes it: after a rollback, a matcher of llguidance 1.9.1 may give another text's mask once more.
+        mask = torch.from_numpy(np.frombuffer(self._matcher.deep_copy().compute_logit_bias(), np.uint8) != 0)
         ended = self._matcher.is_stopped() and not self._matcher.is_accepting()
         if self._matcher.is_error() or ended:
             raise _unmet(self._wanted, self._matcher.get_error() or "NoExtension")
