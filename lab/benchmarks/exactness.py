@@ -7,7 +7,7 @@ A setting is a method, a way of choosing tokens, a length of prompts, and a batc
 token, and log-probabilities number by number if they are asked for, with those of the method's plan or KV method
 without drafts, one token and one text at a time. Seeded draws use the rule `match`, which draws the same numbers; tests
 check the rules that only keep the distribution. The last line on stdout is the report as JSON; the exit code is 1 if
-anything differs.
+anything differs or fails.
 """
 
 from __future__ import annotations
@@ -95,9 +95,13 @@ class Judge:
         started = time.perf_counter()
         try:
             method = self._method(setting.method)
-            found = self._texts(method, setting)
+            self._engine.recipe(method, self._tokens)
         except ValueError as reason:
             return {"not_run": str(reason)}
+        try:
+            found = self._texts(method, setting)
+        except ValueError as reason:
+            return {"failed": str(reason), "apart": [], "texts": 0, "tokens": 0, "drafted": 0, "accepted": 0}
         below = setting.method.partition("+")[2] or "full"
         apart = []
         for number, one in enumerate(found):
@@ -195,12 +199,11 @@ def main() -> int:
         if setting.key not in known:
             known[setting.key] = judge.compare(setting)
             print(f"{number + 1}/{len(todo)} {setting.key}: {known[setting.key]}", file=sys.stderr, flush=True)
-            if number % 20 == 0:
-                report.write(_report(args.model, known), args.json)
+            report.write(_report(args.model, known), args.json)
     found = _report(args.model, known)
     report.write(found, args.json)
     print(json.dumps({key: value for key, value in found.items() if key != "settings"}))
-    return int(found["apart"] > 0)
+    return int(found["apart"] + found["failed"] > 0)
 
 
 def _report(model: str, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +211,8 @@ def _report(model: str, known: Mapping[str, Any]) -> dict[str, Any]:
     sums = {name: sum(one[name] for one in ran) for name in ("texts", "tokens", "drafted", "accepted")}
     return {**script.heading(__file__, sys.argv[1:]), "kind": "exactness", "model": Path(model).name,
             "vectors": native.vector_set(), "ran": len(ran), "not_run": len(known) - len(ran), **sums,
-            "apart": sum(bool(one["apart"]) for one in ran), "settings": dict(known)}
+            "apart": sum(bool(one["apart"]) for one in ran), "failed": sum("failed" in one for one in ran),
+            "settings": dict(known)}
 
 
 if __name__ == "__main__":
