@@ -100,7 +100,7 @@ def _times(args: argparse.Namespace, quant: Quant | None) -> list[dict[str, Any]
         low, middle, high = (round(one, 3) for one in quantiles(ratios, n=4))
         rows.append({"quant": quant, "share": share, "ms": round(median(times), 3), "gain": middle,
                      "quartiles": [low, high], "raw": [round(one, 3) for one in times]})
-        _emit(f"{quant or 'file':5} {share:.2f} {rows[-1]['ms']:.2f} ms a token, {middle:.2f} [{low:.2f}, {high:.2f}]")
+        _tell(f"{quant or 'file':5} {share:.2f} {rows[-1]['ms']:.2f} ms a token, {middle:.2f} [{low:.2f}, {high:.2f}]")
     return rows
 
 
@@ -132,7 +132,7 @@ def _random(
     ways = {"each token's best random groups": module.oracle}
     if args.epochs:
         with tempfile.TemporaryDirectory() as folder:
-            Trainer(module, answers, Training(args.epochs), Path(folder), _emit).train()
+            Trainer(module, answers, Training(args.epochs), Path(folder), _tell).train()
         ways["router of random groups"] = module.routed
     return _rows(module, held_out, ways)
 
@@ -174,12 +174,12 @@ def _rows(
     for share, name in rows:
         one = costs[f"{share} {name}"]
         found.append({"share": share, "by": name, **one})
-        _emit(f"{share:.2f} {name:32} divergence {one['distance']:.4f} nats, words kept {one['kept_words']:.1%}, "
+        _tell(f"{share:.2f} {name:32} divergence {one['distance']:.4f} nats, words kept {one['kept_words']:.1%}, "
               f"energy {one['energy']:.3f}")
     return found
 
 
-def _emit(message: str) -> None:
+def _tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

@@ -257,8 +257,8 @@ async def _run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
             await reading
     longest = sorted(bystander.gaps, reverse=True)[:5]
     found = [{"seconds": gap, "processor_seconds": cpu,
-               "beside": [text for start, end, text in fuzz.sent if start < at and end > at - gap]}
-              for gap, cpu, at in longest]
+              "beside": [text for start, end, text in fuzz.sent if start < at and end > at - gap]}
+             for gap, cpu, at in longest]
     return {
         "requests": sum(fuzz.statuses.values()), "clients": args.clients, "seconds": seconds, "statuses": fuzz.statuses,
         "server_errors": len(fuzz.failures), "failures": fuzz.failures[:20], "longest_gap": longest[0][0],

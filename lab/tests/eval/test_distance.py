@@ -43,8 +43,8 @@ FULL = DepthPlan.full(6)
 
 
 def texts(*lengths: int, prompts: tuple[int, ...] = (3, 11, 6, 1, 4)) -> list[Told]:
-    seqs = zip(ids(*prompts[: len(lengths)]), ids(*lengths), strict=True)
-    return [Told("s", str(at), tuple(prompt), tuple(answer)) for at, (prompt, answer) in enumerate(seqs)]
+    pairs = zip(ids(*prompts[: len(lengths)]), ids(*lengths), strict=True)
+    return [Told("s", str(at), tuple(prompt), tuple(answer)) for at, (prompt, answer) in enumerate(pairs)]
 
 
 def slow_log_probs(model: Any, text: Told, plan: Any) -> Tensor:
@@ -67,9 +67,9 @@ def test_another_model_is_read_with_all_its_layers(tiny_engine: Engine) -> None:
     found = Distances(tiny_engine).measure(read, [distance.other_model(other, tiny_engine)])[0]
     for text in read:
         truth, said = (slow_log_probs(model, text, FULL) for model in (tiny_engine.model, smaller))
-        seq = found[f"s/{text.id}"]
-        assert sum(seq["kl"]) == pytest.approx(float((truth.exp() * (truth - said)).sum()), rel=1e-3)
-        assert seq["layers"] == 6 * len(text.answer)
+        row = found[f"s/{text.id}"]
+        assert sum(row["kl"]) == pytest.approx(float((truth.exp() * (truth - said)).sum()), rel=1e-3)
+        assert row["layers"] == 6 * len(text.answer)
     assert sum(found["s/0"]["kl"]) > 0.01
     with pytest.raises(Unsupported, match="they have different tokens"):
         distance.other_model(engine_for(tiny("llama", vocab_size=50)), tiny_engine)
@@ -243,12 +243,12 @@ def test_without_time_only_whole_texts_are_compared(tiny_engine: Engine, monkeyp
 def test_figures_are_ratios_over_prompts_and_differences_are_paired() -> None:
     base = {f"s/{at}": {"kl": [0.1 * at, 0.2], "nll": [1.0, 1.0], "kept": [10, 2], "count": 20, "prefix": 4,
                         "layers": 100} for at in range(1, 9)}
-    other = {name: {**seq, "kl": [seq["kl"][0] + 0.3, 0.2], "prefix": 6} for name, seq in base.items()}
-    seq = figures(other, base, 6, 1.0)
-    assert seq["kl"]["mean"] == pytest.approx((sum(0.1 * at for at in range(1, 9)) + 8 * 0.5) / 160)
-    assert seq["by_position"][1]["kl"]["mean"] == pytest.approx(0.2 / 5) and seq["by_position"][0]["tokens"] == 120
-    assert seq["kl"]["low"] < seq["kl"]["mean"] < seq["kl"]["high"] and seq["mean_layers"] == pytest.approx(100 / 21)
-    assert seq["kept"]["mean"] == pytest.approx(12 / 20) and seq["prefix"]["never_parts"] == 0
+    other = {name: {**row, "kl": [row["kl"][0] + 0.3, 0.2], "prefix": 6} for name, row in base.items()}
+    row = figures(other, base, 6, 1.0)
+    assert row["kl"]["mean"] == pytest.approx((sum(0.1 * at for at in range(1, 9)) + 8 * 0.5) / 160)
+    assert row["by_position"][1]["kl"]["mean"] == pytest.approx(0.2 / 5) and row["by_position"][0]["tokens"] == 120
+    assert row["kl"]["low"] < row["kl"]["mean"] < row["kl"]["high"] and row["mean_layers"] == pytest.approx(100 / 21)
+    assert row["kept"]["mean"] == pytest.approx(12 / 20) and row["prefix"]["never_parts"] == 0
     paired = compared(base, other)
     assert paired["kl"]["mean"] == pytest.approx(0.3 / 20) == paired["kl"]["low"]  # prompts differ, differences do not
     assert paired["kl_by_position"][0]["mean"] == pytest.approx(0.3 / 15)

@@ -289,8 +289,8 @@ def test_a_run_of_all_on_a_model(tiny_engine: Engine, maker: Maker) -> None:
     tokens = [LongContext(one.name, tuple(_small(sample) for sample in one.samples)) for one in maker.make(plan)]
     found = evaluator.run(plan, tokens, {"all": make({"method": "tidal", "method_args": {"k": 10_000}})})
     assert STRANGE not in found
-    for item, seq in found[FULL].items():
-        assert seq["nll"] == found["all"][item]["nll"] and seq["argmax"] == found["all"][item]["argmax"]
+    for item, row in found[FULL].items():
+        assert row["nll"] == found["all"][item]["nll"] and row["argmax"] == found["all"][item]["argmax"]
     assert run(evaluator, plan, tokens, {})["rows"][0]["perplexity"] > 1
 
 
@@ -310,7 +310,7 @@ def test_a_random_choice_keeps_as_much_and_the_window() -> None:
     keys = torch.zeros(3, 50, 4)
     kept = drawn("0/1", keys, 8, 20)
     assert kept.shape == (3, 20) and kept[:, -8:].tolist() == [list(range(42, 50))] * 3
-    assert all(sorted(set(seq)) == seq and seq[-9] < 42 for seq in kept.tolist())
+    assert all(sorted(set(row)) == row and row[-9] < 42 for row in kept.tolist())
     assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept, drawn("1/1", keys, 8, 20))
     assert torch.equal(kept, drawn("0/1", keys, 8, 20))
 
@@ -375,5 +375,5 @@ def test_a_folder_without_novels_is_refused(tmp_path: Path) -> None:
 
 
 def test_words_are_enough_and_different() -> None:
-    seqs, asked = tasks.pairs(Random(0), 5, tasks.MOST_PAIRS)
-    assert len(set(seqs)) == len(seqs) == tasks.MOST_PAIRS > 4000 and len(asked) == 5
+    facts, asked = tasks.pairs(Random(0), 5, tasks.MOST_PAIRS)
+    assert len(set(facts)) == len(facts) == tasks.MOST_PAIRS > 4000 and len(asked) == 5

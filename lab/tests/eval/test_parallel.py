@@ -137,11 +137,11 @@ def test_an_evaluation_compares_with_one_word_a_forward(capsys: pytest.CaptureFi
     argv = ["eval", "--model", canvas, "--dtype", "float32", "--suite", "parallel", "--n", "24"]
     argv += ["--max-new-tokens", "12"]
     assert main([*argv, "--measure", "answers", "--methods", "fast_dllm:reuse=none,diffusion:steps=2", "--json"]) == 0
-    seqs = json.loads(capsys.readouterr().out.splitlines()[-1])["suites"][0]["answers"]
-    assert [seq["label"] for seq in seqs] == ["diffusion", "fast_dllm:reuse=none", "diffusion:steps=2"]
-    plain, sure, hasty = (seq["accuracy"] for seq in seqs)
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["suites"][0]["answers"]
+    assert [row["label"] for row in rows] == ["diffusion", "fast_dllm:reuse=none", "diffusion:steps=2"]
+    plain, sure, hasty = (row["accuracy"] for row in rows)
     assert plain >= 0.8 and sure >= 0.7 and hasty < plain
-    assert seqs[2]["ideal_speedup"] > seqs[1]["ideal_speedup"] > 1 >= seqs[0]["ideal_speedup"] > 0.4
+    assert rows[2]["ideal_speedup"] > rows[1]["ideal_speedup"] > 1 >= rows[0]["ideal_speedup"] > 0.4
     assert main([*argv, "--measure", "answers,loss"]) == 2
     assert "a loss or log-likelihood under diffusion" in capsys.readouterr().err
 

@@ -51,7 +51,7 @@ def scores(name: str, ids: list[int]) -> list[float]:
         states = reference(name)(torch.tensor([ids]), output_hidden_states=True).hidden_states[:LAYERS]
         norm = nn.LayerNorm(HIDDEN, elementwise_affine=False).double()
         weight = routers()._weight.double()
-        found = [float(norm(state[0, -1].double()) @ seq) for state, seq in zip(states, weight, strict=True)]
+        found = [float(norm(state[0, -1].double()) @ line) for state, line in zip(states, weight, strict=True)]
     assert min(map(abs, found)) > 1e-4, "too close to tell"
     return found
 

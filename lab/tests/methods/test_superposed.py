@@ -53,10 +53,10 @@ def shares(text: Sequence[int], last: Sequence[int]) -> dict[int, float]:
     """Weighted n-gram shares, by going through the text for each size."""
     found: dict[int, float] = {}
     for size, weight in enumerate(WEIGHTS, start=1):
-        matchers = Counter(text[at] for at in range(size, len(text))
-                            if size <= len(last) and list(text[at - size : at]) == list(last[-size:]))
-        for token, count in matchers.items():
-            found[token] = found.get(token, 0.0) + weight * count / matchers.total()
+        after = Counter(text[at] for at in range(size, len(text))
+                        if size <= len(last) and list(text[at - size : at]) == list(last[-size:]))
+        for token, count in after.items():
+            found[token] = found.get(token, 0.0) + weight * count / after.total()
     return found
 
 

@@ -273,11 +273,11 @@ def test_of_a_thought_too_long_the_judge_reads_the_end() -> None:
     seq = home.seqs([OPEN], Request())[0]
     for size in (10, 3000):
         desk.ask(seq, Question("agrees", "w" * size + " = 1.", "v" * size + " = 2."))
-        (_, ids), = desk._has_batch
+        (_, ids), = desk._cached
         read.append(TOKENIZER.decode(ids))
         while not desk.said([seq], 100):
-            assert desk._has_batch
-        assert not desk._has_batch
+            assert desk._cached
+        assert not desk._cached
     assert "wwwwwwwwww = 1." in read[0] and "vvvvvvvvvv = 2." in read[0] and len(read[1]) <= 511 < 3000
     assert "ww = 1." in read[1] and "vv = 2." in read[1]
 

@@ -136,8 +136,8 @@ def test_the_loss_weighs_answers_whole_questions_little_and_padding_not(data: Pa
 
 
 def test_orthogonal_pushes_singular_values_towards_one() -> None:
-    runner = torch.randn(5, 12, 30, generator=torch.Generator().manual_seed(0))
-    for matrices in (runner, runner.mT):
+    stack = torch.randn(5, 12, 30, generator=torch.Generator().manual_seed(0))
+    for matrices in (stack, stack.mT):
         values = torch.linalg.svdvals(muon.orthogonal(matrices))
         assert values.min() > 0.5
         assert values.max() < 1.3

@@ -160,7 +160,7 @@ def test_by_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert main([*asked, "copy : ann bob cid dee ="]) == 2
     assert 'full with a masked-diffusion model' in capsys.readouterr().err
     argv = ["train", "diffusion", "--causal", "--out", str(tmp_path / "twin"), "--steps", "2", "--batch", "4"]
-    assert main(argv) == 0 and "--method full" in capsys.readouterr().err
+    assert main(causal) == 0 and "--method full" in capsys.readouterr().err
     drafted = ["--method", "deer", "--draft", str(tmp_path / "model"), "copy : ann bob cid dee ="]
     assert main(["generate", "--model", str(tmp_path / "twin"), *asked[3:], *drafted]) == 0
     assert main(["train", "eagle", "--out", str(tmp_path / "x"), "--causal"]) == 2

@@ -104,9 +104,9 @@ class Model(nn.Module):
         shape = self.shape
         cos, sin = (part.to(dtype) for part in rotary(shape, ids.shape[1]))
         x = F.embedding(ids, self.embed).to(dtype)
-        runners = [runner.to(dtype).unbind(0) for runner in (self.qkv, self.o, self.up, self.down)]
+        stacks = [stack.to(dtype).unbind(0) for stack in (self.qkv, self.o, self.up, self.down)]
         states = []
-        for index, (matrices, norms) in enumerate(zip(zip(*runners, strict=True), self.norms.unbind(0), strict=True)):
+        for index, (matrices, norms) in enumerate(zip(zip(*stacks, strict=True), self.norms.unbind(0), strict=True)):
             if run is None or run[index]:
                 x = self.layer(x, *matrices, norms, cos, sin, shape.heads, shape.eps)
             states.append(x)

@@ -1,6 +1,6 @@
-"""Muon (Jordan et al. 2024) for runners of matrices: orthogonalised momentum, all layers at once.
+"""Muon (Jordan et al. 2024) for stacks of matrices: orthogonalised momentum, all layers at once.
 
-torch.optim.Muon only takes single matrices, so the runners and their gradients would have to be taken apart.
+torch.optim.Muon only takes single matrices, so the stacks and their gradients would have to be taken apart.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonal(runner: Tensor, steps: int = 5) -> Tensor:
-    """Push the singular values of every matrix of `runner` [count, rows, columns] towards one.
+def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
+    """Push the singular values of every matrix of `stack` [count, rows, columns] towards one.
 
     Float32 in and out; the steps run in bfloat16, which is enough for them.
     """
     a, b, c = COEFFICIENTS
-    tall = runner.shape[-2] > runner.shape[-1]
-    x = runner.mT if tall else runner
+    tall = stack.shape[-2] > stack.shape[-1]
+    x = stack.mT if tall else stack
     x = (x / (x.flatten(1).norm(dim=1)[:, None, None] + 1e-7)).bfloat16()
     for _ in range(steps):
         square = x @ x.mT

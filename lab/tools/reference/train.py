@@ -181,8 +181,8 @@ def _start_from(source: Path, model: Model) -> None:
 
 
 def _optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    runners = [(model.qkv, 3), (model.o, 1), (model.up, 2), (model.down, 1)]
-    groups: list[dict[str, object]] = [{"params": [parameter], "blocks": blocks} for parameter, blocks in runners]
+    stacks = [(model.qkv, 3), (model.o, 1), (model.up, 2), (model.down, 1)]
+    groups: list[dict[str, object]] = [{"params": [parameter], "blocks": blocks} for parameter, blocks in stacks]
     rest = torch.optim.AdamW(
         [model.embed, model.norms, model.final], lr=args.lr_rest, betas=(0.9, 0.95), weight_decay=0.0
     )

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     items = suite.items(args.data, "calibration", max(args.loss_n, args.answer_n), args.seed)
     measuring.check_plot(args.plot)
     engine = _engine(args)
-    _emit("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
+    _tell("timing its steps on this machine" if not args.no_timing else "leaving out each layer")
     evaluator = Evaluator(engine, max_new_tokens=args.max_new_tokens, batch=args.batch)
     measured = {} if args.no_timing else _predict(args, evaluator, items[: args.loss_n])
     found = search(evaluator, items, aim, began=began)
@@ -184,7 +184,7 @@ def _learn_pauses(args: argparse.Namespace) -> int:
     _check_out(args.out)
     items = suite.items(args.data, "calibration", args.loss_n, args.seed)
     engine = _engine(args)
-    _emit("reading reference solutions")
+    _tell("reading reference solutions")
     entropies, right = pauses.observe(engine, items, args.batch)
     made = pauses.card(engine, pauses.learn(entropies, right, args.seed), suite=suite.name, items=items,
                        seed=args.seed, versions=_versions())
@@ -228,7 +228,7 @@ def _engine(args: argparse.Namespace) -> Engine:
         import torch
 
         torch.set_num_threads(args.threads)
-    _emit("reading the model")
+    _tell("reading the model")
     engine = common.load_engine(args)
     engine.recipe("full", 1)  # layers are measured on texts read from left to right
     return engine
@@ -239,7 +239,7 @@ def _check_out(path: Path) -> None:
         raise ValueError(f"there is no folder {str(path.resolve().parent)!r} to write {path.name} to")
 
 
-def _emit(message: str) -> None:
+def _tell(message: str) -> None:
     """Print progress for a user at a terminal."""
     if sys.stderr.isatty():
         print(f"{message} ...", file=sys.stderr)

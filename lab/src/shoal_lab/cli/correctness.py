@@ -87,11 +87,11 @@ class _Judge:
         args, engine = self._args, self._engine
         exact_to = method.recipe(engine.info(args.max_new_tokens)).exact_to
         bounds = self._tolerance, self._peer_tolerance
-        seqs = [_compare(engine, base, method, *bounds) for base in _bar(self._bases, method.name)]
-        failed = [seq for seq in seqs if _fails(seq, exact_to == "full", args.quant is None)]
+        rows = [_compare(engine, base, method, *bounds) for base in _bar(self._bases, method.name)]
+        failed = [row for row in rows if _fails(row, exact_to == "full", args.quant is None)]
         return {**method.to_dict(), "model": engine.model_name, "dtype": args.dtype, "tie_below": self._tolerance,
                 "tie_below_huggingface": self._peer_tolerance, "exact_to": exact_to, "passed": not failed,
-                "prompts": seqs}
+                "prompts": rows}
 
 
 def _bar(things: Sequence[Thing], label: str) -> Iterable[Thing]:
@@ -136,9 +136,9 @@ class HuggingFace:
         """Greedy tokens after `ids`, by transformers' generate."""
         import torch
 
-        seq = torch.tensor([list(ids)], device=self.model.device)
+        row = torch.tensor([list(ids)], device=self.model.device)
         with torch.inference_mode():
-            out = self.model.generate(seq, attention_mask=torch.ones_like(seq), do_sample=False, num_beams=1,
+            out = self.model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, num_beams=1,
                                       max_new_tokens=max_new_tokens, repetition_penalty=1.0)
         tokens: list[int] = out[0, len(ids) :].tolist()
         return tokens
@@ -177,7 +177,7 @@ def _compare(engine: Engine, base: _Base, method: Any, tolerance: float, peer_to
     tokens = {**base.tokens, "method": _greedy(engine, base.ids, method, base.length)}
     plain = diverge(tokens["huggingface"], tokens["plain"], base.margin, peer_tolerance)
     found = diverge(tokens["plain"], tokens["method"], base.margin, tolerance)
-    return {"prompt": base.prompt, "new_tokens": {name: len(seq) for name, seq in tokens.items()},
+    return {"prompt": base.prompt, "new_tokens": {name: len(row) for name, row in tokens.items()},
             "plain_vs_huggingface": _outcome(plain), "method_vs_plain": _outcome(found)}
 
 
@@ -195,21 +195,21 @@ def _outcome(found: Divergence) -> dict[str, Any]:
     return {**dataclasses.asdict(found), "wrong": found.wrong}
 
 
-def _fails(seq: dict[str, Any], claims_exact: bool, same_weights: bool) -> bool:
-    """Whether a sequence fails. Hugging Face runs no quantised weights, so there only the method is judged."""
-    plain, method = seq["plain_vs_huggingface"]["wrong"], seq["method_vs_plain"]["wrong"]
+def _fails(row: dict[str, Any], claims_exact: bool, same_weights: bool) -> bool:
+    """Whether a prompt fails. Hugging Face runs no quantised weights, so there only the method is judged."""
+    plain, method = row["plain_vs_huggingface"]["wrong"], row["method_vs_plain"]["wrong"]
     return bool((plain and same_weights) or (method and claims_exact))
 
 
 def _text(report: dict[str, Any], name: str) -> str:
-    seqs = report["prompts"]
+    rows = report["prompts"]
     peer = report["tie_below_huggingface"]
     wider = f" ({peer:g} against Hugging Face)" if peer != report["tie_below"] else ""
     lines = [f"{report['model']} in {report['dtype']}, ties below {report['tie_below']:g}{wider}"]
-    for seq in seqs:
-        lines += ["", _shorten(seq["prompt"]),
-                  f"  plain loop against Hugging Face: {_line(seq, 'plain_vs_huggingface')}",
-                  f"  {name} against the plain loop: {_line(seq, 'method_vs_plain')}"]
+    for row in rows:
+        lines += ["", _shorten(row["prompt"]),
+                  f"  plain loop against Hugging Face: {_line(row, 'plain_vs_huggingface')}",
+                  f"  {name} against the plain loop: {_line(row, 'method_vs_plain')}"]
     return "\n".join([*lines, "", _verdict(report, name)])
 
 
@@ -221,7 +221,7 @@ def _all_text(report: dict[str, Any]) -> str:
 
 
 def _verdict(report: dict[str, Any], name: str) -> str:
-    agree = [seq["method_vs_plain"]["at"] for seq in report["prompts"]]
+    agree = [row["method_vs_plain"]["at"] for row in report["prompts"]]
     equal = sum(at is None for at in agree)
     claim = "exact" if report["exact_to"] == "full" else "lossy"
     apart = [at for at in agree if at is not None]
@@ -230,10 +230,10 @@ def _verdict(report: dict[str, Any], name: str) -> str:
     return f"{judged}: {name} is {claim}; {equal} of {len(agree)} texts equal the plain loop's{median}"
 
 
-def _line(seq: dict[str, Any], which: str) -> str:
-    found = seq[which]
+def _line(row: dict[str, Any], which: str) -> str:
+    found = row[which]
     if found["at"] is None:
-        return f"equal, {seq['new_tokens']['plain']} tokens"
+        return f"equal, {row['new_tokens']['plain']} tokens"
     kind = "a tie" if found["tie"] else "not a tie"
     return (f"parts at token {found['at']} (expected {found['expected']}, found {found['found']}), "
             f"top-two margin {found['margin']:.3g}: {kind}")

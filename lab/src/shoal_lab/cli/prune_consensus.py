@@ -91,7 +91,7 @@ def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[
     engine = common.load_engine(args)
     corpus = _corpus(args, files, engine, late)
     if not corpus.whole:
-        _emit("time is up before all texts are there; the same command goes on")
+        _tell("time is up before all texts are there; the same command goes on")
         return None
     module = consensus.ConsensusModule(Base(engine.runner), files.model(torch.float32).eval(),
                                        _beyond(args, files, share), args.uniform, args.seed)
@@ -101,19 +101,19 @@ def trained(args: argparse.Namespace, files: Checkpoint, share: float) -> tuple[
         raise ValueError("there is only one text, which is kept from training; give more of them")
     how = Training(-(-args.steps // each), args.batch, 3 * args.rate, decay=0.0, seed=args.seed,
                    half=engine.runner.dtype == torch.bfloat16, muon=False)  # AdamW uses a third of the rate
-    trainer = Trainer(module, corpus, how, args.work, _emit)
+    trainer = Trainer(module, corpus, how, args.work, _tell)
     trainer.run.steps, module.rise = args.steps, max(1.0, consensus.RISE * args.steps)
     if trainer.run.step:
-        _emit(f"going on at step {trainer.run.step} of {args.steps}")
+        _tell(f"going on at step {trainer.run.step} of {args.steps}")
     run = trainer.train(lambda: late() or module.polarised or trainer.run.done, every=25)
     told = {"steps": [run.step, run.steps], "minutes": round(run.seconds / 60, 1), "training_tokens": run.tokens,
             "polarised": module.polarised, **module.facts(trainer.held_out())}
     if not module.polarised:
         if not run.done:
-            _emit(f"time is up at step {run.step} of {run.steps}, with {told['undecided']:.1%} of the gates neither "
+            _tell(f"time is up at step {run.step} of {run.steps}, with {told['undecided']:.1%} of the gates neither "
                   "open nor closed; nothing is written yet, and the same command goes on")
             return None
-        _emit(f"warning: {told['undecided']:.1%} of the gates are neither open nor closed after {run.steps} steps, so "
+        _tell(f"warning: {told['undecided']:.1%} of the gates are neither open nor closed after {run.steps} steps, so "
               "what is written is not what was trained; give more --steps")
     return _picker(args, files, module.agreed()), told
 
@@ -156,7 +156,7 @@ def _corpus(args: argparse.Namespace, files: Checkpoint, engine: Engine, late: C
     if args.text is not None:
         ids = files.tokenizer()(common.read_text(args.text))["input_ids"]
         pieces = [ids[at : at + _PIECE] for at in range(0, min(len(ids), _PIECES * _PIECE), _PIECE)]
-        return corpus.read(args.work, engine, pieces, _emit, late)
+        return corpus.read(args.work, engine, pieces, _tell, late)
 
     def questions() -> list[list[int]]:
         if args.prompts is None and args.data is None:
@@ -168,7 +168,7 @@ def _corpus(args: argparse.Namespace, files: Checkpoint, engine: Engine, late: C
         return prompts.encoded(texts, engine.tokenizer)
 
     wish = corpus.CorpusWish(args.tokens, seed=args.seed, temperature=0.0 if _chats(engine) else 1.0)
-    return corpus.make(args.work, engine, questions, wish, _emit, late)
+    return corpus.make(args.work, engine, questions, wish, _tell, late)
 
 
 def _chats(engine: Engine) -> bool:
@@ -193,5 +193,5 @@ def card(args: argparse.Namespace) -> CostCard | None:
     return found
 
 
-def _emit(message: str) -> None:
+def _tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)

@@ -158,11 +158,11 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     given = {name: getattr(args, name) for name in ("steps", "batch", "seed") if getattr(args, name) is not None}
     rate = {} if args.rate is None else {"rate": args.rate / 3}
     how = diffusion.DiffusionTraining(**given, **rate, causal=args.causal)
-    card = diffusion.train(how, args.out, _emit, late)
+    card = diffusion.train(how, args.out, _tell, late)
     left = card["steps"] - card["step"]
-    _emit(f"{left} steps are left, and the same command goes on" if left else f"written to {args.out}")
+    _tell(f"{left} steps are left, and the same command goes on" if left else f"written to {args.out}")
     method = "full" if args.causal else "diffusion"
-    _emit(f"use it: shoal generate --model {args.out} --raw --method {method} --max-new-tokens 5 'shuffle : ann bob "
+    _tell(f"use it: shoal generate --model {args.out} --raw --method {method} --max-new-tokens 5 'shuffle : ann bob "
           "cid dee ='")
     return _report(args, card)
 
@@ -182,9 +182,9 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
         read_me.check_division(read_me.mlp_widths(engine), args.groups, args.shared, args.experts)
     plans = _plans(args, engine) if args.part in (HEAL, ROUTERS) else None
     place = args.answers or args.out / "answers"
-    answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _emit, late)
+    answers = corpus.make(place, engine, lambda: _prompts(args, engine), wish, _tell, late)
     if not answers.whole:  # a run starts when its answers are complete, and keeps to them
-        _emit("time is up before all answers are there; the same command goes on")
+        _tell("time is up before all answers are there; the same command goes on")
         return _report(args, {"shards": len(answers.shards)})
     args.out.mkdir(parents=True, exist_ok=True)
     module = _module(args, engine, answers, shape, plans)
@@ -192,9 +192,9 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     rate = _PROMPTS_RATE if args.part == PROMPTS else _RATE
     how = Training(args.epochs, args.batch or _BATCH, args.rate or rate, seed=args.seed, half=half,
                    muon=Training.muon and args.part not in (HEAL, ROUTERS))
-    trainer = Trainer(module, answers, how, args.out, _emit)
+    trainer = Trainer(module, answers, how, args.out, _tell)
     if trainer.run.step:
-        _emit(f"going on at step {trainer.run.step} of {trainer.run.steps}")
+        _tell(f"going on at step {trainer.run.step} of {trainer.run.steps}")
     found = trainer.train(late)
     if not found.accepted:
         found.accepted.append(trainer.validate())
@@ -202,8 +202,8 @@ def _part(args: argparse.Namespace, late: Callable[[], bool]) -> int:
              "command": report.shown(args.argv)}
     card, worth, use = _written(args, engine, module, facts)
     left = "" if found.done else f"; {found.steps - found.step} steps are left, and the same command goes on"
-    _emit(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {worth} on answers that it was not trained on{left}")
-    _emit(f"use it: shoal generate {use}")
+    _tell(f"{card['bytes'] / 1e6:.1f} MB written to {args.out}: {worth} on answers that it was not trained on{left}")
+    _tell(f"use it: shoal generate {use}")
     return _report(args, card)
 
 
@@ -300,11 +300,11 @@ def _prompts(args: argparse.Namespace, engine: Engine) -> list[list[int]]:
         texts += prompts.from_data(args.data, args.each, args.seed)
     count = args.questions if args.questions is not None else 0 if texts else 2000
     if count:
-        _emit(f"letting the model ask {count} questions")
-        texts += prompts.own_questions(engine, count, args.seed, tell=_emit)
+        _tell(f"letting the model ask {count} questions")
+        texts += prompts.own_questions(engine, count, args.seed, tell=_tell)
     texts = list(prompts.without(texts, set() if args.data is None else prompts.tests(args.data)))
     random.Random(args.seed).shuffle(texts)
-    _emit(f"{len(texts)} prompts")
+    _tell(f"{len(texts)} prompts")
     return prompts.encoded(texts, engine.tokenizer)
 
 
@@ -378,5 +378,5 @@ def _plain(args: argparse.Namespace, model: str | None = None, dtype: str = "flo
     return common.load_engine(argparse.Namespace(**{**vars(args), **plain})).model
 
 
-def _emit(message: str) -> None:
+def _tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)

@@ -64,7 +64,7 @@ class PromptProposer(Proposer):
             Unsupported: the model's states have another size.
         """
         found = runner.embed(torch.zeros(1, dtype=torch.int64, device=runner.device),
-                            torch.zeros(1, dtype=torch.int64, device=runner.device)).shape[-1]
+                             torch.zeros(1, dtype=torch.int64, device=runner.device)).shape[-1]
         if found != self._vectors.shape[1]:
             why = f"it is for states of {self._vectors.shape[1]} numbers; the model's have {found}"
             raise Unsupported(f"the trained part {self.part.name!r}", why, "Train one for this model with shoal train")

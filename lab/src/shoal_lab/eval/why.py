@@ -92,8 +92,8 @@ def best_counts(losses: Losses, lengths: Lengths, num_layers: int, width: int, m
     sizes = _tokens(lengths, width, len(losses))
 
     def table(price: float) -> Counts:
-        gone = _cheapest([[size * (loss - price * less) for less, loss in enumerate(seq)]
-                          for size, seq in zip(sizes, losses, strict=True)], falling)
+        gone = _cheapest([[size * (loss - price * less) for less, loss in enumerate(row)]
+                          for size, row in zip(sizes, losses, strict=True)], falling)
         steps = range(1, max(lengths.tokens))
         return (num_layers, *(num_layers - gone[min(step // width, len(gone) - 1)] for step in steps))
 
@@ -118,9 +118,9 @@ def _tokens(lengths: Lengths, width: int, bins: int) -> list[int]:
 def _cheapest(costs: Losses, falling: bool) -> list[int]:
     """Skipped layers in each bin with the least sum of the costs [bin][skipped layers]."""
     if not falling:
-        return [min(range(len(seq)), key=seq.__getitem__) for seq in costs]
+        return [min(range(len(row)), key=row.__getitem__) for row in costs]
     ways: list[tuple[float, list[int]]] = [(cost, [gone]) for gone, cost in enumerate(costs[0])]
-    for seq in costs[1:]:
-        best = [min(ways[: gone + 1], key=lambda one: one[0]) for gone in range(len(seq))]
-        ways = [(sum_ + seq[gone], [*before, gone]) for gone, (sum_, before) in enumerate(best)]
+    for row in costs[1:]:
+        best = [min(ways[: gone + 1], key=lambda one: one[0]) for gone in range(len(row))]
+        ways = [(sum_ + row[gone], [*before, gone]) for gone, (sum_, before) in enumerate(best)]
     return min(ways, key=lambda one: one[0])[1]

@@ -60,7 +60,7 @@ class DenoisingBatch(Batch):
         return steps
 
     def _logits(self, canvases: Sequence[Canvas]) -> Sequence[Tensor]:
-        """Logits of each canvas [places, V]: sequence j is for the j-th place from the block's beginning on."""
+        """Logits of each canvas [places, V]: row j is for the j-th place from the block's beginning on."""
         for canvas in canvases:
             if canvas.fresh:
                 self.cache.truncate(canvas.seq.seq_id, 0)
@@ -156,7 +156,7 @@ class Canvas:
         return self.seq.prompt_length + self.end
 
     def chunk(self, base: int, reuse: str, hidden: bool) -> SequenceChunk:
-        """What is fed: everything, or what the cache lacks, where `base` is the number of entries that it holds.
+        """What is fed: everything, or what the cache lacks, where `base` is the number of slots that it holds.
 
         Args:
             base, reuse: what is kept of the text.

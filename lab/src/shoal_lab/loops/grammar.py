@@ -246,13 +246,13 @@ class CanvasChart:
     def _around(self, place: int) -> int:
         """Symbols of which one must derive a place."""
         rows = list[int]()
-        slots = [_union(self._at(self._rows[first], last) << self._width * first for first in range(place + 1, last))
+        columns = [_union(self._at(self._rows[first], last) << self._width * first for first in range(place + 1, last))
                    for last in range(self._length + 1)]
         for first in range(place + 1):
             row = 0 if first else _union(self._whole << self._width * last for last in self._lengths() if last > place)
             for begin, outer in enumerate(rows):
                 row |= self._before(self._at(self._rows[begin], first), outer)
             for last in range(self._length, place + 1, -1):
-                row |= self._behind(self._at(row, last), slots[last])
+                row |= self._behind(self._at(row, last), columns[last])
             rows.append(row)
         return self._at(rows[place], place + 1)

@@ -69,7 +69,7 @@ class SwitchingBatch(Batch):
     def __init__(self, *args: Any, policy: TurnPolicy, second: ModelRunner, plan: DepthPlan, **options: Any) -> None:
         super().__init__(*args, **options)
         self._policy, self._second, self._plan, self._small = policy, second, plan, KVCache(second.windows, 0)
-        self._has_batch: list[RunningSequence] = []
+        self._cached: list[RunningSequence] = []
         self._turns: dict[int, tuple[RunningSequence, Turns]] = {}  # keeps the sequence's id taken
         self._wrote: dict[int, bool] = {}  # who wrote a sequence's last token that was not forced: the large one?
         self._common = min(self.runner.vocab_size, second.vocab_size)
@@ -112,11 +112,11 @@ class SwitchingBatch(Batch):
 
     def _read_small(self, seqs: Sequence[RunningSequence], budget: int, most: int | None) -> list[Read]:
         """The same by the small model, in the large one's vocabulary."""
-        seated, wanted = {id(seq) for seq in self._has_batch}, {id(seq) for seq in seqs}
+        seated, wanted = {id(seq) for seq in self._cached}, {id(seq) for seq in seqs}
         new = [seq for seq in seqs if id(seq) not in seated]
         self._small.extend(len(new))
-        self._has_batch += new
-        places = [(seq, seq_id, self._plan) for seq_id, seq in enumerate(self._has_batch) if id(seq) in wanted]
+        self._cached += new
+        places = [(seq, seq_id, self._plan) for seq_id, seq in enumerate(self._cached) if id(seq) in wanted]
         fed = feed(places, self._small, budget, most)
         logits = self._second.forward([chunk for _, chunk in fed], self._small)[..., : self.runner.vocab_size]
         missing = self.runner.vocab_size - logits.shape[-1]
@@ -127,9 +127,9 @@ class SwitchingBatch(Batch):
         super().retire()
         alive = {id(seq) for seq in self.seqs}
         self._wrote = {key: large for key, large in self._wrote.items() if key in alive}
-        stay = [seq_id for seq_id, seq in enumerate(self._has_batch) if id(seq) in alive]
-        if len(stay) < len(self._has_batch):
-            self._has_batch = [self._has_batch[former] for former in self._small.select(stay)]
+        stay = [seq_id for seq_id, seq in enumerate(self._cached) if id(seq) in alive]
+        if len(stay) < len(self._cached):
+            self._cached = [self._cached[former] for former in self._small.select(stay)]
 
     def _write(self, read: Sequence[Read], *, large: bool) -> list[Step]:
         """Write a token for each sequence, then keep what was read: after an error, the rest can begin again.

@@ -193,7 +193,7 @@ class ModelJudge(ThoughtJudge):
         self._most = min(most, (engine.runner.max_positions or most + 1) - 1)
         self._runner, self._tokenizer = engine.runner, engine.tokenizer or own
         self._plan, self._cache = DepthPlan.full(engine.runner.num_layers), KVCache(engine.runner.windows, 0)
-        self._has_batch: list[tuple[SequenceState, list[int]]] = []
+        self._cached: list[tuple[SequenceState, list[int]]] = []
         yes, no = (self._begins(word) for word in ("yes", "no"))
         self._yes, self._no = sorted(yes - no), sorted(no - yes)
         if not (self._yes and self._no):
@@ -204,7 +204,7 @@ class ModelJudge(ThoughtJudge):
     def ask(self, seq: SequenceState, question: Question) -> None:
         prompt = self._prompt(question)
         self._cache.extend(1)
-        self._has_batch.append((seq, prompt))
+        self._cached.append((seq, prompt))
 
     @override
     def wait(self, seconds: float) -> None:
@@ -214,7 +214,7 @@ class ModelJudge(ThoughtJudge):
     def said(self, seqs: Sequence[SequenceState], budget: int) -> list[tuple[SequenceState, bool]]:
         fed: list[tuple[SequenceState, SequenceChunk]] = []
         wanted = {id(seq) for seq in seqs}
-        for seq_id, (seq, tokens) in enumerate(self._has_batch):
+        for seq_id, (seq, tokens) in enumerate(self._cached):
             first = self._cache.positions[seq_id]
             piece = tokens[first : first + budget] if id(seq) in wanted else []
             if piece:
@@ -233,7 +233,7 @@ class ModelJudge(ThoughtJudge):
 
     @override
     def keep(self, seqs: Sequence[SequenceState]) -> None:
-        self._leave({id(seq) for seq, _ in self._has_batch} - {id(seq) for seq in seqs})
+        self._leave({id(seq) for seq, _ in self._cached} - {id(seq) for seq in seqs})
 
     @override
     def rollback(self) -> None:
@@ -243,8 +243,8 @@ class ModelJudge(ThoughtJudge):
     def _leave(self, gone: set[int]) -> None:
         """Drop questions."""
         if gone:
-            stay = [seq_id for seq_id, (seq, _) in enumerate(self._has_batch) if id(seq) not in gone]
-            self._has_batch = [self._has_batch[former] for former in self._cache.select(stay)]
+            stay = [seq_id for seq_id, (seq, _) in enumerate(self._cached) if id(seq) not in gone]
+            self._cached = [self._cached[former] for former in self._cache.select(stay)]
 
     def _verdict(self, logits: Tensor) -> bool:
         """Whether yes, in all its spellings, is more probable than no."""

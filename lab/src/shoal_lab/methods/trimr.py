@@ -158,8 +158,7 @@ class Trimming(Loop):
 
         method = self.method
         return Thinking(self.tokenizer, method.opening, method.closing, method.cues, method.judge is not None,
-                        method.agree,
-                        method.sentences, method.share, method.thoughts, method.repeats)
+                        method.agree, method.sentences, method.share, method.thoughts, method.repeats)
 
     def _judging(self) -> Callable[[], ThoughtJudge]:
         """Makes the judge of a batch.

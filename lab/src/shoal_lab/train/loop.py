@@ -98,7 +98,7 @@ class Trainer:
     def __init__(
         self, module: TrainedModule, corpus: Corpus, how: Training, folder: Path, tell: Tell = lambda message: None
     ) -> None:
-        self._module, self._corpus, self._how, self._emit = module, corpus, how, tell
+        self._module, self._corpus, self._how, self._tell = module, corpus, how, tell
         self._sizes = [len(list(batches(corpus.answers(shard, validation=False), how.batch)))
                        for shard in range(len(corpus.shards))]
         key = {**asdict(how), "kind": module.kind, "answers": corpus.digest,
@@ -132,7 +132,7 @@ class Trainer:
                 run.losses.append(sum(losses) / len(losses))
                 run.accepted.append(self.validate())
                 losses = []
-                self._emit(_line(run, self._module.guesses))
+                self._tell(_line(run, self._module.guesses))
             if time.monotonic() - kept > keep:
                 self.save()
                 kept = time.monotonic()

@@ -73,9 +73,9 @@ class LongEvaluator:
         """The outcomes of a context, measured if one is missing."""
         known = self.outcomes.of(run)
         if any(known.get(one.item.id, {}).get("asked") != _hash(one) for one in samples):
-            seqs = zip(samples, measure(), strict=True)
-            self.outcomes.add(run, [(sample.item.id, {**seq, "asked": _hash(sample), "cluster": sample.item.cluster,
-                                                      "group": sample.item.group}) for sample, seq in seqs])
+            rows = zip(samples, measure(), strict=True)
+            self.outcomes.add(run, [(sample.item.id, {**row, "asked": _hash(sample), "cluster": sample.item.cluster,
+                                                      "group": sample.item.group}) for sample, row in rows])
         return {sample.item.id: self.outcomes.of(run)[sample.item.id] for sample in samples}
 
     def _outcomes(
@@ -86,13 +86,13 @@ class LongEvaluator:
         try:
             if wanted.suite == "novels":
                 return self._losses(forks, prompts, [sample.reference for sample in samples])
-            seqs = self._answers(forks, samples, wanted)
-            said = [base.get(sample.item.id, seq)["tokens"]
-                    for sample, seq in zip(samples, seqs, strict=True)]
-            parted = [place for place, seq in enumerate(seqs) if seq["tokens"] != said[place]]
+            rows = self._answers(forks, samples, wanted)
+            said = [base.get(sample.item.id, row)["tokens"]
+                    for sample, row in zip(samples, rows, strict=True)]
+            parted = [place for place, row in enumerate(rows) if row["tokens"] != said[place]]
             again = self._losses(forks, [prompts[place] for place in parted], [said[place] for place in parted])
             argmax = dict(zip(parted, (one["argmax"] for one in again), strict=True))
-            return [{**seq, "argmax": argmax.get(place, said[place])} for place, seq in enumerate(seqs)]
+            return [{**row, "argmax": argmax.get(place, said[place])} for place, row in enumerate(rows)]
         finally:
             forks.close()
 
