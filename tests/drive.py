@@ -44,7 +44,7 @@ def prompt(length: int, seed: int = 0, vocabulary: int = VOCAB) -> list[int]:
 
 @dataclass
 class Seen:
-    """A logits processor that changes nothing and keeps what it is shown: one sequence of logits per emitted token."""
+    """A logits processor that changes nothing and keeps what it is shown: one row of logits per emitted token."""
 
     logits: list[Tensor] = field(default_factory=list)
 

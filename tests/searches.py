@@ -34,7 +34,7 @@ class Given(Method):
 
     name: ClassVar[str] = "given"
 
-    components: Recipe
+    made: Recipe
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        return self.components
+        return self.made

@@ -46,8 +46,8 @@ class Bitmap(KVForm):
         bits = torch.from_numpy(np.packbits(padded.numpy(), axis=-1, bitorder="little"))
         return bits, values[mask].view(*values.shape[:-1], -1)
 
-    def decode(self, components: Sequence[Tensor]) -> Tensor:
-        bits, numbers = components
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        bits, numbers = parts
         mask = torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, bitorder="little")).bool()
         found = numbers.new_zeros(mask.shape)
         found[mask] = numbers.flatten()

@@ -44,7 +44,7 @@ def say(chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     def talk(*lines: str, options: tuple[str, ...] = ()) -> tuple[str, list[str]]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         argv = ["chat", "--model", chat_folder, "--dtype", "float32", "--method", "full", "--max-new-tokens",
-                 str(LONGEST), "--temperature", "0", *options]
+                str(LONGEST), "--temperature", "0", *options]
         assert main(argv) == 0
         out, err = capsys.readouterr()
         return out, err.splitlines()

@@ -134,7 +134,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["methods"],
-                                   ["plan", "--layers", "32"]])
+                                  ["plan", "--layers", "32"]])
 def test_no_torch_before_it_is_needed(argv):
     done = shoal_process(*argv)
     assert done.returncode == 0 and done.stdout

@@ -198,8 +198,8 @@ class AsItIs(Store, KVForm):
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         return (values,)
 
-    def decode(self, components: Sequence[Tensor]) -> Tensor:
-        return components[0]
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
 
 
 @pytest.mark.parametrize("component", NEUTRAL)

@@ -58,8 +58,8 @@ def test_the_order_of_the_rows_does_not_matter(backend: Backend, name: str) -> N
 def test_rows_leave_when_they_are_done(backend: Backend, name: str) -> None:
     run = make_run(None, PROMPTS, PLANS, NEW, runner=backend.runner(name))
     widths = [(len(steps), run.cache.seqs) for steps in run.steps()]
-    assert [width for width, _ in widths] == [sum(new > report for new in NEW) for report in range(max(NEW))]
-    assert [seqs for _, seqs in widths[:-1]] == [sum(new > report + 1 for new in NEW) for report in range(max(NEW) - 1)]
+    assert [width for width, _ in widths] == [sum(new > done for new in NEW) for done in range(max(NEW))]
+    assert [seqs for _, seqs in widths[:-1]] == [sum(new > done + 1 for new in NEW) for done in range(max(NEW) - 1)]
     assert [seq.finish_reason for seq in run.seqs] == ["length"] * 4
 
 

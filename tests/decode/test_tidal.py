@@ -178,9 +178,9 @@ def test_planted_columns_are_found() -> None:
     queries = torch.randn(4, 1, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     heavy = [3, 17, 40]
     keys[:, heavy] = 50 * queries.view(2, 2, 1, 4).sum(1)
-    seq = KVCache([None] * 2, 1)
-    seq.positions[0] = 49
-    choice = TopSlots(4, (CHOOSES, CHOSEN), seq, 0, Ranking())
+    cache = KVCache([None] * 2, 1)
+    cache.positions[0] = 49
+    choice = TopSlots(4, (CHOOSES, CHOSEN), cache, 0, Ranking())
     seen = torch.ones(1, 50, dtype=torch.bool)
     assert choice(0, queries, keys, seen) is None
     slots = choice(1, queries, keys, seen)

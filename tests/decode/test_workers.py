@@ -1,4 +1,4 @@
-"""What the workers of a recipe's parts are shown and told: prompts and steps, of their own sequences alone."""
+"""What the workers of a recipe's components are shown and told: prompts and steps, of their own sequences alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Nosy(DraftLengthPolicy):
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_a_worker_sees_the_states_of_prompts_and_ticks(chunk: int) -> None:
-    """Those of the sequences that have its part, each token once, as an uncached pass computes them."""
+    """Those of the sequences that have its component, each token once, as an uncached pass computes them."""
     nosy, runner = Nosy(), stack_of(tiny("llama"))
     recipes = [Recipe(FULL, Paced(Silent(), nosy)), Recipe(FULL), Recipe(FULL, Paced(Silent(), nosy))]
     run = decode(None, IDS, recipes, 6, runner=runner, chunk=chunk)

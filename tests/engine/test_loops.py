@@ -179,7 +179,7 @@ def test_caches_share_the_memory_by_what_their_rows_need(monkeypatch: pytest.Mon
     room.share([(caches[0], [short]), (caches[1], [long, short]), (caches[2], [])])
     counted = [sum(map(mul, (layer.limit for layer in cache.layers), runner.position_bytes)) for cache in caches[:2]]
     assert [cache.most_seqs for cache in caches] == [2, 4, ENDLESS]
-    assert sum(cache.most_seqs * seq_id for cache, seq_id in zip(caches, counted, strict=False)) <= most
+    assert sum(cache.most_seqs * each for cache, each in zip(caches, counted, strict=False)) <= most
     room.share([(caches[0], [short])])
     assert caches[0].most_seqs == 16
 

@@ -129,7 +129,7 @@ def test_what_the_row_says_moves_the_law() -> None:
 
 def test_a_table_does_not_grow_without_bound() -> None:
     table = Trigrams({}, 0.5)
-    table.read([token for matcher in range(50) for token in (1, 2, matcher + 3)])
+    table.read([token for last in range(50) for token in (1, 2, last + 3)])
     probs = table.probs((1, 2))
     assert len(probs) == FOLLOWERS and probs[0][0] == 52
 

@@ -35,7 +35,7 @@ class Newest(EvictionMethod):
     heads: int = 1
 
     def score(self, slots: StoredSlots) -> Tensor:
-        """In one sequence for all heads, or in one for each."""
+        """In one row for all heads, or in one for each."""
         return slots.places if self.heads == 1 else slots.places.expand(self.heads, -1)
 
 
@@ -86,8 +86,8 @@ def test_what_is_dense_and_what_follows_from_the_length() -> None:
 def test_the_best_columns(sinks: int, window: int) -> None:
     scores = torch.randint(0, 5, (3, 20), generator=torch.Generator().manual_seed(1))
     found = best_slots(scores, 9, 20, sinks, window)
-    for seq, own in zip(scores.tolist(), found.tolist(), strict=True):
-        middle = sorted(range(sinks, 20 - window), key=lambda place: (-seq[place], place))[: 9 - sinks - window]
+    for row, own in zip(scores.tolist(), found.tolist(), strict=True):
+        middle = sorted(range(sinks, 20 - window), key=lambda place: (-row[place], place))[: 9 - sinks - window]
         assert own == sorted([*range(sinks), *middle, *range(20 - window, 20)])
     assert torch.equal(best_slots(scores[0], 9, 20, sinks, window), found[0])
     assert torch.equal(best_slots(scores[:, : 20 - window], 9, 20, sinks, window), found)
@@ -96,7 +96,7 @@ def test_the_best_columns(sinks: int, window: int) -> None:
 @pytest.mark.parametrize("pool", [1, 3, 7])
 def test_pooled_scores_rank_by_neighbours_then_by_themselves(pool: int) -> None:
     scores = torch.randint(0, 4, (2, 15), generator=torch.Generator().manual_seed(2)).float()
-    for seq, ranks in zip(scores.tolist(), pooled(scores, pool).tolist(), strict=True):
-        largest = [max(seq[max(0, at - pool // 2) : at + pool // 2 + 1]) for at in range(15)]
-        order = sorted(range(15), key=lambda at: (-largest[at], -seq[at], at))
+    for row, ranks in zip(scores.tolist(), pooled(scores, pool).tolist(), strict=True):
+        largest = [max(row[max(0, at - pool // 2) : at + pool // 2 + 1]) for at in range(15)]
+        order = sorted(range(15), key=lambda at: (-largest[at], -row[at], at))
         assert sorted(range(15), key=lambda at: -ranks[at]) == order

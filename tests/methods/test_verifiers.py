@@ -103,8 +103,8 @@ def test_long_prompts_are_looked_at_quickly(begins: str, part: str) -> None:
 
 
 def test_a_value_may_be_long_and_words_may_follow_a_short_one() -> None:
-    seqs = "\n".join(["[", *["1,"] * 60, "]"])
-    for text, wanted in ((f"{seqs}\n", seqs), ("[\n1]\nand so on\n", "[\n1]")):
+    lines = "\n".join(["[", *["1,"] * 60, "]"])
+    for text, wanted in ((f"{lines}\n", lines), ("[\n1]\nand so on\n", "[\n1]")):
         assert examples.examples(f">>> f(1)\n{text}") == (Example("f(1)", wanted),)
 
 

@@ -75,7 +75,7 @@ def test_a_forward_from_embeddings_is_that_of_their_tokens(
         monkeypatch.setattr(PackedRunner, "forward", None)
     states: dict[int, torch.Tensor] = {}
     found = runner.forward(chunks, cache, lambda layer, hidden: states.update({layer: hidden.clone()}),
-                          start=Start(0, fed))
+                           start=Start(0, fed))
     assert gap(found, expected) <= backend.exact * 1e-2
     assert gap(states[0][1, :2], vectors[1]) == 0
     wrong = [replace(chunk, tokens=[0] * len(chunk.tokens)) for chunk in chunks]

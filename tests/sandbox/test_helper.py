@@ -1,4 +1,4 @@
-"""Helper processes: limits of time, memory and runner, and the next question after each."""
+"""Helper processes: limits of time, memory and stack, and the next question after each."""
 
 from __future__ import annotations
 

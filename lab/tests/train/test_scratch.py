@@ -159,7 +159,7 @@ def test_by_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     capsys.readouterr()
     assert main([*asked, "copy : ann bob cid dee ="]) == 2
     assert 'full with a masked-diffusion model' in capsys.readouterr().err
-    argv = ["train", "diffusion", "--causal", "--out", str(tmp_path / "twin"), "--steps", "2", "--batch", "4"]
+    causal = ["train", "diffusion", "--causal", "--out", str(tmp_path / "twin"), "--steps", "2", "--batch", "4"]
     assert main(causal) == 0 and "--method full" in capsys.readouterr().err
     drafted = ["--method", "deer", "--draft", str(tmp_path / "model"), "copy : ann bob cid dee ="]
     assert main(["generate", "--model", str(tmp_path / "twin"), *asked[3:], *drafted]) == 0

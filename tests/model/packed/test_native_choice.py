@@ -217,7 +217,7 @@ def test_labels_find_the_largest(
         batch = chain_batch(range(10, 10 + TOKENS), base, range(TOKENS))
         model.forward(batch, kv, threads=2, choose=look)
         one = native.SlotChoice(300, b"\3", base + TOKENS,
-                                  native.SlotLabels(dims.int()[None], [label_sets], [known]))
+                                native.SlotLabels(dims.int()[None], [label_sets], [known]))
         model.forward(batch, kv, threads=2, choices=[one] * TOKENS)
         found = [memory[2] for memory in at_work[-1]._memory]
         of_queries = dims.repeat_interleave(heads // HEADS, 0).expand(TOKENS, -1, -1)

@@ -123,7 +123,7 @@ def measure(
         model: the model.
         setting: number formats, device, threads.
         methods: methods by label; plain decoding is always measured.
-        config: what else is wanted.
+        wish: what else is wanted.
         found: a report; the `texts` that it already holds are not decoded again.
         keep: called after every text.
 
