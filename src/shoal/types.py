@@ -189,6 +189,11 @@ class Step:
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
 
+    @property
+    def row(self) -> int:
+        """The older name of `seq`."""
+        return self.seq
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:

@@ -24,8 +24,9 @@ def test_messages_are_their_template(engine: Engine) -> None:
     expected = engine.generate(chat_ids(TALK, engine.tokenizer), max_new_tokens=6)
     assert engine.generate(TALK, max_new_tokens=6).tokens == expected.tokens
     assert expected.tokens != engine.generate(chat_ids(TALK[:1], engine.tokenizer), max_new_tokens=6).tokens
-    stream = engine.stream(TALK, max_new_tokens=6)
-    assert tuple(step.token for step in stream) == expected.tokens
+    steps = [*engine.stream(TALK, max_new_tokens=6)]
+    assert tuple(step.token for step in steps) == expected.tokens
+    assert {(step.seq, step.row) for step in steps} == {(0, 0)}, "row is the older name"
     with Scheduler(engine) as scheduler:
         assert tuple(step.token for step in scheduler.submit(TALK, max_new_tokens=6)) == expected.tokens
 
