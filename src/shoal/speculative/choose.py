@@ -61,22 +61,29 @@ class Guesses:
     logs: tuple[float, ...]
 
 
+NOTHING = Guesses((), None, ())
+
+
 def choose(places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
-    """Up to `count` guesses at each place; fewer where fewer tokens are possible.
+    """Up to `count` guesses at each place; fewer where fewer tokens are possible, none where none is.
 
     Args:
         places: where.
         logits: [len(places), V], raw.
         count: siblings per place.
     """
-    found: list[Guesses | None] = [None] * len(places)
+    found = [NOTHING] * len(places)
     for members in _alike(places):
         chosen = [places[i] for i in members]
         scores = _scores(chosen, logits if len(members) == len(places) else logits[members])
-        pick = _best if chosen[0].seq.sampling.greedy else _drawn
-        for i, guesses in zip(members, pick(chosen, scores, count), strict=True):
-            found[i] = guesses
-    return [guesses for guesses in found if guesses is not None]
+        if any(place.seq.allowed is not None for place in chosen):  # a drafter of few tokens may know none of those
+            able = (scores > -torch.inf).any(-1)
+            members, scores = [i for i, some in zip(members, able.tolist(), strict=True) if some], scores[able]
+        if members:
+            pick = _best if chosen[0].seq.sampling.greedy else _drawn
+            for i, guesses in zip(members, pick([places[i] for i in members], scores, count), strict=True):
+                found[i] = guesses
+    return found
 
 
 def _alike(places: Sequence[Place]) -> list[list[int]]:
@@ -92,14 +99,8 @@ def _scores(places: Sequence[Place], logits: Tensor) -> Tensor:
     options = places[0].seq.sampling
     if not sampling.needs_history(options) and all(place.seq.allowed is None for place in places):
         return sampling.biased(logits, options)
-    return torch.stack([_of_place(place, values) for place, values in zip(places, logits, strict=True)])
-
-
-def _of_place(place: Place, logits: Tensor) -> Tensor:
-    """A drafter of few tokens may know none of those that are allowed; then any will do, as none is kept."""
-    scores = place.seq.scores(logits, place.path, processed=False)
-    possible = place.seq.allowed is None or bool((scores > -torch.inf).any())
-    return scores if possible else logits
+    pairs = zip(places, logits, strict=True)
+    return torch.stack([place.seq.scores(values, place.path, processed=False) for place, values in pairs])
 
 
 def _best(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]:
