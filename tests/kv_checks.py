@@ -1,4 +1,4 @@
-"""What holds of every part that rewrites KV or reads some of it: pieces, mates, guesses and forks change nothing."""
+"""What holds of every component that rewrites KV or reads some: pieces, mates, guesses and forks change nothing."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def turns(words: Sequence[int], token: int, size: int = 97) -> bool:
 
 @dataclass(frozen=True)
 class Ruled:
-    """The part `constraint` for a rule over `size` tokens."""
+    """The component `constraint` for a rule over `size` tokens."""
 
     rule: Rule
     size: int = 97

@@ -5,9 +5,9 @@
         [--rounds 6] [--ticks 6] [--json OUT]
 
 A context is the beginning of a text. It is read once for the full model and for all methods that read prompts as the
-model does, and once by each of the others; then every system has a row that decodes `ticks` tokens a turn, in turns by
-the round. Methods with a number of KV slots get `--budget` of the context, at least 64. `short` is the full model
-after 64 tokens, and `attention` is how much longer than that a step takes, for the full model over the method.
+model does, and once by each of the others; then every system has a sequence that decodes `ticks` tokens a turn, in
+turns by the round. Methods with a number of KV slots get `--budget` of the context, at least 64. `short` is the full
+model after 64 tokens, and `attention` is how much longer than that a step takes, for the full model over the method.
 llama.cpp has its KV in float16, and in 8 bits. The last line on stdout is the result as JSON.
 """
 

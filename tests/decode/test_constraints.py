@@ -1,4 +1,4 @@
-"""The part `constraint`: whatever decodes says what masking the law by hand says, and forced tokens cost nothing."""
+"""The component `constraint`: all that decodes says what masking the law by hand says; forced tokens cost nothing."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ JOBS: list[Job] = [
     (prompt(2, 11), {"max_new_tokens": 7, "method": Repeating(n=3), "temperature": 1.0, "seed": 5}),
     (prompt(20, 12), {"max_new_tokens": 8, "method": [Repeating(n=4), D3(alpha=0.8, core=2)]}),
 ]
-"""Ticks cost what their layers cost: waves soon pay."""
+"""Steps cost what their layers cost: waves soon pay."""
 
 
 @functools.cache
@@ -397,7 +397,7 @@ def test_a_turn_that_does_not_end_is_told_and_closing_ends_all_the_same() -> Non
 
 @dataclass(frozen=True)
 class _Breaks(Keep):
-    """A part `keep` whose second rewrite fails, and no other."""
+    """A component `keep` whose second rewrite fails, and no other."""
 
     every: int
 

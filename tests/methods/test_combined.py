@@ -1,4 +1,4 @@
-"""Several methods at once: which combine, what their recipe is, and that it decodes as its parts say."""
+"""Several methods at once: which combine, what their recipe is, and that it decodes as its components say."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SENTINELS = {"keep": StreamingLLM().recipe(INFO).keep, "store": KVInt8().recipe(
 
 @dataclass(frozen=True)
 class Filling(Method):
-    """A method that fills the parts that it is told to."""
+    """A method that fills the components that it is told to."""
 
     name: ClassVar[str] = "filling"
 

@@ -1,4 +1,4 @@
-"""The two ends of a stack, for parts that were trained: what enters the first layer, and what the head reads."""
+"""The two ends of a runner, for parts that were trained: what enters the first layer, and what the head reads."""
 
 from __future__ import annotations
 

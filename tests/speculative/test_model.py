@@ -32,7 +32,7 @@ def home(**options: Any) -> Engine:
 
 
 class Fed:
-    """Keeps what a stack is fed, and fails when told to."""
+    """Keeps what a runner is fed, and fails when told to."""
 
     def __init__(self, runner: Any, fail_at: int | None = None) -> None:
         self._forward, self._fail_at = runner.forward, fail_at

@@ -24,7 +24,7 @@ from shoal_lab.eval.rising import RisingPlan, executor
 
 Plan = DepthPlan | RisingPlan
 _UNSCORED = (BY_PROMPT, "keep", "store", "select", "experts", "search", "constraint")
-"""Parts beside the plan that change a token's probability or which token is taken; exact drafting does not."""
+"""Components beside the plan that change a token's probability or which token is taken; exact drafting does not."""
 WORK = ("second_tokens", "switches", "branches", "thrown_away")
 """Counts of `Stats` that an outcome keeps: of methods with two models, and of searches."""
 
@@ -59,10 +59,10 @@ def check_scored(recipe: Recipe, name: str, *read: str) -> None:
     Args:
         recipe: the method's.
         name: whose recipe this is, for the error.
-        read: further parts that the caller takes into account.
+        read: further components that the caller takes into account.
 
     Raises:
-        Unsupported: a part alters the KV or the MLPs, or searches, or is a loop that is not exact.
+        Unsupported: a component alters the KV or the MLPs, or searches, or is a loop that is not exact.
     """
     lossy = ("loop",) if recipe.loop is not None and not recipe.loop.exact else ()
     others = [part for part in recipe.beside_plan if part in (*_UNSCORED, *lossy) and part not in read]

@@ -86,7 +86,7 @@ class DenoisingMethod(Method):
             raise ValueError(f"block is {self.block}; it must be at least 1 word, or None")
 
     def denoised(self, info: ModelInfo, commit: Commit, **parts: Any) -> Recipe:
-        """The recipe with these parts of the loop.
+        """The recipe with these options of the loop.
 
         Raises:
             Unsupported: the model has sliding windows, which do not describe tokens to the right.

@@ -45,7 +45,7 @@ class SwitchingMethod(PairedMethod):
 
         Raises:
             ValueError: no draft model was named, it cannot be loaded, or its method does more than choose layers.
-            Unsupported: its tokens differ, or `inner` sets parts that a loop cannot have.
+            Unsupported: its tokens differ, or `inner` sets components that a loop cannot have.
         """
         if info.draft_engine is None:
             return replace(self.own(info), loop=Switching(policy))

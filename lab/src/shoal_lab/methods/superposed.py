@@ -78,7 +78,7 @@ class Superposed(Method):
 
         Raises:
             ValueError: the corpus cannot be read.
-            Unsupported: `inner` sets parts that a loop cannot have.
+            Unsupported: `inner` sets components that a loop cannot have.
         """
         own = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.k == 1:

@@ -104,7 +104,7 @@ class TrimR(Method):
 
         Raises:
             ValueError: the judge cannot be loaded.
-            Unsupported: the judge cannot say yes or no, or `inner` sets parts that a loop cannot have.
+            Unsupported: the judge cannot say yes or no, or `inner` sets components that a loop cannot have.
         """
         own = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.judge is None and self.share is None and self.repeats is None:

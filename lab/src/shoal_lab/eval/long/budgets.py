@@ -15,7 +15,7 @@ from shoal.methods.calibrated import Calibrated
 from shoal.methods.common.combined import Combined
 
 SINKS, EVERY = 4, 16
-_KNOBS: Mapping[str, Callable[[int, int], dict[str, Any]]] = MappingProxyType({
+_OPTIONS: Mapping[str, Callable[[int, int], dict[str, Any]]] = MappingProxyType({
     "tidal": lambda slots, _: {"k": slots},
     "double_sparsity": lambda slots, _: {"k": slots},
     "topk_oracle": lambda slots, _: {"k": slots},
@@ -42,10 +42,10 @@ def at_budget(method: Method, slots: int, length: int) -> Method | None:
         if not any(members):
             return None
         return make([new or old for new, old in zip(members, method.members, strict=True)])
-    if method.name not in _KNOBS:
+    if method.name not in _OPTIONS:
         return None
     try:
-        return replace(method, **_KNOBS[method.name](slots, length))
+        return replace(method, **_OPTIONS[method.name](slots, length))
     except ValueError as error:
         raise ValueError(f"{method.name} with {slots} of {length} slots: {error}") from error
 

@@ -26,7 +26,7 @@ from shoal.model.kv.form import Store
 from shoal.types import Step
 
 _CHUNK = 256
-_PARTS = ("keep", "store", "select")
+_COMPONENTS = ("keep", "store", "select")
 
 
 def dense_prompt(recipe: Recipe) -> bool:
@@ -71,7 +71,7 @@ class SharedPrompts:
             Unsupported: the method does more than the plain step.
         """
         recipe = self.engine.recipe(method, longest)
-        extra = [component for component in recipe.beside_plan if component not in _PARTS]
+        extra = [component for component in recipe.beside_plan if component not in _COMPONENTS]
         if extra:
             raise Unsupported(
                 f"{method.name} on long contexts", f"its part {extra[0]!r} is no way of keeping or reading KV",

@@ -6,7 +6,7 @@ import pytest
 
 from drafts import draft_of
 from lab_matrix import LAB, MASKED
-from layer_knobs import REFUSED, SIX, layered
+from layer_options import REFUSED, SIX, layered
 from shoal.methods.base import Method
 from shoal_lab.methods.del_ import DEL
 from shoal_lab.methods.draft_and_verify import DraftAndVerify

@@ -1,10 +1,10 @@
-"""Knobs that name layers: an index or a number that the model does not have is refused, and the range is named."""
+"""Options that name layers: an index or a number that the model does not have is refused, and the range is named."""
 
 from __future__ import annotations
 
 import pytest
 
-from layer_knobs import REFUSED, SIX, layered
+from layer_options import REFUSED, SIX, layered
 from method_matrix import CHANNELS, CORE
 from shoal.methods.base import Method
 from shoal.methods.d3 import D3

@@ -1,4 +1,4 @@
-"""Knobs that name layers: how a layer that the model has not is refused, and which knobs say that they name some."""
+"""Options that name layers: how a layer that the model has not is refused, and which say that they name some."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ REFUSED = r"99.*(0\.\.5|0\.\.6|1\.\.6|\b6 layers|at most [46]|1\.\.4|4\.\.6|2\.\
 
 
 def layered(kinds: Iterable[type[Method]]) -> set[tuple[str, str]]:
-    """Names of methods and of those of their knobs whose words mention layers."""
+    """Names of methods and of those of their options whose words mention layers."""
     return {(kind.name, knob) for kind in kinds for knob, text in field_docs(kind).items()
             if knob in kind.option_names() and "layer" in text.lower()}
