@@ -15,5 +15,5 @@ REFUSED = r"99.*(0\.\.5|0\.\.6|1\.\.6|\b6 layers|at most [46]|1\.\.4|4\.\.6|2\.\
 
 def layered(kinds: Iterable[type[Method]]) -> set[tuple[str, str]]:
     """Names of methods and of those of their options whose words mention layers."""
-    return {(kind.name, knob) for kind in kinds for knob, text in field_docs(kind).items()
-            if knob in kind.option_names() and "layer" in text.lower()}
+    return {(kind.name, option) for kind in kinds for option, text in field_docs(kind).items()
+            if option in kind.option_names() and "layer" in text.lower()}

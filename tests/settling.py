@@ -95,8 +95,8 @@ class Settles(Keep):
 
 
 class Settler(Keeper):
-    def __init__(self, knobs: Settles) -> None:
-        self._method = knobs
+    def __init__(self, options: Settles) -> None:
+        self._method = options
 
     def next_length(self, seq: SequenceState, length: int) -> int:
         every = self._method.every

@@ -132,7 +132,7 @@ def shown(row: Row, plain: str = "the model alone") -> str:
     parts = [part for part in row["label"].split(":") if not part.startswith(("draft=", "judge="))]
     if row["method"]["method"] == "calibrated":
         held = row["method"]["inner"]
-        parts = [held["method"], *(f"{knob}={value}" for knob, value in held["method_args"].items()
+        parts = [held["method"], *(f"{option}={value}" for option, value in held["method_args"].items()
                                    if isinstance(value, (int, float)))]
     return plain if parts == ["full"] else ", ".join([f"`{parts[0]}`", *parts[1:]])
 

@@ -79,10 +79,10 @@ class Requests:
         found: list[tuple[str, Any]] = []
         for name in policy.allowed(Settings()):
             limits = limits_of(methods.get(name))
-            for knob in (field.name for field in knobs_of(methods.get(name))):
-                most = limits[knob].value if knob in limits else 0
+            for option in (field.name for field in knobs_of(methods.get(name))):
+                most = limits[option].value if option in limits else 0
                 edge = [] if most in (0, float("inf")) else [int(most), int(most) + 1, -int(most)]
-                found += [self._body({"method": name, "method_args": {knob: value}})
+                found += [self._body({"method": name, "method_args": {option: value}})
                           for value in (*edge, *self._dice.sample([*HUGE, *ODD], 5))]
         return found
 

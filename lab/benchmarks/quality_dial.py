@@ -28,10 +28,10 @@ def table(report: dict, times: dict[str, dict]) -> str:
     for row in report["suites"][0]["answers"]:
         if row["label"] == "full":
             continue
-        knobs = row["method"]["method_args"]
-        share = f"{knobs['mean']:.0%}".replace("%", " %")
+        options = row["method"]["method_args"]
+        share = f"{options['mean']:.0%}".replace("%", " %")
         cells = [
-            str(knobs["length"]), share, f"{float(knobs['margin']):g}", f"{100 * row['accuracy']:.1f}",
+            str(options["length"]), share, f"{float(options['margin']):g}", f"{100 * row['accuracy']:.1f}",
             *gap(row, "difference", 100, 1), f"{100 * row['same']:.0f}", f"{row['ideal_speedup']:.2f}x",
             *timing(row, times),
         ]

@@ -62,9 +62,9 @@ Draft = Callable[[list[int]], Drafts]
 def ways_of(corpus: str | None) -> dict[str, Callable[[shoal.Engine, int], Draft]]:
     """Drafters by name."""
 
-    def superposed(**knobs: Any) -> Callable[[shoal.Engine, int], Draft]:
+    def superposed(**options: Any) -> Callable[[shoal.Engine, int], Draft]:
         return lambda engine, k: lambda prompt: of_result(
-            engine.generate(prompt, method=shoal.Superposed(k, **knobs), max_new_tokens=LONGEST, ignore_eos=True)
+            engine.generate(prompt, method=shoal.Superposed(k, **options), max_new_tokens=LONGEST, ignore_eos=True)
         )
 
     ways = {"nucleus": nucleus, "beam": beam, "superposed": superposed(), "superposed_alone": superposed(alpha=0.0),

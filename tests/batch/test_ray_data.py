@@ -27,8 +27,8 @@ LINES: list[Any] = [
 ]
 NAMED: dict[str, dict[str, Any]] = {"best_of": {"n": 2}, "prompt_lookup": {}, "d3_spec": {"mean": 0.8, "core": 2},
                                     "kv_int8": {}, "tidal": {"k": 8}}
-for number, (name, knobs) in enumerate(NAMED.items(), 20):
-    LINES[number] |= {"method": name, "method_args": knobs, "temperature": 0.9 if number < 22 else 0.0}
+for number, (name, options) in enumerate(NAMED.items(), 20):
+    LINES[number] |= {"method": name, "method_args": options, "temperature": 0.9 if number < 22 else 0.0}
 LINES[7:9] = ["nonsense\n", {"messages": [{"role": "user", "content": "Hello"}]}]
 
 

@@ -56,7 +56,7 @@ def test_a_setting_of_all_is_for_those_that_have_it(places: tuple[Path, Path]) -
     assert words() == ["--model=a"]
 
 
-def test_a_method_goes_with_its_knobs(places: tuple[Path, Path]) -> None:
+def test_a_method_goes_with_its_options(places: tuple[Path, Path]) -> None:
     own, project = places
     own.write_text('[serve]\nmethod = "d3"\nmean = 0.9\nport = 1\n')
     assert words() == ["--method=d3", "--mean=0.9", "--port=1"]

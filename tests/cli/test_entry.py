@@ -54,18 +54,18 @@ def test_no_command_shows_help_and_fails(capsys):
     assert "generate" in capsys.readouterr().out
 
 
-def test_misspelt_knob(capsys):
+def test_misspelt_option(capsys):
     err = fails(capsys, "plan", "--layers", "32", "--alhpa", "0.9")
     assert "method d3 has no option --alhpa. Did you mean --alpha?" in err
     assert "--start" in err and "--rounding" in err
 
 
-def test_misspelt_knob_before_a_prompt(capsys):
+def test_misspelt_option_before_a_prompt(capsys):
     assert "no option --alhpa" in fails(capsys, "generate", "--method", "d3", "--alhpa", "0.9", "Once")
     assert "no option --alhpa" in fails(capsys, "generate", "--method=d3", "--alhpa=0.9", "Once")
 
 
-def test_knob_of_another_method_names_its_owner(capsys):
+def test_option_of_another_method_names_its_owner(capsys):
     said = fails(capsys, "plan", "--layers", "32", "--exit-layer", "3")
     assert re.search(r"--method early_exit( or \w+)* has", said)
 

@@ -171,7 +171,7 @@ def test_a_card_that_is_not_there(tmp_path):
         parsed("--method", str(tmp_path / "none.json"))
 
 
-def test_a_knob_that_collides_with_a_common_option(odd):
+def test_an_option_that_collides_with_a_common_option(odd):
     method = parsed("--method", "odd", "--size", "2", "--odd-json", "0.75", "--flag", "yes").method
     assert method == Odd(size=2, json=0.75, flag=True)
 
@@ -180,7 +180,7 @@ def test_a_wrapped_method_by_name(odd):
     assert parsed("--method", "odd", "--size", "2", "--inner", "early_exit").method.inner == EarlyExit()
 
 
-def test_a_required_knob(odd):
+def test_a_required_option(odd):
     with pytest.raises(ValueError, match="method odd needs --size"):
         parsed("--method", "odd")
 

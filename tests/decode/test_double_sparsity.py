@@ -62,15 +62,15 @@ class Outline(Reading):
         return (rank < K) | ~(torch.arange(len(seen))[:, None] >= self.begin)
 
 
-def outlined_model(name: str, knobs: DoubleSparsity, windows: tuple[int | None, ...], begin: int) -> Any:
+def outlined_model(name: str, options: DoubleSparsity, windows: tuple[int | None, ...], begin: int) -> Any:
     """A `reading_model` that is also shown scores by the first dimensions alone."""
     shown: dict[int, Tensor] = {}
-    model = reading_model(reference(name), Outline(knobs, windows, begin, shown))
+    model = reading_model(reference(name), Outline(options, windows, begin, shown))
 
     def before(module: Any, layer: int, query: Tensor, key: Tensor) -> None:
         keep = torch.zeros(len(key[0]), 1, 1, key.shape[3], dtype=key.dtype)
-        for head, dims in enumerate(knobs.channels[layer]):
-            keep[head, ..., list(dims[: knobs.width])] = 1
+        for head, dims in enumerate(options.channels[layer]):
+            keep[head, ..., list(dims[: options.width])] = 1
         grouped = query[0].view(len(key[0]), -1, *query.shape[2:])
         scores = (grouped * keep) @ key[0][:, None].mT * module.scaling
         cap = getattr(module, "attn_logit_softcapping", None)

@@ -76,7 +76,7 @@ def cases(tok: Any, alphabet: str) -> st.SearchStrategy[tuple[StopRules, list[in
 @by_turns("name", ["byte_level", "byte_fallback", "metaspace", "shoal-reference", "stories260K", "babyllama361"])
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_blocks_end_where_the_slow_twin_ends(name: str, data: st.DataObject) -> None:
+def test_blocks_end_where_the_reference_ends(name: str, data: st.DataObject) -> None:
     tok = tokenizer(name)
     rules, tokens, sizes = data.draw(cases(tok, "ab é" if name != "metaspace" else "ab"))
     pieces, state = run(rules, tok, tokens, sizes)

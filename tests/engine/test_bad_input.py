@@ -27,8 +27,8 @@ def engine(family: str = "llama") -> Engine:
     return engine_for(tiny(family))
 
 
-def d3(**knobs: Any) -> dict[str, Any]:
-    return {"method": {"method": "d3", "method_args": knobs}}
+def d3(**options: Any) -> dict[str, Any]:
+    return {"method": {"method": "d3", "method_args": options}}
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

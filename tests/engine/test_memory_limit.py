@@ -89,8 +89,8 @@ def test_less_is_guessed_until_nothing_is() -> None:
 @pytest.mark.parametrize("method", [*MATRIX, *DEFAULTS],
                          ids=lambda one: repr(one)[:60])
 def test_every_method_can_be_made_shorter(method: Method) -> None:
-    knobs = ("branching", "nodes", "length")
-    sizes = [[getattr(one, knob, None) for knob in knobs] for one in shorter(method)]
+    options = ("branching", "nodes", "length")
+    sizes = [[getattr(one, option, None) for option in options] for one in shorter(method)]
     assert all(len(before) == 3 for before in sizes) and len(sizes) <= 12
     for before, after in pairwise(sizes[:-1]):
         assert all(old is None or new == old or new < old for old, new in zip(before, after, strict=True))

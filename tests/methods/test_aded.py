@@ -151,9 +151,9 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
         trigrams_of(str(tmp_path / "missing.txt"), byte_level())
 
 
-@pytest.mark.parametrize("knob", ["nodes", "depth", "iterations"])
-def test_settings_out_of_range(knob: str) -> None:
-    with pytest.raises(ValueError, match=f"{knob} is 0"):
-        ADED(**{knob: 0})
+@pytest.mark.parametrize("option", ["nodes", "depth", "iterations"])
+def test_settings_out_of_range(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} is 0"):
+        ADED(**{option: 0})
     with pytest.raises(ValueError, match=r"step is 9.*\(0, 3\]"):
         ADED(step=9.0)

@@ -234,7 +234,7 @@ def test_a_part_in_the_users_cache_is_found_before_that_which_ships(
     assert str(mine / "damaged" / draft_head_file.CARD) in caplog.text
 
 
-def test_a_part_that_was_named_is_the_helper_and_no_other_beside_it(shipped: Engine, tmp_path: Path) -> None:
+def test_a_part_that_was_named_is_the_drafter_and_no_other_beside_it(shipped: Engine, tmp_path: Path) -> None:
     named = eagle_part("llama")
     assert Auto(part=named).recipe(shipped.info()).proposer.drafter.part.name == named
     assert Auto().recipe(shipped.info()).proposer.drafter.part.name.endswith("tiny")
@@ -248,7 +248,7 @@ def test_a_part_that_was_named_is_the_helper_and_no_other_beside_it(shipped: Eng
         Auto(part=str(other)).recipe(shipped.info())
 
 
-def test_only_a_search_that_found_sublayers_to_skip_gives_a_helper() -> None:
+def test_only_a_search_that_found_sublayers_to_skip_gives_a_drafter() -> None:
     found, nothing = (Auto().recipe(ModelInfo(6, skips=skips)).proposer for skips in (((2,), (2,)), ((), ())))
     assert found.drafter is not None and nothing.drafter is None
 

@@ -43,13 +43,13 @@ NAME_NO_LAYER = {
 """Their words mention layers, but their values count none."""
 
 
-@pytest.mark.parametrize(("name", "knob"), OUTSIDE)
-def test_a_layer_outside_the_model_is_refused_with_the_range(name: str, knob: str) -> None:
+@pytest.mark.parametrize(("name", "option"), OUTSIDE)
+def test_a_layer_outside_the_model_is_refused_with_the_range(name: str, option: str) -> None:
     with pytest.raises(ValueError, match=REFUSED):
-        OUTSIDE[name, knob].recipe(SIX)
+        OUTSIDE[name, option].recipe(SIX)
 
 
-def test_every_knob_that_names_layers_is_there() -> None:
+def test_every_option_that_names_layers_is_there() -> None:
     assert layered({type(method) for method in CORE}) - NAME_NO_LAYER == set(OUTSIDE)
 
 

@@ -44,12 +44,12 @@ def test_every_number_of_every_method_has_a_bound_of_its_own() -> None:
         hints, limits = get_type_hints(methods.get(name)), limits_of(methods.get(name))
         numbers = {field.name for field in fields(methods.get(name)) if has_number(hints[field.name])}
         assert numbers <= limits.keys(), name
-        assert all(limits[knob] is not UNDECLARED for knob in numbers), name
+        assert all(limits[option] is not UNDECLARED for option in numbers), name
 
 
-@pytest.mark.parametrize(("name", "knob"), NUMBERS)
-def test_nothing_beyond_a_bound_gets_through_however_it_is_written(name: str, knob: str) -> None:
-    hint, limit = get_type_hints(methods.get(name))[knob], limits_of(methods.get(name)).get(knob, Most(0))
+@pytest.mark.parametrize(("name", "option"), NUMBERS)
+def test_nothing_beyond_a_bound_gets_through_however_it_is_written(name: str, option: str) -> None:
+    hint, limit = get_type_hints(methods.get(name))[option], limits_of(methods.get(name)).get(option, Most(0))
     huge: list[Any] = ["x" * 100_000]
     if has_number(hint):
         huge += [10**400, -(10**400), [10**400], [[-(10**30)]]]
@@ -58,12 +58,12 @@ def test_nothing_beyond_a_bound_gets_through_however_it_is_written(name: str, kn
         huge.append([1] * (limit.items + 1))
     for value in huge:
         for method, args in (
-            (name, {knob: value}),
-            ([{"method": name, "method_args": {knob: value}}], {}),
-            (["full", {"method": name, "method_args": {knob: value}}], {}),
-            ("prompt_lookup", {"inner": {"method": name, "method_args": {knob: value}}}),
-            ("prompt_lookup", {"inner": {"method": [{"method": name, "method_args": {knob: value}}]}}),
-            ([{"method": "aded", "inner": {"method": name, "method_args": {knob: value}}}], {}),
+            (name, {option: value}),
+            ([{"method": name, "method_args": {option: value}}], {}),
+            (["full", {"method": name, "method_args": {option: value}}], {}),
+            ("prompt_lookup", {"inner": {"method": name, "method_args": {option: value}}}),
+            ("prompt_lookup", {"inner": {"method": [{"method": name, "method_args": {option: value}}]}}),
+            ([{"method": "aded", "inner": {"method": name, "method_args": {option: value}}}], {}),
         ):
             assert refusal(method, args)
 

@@ -173,6 +173,6 @@ def test_shortgpt_without_scores_says_how_to_get_them() -> None:
         (lambda: ShortGPT(31).recipe(scored()), "at most 30"),
     ],
 )
-def test_bad_knobs_are_named(build: object, words: str) -> None:
+def test_bad_options_are_named(build: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build()  # type: ignore[operator]

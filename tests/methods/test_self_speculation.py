@@ -360,7 +360,7 @@ def test_trained_weights(backend: str, method: str, sampling: str) -> None:
         (lambda: D3Spec(stop=-0.1), r"stop is -0\.1"),
     ],
 )
-def test_bad_knobs_are_named(build: Any, words: str) -> None:
+def test_bad_options_are_named(build: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build()
 

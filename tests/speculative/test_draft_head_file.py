@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(eagle_part("llama"), tmp_path / "part"))
 
 
-def run(folder: Path | str | None, engine: Engine | None = None, **knobs: Any) -> None:
-    method = Eagle(None if folder is None else str(folder), **knobs)
+def run(folder: Path | str | None, engine: Engine | None = None, **options: Any) -> None:
+    method = Eagle(None if folder is None else str(folder), **options)
     (engine or target("llama")).generate(prompt(5, 1), method=method, max_new_tokens=8)
 
 
@@ -119,11 +119,11 @@ def test_no_part_is_refused() -> None:
         run(None)
 
 
-def test_knobs_out_of_range_are_refused() -> None:
-    for knobs in ({"length": 0}, {"stop": 1.5}, {"nodes": 0}, {"width": 30, "length": 3}, {"width": 0},
+def test_options_out_of_range_are_refused() -> None:
+    for options in ({"length": 0}, {"stop": 1.5}, {"nodes": 0}, {"width": 30, "length": 3}, {"width": 0},
                   {"width": 2, "rule": "rejection"}):
         with pytest.raises(ValueError, match="must be|under rule 'rejection'"):
-            Eagle("part", **knobs)
+            Eagle("part", **options)
 
 
 @pytest.mark.parametrize("largest", [127, 31])

@@ -85,16 +85,16 @@ class Clustered(Reading):
         return torch.stack([torch.stack(group) for group in outputs])
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaled: Scaled) -> Tensor:
-        knobs, out = self.method, []
+        options, out = self.method, []
         dense: list[Slot] = [(k, v, 1.0) for k, v in zip(keys.tolist(), values.tolist(), strict=True)]
         done, clusters, due = 0, list[Slot](), self.begin
         for at, query in enumerate(queries):
             if at == due:
-                rest = max(0, at - knobs.window - knobs.sinks - done) // knobs.chunk * knobs.chunk
-                new = dense[knobs.sinks + done : knobs.sinks + done + rest]
-                clusters += by_hand(new, knobs.chunk, int(rest * knobs.removed))
-                done, due = done + rest, due + knobs.every
-            seen = [*dense[: knobs.sinks], *clusters, *dense[knobs.sinks + done :]] if done else dense
+                rest = max(0, at - options.window - options.sinks - done) // options.chunk * options.chunk
+                new = dense[options.sinks + done : options.sinks + done + rest]
+                clusters += by_hand(new, options.chunk, int(rest * options.removed))
+                done, due = done + rest, due + options.every
+            seen = [*dense[: options.sinks], *clusters, *dense[options.sinks + done :]] if done else dense
             seen = seen[: len(seen) - (len(dense) - at - 1)]
             k, v, sizes = (torch.tensor([one[part] for one in seen], dtype=query.dtype) for part in range(3))
             out.append((scaled(k @ query) + sizes.log()).softmax(0) @ v)

@@ -47,8 +47,8 @@ def gate_part(shift: float = 0.0) -> DraftHead:
     return DraftHead("gate", {"hidden": HIDDEN, "layer": LAYER}, tensors, {"kept": 0.5})
 
 
-def recipe(plan: DepthPlan | None = None, every: int = 1, shift: float = 0.0, **knobs: int) -> Recipe:
-    keep = Gated(DynamicContext("", every=every, **knobs), TokenGate(gate_part(shift)))
+def recipe(plan: DepthPlan | None = None, every: int = 1, shift: float = 0.0, **options: int) -> Recipe:
+    keep = Gated(DynamicContext("", every=every, **options), TokenGate(gate_part(shift)))
     return Recipe(plan or DepthPlan.full(LAYERS), keep=keep)
 
 

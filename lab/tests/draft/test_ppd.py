@@ -179,15 +179,15 @@ def test_a_part_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     wide._vectors = torch.zeros(2, 33)
     with pytest.raises(Unsupported, match="it is for states of 33 numbers; the model's have 32"):
         wide.begin(HF.runner("llama"), None)  # type: ignore[arg-type]
-    for knobs in ({"length": 0}, {"nodes": 0}, {"nodes": 61}):
+    for options in ({"length": 0}, {"nodes": 0}, {"nodes": 61}):
         with pytest.raises(ValueError, match="it must be"):
-            PPD(folder, **knobs)
+            PPD(folder, **options)
 
 
 def test_memory_is_counted_for_prompts_too() -> None:
     info = target("llama").info()
-    for knobs, most in (({}, 15), ({"length": 2}, 8), ({"nodes": 9}, 9)):
-        method = PPD(part_for("ppd", "llama"), **knobs)
+    for options, most in (({}, 15), ({"length": 2}, 8), ({"nodes": 9}, 9)):
+        method = PPD(part_for("ppd", "llama"), **options)
         assert guesses(method, method.recipe(info)) == (most, most)
     method = PPD(part_for("ppd", "llama"), nodes=9)
     assert [getattr(one, "nodes", None) for one in shorter(method)] == [9, 4, 2, 1, None]

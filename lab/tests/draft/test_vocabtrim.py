@@ -83,7 +83,7 @@ def test_the_head_is_cut_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("options", "message"),
     [
         ({}, "no tokens to keep; give text"),
         ({"text": "a", "tokens": (1,)}, "give one of them"),
@@ -93,7 +93,7 @@ def test_the_head_is_cut_once() -> None:
         ({"text": "missing.txt"}, "text is 'missing.txt', but the model has no tokenizer"),
     ],
 )
-def test_what_cannot_be_kept(knobs: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_kept(options: dict[str, Any], message: str) -> None:
     engine = engine_for(tiny("llama"))
     with pytest.raises(ValueError, match=message):
-        engine.generate(PROMPTS[0], method=VocabTrim(draft_of("llama"), **knobs), max_new_tokens=4)
+        engine.generate(PROMPTS[0], method=VocabTrim(draft_of("llama"), **options), max_new_tokens=4)

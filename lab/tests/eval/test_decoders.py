@@ -64,7 +64,7 @@ def cut(tokens: list[int], eos: frozenset[int]) -> list[int]:
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.quick(3)
-def test_every_control_is_answered_and_scored_as_its_twin(group: str, tiny_model: Any, tiny_engine: Engine) -> None:
+def test_every_control_answers_and_scores_as_its_reference(group: str, tiny_model: Any, tiny_engine: Engine) -> None:
     at = setting(tiny_engine, Lengths((18, 7, 12)), 1.2, 18, order="late_middle", core=2)
     found, decoder, prompts, references = controls(at, [group]), Decoder(tiny_engine), ids(5, 1, 9), ids(9, 14, 1)
     assert found[0].label == "d3" and len(found) > 1

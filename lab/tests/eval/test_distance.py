@@ -87,7 +87,7 @@ def check(model: Any, found: list[distance.Readings], read: list[Told], plan: An
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_control_is_as_far_off_as_its_twin(group: str, tiny_model: Any, tiny_engine: Engine) -> None:
+def test_every_control_is_as_far_off_as_its_reference(group: str, tiny_model: Any, tiny_engine: Engine) -> None:
     at = setting(tiny_engine, Lengths((18, 7, 12)), 1.2, 18, order="late_middle", core=2)
     read = texts(18, 7, 12)
     judge = FullReading(tiny_engine, read)

@@ -315,13 +315,13 @@ def test_a_random_choice_keeps_as_much_and_the_window() -> None:
     assert torch.equal(kept, drawn("0/1", keys, 8, 20))
 
 
-@pytest.mark.parametrize(("name", "knobs"), [
+@pytest.mark.parametrize(("name", "options"), [
     ("tidal", {"k": 256}), ("snapkv", {"budget": 256}), ("topk_oracle", {"k": 256}), ("centroid_kv", {"removed": 0.75}),
     ("streaming_llm", {"window": 252, "sinks": 4, "every": 16}),
 ])
-def test_budgets_are_shares_of_the_context(name: str, knobs: dict[str, Any]) -> None:
+def test_budgets_are_shares_of_the_context(name: str, options: dict[str, Any]) -> None:
     found = at_budget(make(name), 256, 1024)
-    assert found is not None and {knob: getattr(found, knob) for knob in knobs} == knobs
+    assert found is not None and {option: getattr(found, option) for option in options} == options
 
 
 def test_cards_and_combinations_have_budgets_too() -> None:

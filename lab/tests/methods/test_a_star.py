@@ -270,7 +270,7 @@ def by_hand(
     ids=repr,
 )
 @pytest.mark.quick(3)
-def test_answers_branches_and_work_are_those_of_the_slow_twin(name: str, method: AStar, budget: int) -> None:
+def test_answers_branches_and_work_are_those_of_the_reference(name: str, method: AStar, budget: int) -> None:
     limited = AStar(**{**vars(method), "budget": budget})
     options: dict[str, Any] = {**WARM, "max_new_tokens": 12, "top_k": 20}
     found = engine_of(name).generate(SHORT, method=limited, **options)
@@ -377,7 +377,7 @@ def test_a_verdict_may_be_any_real_number_in_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("options", "message"),
     [
         ({"k": 0}, "k is 0; it must be at least 1"),
         ({"step": 0}, "step is 0; it must be at least 1"),
@@ -390,9 +390,9 @@ def test_a_verdict_may_be_any_real_number_in_range() -> None:
         ({"edge_cost": "two"}, "edge_cost of a_star is 'two'"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AStar(**knobs)
+        AStar(**options)
 
 
 def test_no_search_goes_on_for_ever() -> None:

@@ -85,7 +85,7 @@ def by_hand(
 @pytest.mark.parametrize("how", [SETTINGS[0], pytest.param(SETTINGS[1], marks=pytest.mark.slow)],
                          ids=["greedy", "sampled"])
 @pytest.mark.quick(2)
-def test_tokens_and_forwards_are_the_slow_twins_on_every_executor(backend: Backend, name: str, how: Sampling) -> None:
+def test_tokens_and_forwards_are_the_references_on_every_executor(backend: Backend, name: str, how: Sampling) -> None:
     method = AdaDec(threshold=1.0, candidates=3, lookahead=3)
     run = decode(None, SHORT, recipe_of(method), NEW, runner=backend.runner(name), sampling=how, seed=4, watch=False)
     expected = [by_hand(name, ids, method, how, seq) for seq, ids in enumerate(SHORT)]
@@ -254,7 +254,7 @@ def test_what_makes_no_sense_beside_it_is_refused_by_name(other: Method) -> None
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("options", "message"),
     [
         ({"threshold": -0.1}, "threshold is -0.1; it must be 0 nats or more, infinity"),
         ({"threshold": math.nan}, "threshold is nan"),
@@ -263,9 +263,9 @@ def test_what_makes_no_sense_beside_it_is_refused_by_name(other: Method) -> None
         ({"candidates": 26, "lookahead": 10}, "26 candidates x lookahead 10 is 260 tokens; they must be at most 256"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaDec(**knobs)
+        AdaDec(**options)
 
 
 def test_infinity_has_a_form_in_json() -> None:

@@ -172,7 +172,7 @@ def test_rows_decide_alone_whatever_runs_beside_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("options", "message"),
     [
         ({"alpha": -0.1}, "alpha is -0.1; it must be from 0"), ({"alpha": 1.1}, "alpha is 1.1"),
         ({"alpha": math.nan}, "alpha is nan"), ({"draft_tokens": -1}, "draft_tokens is -1; it must be at least 0"),
@@ -181,9 +181,9 @@ def test_rows_decide_alone_whatever_runs_beside_them() -> None:
         ({"scores": "many"}, "scores of atts is 'many'"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ATTS(**knobs)
+        ATTS(**options)
 
 
 def test_without_scores_or_a_draft_it_says_what_is_missing() -> None:

@@ -116,7 +116,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", CASES, ids=repr)
-def test_words_and_steps_are_those_of_the_slow_twin(method: Diffusion, how: dict[str, Any]) -> None:
+def test_words_and_steps_are_those_of_the_reference(method: Diffusion, how: dict[str, Any]) -> None:
     for shift, ids in ((0, SHORT[0]), (1, SHORT[1])):
         engine = masked_engine(shift=shift)
         replay = Replay(masked_model(shift=shift), ids, method, shift, how=how)
@@ -125,7 +125,7 @@ def test_words_and_steps_are_those_of_the_slow_twin(method: Diffusion, how: dict
         assert found.stats.target_forwards == len(replay.order) * (2 if method.guidance else 1)
 
 
-def test_the_twin_fills_out_of_order_and_several_at_a_time() -> None:
+def test_the_reference_fills_out_of_order_and_several_at_a_time() -> None:
     """Otherwise the equality above would say little."""
     order = Replay(masked_model(), SHORT[0], Diffusion()).order
     assert [place for places in order for place in places] != list(range(NEW))
@@ -416,7 +416,7 @@ def test_what_does_not_fit_an_answer_is_refused(method: Method, options: dict[st
         answer(masked_engine(), SHORT[0], method, **options)
 
 
-@pytest.mark.parametrize(("knobs", "message"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"method": "diffusion", "method_args": {"steps": 0}}, "steps is 0; it must be at least 1"),
     ({"method": "diffusion", "method_args": {"block": 0}}, "block is 0; it must be at least 1"),
     ({"method": "diffusion", "method_args": {"guidance": -1}}, "guidance is -1"),
@@ -430,9 +430,9 @@ def test_what_does_not_fit_an_answer_is_refused(method: Method, options: dict[st
     ({"method": "adablock", "method_args": {"delimiters": []}}, "delimiters is empty"),
     ({"method": "adablock", "method_args": {"delimiter_threshold": -1}}, "delimiter_threshold is -1"),
 ])
-def test_knobs_out_of_range(knobs: dict[str, Any], message: str) -> None:
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(knobs)
+        make(options)
 
 
 def test_a_constraint_has_no_place() -> None:

@@ -39,8 +39,8 @@ def routers(shift: float = 0.0) -> LayerRouters:
     return LayerRouters(DraftHead("routers", {"hidden": HIDDEN, "layers": LAYERS}, tensors, {}), LAYERS)
 
 
-def recipe(shift: float = 0.0, **knobs: Any) -> Recipe:
-    first = First("", **({} if "inner" in knobs else {"core": CORE}), **knobs)
+def recipe(shift: float = 0.0, **options: Any) -> Recipe:
+    first = First("", **({} if "inner" in options else {"core": CORE}), **options)
     full = DepthPlan.full(LAYERS)
     return Recipe(LayersByPrompt(full.attention, full.mlp, first, INFO, routers(shift)))
 
@@ -88,8 +88,8 @@ WAYS: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @on_backends("llama", "gemma2", "hybrid", "olmo2")
 def test_answers_run_the_layers_that_their_prompts_ask_for(backend: Backend, name: str, way: str) -> None:
-    knobs, slow = WAYS[way]
-    run = decode(None, PROMPTS, recipe(**knobs), NEW, runner=backend.runner(name))
+    options, slow = WAYS[way]
+    run = decode(None, PROMPTS, recipe(**options), NEW, runner=backend.runner(name))
     plans = [slow(scores(name, ids)) for ids in PROMPTS]
     assert len(set(plans)) > 1, "all prompts ask for the same"
     for number, (ids, plan) in enumerate(zip(PROMPTS, plans, strict=True)):

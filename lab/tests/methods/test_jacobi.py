@@ -61,13 +61,13 @@ def by_hand(model: PreTrainedModel, ids: Sequence[int], n: int, new: int) -> lis
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
 @pytest.mark.parametrize("ids", SHORT, ids=len)
-def test_each_step_emits_what_the_slow_twin_does(ids: list[int], n: int) -> None:
+def test_each_step_emits_what_the_reference_does(ids: list[int], n: int) -> None:
     model = tiny("llama")
     run = make_run(model, [ids], recipe_of(n), 30, watch=False)
     assert [[step.token for step in steps] for steps in run.steps()] == by_hand(model, ids, n, 30)
 
 
-def test_the_twin_emits_several_tokens_at_a_time() -> None:
+def test_the_reference_emits_several_tokens_at_a_time() -> None:
     """Otherwise the equality above would say little."""
     assert max(len(emitted) for ids in SHORT for emitted in by_hand(tiny("llama"), ids, 5, 30)) > 1
 

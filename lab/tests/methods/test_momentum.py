@@ -90,7 +90,7 @@ def test_the_longest_circuit_is_the_one_that_counting_all_ngrams_finds(text: lis
 
 @on_backends("llama", "hybrid")
 @pytest.mark.parametrize("how", SETTINGS, ids=["greedy", "sampled"])
-def test_tokens_are_the_slow_twins_on_every_executor(backend: Backend, name: str, how: Sampling) -> None:
+def test_tokens_are_the_references_on_every_executor(backend: Backend, name: str, how: Sampling) -> None:
     prompts = [*SHORT, LOOPING]
     run = decode(None, prompts, recipe_of(STEEP), 20, runner=backend.runner(name), sampling=how, seed=4)
     assert run.tokens == [by_hand(name, ids, STEEP, how, seq, 20) for seq, ids in enumerate(prompts)]
@@ -162,7 +162,7 @@ def test_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("options", "message"),
     [
         ({"alpha": -0.1}, "alpha is -0.1; it must be 0 .plain decoding. or more"),
         ({"alpha": float("nan")}, "alpha is nan"),
@@ -176,9 +176,9 @@ def test_what_it_is() -> None:
         ({"resistance": (1.0, float("inf"))}, "all finite"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Momentum(**knobs)
+        Momentum(**options)
 
 
 def test_another_rule_beside_it_is_refused_by_name() -> None:

@@ -68,7 +68,7 @@ def test_eta_moves_sampled_rows_and_leaves_greedy_ones(engine: Engine) -> None:
     ({"eta": 1.0, "rule": "rejection"}, "eta is 1.0 beside rule='rejection'"),
     ({"likeness": "bm25"}, "likeness is 'bm25'; it must be a function"), ({"context": 100}, "context is 100"),
 ])
-def test_bad_knobs_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rapid(**options)
 

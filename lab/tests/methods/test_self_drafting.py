@@ -45,7 +45,7 @@ from test_matrix import engine_of
         (lambda: DEL(probe=0), "probe is 0"),
     ],
 )
-def test_bad_knobs_are_named(build: Any, message: str) -> None:
+def test_bad_options_are_named(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
 

@@ -50,6 +50,6 @@ def test_it_reaches_its_minimum_at_the_end_of_its_horizon() -> None:
     (lambda: SkipDecode(maximum=33, minimum=8).recipe(info()), "33 layers.*has 32"),
     (lambda: SkipDecode(maximum=32, minimum=4, warm_up=5).recipe(info()), r"warm_up is 5.*1\.\.4"),
 ])
-def test_bad_knobs_are_named(build: Callable[[], object], message: str) -> None:
+def test_bad_options_are_named(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()

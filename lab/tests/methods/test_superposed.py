@@ -110,7 +110,7 @@ METHODS = [
 
 @pytest.mark.parametrize("name", ["llama", "hybrid", "gemma3", "gpt2", "packed llama", "packed hybrid"])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_drafts_and_scores_are_those_of_the_slow_twin(name: str, method: Superposed) -> None:
+def test_drafts_and_scores_are_those_of_the_reference(name: str, method: Superposed) -> None:
     exact = 5e-2 if "packed" in name else 1e-9
     for ids in PROMPTS[:3]:
         expected = by_hand(name.split()[-1], ids, method, 9)
@@ -263,7 +263,7 @@ def test_where_every_token_is_banned_it_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("options", "message"),
     [
         ({"k": 0}, r"k is 0; it must be in 1\.\.64"),
         ({"k": 4, "tokens": 3}, r"tokens is 3; it must be in 4\.\.256"),
@@ -274,9 +274,9 @@ def test_where_every_token_is_banned_it_says_so() -> None:
         ({"unseen": -math.inf}, "unseen is -inf"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Superposed(**knobs)
+        Superposed(**options)
 
 
 def test_what_it_is_and_what_is_refused() -> None:

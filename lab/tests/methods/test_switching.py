@@ -434,7 +434,7 @@ def test_what_is_refused() -> None:
         (lambda: RandomSwitching(share=-0.1), r"share is -0.1; it must be in \[0, 1\]"),
     ],
 )
-def test_bad_knobs(make_one: Callable[[], Method], message: str) -> None:
+def test_bad_options(make_one: Callable[[], Method], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_one()
 

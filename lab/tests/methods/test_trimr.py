@@ -144,10 +144,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "knobs"), CASES)
+@pytest.mark.parametrize(("text", "options"), CASES)
 @pytest.mark.quick(4)
-def test_answers_are_those_of_the_slow_twin(text: str, knobs: dict[str, Any]) -> None:
-    method = TrimR(judge=states, **{**QUIET, **knobs})
+def test_answers_are_those_of_the_reference(text: str, options: dict[str, Any]) -> None:
+    method = TrimR(judge=states, **{**QUIET, **options})
     most = len(text) + 150
     expected, asked = by_hand(text, method, most, OPEN)
     found = engine().generate(OPEN, method=method, max_new_tokens=most, logits_processor=[script(text)])
@@ -159,8 +159,8 @@ def test_answers_are_those_of_the_slow_twin(text: str, knobs: dict[str, Any]) ->
 
 def test_both_endings_and_none_have_occurred() -> None:
     """Otherwise the cases above would say little."""
-    ends = [by_hand(text, TrimR(judge=states, **{**QUIET, **knobs}), len(text) + 150, OPEN, 0)[0]
-            for text, knobs in CASES]
+    ends = [by_hand(text, TrimR(judge=states, **{**QUIET, **options}), len(text) + 150, OPEN, 0)[0]
+            for text, options in CASES]
     kinds = {one: sum(texts()[one] in end for end in ends) for one in ("gentle", "forceful")}
     assert kinds["gentle"] >= 4 and kinds["forceful"] >= 4 and len(ends) - sum(kinds.values()) >= 4
 
@@ -388,7 +388,7 @@ def test_thinking_that_the_answer_begins_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("options", "message"),
     [
         ({"agree": 1}, "agree is 1; it must be at least 2"),
         ({"sentences": 0}, "sentences is 0; it must be at least 1"),
@@ -401,9 +401,9 @@ def test_thinking_that_the_answer_begins_itself() -> None:
         ({"judge": 3}, "judge is 3; it must be a model or a callable"),
     ],
 )
-def test_bad_knobs(knobs: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrimR(**knobs)
+        TrimR(**options)
 
 
 def test_what_is_refused() -> None:

@@ -31,7 +31,7 @@ def test_a_part_of_another_kind_is_refused() -> None:
         target("llama").generate(prompt(5, 1), method=Medusa(folder), max_new_tokens=4)
 
 
-@pytest.mark.parametrize("knobs", [{"length": 0}, {"nodes": 0}, {"nodes": 99}], ids=repr)
-def test_knobs_out_of_range_are_refused(knobs: dict[str, int]) -> None:
+@pytest.mark.parametrize("options", [{"length": 0}, {"nodes": 0}, {"nodes": 99}], ids=repr)
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
-        Medusa("part", **knobs)
+        Medusa("part", **options)

@@ -162,7 +162,7 @@ def helped(rate: float, cost: float, steps: int, believed: float = 0.7) -> tuple
     return seconds / tokens, asked
 
 
-def test_a_good_helper_is_used_and_a_bad_one_put_off() -> None:
+def test_a_good_drafter_is_used_and_a_bad_one_put_off() -> None:
     good, _ = helped(0.9, 0.1, 400)
     bad, asked = helped(0.1, 0.4, 1000)
     assert good < 0.45
@@ -189,14 +189,14 @@ def texts(rates: list[float], steps: int) -> list[float]:
     return found
 
 
-def test_a_helper_that_was_put_off_in_one_text_is_tried_in_the_next() -> None:
+def test_a_drafter_that_was_put_off_in_one_text_is_tried_in_the_next() -> None:
     found = texts([0.05, 0.05, 0.05, 0.75] * 8, 60)
     good, bad = found[3::4], [seconds for place, seconds in enumerate(found) if place % 4 < 3]
     assert sum(good) / len(good) < 0.75, good
     assert sum(bad) / len(bad) < 1.03 and max(bad) < 1.08, bad
 
 
-def test_a_helper_nobody_believes_in_may_prove_itself() -> None:
+def test_a_drafter_nobody_believes_in_may_prove_itself() -> None:
     seconds, _ = helped(0.95, 0.1, 3000, believed=0.1)
     assert seconds < 0.7
 
@@ -240,7 +240,7 @@ def test_a_stall_in_a_trial_does_not_end_all_trials() -> None:
     assert sum(map(bool, asked(model, 8, 0.01, 1.0, 2000))) > 1000
 
 
-def test_a_helper_is_put_off_for_as_many_rows_as_it_did_not_pay_for() -> None:
+def test_a_drafter_is_put_off_for_as_many_rows_as_it_did_not_pay_for() -> None:
     model = CostModel(DrafterRecord(0.7, 0.1))
     for rows in (1, 8):
         asked(model, rows, 0.2 if rows == 8 else 0.02, 1.0, 50)
@@ -248,7 +248,7 @@ def test_a_helper_is_put_off_for_as_many_rows_as_it_did_not_pay_for() -> None:
     assert all(asked(model, 1, 0.02, 1.0, 20)[1:])
 
 
-def test_a_helper_that_begins_badly_is_tried_again_soon() -> None:
+def test_a_drafter_that_begins_badly_is_tried_again_soon() -> None:
     """Bad luck with the first guesses of a text may not cost the rest of it."""
     model, found = CostModel(DrafterRecord(0.45, 0.1)), []
     for _ in range(3):
@@ -268,7 +268,7 @@ def test_a_helper_that_begins_badly_is_tried_again_soon() -> None:
 @pytest.mark.parametrize(
     ("cost", "slope", "rest"), [(0.02, 0.01, 16), (0.2, 0.095, 30), (0.5, 0.245, 75), (3.0, 0.5, 128)]
 )
-def test_a_helper_rests_the_longer_the_dearer_a_trial_is(cost: float, slope: float, rest: int) -> None:
+def test_a_drafter_rests_the_longer_the_dearer_a_trial_is(cost: float, slope: float, rest: int) -> None:
     """A hundred times what a trial takes, so that trials take one step of a hundred; within bounds."""
     times, record = measured(slope), DrafterRecord(0.5, cost, most=1)
     for _ in range(8):
