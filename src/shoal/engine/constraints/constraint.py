@@ -388,10 +388,11 @@ class Mask(Allowed):
     def _all(self) -> Tensor:
         """The tokens that the constraint alone allows."""
         # A copy computes it: after a rollback, a matcher of llguidance 1.9.1 may give another text's mask once more.
-        mask = torch.from_numpy(np.frombuffer(self._matcher.deep_copy().compute_logit_bias(), np.uint8) != 0)
-        ended = self._matcher.is_stopped() and not self._matcher.is_accepting()
-        if self._matcher.is_error() or ended:
-            raise _unmet(self._wanted, self._matcher.get_error() or "NoExtension")
+        matcher = self._matcher.deep_copy()
+        mask = torch.from_numpy(np.frombuffer(matcher.compute_logit_bias(), np.uint8) != 0)
+        ended = matcher.is_stopped() and not matcher.is_accepting()
+        if matcher.is_error() or ended:
+            raise _unmet(self._wanted, matcher.get_error() or "NoExtension")
         return mask
 
     @override
