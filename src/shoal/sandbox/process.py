@@ -156,7 +156,7 @@ def _command(kind: Kind, home: str) -> list[str]:
 
 def _bubblewrap(paths: Iterable[str], home: str) -> list[str]:
     argv = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
-             "--as-pid-1", "--cap-drop", "ALL"]
+            "--as-pid-1", "--cap-drop", "ALL"]
     for path in paths:
         argv += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     return [*argv, "--dev", "/dev", "--proc", "/proc", "--size", str(LIMITS["home_bytes"]), "--tmpfs", home,

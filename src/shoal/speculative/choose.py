@@ -62,6 +62,7 @@ class Guesses:
 
 
 NOTHING = Guesses((), None, ())
+"""Of a drafter that knows none of the tokens that may come: another guess would have no mask behind it."""
 
 
 def choose(places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
@@ -76,7 +77,7 @@ def choose(places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]
     for members in _alike(places):
         chosen = [places[i] for i in members]
         scores = _scores(chosen, logits if len(members) == len(places) else logits[members])
-        if any(place.seq.allowed is not None for place in chosen):  # a drafter of few tokens may know none of those
+        if any(place.seq.allowed is not None for place in chosen):
             able = (scores > -torch.inf).any(-1)
             members, scores = [i for i, some in zip(members, able.tolist(), strict=True) if some], scores[able]
         if members:
@@ -127,10 +128,10 @@ def _drawn(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]
             left = rest.scatter(-1, index, 0.0)
             # A place with no token left draws on from what it has; those draws are cut off below.
             rest = torch.where((left > 0).any(-1, keepdim=True), left, rest)
-    slots = torch.tensor(tokens, device=probs.device).T
-    logs = probs.gather(-1, slots).log().tolist()
+    by_place = torch.tensor(tokens, device=probs.device).T
+    logs = probs.gather(-1, by_place).log().tolist()
     return [
-        Guesses(tuple(seq[i] for seq in tokens[:size]), probs[i], tuple(logs[i][:size]))
+        Guesses(tuple(drawn[i] for drawn in tokens[:size]), probs[i], tuple(logs[i][:size]))
         for i, size in enumerate(possible)
     ]
 
