@@ -62,7 +62,7 @@ test-all: lint test-avx2 test-core test-oldest browser cross $(ALL_STAMP) $(MODE
 
 test-avx2: $(MODEL_STAMP) ## Every test that is quick, with torch and Shoal's kernels held to AVX2
 	@if [ "$$(uname -m)" = x86_64 ]; then \
-	SHOAL_NATIVE=avx2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"; \
+	SHOAL_NATIVE=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"; \
 	else echo "AVX2 is not tested: this is no x86-64 machine" >&2; fi
 
 test-core: $(CORE_STAMP) ## Every test of the core that is quick, where shoal-lab is not installed

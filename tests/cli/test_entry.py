@@ -115,7 +115,7 @@ def test_a_bug_is_not_dressed_up_as_bad_input(monkeypatch):
     (["batch", "a", "b", "--temprature", "1"], "there is no option --temprature. Did you mean --temperature?"),
     (["generate", "--method", "d3", "--alhpa", "1", "hi"], "method d3 has no option --alhpa. Did you mean --alpha?"),
     (["generate", "--steam", "hi"], "there is no option --steam. --help lists them; those of method full: none"),
-    (["generate", "--alpha", "0.9", "hi"], "method full has no option --alpha; --method atts or d3 or "),
+    (["generate", "--alpha", "0.9", "hi"], "method full has no option --alpha; --method "),
 ])
 def test_an_unknown_option_is_laid_to_whom_it_belongs(capsys, argv, said):
     err = fails(capsys, *argv)

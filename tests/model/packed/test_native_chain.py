@@ -167,12 +167,12 @@ def make_flat(asked: Asked) -> native.NativeModel:
 WRONG = {
     "no guess": ({"wishes": [native.ChainWish(0)]}, "lengths\\[0\\] is 0"),
     "too many nodes": ({"wishes": [native.ChainWish(64)]}, "at most 64 nodes"),
-    "no room": ({"wishes": [native.ChainWish(48)]}, "room for 48 columns"),
+    "no room": ({"wishes": [native.ChainWish(48)]}, "room for 48 slots"),
     "no numbers": ({"wishes": [native.ChainWish(2, 1.0, [0.5])]}, "1 numbers are given for 2 draws"),
     "not the last": ({"wanted": [1]}, "not the last token of its row"),
     "two wishes": ({"wishes": [native.ChainWish(1)] * 2}, "2 wishes"),
     "fewer states": ({"states": [torch.zeros(2, 48)]}, "2 states"),
-    "own columns": ({"starts": [[0] * 3] * 3}, "store every layer in their slots"),
+    "own slots": ({"starts": [[0] * 3] * 3}, "store every layer in the cache"),
     "states": ({"states": [torch.zeros(3, 16)]}, "states is"),
     "shares": ({"known": [torch.zeros(1, 48), torch.zeros(2, 48, dtype=torch.float64)]}, "known is"),
 }

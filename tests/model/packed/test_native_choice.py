@@ -50,13 +50,13 @@ def test_all_columns_by_name_are_all_columns(bound: tuple[NativeModel, KVBinding
 
 
 BAD = {
-    "too few tokens": ([None] * 2, "columns of 2 tokens were chosen; there are 3"),
-    "too many tokens": ([None] * 4, "columns of 4 tokens were chosen; there are 3"),
+    "too few tokens": ([None] * 2, "slots of 2 tokens were chosen; there are 3"),
+    "too many tokens": ([None] * 4, "slots of 4 tokens were chosen; there are 3"),
     "int64": ([None, None, lines(0, dtype=torch.int64)], r"token 2 are torch.int64 \[2, 1\] on cpu; they must be"),
     "heads": ([lines(0, heads=1), None, None], r"token 0 are torch.int32 \[1, 1\] on cpu; .* \[2 or 4, any number\]"),
     "one line": ([torch.zeros(3, dtype=torch.int32), None, None], r"they must be torch.int32 \[2 or 4, any number\]"),
-    "none": ([lines(), None, None], "a head of token 0 is left no column"),
-    "nothing": ([lines(-1, -1), None, None], "a head of token 0 is left no column"),
+    "none": ([lines(), None, None], "a head of token 0 is left no slot"),
+    "nothing": ([lines(-1, -1), None, None], "a head of token 0 is left no slot"),
     "below": ([lines(-2, 3), None, None], r"token 0 are -2\.\.3; they must ascend within \[0, 6\]"),
     "above": ([None, lines(0, 8), None], r"token 1 are 0\.\.8; they must ascend within \[0, 7\]"),
     "order": ([lines(3, -1, 5), None, None], r"token 0 are -1\.\.5; they must ascend within \[0, 6\], -1s first"),

@@ -19,7 +19,7 @@ from shoal.model.packed.native.batch import OwnSlots
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
 BLOCKS = {"int8": Int8(), "int4": Int4(), "int8 and int4": Int4(Int8())}
-FORMS = ("slot", *BLOCKS, "bitmap")
+FORMS = ("cache", *BLOCKS, "bitmap")
 PRUNED = Bitmap(0.6)
 WHOLE = native.available() and native.vector_set() != "amx"
 """Whether blocks are multiplied as whole numbers where others are in bf16; the tile units have no such products."""
@@ -31,13 +31,13 @@ class Long:
     """A sequence of one layer that holds random slots, as the kernels and as the reference have it."""
 
     def __init__(
-        self, case: Case, columns: int, start: int = 0, form: str = "slot", biased: bool = False, sink: float = 0.0
+        self, case: Case, slots: int, start: int = 0, form: str = "cache", biased: bool = False, sink: float = 0.0
     ) -> None:
-        self.case, self.start, self.columns, self.form = case, start, columns, form
-        self.settled = columns * 3 // 4 if form == "bitmap" else 0
+        self.case, self.start, self.slots, self.form = case, start, slots, form
+        self.settled = slots * 3 // 4 if form == "bitmap" else 0
         self.slow: NativeReference = make_reference(case)
-        dice = torch.Generator().manual_seed(columns)
-        shape = (case.kv_heads, columns + ROOM, case.head_dim)
+        dice = torch.Generator().manual_seed(slots)
+        shape = (case.kv_heads, slots + ROOM, case.head_dim)
         sizes = 2.0 ** torch.randint(-3, 3, (*shape[:2], 1), generator=dice)
         self.lines = [(torch.randn(shape, generator=dice) * sizes).to(case.kv_dtype) for _ in range(2)]
         self.bias = torch.randn(shape[:2], generator=dice) if biased else None
@@ -45,10 +45,10 @@ class Long:
             self.bias[:, 0], self.lines = sink, [self.lines[0] / 64, self.lines[1] + 100]
             self.lines[1][:, 0] = 0
         keys, values = self.decoded()
-        entries = [(start + c, keys[:, c], values[:, c]) for c in range(columns)]
+        entries = [(start + c, keys[:, c], values[:, c]) for c in range(slots)]
         self.slow.committed(0, 0).extend(entries)
         if self.bias is not None:
-            self.slow.bias = {start + c: self.bias[:, c] for c in range(columns + ROOM)}
+            self.slow.bias = {start + c: self.bias[:, c] for c in range(slots + ROOM)}
         if form in BLOCKS:
             self.slow.stored = self.rounded
 
@@ -84,12 +84,12 @@ class Long:
         return self.slow.native.bind(keys, values, [[own]])
 
     def batch(self, first: int, count: int, wanted: list[int] | None = None) -> NativeBatch:
-        base = self.start + self.columns + first
+        base = self.start + self.slots + first
         ids = [(5 * n) % 70 for n in range(first, first + count)]
         return replace(chain_batch(ids, base, wanted), starts=[[self.start] * count])
 
     def check(self, count: int, tolerance: float) -> None:
-        base = self.start + self.columns
+        base = self.start + self.slots
         tokens = [Token((5 * n) % 70, base + n, 0, n, tuple(range(n + 1))) for n in range(count)]
         expected, _ = self.slow.forward(tokens, {0: [BOTH] * count})
         found = self.slow.native.forward(self.batch(0, count, list(range(count))), self.binding(), threads=2)
@@ -123,8 +123,8 @@ def test_long_contexts_in_every_form(name: str, kv_dtype: torch.dtype, form: str
     case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
     near = 1e-4 if form in BLOCKS else 1e-5  # a new number may lie between two steps and be rounded the other way
     tolerance = near if kv_dtype == torch.float32 else 5e-4 if form in BLOCKS and WHOLE else 0.02
-    for columns, start, count in ((509, 0, 1), (509, 0, 5), (600, 37, 3), (127, 0, 2), (130, 511, 64)):
-        Long(case, columns, start, form, biased).check(count, tolerance)
+    for slots, start, count in ((509, 0, 1), (509, 0, 5), (600, 37, 3), (127, 0, 2), (130, 511, 64)):
+        Long(case, slots, start, form, biased).check(count, tolerance)
 
 
 @pytest.mark.parametrize("form", BLOCKS)
@@ -140,8 +140,8 @@ def test_small_weights_beside_a_large_one_count(form: str) -> None:
 def test_blocks_have_the_bits_of_their_tokens_alone(name: str, kv_dtype: torch.dtype, form: str) -> None:
     """Wherever chunks, splits and pairs of slots begin, and with whichever tokens a query is looked at."""
     case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
-    for columns, start, count in ((505, 0, 12), (121, 0, 9), (90, 421, 7)):
-        row = Long(case, columns, start, form, biased=True)
+    for slots, start, count in ((505, 0, 12), (121, 0, 9), (90, 421, 7)):
+        row = Long(case, slots, start, form, biased=True)
         together = row.slow.native.forward(row.batch(0, count, list(range(count))), row.binding(), threads=2)
         kv = row.binding()
         for index in range(count):
@@ -156,29 +156,29 @@ def test_a_column_does_not_depend_on_what_was_dropped_before_it() -> None:
     plain = row.slow.native.forward(row.batch(0, 3), row.binding())
     later = Long(case, 450)
     later.lines = [one[:, 137:].contiguous() for one in row.lines]
-    later.start, later.columns = 137, 313
+    later.start, later.slots = 137, 313
     assert torch.equal(later.slow.native.forward(later.batch(0, 3), later.binding()), plain)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_bitmaps_have_the_bits_of_columns_with_zeros(name: str, kv_dtype: torch.dtype) -> None:
+def test_bitmaps_have_the_bits_of_slots_with_zeros(name: str, kv_dtype: torch.dtype) -> None:
     """Wherever the settled slots end: between chunks, groups of 16 and pairs, or at none or all."""
     case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
-    for columns, start, settled in ((300, 0, 300), (300, 0, 128), (300, 37, 171), (700, 0, 641), (300, 0, 1)):
-        row = Long(case, columns, start, "bitmap")
+    for slots, start, settled in ((300, 0, 300), (300, 0, 128), (300, 37, 171), (700, 0, 641), (300, 0, 1)):
+        row = Long(case, slots, start, "bitmap")
         row.settled = settled
-        zeroed = Long(case, columns, start)
+        zeroed = Long(case, slots, start)
         zeroed.lines = row.pruned()
         found, expected = (one.slow.native.forward(one.batch(0, 5, [0, 4]), one.binding()) for one in (row, zeroed))
         assert torch.equal(found, expected), settled
 
 
 @pytest.mark.parametrize(("settled", "message"), [
-    (131, "131 columns of layer 0 have settled; token 0 has 130 before it"),
-    (-1, "-1 columns have settled; there is room for 200"), (201, "201 columns have settled; there is room for 200"),
+    (131, "131 slots of layer 0 have settled; token 0 has 130 before it"),
+    (-1, "-1 slots have settled; there is room for 200"), (201, "201 slots have settled; there is room for 200"),
 ])
-def test_settled_columns_that_cannot_be_are_refused(settled: int, message: str) -> None:
+def test_settled_slots_that_cannot_be_are_refused(settled: int, message: str) -> None:
     row = Long(LONG, 130)
     older = [part for one in row.lines for part in PRUNED.encode(one.repeat(1, 2, 1)[:, :200])]
     keys, values = ([one[None].clone()] for one in row.lines)

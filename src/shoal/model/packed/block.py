@@ -96,7 +96,7 @@ def scaled_attention(
 
 
 def gathered_attention(
-    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, columns: Tensor, bias: Tensor | None = None
+    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, slots: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Attention outputs [heads, n, head_dim] of one sequence, each query over some of the slots.
 
@@ -107,18 +107,18 @@ def gathered_attention(
         bias: float32 [kv_heads, c], added to the scores, or None.
     """
     heads, count, size = q.shape
-    if len(columns) > len(keys):  # give each query head a KV head of its own
+    if len(slots) > len(keys):  # give each query head a KV head of its own
         keys, values = (one.repeat_interleave(heads // len(keys), 0) for one in (keys, values))
         bias = None if bias is None else bias.repeat_interleave(heads // len(bias), 0)
     kv_heads = len(keys)
-    index = columns.clamp_min(0)
+    index = slots.clamp_min(0)
     head = torch.arange(kv_heads, device=q.device)[:, None, None]
     grouped = q.view(kv_heads, heads // kv_heads, count, size).transpose(1, 2)
     scores = (grouped @ keys[head, index].mT).to(torch.promote_types(q.dtype, torch.float32)) * shape.attention_scale
     scores = soft_cap(scores, shape.attention_cap)
     if bias is not None:
         scores = scores + bias[head, index][:, :, None]
-    scores = scores.masked_fill((columns < 0)[:, :, None], -torch.inf)
+    scores = scores.masked_fill((slots < 0)[:, :, None], -torch.inf)
     mixed = scores.softmax(-1).to(values.dtype) @ values[head, index]
     return mixed.transpose(1, 2).reshape(heads, count, size)
 

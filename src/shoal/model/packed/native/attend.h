@@ -1,4 +1,4 @@
-/* The attention phase: tasks (row, KV head, split of the columns), and the merge of their results. */
+/* The attention phase: tasks (row, KV head, split of the slots), and the merge of their results. */
 #ifndef SHOAL_ATTEND_H
 #define SHOAL_ATTEND_H
 
@@ -47,23 +47,23 @@ static void reset_states(const Run *r, const Task *task, int i) {
         reset(state_at(r, task->segment, task->split, i, head), r->m->head_dim);
 }
 
-/* The places that token number i, which selects nothing, sees of a chunk whose first place is column `base`. */
+/* The places that token number i, which selects nothing, sees of a chunk whose first place is slot `base`. */
 INLINE Seen seen_by(const Run *r, const Task *task, int i, int base) {
     const Segment *s = task->segment;
     const int t = task->chosen->token[i];
     if (reads_of(r, task->entry, t).count) return (Seen){0};
-    const int low = max_int(task->low, first_column(task->layer, r->b->position[t], s->start));
+    const int low = max_int(task->low, first_slot(task->layer, r->b->position[t], s->start));
     const int high = min_int(min_int(task->high, base + CHUNK), place_of(r->b, t, s->stored) + 1);
     return (Seen){.low = max_int(low - base, 0), .high = high - base};
 }
 
 /* Announce what follows a chunk. With many queries memory is idle for long, so hardware prefetching suffices. */
-static void look_ahead(Worker *w, const Source *source, int queries, const int32_t *columns, int first, int count) {
+static void look_ahead(Worker *w, const Source *source, int queries, const int32_t *slots, int first, int count) {
     for (int side = 0; side < 2; side++)
-        w->chunk.ahead[side] = ahead_of(source, side, columns, first, queries <= 4 * QUERIES ? count : 0);
+        w->chunk.ahead[side] = ahead_of(source, side, slots, first, queries <= 4 * QUERIES ? count : 0);
 }
 
-/* Attention of queries first..last-1 over the chunk whose first place is column `base`. Queries are counted from token 0 on, over the
+/* Attention of queries first..last-1 over the chunk whose first place is slot `base`. Queries are counted from token 0 on, over the
    query heads of the task's KV head; `seen` has one entry per token, from the first one on. */
 static void attend_chunk(Worker *w, const Task *task, int by, int first, int last, const Seen *seen, int base) {
     const Run *r = w->run;
@@ -89,14 +89,14 @@ static void attend_chunk(Worker *w, const Task *task, int by, int first, int las
 /* Lay out places `from`..high-1 of the chunk that begins at `base`, for the text that token number i ends. */
 static void lay_places(Worker *w, const Task *task, const Source *source, int by, int i, int base, int from, int high) {
     const int t = task->chosen->token[i], stored = task->segment->stored, count = (int)round_up(high, LAID);
-    int32_t columns[CHUNK];
-    for (int k = 0; k < count; k++) columns[k] = k < high && base + k >= task->low ? base + k : -1;
+    int32_t slots[CHUNK];
+    for (int k = 0; k < count; k++) slots[k] = k < high && base + k >= task->low ? base + k : -1;
     if (branches(w->run->b, t) && base + high > stored) {
         int k = max_int(stored - base, 0);
         for (uint64_t path = path_from(w->run->b, t, base + k - stored); k < high; k++, path &= path - 1)
-            columns[k] = stored + __builtin_ctzll(path);
+            slots[k] = stored + __builtin_ctzll(path);
     }
-    lay_columns(&w->chunk, source, columns, from, count, by);
+    lay_slots(&w->chunk, source, slots, from, count, by);
 }
 
 /* Run the chunk for those tokens of `left` (bits, from the segment's first token on) that are on the path of token number i, and clear
@@ -117,7 +117,7 @@ static void attend_path(Worker *w, const Task *task, int by, int i, uint32_t *le
     }
 }
 
-/* A chunk with nodes of a tree, leaf by leaf: only what follows the committed columns is laid out again. */
+/* A chunk with nodes of a tree, leaf by leaf: only what follows the committed slots is laid out again. */
 static void attend_paths(Worker *w, const Task *task, const Source *source, int by, const Seen *seen, int base) {
     const Segment *s = task->segment;
     uint32_t left = 0;
@@ -129,8 +129,8 @@ static void attend_paths(Worker *w, const Task *task, const Source *source, int 
     }
 }
 
-/* A chunk begins at a multiple of CHUNK positions, so that a column's place in it does not depend on what is stored. */
-static void attend_columns(Worker *w, const Task *task, const Source *source) {
+/* A chunk begins at a multiple of CHUNK positions, so that a slot's place in it does not depend on what is stored. */
+static void attend_slots(Worker *w, const Task *task, const Source *source) {
     const Segment *s = task->segment;
     const int group = w->run->m->heads / w->run->m->kv_heads, by = products_of(w->run->m, source);
     for (int base = (s->start + task->low) / CHUNK * CHUNK - s->start; base < task->high; base += CHUNK) {
@@ -151,13 +151,13 @@ static void attend_columns(Worker *w, const Task *task, const Source *source) {
     }
 }
 
-/* Gather, chunk by chunk, the columns selected for queries first..last-1 of token number i: those among the task's columns, or a part
-   of the list from `from` on. A list made by the kernels has places of the text that the token ends, one of `select` has columns. */
+/* Gather, chunk by chunk, the slots selected for queries first..last-1 of token number i: those among the task's slots, or a part
+   of the list from `from` on. A list made by the kernels has places of the text that the token ends, one of `select` has slots. */
 static void attend_list(Worker *w, const Task *task, const Source *source, int i, int first, int last, const int32_t *from, int count,
                         int listed) {
     const ShoalBatch *b = w->run->b;
     const int t = task->chosen->token[i], stored = task->segment->stored, by = products_of(w->run->m, source);
-    const int low = listed ? 0 : column_of(b, t, stored, task->low), high = listed ? INT32_MAX : column_of(b, t, stored, task->high);
+    const int low = listed ? 0 : slot_of(b, t, stored, task->low), high = listed ? INT32_MAX : slot_of(b, t, stored, task->high);
     const int32_t *end = from + count;
     if (listed) from += task->split * SPLIT, end = from + min_int(SPLIT, (int)(end - from));
     for (int64_t size = end - from; size > 0;) { /* to the first one that is not below `low` */
@@ -170,14 +170,14 @@ static void attend_list(Worker *w, const Task *task, const Source *source, int i
         for (int side = 0; side < 2; side++) fetch_more(w->chunk.ahead + side, w->chunk.ahead[side].left);
     }
     while (from < end && *from < high) {
-        int32_t columns[CHUNK];
+        int32_t slots[CHUNK];
         Seen seen = {0};
         for (; seen.high < CHUNK && from < end && *from < high; from++)
-            columns[seen.high++] = listed ? column_of(b, t, stored, *from) : *from;
+            slots[seen.high++] = listed ? slot_of(b, t, stored, *from) : *from;
         const int places = (int)round_up(seen.high, LAID);
-        for (int k = seen.high; k < places; k++) columns[k] = -1;
+        for (int k = seen.high; k < places; k++) slots[k] = -1;
         look_ahead(w, source, last - first, from, 0, min_int(CHUNK, (int)(end - from)));
-        lay_columns(&w->chunk, source, columns, 0, places, by);
+        lay_slots(&w->chunk, source, slots, 0, places, by);
         attend_chunk(w, task, by, first, last, &seen, 0);
     }
 }
@@ -188,9 +188,9 @@ static void attend_selected(Worker *w, const Task *task, const Source *source, i
     const Reads reads = reads_of(w->run, task->entry, t);
     const int lists = !reads.count ? 0 : reads.apart ? group : 1, listed = gathers(w->run, task->entry, t);
     for (int list = 0; list < lists; list++) {
-        const int32_t *columns = reads.columns + (int64_t)(task->head * lists + list) * reads.count;
+        const int32_t *slots = reads.slots + (int64_t)(task->head * lists + list) * reads.count;
         const int first = i * group + list, last = reads.apart ? first + 1 : (i + 1) * group;
-        attend_list(w, task, source, i, first, last, columns, reads.count, listed);
+        attend_list(w, task, source, i, first, last, slots, reads.count, listed);
     }
 }
 
@@ -198,7 +198,7 @@ static void attend_task(Worker *w, const Task *task) {
     const Segment *s = task->segment;
     const Source source = source_of(w->run, task);
     if (!w->stored) store_new(w, task);
-    int here[MAX_TOKENS], all = 0; /* whether the task has columns for any token, and for one without a list */
+    int here[MAX_TOKENS], all = 0; /* whether the task has slots for any token, and for one without a list */
     const int asked = s->first * w->run->m->kv_heads + task->head;
     for (int i = s->first; i < s->last; i++) {
         const int parts = listed_parts(w->run, task->entry, task->chosen->token[i]);
@@ -207,7 +207,7 @@ static void attend_task(Worker *w, const Task *task) {
         if (w->asked != asked) ready_queries(w, task, products_of(w->run->m, &source), i);
     }
     w->asked = asked;
-    if (all) attend_columns(w, task, &source);
+    if (all) attend_slots(w, task, &source);
     for (int i = s->first; i < s->last; i++)
         if (here[i - s->first]) attend_selected(w, task, &source, i);
     rest_squares(&w->chunk);
@@ -224,8 +224,8 @@ static void store_layer(const Worker *w, int entry, const Chosen *c, const Segme
     }
 }
 
-/* Copy the queries for the caller, which then, with the keys in the cache, selects the columns to read. */
-static void ask_for_columns(const Worker *w, int entry, const Chosen *c) {
+/* Copy the queries for the caller, which then, with the keys in the cache, selects the slots to read. */
+static void ask_for_slots(const Worker *w, int entry, const Chosen *c) {
     Run *r = w->run;
     const ShoalModel *m = r->m;
     const int number = r->b->layers[entry];
@@ -254,13 +254,13 @@ static void for_tasks(Worker *w, int entry, const Chosen *c, const Segment *segm
             Task one = {.segment = s, .layer = r->m->layers + number, .chosen = c, .entry = entry, .number = number};
             one.head = (k - before) / s->splits, one.split = (k - before) % s->splits;
             one.low = max_int(0, (s->first_split + one.split) * SPLIT - s->start);
-            one.high = min_int(s->columns, (s->first_split + one.split + 1) * SPLIT - s->start);
+            one.high = min_int(s->slots, (s->first_split + one.split + 1) * SPLIT - s->start);
             run(w, &one);
         }
     }
 }
 
-/* Number of splits of rows that gather: by their lists, not by their columns. */
+/* Number of splits of rows that gather: by their lists, not by their slots. */
 static void leave_out_idle(const Run *r, int entry, const Chosen *c, Segment *segments, int count) {
     for (Segment *s = segments; s < segments + count; s++) {
         int most = 0;

@@ -1,20 +1,20 @@
-/* Attention of the query heads of one KV head over a chunk of its columns. The chunk is first laid out for products,
-   whatever its storage form: 16 columns of keys are interleaved, so that nothing is summed across a vector. Softmax runs
+/* Attention of the query heads of one KV head over a chunk of its slots. The chunk is first laid out for products,
+   whatever its storage form: 16 slots of keys are interleaved, so that nothing is summed across a vector. Softmax runs
    online: every (token, head) carries its peak, its denominator and its weighted sum of values from chunk to chunk. The
-   order of sums depends on the places of columns alone, and a hidden column adds zero, so a query's result does not depend
-   on other queries. A column's place is its position in the text that the query ends. Nodes of a tree are therefore laid
+   order of sums depends on the places of slots alone, and a hidden slot adds zero, so a query's result does not depend
+   on other queries. A slot's place is its position in the text that the query ends. Nodes of a tree are therefore laid
    out path by path, and a node gets the same result as in a straight text. */
 #ifndef SHOAL_ATTENTION_H
 #define SHOAL_ATTENTION_H
 
 #include "kv_blocks.h"
 
-#define CHUNK 64    /* columns at a time: laid out, they stay in the L1 and L2 caches for all queries */
+#define CHUNK 64    /* slots at a time: laid out, they stay in the L1 and L2 caches for all queries */
 #define SPLIT 512   /* positions per task; fixed, so that the order of sums depends on the token alone */
 #define QUERIES 4   /* queries that share loads of keys and values */
 #ifdef SQUARE_QUERIES
 #define MOST_QUERIES SQUARE_QUERIES
-#define LAID 32     /* columns are laid out up to a multiple of this */
+#define LAID 32     /* slots are laid out up to a multiple of this */
 #else
 #define MOST_QUERIES QUERIES
 #define LAID LANES
@@ -31,7 +31,7 @@
 /* The multiplied form: floats, pairs of bf16, or pairs of 16-bit integers if keys and values are stored as integers. */
 enum { BY_FLOATS, BY_BF16, BY_HALVES };
 
-/* The state of a (token, head) after some columns: the largest score, partial sums of weights, and the weighted sum of
+/* The state of a (token, head) after some slots: the largest score, partial sums of weights, and the weighted sum of
    values, `dim` floats. */
 typedef struct {
     float totals[LANES];
@@ -47,13 +47,13 @@ INLINE void reset(State *s, int dim) {
     memset(s->sum, 0, sizeof(float) * round_up(dim, 32));
 }
 
-/* Columns as bitmaps: words of 16 dimensions, and the numbers whose bits are set. */
+/* Slots as bitmaps: words of 16 dimensions, and the numbers whose bits are set. */
 typedef struct {
     const uint16_t *bits;
     const char *numbers;
 } Bitmaps;
 
-/* The stored columns of one KV head, `dim` numbers each; the scales of their blocks, if any; per column the bias of scores,
+/* The stored slots of one KV head, `dim` numbers each; the scales of their blocks, if any; per slot the bias of scores,
    or NULL. */
 typedef struct {
     const char *keys, *values;
@@ -61,30 +61,30 @@ typedef struct {
     const float *bias;
     int forms[2], dim; /* forms of keys and of values */
     float scale, cap; /* of scores */
-    Bitmaps older[2];    /* keys and values of the first `settled` columns, with `numbers` per line */
+    Bitmaps older[2];    /* keys and values of the first `settled` slots, with `numbers` per line */
     int settled, numbers;
 } Source;
 
 /* What comes next, prefetched a little at a time while a chunk is laid out and multiplied, since memory is idle then; too many
-   prefetches in flight would delay everything else. It is the bytes that follow, or the lines of listed columns, which hardware does
+   prefetches in flight would delay everything else. It is the bytes that follow, or the lines of listed slots, which hardware does
    not prefetch. */
 typedef struct {
     const char *at;
-    const int32_t *columns; /* or NULL */
-    int64_t line, left;     /* bytes of a column, and of all remaining columns */
-    const uint16_t *scales; /* of listed columns, or NULL */
+    const int32_t *slots; /* or NULL */
+    int64_t line, left;     /* bytes of a slot, and of all remaining slots */
+    const uint16_t *scales; /* of listed slots, or NULL */
     int blocks;
 } Ahead;
 
 /* A chunk laid out for products. A word is a float or, if pairs are multiplied, two numbers: of one key, or of the values
-   of two columns. Keys: [CHUNK / 16][words of a line][16 columns]. Values: [CHUNK][dim], or [CHUNK / 2][dim / 32][2][16]
+   of two slots. Keys: [CHUNK / 16][words of a line][16 slots]. Values: [CHUNK][dim], or [CHUNK / 2][dim / 32][2][16]
    pairs, of even and of odd dimensions. */
 typedef struct {
     char *keys, *values;
     float *scales[2];                /* scales of integer keys and values: [blocks][CHUNK] */
     float *bias;                     /* [CHUNK], added to scores */
     int biased;                      /* whether there is any */
-    float *notes[MOST_QUERIES];      /* where the scores of a few queries are stored by column; or NULL */
+    float *notes[MOST_QUERIES];      /* where the scores of a few queries are stored by slot; or NULL */
     Ahead ahead[2];                  /* keys and values that come next */
     int dim;                         /* numbers of a line */
     int shaped;                      /* rows of the AMX tiles, 0 if they are not used */
@@ -114,11 +114,11 @@ static void copy_line(char *to, const char *from, int64_t bytes) {
     memcpy(to + i, from + i, bytes - i);
 }
 
-/* The line of a column that is a bitmap. */
-static void unpack_line(const Source *s, const Bitmaps *of, int64_t column, char *to) {
+/* The line of a slot that is a bitmap. */
+static void unpack_line(const Source *s, const Bitmaps *of, int64_t slot, char *to) {
     const int words = bit_words(s->dim), bytes = form_bytes(s->forms[0]);
-    const uint16_t *bits = of->bits + column * words;
-    const char *at = of->numbers + column * s->numbers * bytes;
+    const uint16_t *bits = of->bits + slot * words;
+    const char *at = of->numbers + slot * s->numbers * bytes;
     for (int i = 0; i < words; i += 4 / bytes, to += 64) {
         const uint32_t some = bytes == 2 && i + 1 < words ? bits[i] | (uint32_t)bits[i + 1] << 16 : bits[i];
         fetch(at + NEAR);
@@ -127,7 +127,7 @@ static void unpack_line(const Source *s, const Bitmaps *of, int64_t column, char
     }
 }
 
-/* The numbers of a column, and the scales of their blocks, if any. */
+/* The numbers of a slot, and the scales of their blocks, if any. */
 typedef struct {
     const char *numbers;
     const uint16_t *scales;
@@ -149,63 +149,63 @@ INLINE Vi load_words(Line line, int part, int dim, int near, const int form, con
     return by == BY_FLOATS ? vi_load_words(head_mask(rest), at) : vi_load_halves((1u << rest) - 1, at);
 }
 
-/* The lines of 16 columns, `step` bytes and `blocks` scales apart: consecutive ones from the first on, or listed ones, counted from
+/* The lines of 16 slots, `step` bytes and `blocks` scales apart: consecutive ones from the first on, or listed ones, counted from
    the first. */
 typedef struct {
     Line first;
     int64_t step, blocks;
-    const int32_t *columns; /* or NULL */
+    const int32_t *slots; /* or NULL */
 } Strided;
 
-static const char NOTHING[4 * MAX_HEAD_DIM] ALIGNED; /* no column */
+static const char NOTHING[4 * MAX_HEAD_DIM] ALIGNED; /* no slot */
 
 INLINE Line line_after(const Strided *s, Line last, int i) {
-    if (s->columns && s->columns[i] < 0) return (Line){NOTHING, (const uint16_t *)NOTHING};
-    const Line from = s->columns || !i ? s->first : last;
-    const int64_t steps = s->columns ? s->columns[i] : i > 0;
+    if (s->slots && s->slots[i] < 0) return (Line){NOTHING, (const uint16_t *)NOTHING};
+    const Line from = s->slots || !i ? s->first : last;
+    const int64_t steps = s->slots ? s->slots[i] : i > 0;
     return (Line){from.numbers + steps * s->step, from.scales + steps * s->blocks};
 }
 
-INLINE int in_a_row(const int32_t *columns) { return columns[0] >= 0 && columns[15] == columns[0] + 15; }
+INLINE int in_a_row(const int32_t *slots) { return slots[0] >= 0 && slots[15] == slots[0] + 15; }
 
-/* Columns are read where they are stored, unless some are bitmaps: then all are decoded to `room`. */
-static Strided find_lines(const Source *s, int values, const int32_t *columns, char *room) {
-    const int64_t line = column_bytes(s->dim, s->forms[values]), step = round_up(line, 64), blocks = blocks_of(s->dim);
+/* Slots are read where they are stored, unless some are bitmaps: then all are decoded to `room`. */
+static Strided find_lines(const Source *s, int values, const int32_t *slots, char *room) {
+    const int64_t line = slot_bytes(s->dim, s->forms[values]), step = round_up(line, 64), blocks = blocks_of(s->dim);
     const Line stored = {values ? s->values : s->keys, values ? s->value_scales : s->key_scales};
-    const Strided all = {stored, line, stored.scales ? blocks : 0, columns};
-    if (in_a_row(columns) && columns[0] >= s->settled) return (Strided){line_after(&all, stored, 0), line, all.blocks, NULL};
+    const Strided all = {stored, line, stored.scales ? blocks : 0, slots};
+    if (in_a_row(slots) && slots[0] >= s->settled) return (Strided){line_after(&all, stored, 0), line, all.blocks, NULL};
     int packed = 0;
-    for (int i = 0; i < 16; i++) packed += columns[i] >= 0 && columns[i] < s->settled;
+    for (int i = 0; i < 16; i++) packed += slots[i] >= 0 && slots[i] < s->settled;
     if (!packed) return all;
     for (int i = 0; i < 16; i++) {
-        if (columns[i] < 0) memset(room + i * step, 0, line);
-        else if (columns[i] < s->settled) unpack_line(s, s->older + values, columns[i], room + i * step);
-        else copy_line(room + i * step, stored.numbers + columns[i] * line, line);
+        if (slots[i] < 0) memset(room + i * step, 0, line);
+        else if (slots[i] < s->settled) unpack_line(s, s->older + values, slots[i], room + i * step);
+        else copy_line(room + i * step, stored.numbers + slots[i] * line, line);
     }
     return (Strided){{room, NULL}, step, 0, NULL};
 }
 
-/* Prefetch that many bytes, or the whole columns that they reach. */
+/* Prefetch that many bytes, or the whole slots that they reach. */
 INLINE void fetch_more(Ahead *a, int64_t bytes) {
     if (bytes > a->left) bytes = a->left;
     a->left -= bytes;
-    if (!a->columns) {
+    if (!a->slots) {
         for (int64_t i = 0; i < bytes; i += 64) fetch_far(a->at + i);
         a->at += bytes;
         return;
     }
-    for (; bytes > 0; bytes -= a->line, a->columns++) {
-        for (int64_t i = 0; i < a->line; i += 64) fetch_far(a->at + *a->columns * a->line + i);
-        if (a->scales) fetch_far(a->scales + (int64_t)*a->columns * a->blocks);
+    for (; bytes > 0; bytes -= a->line, a->slots++) {
+        for (int64_t i = 0; i < a->line; i += 64) fetch_far(a->at + *a->slots * a->line + i);
+        if (a->scales) fetch_far(a->scales + (int64_t)*a->slots * a->blocks);
     }
-    a->left += bytes; /* negative by the excess of the last column */
+    a->left += bytes; /* negative by the excess of the last slot */
 }
 
 /* Otherwise compilers keep the addresses of all 16 lines, for which there are too few registers. */
 #define KEEP_ONE(pointer) __asm__("" : "+r"(pointer))
 
 INLINE void lay_keys(Strided from, Ahead *ahead, int dim, char *to, const int form, const int by) {
-    const int near = from.columns ? 0 : NEAR;
+    const int near = from.slots ? 0 : NEAR;
     for (int part = 0; part * 16 < words_of_line(dim, by); part++, to += 16 * 64) {
         Vi v[16];
         Line line = {0};
@@ -221,7 +221,7 @@ INLINE void lay_keys(Strided from, Ahead *ahead, int dim, char *to, const int fo
 }
 
 INLINE void lay_values(Strided from, Ahead *ahead, int dim, char *to, const int form, const int by) {
-    const int together = by == BY_FLOATS ? 1 : 2, vectors = vectors_of_line(dim, by), near = from.columns ? 0 : NEAR;
+    const int together = by == BY_FLOATS ? 1 : 2, vectors = vectors_of_line(dim, by), near = from.slots ? 0 : NEAR;
     Line line = {0};
     for (int i = 0; i < 16; i += together) {
         const Line one = line_after(&from, line, i), next = line = together == 2 ? line_after(&from, one, i + 1) : one;
@@ -238,23 +238,23 @@ INLINE void lay_values(Strided from, Ahead *ahead, int dim, char *to, const int 
     }
 }
 
-/* The keys (side 0) or values of `count` columns, listed or from column `first` on; if the first one is a bitmap, decoded numbers of
+/* The keys (side 0) or values of `count` slots, listed or from slot `first` on; if the first one is a bitmap, decoded numbers of
    all. */
-INLINE Ahead ahead_of(const Source *s, int side, const int32_t *columns, int first, int count) {
-    const int packed = count && (columns ? columns[0] : first) < s->settled;
-    const int64_t line = packed ? (int64_t)s->numbers * form_bytes(s->forms[side]) : column_bytes(s->dim, s->forms[side]);
+INLINE Ahead ahead_of(const Source *s, int side, const int32_t *slots, int first, int count) {
+    const int packed = count && (slots ? slots[0] : first) < s->settled;
+    const int64_t line = packed ? (int64_t)s->numbers * form_bytes(s->forms[side]) : slot_bytes(s->dim, s->forms[side]);
     const char *at = packed ? s->older[side].numbers : side ? s->values : s->keys;
     const uint16_t *scales = side ? s->value_scales : s->key_scales;
-    return (Ahead){columns ? at : at + first * line, columns, line, count * line, scales, blocks_of(s->dim)};
+    return (Ahead){slots ? at : at + first * line, slots, line, count * line, scales, blocks_of(s->dim)};
 }
 
-/* Scales of 16 columns, by block; two blocks at a time, since two float16 fill a word. */
+/* Scales of 16 slots, by block; two blocks at a time, since two float16 fill a word. */
 INLINE void lay_scales(Strided from, int blocks, float *to) {
     for (int b = 0; b < blocks; b += 2) {
         uint16_t some[16][2] ALIGNED;
         Line line = {0};
-        const int in_a_row = blocks == 2 && !from.columns, bytes = b + 1 < blocks ? 4 : 2;
-        if (!from.columns) fetch(from.first.scales + blocks * CHUNK + 16 * b);
+        const int in_a_row = blocks == 2 && !from.slots, bytes = b + 1 < blocks ? 4 : 2;
+        if (!from.slots) fetch(from.first.scales + blocks * CHUNK + 16 * b);
         for (int i = 0; i < 16 && !in_a_row; i++) {
             line = line_after(&from, line, i);
             memcpy(some[i], line.scales + b, bytes);
@@ -265,16 +265,16 @@ INLINE void lay_scales(Strided from, int blocks, float *to) {
     }
 }
 
-INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int from, int count, const int dim, const int form,
+INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *slots, int from, int count, const int dim, const int form,
                       const int values_form, const int by) {
     const int64_t keys = 64 * round_up(words_of_line(dim, by), 16);
     const int64_t values = 64ll * vectors_of_line(dim, by) * (by == BY_FLOATS ? 16 : 8);
     char room[16 * 4 * MAX_HEAD_DIM] ALIGNED;
     for (int i = from; i < count; i += 16) {
-        const Strided found = find_lines(s, 0, columns + i, room);
+        const Strided found = find_lines(s, 0, slots + i, room);
         lay_keys(found, c->ahead, dim, c->keys + i / 16 * keys, form, by);
         if (by == BY_HALVES) lay_scales(found, blocks_of(dim), c->scales[0] + i);
-        const Strided beside = find_lines(s, 1, columns + i, room);
+        const Strided beside = find_lines(s, 1, slots + i, room);
         lay_values(beside, c->ahead + 1, dim, c->values + i / 16 * values, values_form, by);
         if (by == BY_HALVES) lay_scales(beside, blocks_of(dim), c->scales[1] + i);
     }
@@ -283,43 +283,43 @@ INLINE void lay_lines(Chunk *c, const Source *s, const int32_t *columns, int fro
 /* The usual dimensions as compile-time constants, so that no line needs a check of its end. */
 #define LAY_LINES(form, values_form, by)                                                                               \
     do {                                                                                                               \
-        if (s->dim == 64) lay_lines(c, s, columns, from, count, 64, form, values_form, by);                            \
-        else if (s->dim == 128) lay_lines(c, s, columns, from, count, 128, form, values_form, by);                     \
-        else lay_lines(c, s, columns, from, count, s->dim, form, values_form, by);                                     \
+        if (s->dim == 64) lay_lines(c, s, slots, from, count, 64, form, values_form, by);                            \
+        else if (s->dim == 128) lay_lines(c, s, slots, from, count, 128, form, values_form, by);                     \
+        else lay_lines(c, s, slots, from, count, s->dim, form, values_form, by);                                     \
     } while (0)
 
-static void lay_fp32(Chunk *c, const Source *s, const int32_t *columns, int from, int count) {
-    lay_lines(c, s, columns, from, count, s->dim, STORED_FP32, STORED_FP32, BY_FLOATS);
+static void lay_fp32(Chunk *c, const Source *s, const int32_t *slots, int from, int count) {
+    lay_lines(c, s, slots, from, count, s->dim, STORED_FP32, STORED_FP32, BY_FLOATS);
 }
-static void lay_bf16(Chunk *c, const Source *s, const int32_t *columns, int from, int count) {
+static void lay_bf16(Chunk *c, const Source *s, const int32_t *slots, int from, int count) {
     LAY_LINES(STORED_BF16, STORED_BF16, BF16_PRODUCTS ? BY_BF16 : BY_FLOATS);
 }
 #define LAY_BLOCKS(name, form, values_form)                                                                            \
-    static void name(Chunk *c, const Source *s, const int32_t *columns, int from, int count, int by) {                 \
-        if (by == BY_FLOATS) lay_lines(c, s, columns, from, count, s->dim, form, values_form, BY_FLOATS);              \
+    static void name(Chunk *c, const Source *s, const int32_t *slots, int from, int count, int by) {                 \
+        if (by == BY_FLOATS) lay_lines(c, s, slots, from, count, s->dim, form, values_form, BY_FLOATS);              \
         else LAY_LINES(form, values_form, BY_BLOCKS);                                                                  \
     }
 LAY_BLOCKS(lay_int8, STORED_INT8, STORED_INT8)
 LAY_BLOCKS(lay_int4, STORED_INT4, STORED_INT4)
 LAY_BLOCKS(lay_int8_int4, STORED_INT8, STORED_INT4)
 
-/* The numbers of 16 columns; anything for no column. */
-INLINE Vf numbers_of(const float *numbers, const int32_t *columns) {
+/* The numbers of 16 slots; anything for no slot. */
+INLINE Vf numbers_of(const float *numbers, const int32_t *slots) {
     float some[16] ALIGNED;
-    if (in_a_row(columns)) return vf_loadu(numbers + columns[0]);
-    for (int i = 0; i < 16; i++) some[i] = numbers[max_int(columns[i], 0)];
+    if (in_a_row(slots)) return vf_loadu(numbers + slots[0]);
+    for (int i = 0; i < 16; i++) some[i] = numbers[max_int(slots[i], 0)];
     return vf_load(some);
 }
 
-/* Lay out listed columns, ascending, padded with -1 to a multiple of LAID. Those before `from`, also a multiple, are already laid
+/* Lay out listed slots, ascending, padded with -1 to a multiple of LAID. Those before `from`, also a multiple, are already laid
    out. */
-static void lay_columns(Chunk *c, const Source *s, const int32_t *columns, int from, int count, int by) {
+static void lay_slots(Chunk *c, const Source *s, const int32_t *slots, int from, int count, int by) {
     c->scale = s->scale, c->cap = s->cap, c->biased = s->bias != NULL;
-    for (int i = from; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, columns + i));
-    if (s->forms[0] == STORED_FP32) lay_fp32(c, s, columns, from, count);
-    else if (s->forms[0] == STORED_BF16) lay_bf16(c, s, columns, from, count);
-    else if (s->forms[0] == STORED_INT4) lay_int4(c, s, columns, from, count, by);
-    else (s->forms[1] == STORED_INT8 ? lay_int8 : lay_int8_int4)(c, s, columns, from, count, by);
+    for (int i = from; c->biased && i < count; i += 16) vf_store(c->bias + i, numbers_of(s->bias, slots + i));
+    if (s->forms[0] == STORED_FP32) lay_fp32(c, s, slots, from, count);
+    else if (s->forms[0] == STORED_BF16) lay_bf16(c, s, slots, from, count);
+    else if (s->forms[0] == STORED_INT4) lay_int4(c, s, slots, from, count, by);
+    else (s->forms[1] == STORED_INT8 ? lay_int8 : lay_int8_int4)(c, s, slots, from, count, by);
 }
 
 /* Integers are summed as integers, in the bits of `sum`. */
@@ -341,7 +341,7 @@ INLINE float step_of_query(const char *q, int dim) {
     return step;
 }
 
-/* Scores of groups first..last-1 of 16 columns; the scores of other groups are undefined. A long line is summed in parts,
+/* Scores of groups first..last-1 of 16 slots; the scores of other groups are undefined. A long line is summed in parts,
    which rounds less; integers are summed by blocks, each of which has a scale. */
 INLINE void score(Chunk *c, const char *const *q, float scores[][CHUNK], int first, int last, const int queries,
                   const int by) {
@@ -390,7 +390,7 @@ INLINE void add_sum(State *s, int at, float shrink, Vf sum) {
     vf_store(s->sum + at, vf_fma(vf_load(s->sum + at), vf_all(shrink), sum));
 }
 
-/* Weighted sums of values over rows first..last-1, which are columns or pairs of columns: `count` vectors of their lines from number
+/* Weighted sums of values over rows first..last-1, which are slots or pairs of slots: `count` vectors of their lines from number
    `at` on, into `sum` from place `to` on. */
 INLINE void sum_values(Chunk *c, const char *const *weights, int first, int last, int at, Vf sum[][WIDEST], const int to,
                        const int count, const int queries, const int by) {
@@ -409,7 +409,7 @@ INLINE void sum_values(Chunk *c, const char *const *weights, int first, int last
     UNROLL for (int h = 0; h < queries; h++) UNROLL for (int k = 0; k < count; k++) sum[h][to + k] = here[h][k];
 }
 
-/* Add weighted values, `width` vectors of their lines from number `at` on; in pairs if columns are. Integers have weights per block, in
+/* Add weighted values, `width` vectors of their lines from number `at` on; in pairs if slots are. Integers have weights per block, in
    multiples of `steps`. */
 INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const float *shrink, const float (*steps)[MAX_BLOCKS], int first,
                 int last, int at, const int width, const int queries, const int by) {
@@ -431,7 +431,7 @@ INLINE void mix(State *const *s, Chunk *c, const char *const *weights, const flo
         }
 }
 
-/* Finish the scores of one query in columns first..last-1: soft cap, a copy for the choice of columns, bias, mask. */
+/* Finish the scores of one query in slots first..last-1: soft cap, a copy for the choice of slots, bias, mask. */
 INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, int first, int last) {
     for (int i = first; c->cap > 0 && i < last; i += LANES) vf_store(mine + i, soft_cap(vf_load(mine + i), c->cap));
     if (c->notes[h]) memcpy(c->notes[h] + first, mine + first, sizeof(float) * (last - first));
@@ -440,7 +440,7 @@ INLINE void ready_scores(const Chunk *c, int h, const Seen *seen, float *mine, i
     hide(seen, mine, first, last);
 }
 
-/* From scores in columns first..last-1 to weights relative to the new peaks, as floats or bf16, and the factors of older
+/* From scores in slots first..last-1 to weights relative to the new peaks, as floats or bf16, and the factors of older
    sums. Queries are interleaved to hide latency. */
 INLINE void weigh(const Chunk *c, State *const *s, float scores[][CHUNK], uint16_t halves[][CHUNK], float *shrink, int first, int last,
                   const int queries, const int by) {

@@ -1,12 +1,12 @@
-/* Attention of up to 16 queries with AMX. The laid out columns already are AMX tiles: of keys, 16 words of 16 columns; of values,
-   16 pairs of columns and 16 dimensions. Columns are processed by 32 from the chunk's first on, so that a query's sums do not
-   depend on what others see; hidden columns have weight zero. Included by attention.h. */
+/* Attention of up to 16 queries with AMX. The laid out slots already are AMX tiles: of keys, 16 words of 16 slots; of values,
+   16 pairs of slots and 16 dimensions. Slots are processed by 32 from the chunk's first on, so that a query's sums do not
+   depend on what others see; hidden slots have weight zero. Included by attention.h. */
 #ifndef SHOAL_ATTENTION_AMX_H
 #define SHOAL_ATTENTION_AMX_H
 
 #include "squares.h"
 
-/* Scores of columns first..last-1; several groups of columns at a time, to hide the latency of dependent products. */
+/* Scores of slots first..last-1; several groups of slots at a time, to hide the latency of dependent products. */
 INLINE void score_some(Chunk *c, const char *q, float scores[][CHUNK], int at, const int groups) {
     const int words = (int)round_up(words_of_line(c->dim, 1), 16);
     const char *keys = c->keys + (int64_t)at * 4 * words;
@@ -30,7 +30,7 @@ INLINE void score_squares(Chunk *c, const char *q, float scores[][CHUNK], int fi
         for (int i = first; i < last; i += LANES) vf_store(scores[h] + i, vf_mul(vf_load(scores[h] + i), vf_all(c->scale)));
 }
 
-/* Add the values of columns first..last-1, `width` vectors of their lines from number `at` on, by their weights. */
+/* Add the values of slots first..last-1, `width` vectors of their lines from number `at` on, by their weights. */
 INLINE void mix_some(State *const *s, Chunk *c, const uint16_t *weights, const float *shrink, int first, int last, int queries, int at,
                      const int width) {
     const int64_t line = 64ll * vectors_of_line(c->dim, 1);

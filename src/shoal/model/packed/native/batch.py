@@ -183,7 +183,7 @@ class OwnSlots:
     def _add_older(self, struct: Own, shape: tuple[int, int], dtype: torch.dtype, older: Sequence[Tensor]) -> None:
         heads, capacity, numbers = older[1].shape
         if not 0 <= self.settled <= capacity:
-            raise ValueError(f"{self.settled} columns have settled; there is room for {capacity}")
+            raise ValueError(f"{self.settled} slots have settled; there is room for {capacity}")
         struct.settled, struct.settled_capacity, struct.numbers = self.settled, capacity, numbers
         sizes = (shape[0], capacity, 2 * -(-shape[1] // LANES)), (shape[0], capacity, numbers)
         for name, (bits, some) in (("key", older[:2]), ("value", older[2:])):

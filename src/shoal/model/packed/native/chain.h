@@ -60,7 +60,7 @@ static void begin_chains(Worker *w, const ShoalChain *c) {
 
 /* The vectors of the latest guesses. */
 static void go_on(Worker *w, const ShoalChain *c, const Chains *all) {
-    const Run *r = w->run;
+    Run *r = w->run;
     const int tokens = all->next.tokens;
     for (int t = 0; t < tokens; t++) prepare_state(w, c, r->x + all->line[t] * r->x_line, r->m->norm, r->m->eps, t, tokens);
     multiply_states(w, c, tokens);

@@ -46,18 +46,18 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
         if (t && b->row[t] == b->row[t - 1] && b->start && start != b->start[(int64_t)entry * b->tokens + t - 1])
             REFUSE("start of layer %d differs between the tokens of row %d", number, b->row[t]);
         const ShoalOwn *own = b->own ? b->own + (int64_t)number * b->rows + b->row[t] : NULL;
-        const int column = b->base[t] - start + b->node[t], capacity = own && own->keys ? own->capacity : b->capacity[number];
-        if (column >= capacity) REFUSE("layer %d has room for %d columns; token %d needs column %d", number, capacity, t, column);
-        if (own && own->bias && column >= own->bias_capacity)
-            REFUSE("layer %d has biases of %d columns; token %d needs column %d", number, own->bias_capacity, t, column);
+        const int slot = b->base[t] - start + b->node[t], capacity = own && own->keys ? own->capacity : b->capacity[number];
+        if (slot >= capacity) REFUSE("layer %d has room for %d slots; token %d needs slot %d", number, capacity, t, slot);
+        if (own && own->bias && slot >= own->bias_capacity)
+            REFUSE("layer %d has biases of %d slots; token %d needs slot %d", number, own->bias_capacity, t, slot);
         if (own && !WITHIN(own->settled, 0, b->base[t] - start))
-            REFUSE("%d columns of layer %d have settled; token %d has %d before it", own->settled, number, t, b->base[t] - start);
+            REFUSE("%d slots of layer %d have settled; token %d has %d before it", own->settled, number, t, b->base[t] - start);
         const ShoalChoice *choice = b->choices && b->choices[t].count ? b->choices + t : NULL;
         const int most = !choice || layer->window ? READS_ALL : choice->width ? READS_LABELED : READS_CHOSEN;
         if (choice && !WITHIN(choice->roles[entry], READS_ALL, most))
             REFUSE("token %d has role %d in layer %d; it must be in [0, %d]", t, choice->roles[entry], number, most);
         if (choice && choice->roles[entry] == READS_LABELED) {
-            if (choice->label_room < column + 16) REFUSE("there is room for %d labels; token %d needs %d", choice->label_room, t, column + 16);
+            if (choice->label_room < slot + 16) REFUSE("there is room for %d labels; token %d needs %d", choice->label_room, t, slot + 16);
             if (!WITHIN(choice->known[entry], 0, b->base[t] - start))
                 REFUSE("known labels of layer %d are %d; they must be in [0, %d]", number, choice->known[entry], b->base[t] - start);
             for (int i = 0; i < m->kv_heads * choice->width; i++)
@@ -65,8 +65,8 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
                     REFUSE("a label of layer %d is of dimension %d; it must be in [0, %d]", number,
                            choice->dims[entry * m->kv_heads * choice->width + i], m->head_dim - 1);
         }
-        if (choice && choice->room < column + 1 + ROOM_BESIDE)
-            REFUSE("there is room for %d scores of token %d; it needs %d", choice->room, t, column + 1 + ROOM_BESIDE);
+        if (choice && choice->room < slot + 1 + ROOM_BESIDE)
+            REFUSE("there is room for %d scores of token %d; it needs %d", choice->room, t, slot + 1 + ROOM_BESIDE);
         if (layer->cos && b->position[t] >= layer->positions)
             REFUSE("position[%d] is %d; layer %d's rotary table has %d rows", t, b->position[t], number, layer->positions);
     }
@@ -93,10 +93,10 @@ static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
     if (t + 1 < b->tokens && b->row[t + 1] == b->row[t]) REFUSE("wanted[%d] is %d, which is not the last token of its row", chain, t);
     if (!b->ancestors[t]) REFUSE("ancestors[%d] is 0; guesses go on from the nodes of a tree", t);
     if (b->node[t] + length > MAX_NODES) REFUSE("%d guesses after node %d; there are at most %d nodes", length, b->node[t], MAX_NODES);
-    const int last = b->position[t] + length - 1, column = b->base[t] + b->node[t] + length - 1; /* the last guess is not fed */
+    const int last = b->position[t] + length - 1, slot = b->base[t] + b->node[t] + length - 1; /* the last guess is not fed */
     for (int entry = 0; entry < b->active_count; entry++) {
         const int number = b->layers[entry];
-        if (column >= b->capacity[number]) REFUSE("layer %d has room for %d columns; chain %d needs column %d", number, b->capacity[number], chain, column);
+        if (slot >= b->capacity[number]) REFUSE("layer %d has room for %d slots; chain %d needs slot %d", number, b->capacity[number], chain, slot);
         if (m->layers[number].cos && last >= m->layers[number].positions)
             REFUSE("chain %d reaches position %d; layer %d's rotary table has %d rows", chain, last, number, m->layers[number].positions);
     }
@@ -106,7 +106,7 @@ static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
 /* As shoal_check, which must have passed. */
 int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, char *message, int size) {
     if (b->own || b->active || b->start || b->select || b->groups)
-        REFUSE("guesses go on only in rows that run and store every layer in their slots, and read all of it");
+        REFUSE("guesses go on only in rows that run and store every layer in the cache, and read all of it");
     for (int chain = 0; chain < b->wanted_count; chain++)
         if (check_chain(m, b, c, chain, message, size)) return 1;
     return 0;

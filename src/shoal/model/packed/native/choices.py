@@ -62,7 +62,7 @@ class ChoicesAtWork:
 
     def __init__(self, choices: Sequence[SlotChoice | None], struct: BatchStruct, heads: int, kv_heads: int) -> None:
         if len(choices) != struct.tokens:
-            raise ValueError(f"{len(choices)} tokens choose columns; there are {struct.tokens}, some of them with None")
+            raise ValueError(f"{len(choices)} tokens choose slots; there are {struct.tokens}, some of them with None")
         self._choices = choices
         self._structs = (ChoiceStruct * len(choices))()
         self._memory = [self._fill(one, to, struct.active_count, heads, kv_heads)
@@ -73,13 +73,13 @@ class ChoicesAtWork:
         self, choice: SlotChoice, to: ChoiceStruct, layers: int, heads: int, kv_heads: int
     ) -> tuple[object, ...]:
         if choice.count < 1 or len(choice.roles) != layers:
-            raise ValueError(f"{choice.count} columns in {len(choice.roles)} layers are chosen; there must be at least "
+            raise ValueError(f"{choice.count} slots in {len(choice.roles)} layers are chosen; there must be at least "
                              f"1, in {layers}")
         roles = ctypes.create_string_buffer(choice.roles, layers)
         room = choice.slots + ROOM_BESIDE
         scores = torch.empty(heads, room)
         slots = torch.empty(heads if choice.apart else kv_heads, choice.count, dtype=torch.int32)
-        to.roles, to.scores, to.columns = ctypes.addressof(roles), scores.data_ptr(), slots.data_ptr()
+        to.roles, to.scores, to.slots = ctypes.addressof(roles), scores.data_ptr(), slots.data_ptr()
         to.count, to.room, to.stored, to.apart = choice.count, room, -1, choice.apart
         return roles, scores, slots, None if choice.labels is None else _label(choice.labels, to, layers)
 
@@ -88,7 +88,7 @@ def _label(labels: SlotLabels, to: ChoiceStruct, layers: int) -> tuple[object, .
     rooms = {16 * buffer.shape[1] for buffer in labels.buffers if buffer is not None}
     sizes = len(labels.dims), len(labels.buffers), len(labels.known)
     if sizes != (layers,) * 3 or len(rooms) > 1 or labels.dims.dtype != torch.int32:
-        raise ValueError(f"labels of {sizes} layers with room for {sorted(rooms)} columns; there must be {layers} "
+        raise ValueError(f"labels of {sizes} layers with room for {sorted(rooms)} slots; there must be {layers} "
                          "layers, one size of room, and int32 dimensions")
     dims = labels.dims.contiguous()
     buffers = (ctypes.c_void_p * layers)(*(one if one is None else one.data_ptr() for one in labels.buffers))

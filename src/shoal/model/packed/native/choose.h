@@ -1,14 +1,14 @@
-/* Choice of the columns that a token reads: attention stores the scores of a choosing layer, and afterwards the columns with the
+/* Choice of the slots that a token reads: attention stores the scores of a choosing layer, and afterwards the slots with the
    largest scores are listed for later layers. */
 #ifndef SHOAL_CHOOSE_H
 #define SHOAL_CHOOSE_H
 
 #include "run.h"
 
-/* A list of columns, [kv_heads][count], or [heads][count] if query heads have columns of their own; count 0: all that a token sees.
-   Columns chosen here are given by their place in the text that the token ends, so a node of a tree chooses as in a straight text. */
+/* A list of slots, [kv_heads][count], or [heads][count] if query heads have slots of their own; count 0: all that a token sees.
+   Slots chosen here are given by their place in the text that the token ends, so a node of a tree chooses as in a straight text. */
 typedef struct {
-    const int32_t *columns;
+    const int32_t *slots;
     int count, apart;
 } Reads;
 
@@ -25,15 +25,15 @@ INLINE int role_of(const Run *r, int entry, int t) {
 
 INLINE Reads reads_of(const Run *r, int entry, int t) {
     const ShoalBatch *b = r->b;
-    if (b->select) return (Reads){b->columns[t], b->counts[t], b->apart[t]};
+    if (b->select) return (Reads){b->slots[t], b->counts[t], b->apart[t]};
     if (role_of(r, entry, t) < READS_CHOSEN) return (Reads){0};
-    return (Reads){b->choices[t].columns, b->choices[t].count, b->choices[t].apart};
+    return (Reads){b->choices[t].slots, b->choices[t].count, b->choices[t].apart};
 }
 
-/* Whether the kernels chose what token t reads: then tasks divide its list, not the columns. */
+/* Whether the kernels chose what token t reads: then tasks divide its list, not the slots. */
 INLINE int gathers(const Run *r, int entry, int t) { return !r->b->select && reads_of(r, entry, t).count > 0; }
 
-/* Number of tasks per KV head of such a token, fewer than its columns would take; 0 for any other token. */
+/* Number of tasks per KV head of such a token, fewer than its slots would take; 0 for any other token. */
 INLINE int listed_parts(const Run *r, int entry, int t) {
     return gathers(r, entry, t) ? (reads_of(r, entry, t).count + SPLIT - 1) / SPLIT : 0;
 }
@@ -41,8 +41,8 @@ INLINE int listed_parts(const Run *r, int entry, int t) {
 /* The stored scores of a query head of a token. */
 INLINE float *noted(const ShoalChoice *c, int head) { return c->scores + (int64_t)head * c->room + CHUNK; }
 
-/* Where the scores of token t and a query head are stored, from column `base` on; NULL if it does not choose. A chunk may begin
-   before column 0 and end after the last one. */
+/* Where the scores of token t and a query head are stored, from slot `base` on; NULL if it does not choose. A chunk may begin
+   before slot 0 and end after the last one. */
 INLINE float *notes_of(const Run *r, int entry, int t, int head, int base) {
     if (role_of(r, entry, t) != CHOOSES) return NULL;
     return noted(r->b->choices + t, head) + base;
@@ -125,15 +125,15 @@ static float log_sum(const float *scores, int count) {
 }
 
 /* Move the scores of a query head to the places of the text that token t ends, and mask what follows up to whole vectors. Attention
-   stores scores by place, labels by column. */
+   stores scores by place, labels by slot. */
 static void ready_noted(const Run *r, int t, int head, int stored, int role) {
     float *scores = noted(r->b->choices + t, head);
     const int own = place_of(r->b, t, stored);
-    for (int i = stored; role == READS_LABELED && i <= own; i++) scores[i] = scores[column_of(r->b, t, stored, i)];
+    for (int i = stored; role == READS_LABELED && i <= own; i++) scores[i] = scores[slot_of(r->b, t, stored, i)];
     for (int i = own + 1; i % LANES; i++) scores[i] = -INFINITY;
 }
 
-/* Replace the scores of query head `head` by each column's largest probability, up to a factor, over `group` heads from it on. */
+/* Replace the scores of query head `head` by each slot's largest probability, up to a factor, over `group` heads from it on. */
 static void join_laws(const ShoalChoice *c, int head, int group, int count) {
     float *joint = noted(c, head), more[JOINED];
     const float first = log_sum(joint, count);
@@ -149,18 +149,18 @@ static void join_laws(const ShoalChoice *c, int head, int group, int count) {
     }
 }
 
-/* List the columns with the largest scores of a query head, ascending, -1s first if there are too few; of equals the newest. */
+/* List the slots with the largest scores of a query head, ascending, -1s first if there are too few; of equals the newest. */
 static void list_largest(const ShoalChoice *c, int head, int own, int32_t *first) {
     Bits *ranks = (Bits *)noted(c, head); /* in the memory of the scores */
     for (int i = 0; i < own; i++) {
         const uint32_t rank = rank_of(ranks[i]);
-        ranks[i] = rank <= LOWEST_RANK ? 0 : rank < UINT32_MAX ? rank : UINT32_MAX - 1; /* the token's own column is always chosen */
+        ranks[i] = rank <= LOWEST_RANK ? 0 : rank < UINT32_MAX ? rank : UINT32_MAX - 1; /* the token's own slot is always chosen */
     }
     ranks[own] = UINT32_MAX;
     const uint32_t least = find_rank(ranks, own + 1, c->count);
     int equals = c->count - (least < UINT32_MAX ? count_from(ranks, own + 1, least + 1) : 0);
     int32_t *to = first + c->count;
-    for (int last = own; last >= 0; last -= LANES) { /* most blocks of columns have none */
+    for (int last = own; last >= 0; last -= LANES) { /* most blocks of slots have none */
         const int begin = max_int(0, last - LANES + 1);
         if (!count_from(ranks + begin, last + 1 - begin, least)) continue;
         for (int i = last; i >= begin; i--)
@@ -170,22 +170,22 @@ static void list_largest(const ShoalChoice *c, int head, int own, int32_t *first
 }
 
 /* List what token t reads of a KV head: one list, or one for each of its query heads. */
-static void list_columns(const Run *r, int t, int kv_head, int stored, int role) {
+static void list_slots(const Run *r, int t, int kv_head, int stored, int role) {
     const ShoalChoice *c = r->b->choices + t;
     const int group = r->m->heads / r->m->kv_heads, head = kv_head * group, own = place_of(r->b, t, stored);
     for (int h = head; h < head + group; h++) ready_noted(r, t, h, stored, role);
     if (!c->apart && group > 1) join_laws(c, head, group, own + 1);
     const int lists = c->apart ? group : 1, list = kv_head * lists;
-    for (int i = 0; i < lists; i++) list_largest(c, head + i, own, c->columns + (int64_t)(list + i) * c->count);
+    for (int i = 0; i < lists; i++) list_largest(c, head + i, own, c->slots + (int64_t)(list + i) * c->count);
 }
 
 /* This thread's share of the choices of the tokens that have this role in a layer. */
-static void choose_columns(const Worker *w, int entry, const Chosen *c, int role) {
+static void choose_slots(const Worker *w, int entry, const Chosen *c, int role) {
     const Run *r = w->run;
     const int kv_heads = r->m->kv_heads;
     for (int k = w->id; k < c->count * kv_heads; k += w->threads) {
         const int t = c->token[k / kv_heads];
-        if (role_of(r, entry, t) == role) list_columns(r, t, k % kv_heads, stored_of(r, entry, t), role);
+        if (role_of(r, entry, t) == role) list_slots(r, t, k % kv_heads, stored_of(r, entry, t), role);
     }
 }
 

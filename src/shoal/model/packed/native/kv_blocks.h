@@ -15,7 +15,7 @@ INLINE int has_blocks(const int form) { return form == STORED_INT8 || form == ST
 
 /* Bytes of a number; a 4-bit line is whole blocks of 16 bytes. */
 INLINE int form_bytes(int form) { return form == STORED_FP32 ? 4 : form == STORED_BF16 ? 2 : 1; }
-INLINE int64_t column_bytes(int dim, int form) {
+INLINE int64_t slot_bytes(int dim, int form) {
     return form == STORED_INT4 ? blocks_of(dim) * (KV_BLOCK / 2) : (int64_t)dim * form_bytes(form);
 }
 

@@ -1,4 +1,4 @@
-/* Scores of columns by labels: a few dimensions of each key, interleaved for 16 columns, so that little memory is read. */
+/* Scores of slots by labels: a few dimensions of each key, interleaved for 16 slots, so that little memory is read. */
 #ifndef SHOAL_LABEL_H
 #define SHOAL_LABEL_H
 
@@ -21,27 +21,27 @@ INLINE int chosen_in(const Run *r, int entry, const Chosen *c) {
 }
 
 /* One number of a stored key. */
-INLINE float key_number(const Source *s, int64_t column, int dim) {
+INLINE float key_number(const Source *s, int64_t slot, int dim) {
     const char *keys = s->keys;
-    int64_t at = column * s->dim + dim;
-    if (column < s->settled) {
-        const uint16_t *bits = s->older->bits + column * bit_words(s->dim);
+    int64_t at = slot * s->dim + dim;
+    if (slot < s->settled) {
+        const uint16_t *bits = s->older->bits + slot * bit_words(s->dim);
         const int word = dim / 16, bit = dim % 16;
         if (!(bits[word] >> bit & 1)) return 0;
-        keys = s->older->numbers, at = column * s->numbers + __builtin_popcount(bits[word] & ((1u << bit) - 1));
+        keys = s->older->numbers, at = slot * s->numbers + __builtin_popcount(bits[word] & ((1u << bit) - 1));
         for (int i = 0; i < word; i++) at += __builtin_popcount(bits[i]);
     }
     const int form = s->forms[0];
     if (form == STORED_FP32) return ((const float *)keys)[at];
     if (form == STORED_BF16) return bf16_to_float(((const uint16_t *)keys)[at]);
-    return block_number(keys + column * column_bytes(s->dim, form), s->key_scales + column * blocks_of(s->dim), dim, form);
+    return block_number(keys + slot * slot_bytes(s->dim, form), s->key_scales + slot * blocks_of(s->dim), dim, form);
 }
 
-/* The labels of one KV head in a layer, by place of the columns, see ShoalChoice. */
+/* The labels of one KV head in a layer, by place of the slots, see ShoalChoice. */
 typedef struct {
     char *labels;
     const int32_t *dims;
-    int width, bytes, shift; /* of a number; places before column 0 */
+    int width, bytes, shift; /* of a number; places before slot 0 */
 } Labels;
 
 static Labels labels_of(const Run *r, const Task *task, const ShoalChoice *c) {
@@ -54,7 +54,7 @@ static Labels labels_of(const Run *r, const Task *task, const ShoalChoice *c) {
 
 INLINE char *group_at(const Labels *l, int place) { return l->labels + (int64_t)(place / 16) * l->width * 16 * l->bytes; }
 
-/* 16-bit numbers are stored in pairs of one column; an odd last one by itself. */
+/* 16-bit numbers are stored in pairs of one slot; an odd last one by itself. */
 INLINE char *label_at(const Labels *l, int place, int number) {
     char *group = group_at(l, place);
     if (l->bytes == 4 || (number ^ 1) >= l->width) return group + number * 16 * l->bytes + place % 16 * l->bytes;
@@ -62,10 +62,10 @@ INLINE char *label_at(const Labels *l, int place, int number) {
 }
 
 static void fill_labels(const Labels *l, const Source *source, int first, int last) {
-    for (int column = first; column < last; column++)
+    for (int slot = first; slot < last; slot++)
         for (int j = 0; j < l->width; j++) {
-            const float x = key_number(source, column, l->dims[j]);
-            char *to = label_at(l, column + l->shift, j);
+            const float x = key_number(source, slot, l->dims[j]);
+            char *to = label_at(l, slot + l->shift, j);
             if (l->bytes == 2) store_bf16((uint16_t *)to, vf_all(x), 1);
             else memcpy(to, &x, 4);
         }
@@ -73,13 +73,13 @@ static void fill_labels(const Labels *l, const Source *source, int first, int la
 
 INLINE int words_of_label(const Labels *l) { return l->bytes == 2 ? (l->width + 1) / 2 : l->width; }
 
-/* Word number j of the labels of 16 columns. */
+/* Word number j of the labels of 16 slots. */
 INLINE Vi label_words(const Labels *l, const char *group, int j, const int halves) {
     if (!halves || 2 * j + 1 < l->width) return vi_loadu(group + 64 * j);
     return vi_shift_right(vi_bits(load_bf16((const uint16_t *)(group + 64 * j), 0xffff)), 16);
 }
 
-/* Products of 16 columns with a few query heads, whose numbers `q` points to. */
+/* Products of 16 slots with a few query heads, whose numbers `q` points to. */
 INLINE void score_group(const Labels *l, const char *const *q, const char *group, Vf *sums, const int halves) {
     const int words = words_of_label(l);
     Vf sum[QUERIES]; /* in registers; `sums`, which a caller indexes, would be in memory */
@@ -92,7 +92,7 @@ INLINE void score_group(const Labels *l, const char *const *q, const char *group
     UNROLL for (int h = 0; h < QUERIES; h++) sums[h] = sum[h];
 }
 
-/* Scores of 16 columns from their products, for first..last-1 alone: the others belong to another task. */
+/* Scores of 16 slots from their products, for first..last-1 alone: the others belong to another task. */
 INLINE void put_scores(const ShoalModel *m, Vf products, int first, int last, float *to) {
     const Vf scores = soft_cap(vf_mul(products, vf_all(m->attention_scale)), m->attention_cap);
     if (last - first == 16) {
@@ -104,8 +104,8 @@ INLINE void put_scores(const ShoalModel *m, Vf products, int first, int last, fl
     memcpy(to + first, some + first, sizeof(float) * max_int(0, last - first));
 }
 
-/* Write the scores of a token's columns low..high-1 to those of its query heads, `room` apart; `q` is [heads][words]. */
-static void score_columns(const ShoalModel *m, const Labels *l, const char *q, int low, int high, float *scores, int64_t room) {
+/* Write the scores of a token's slots low..high-1 to those of its query heads, `room` apart; `q` is [heads][words]. */
+static void score_slots(const ShoalModel *m, const Labels *l, const char *q, int low, int high, float *scores, int64_t room) {
     const int heads = m->heads / m->kv_heads, words = words_of_label(l);
     for (int place = (low + l->shift) / 16 * 16; place < high + l->shift; place += 16)
         for (int first = 0; first < heads; first += QUERIES) {
@@ -120,7 +120,7 @@ static void score_columns(const ShoalModel *m, const Labels *l, const char *q, i
         }
 }
 
-/* A task's share of a layer that chooses by labels: label and score the columns that it owns. */
+/* A task's share of a layer that chooses by labels: label and score the slots that it owns. */
 static void score_labels(Worker *w, const Task *task) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -144,7 +144,7 @@ static void score_labels(Worker *w, const Task *task) {
             for (int j = 0; j < c->width; j++) some[j] = line[labels.dims[j]];
             store_line(w->queries + h * 4 * words, some, halves ? 2 * words : words, halves ? DTYPE_BF16 : DTYPE_FP32);
         }
-        score_columns(m, &labels, w->queries, task->low, min_int(task->high, own + 1), noted(c, task->head * group), c->room);
+        score_slots(m, &labels, w->queries, task->low, min_int(task->high, own + 1), noted(c, task->head * group), c->room);
     }
 }
 

@@ -177,10 +177,10 @@ static void multiply_into_states(const Worker *w, const ShoalWeight *weight, con
     meet(&w->run->team, w->id);
 }
 
-/* Whether nodes of a tree may be stored in columns of another task than the one that reads them at their places. */
+/* Whether nodes of a tree may be stored in slots of another task than the one that reads them at their places. */
 static int spreads(const Segment *segments, int count) {
     for (const Segment *s = segments; s < segments + count; s++)
-        if (s->branches && (s->start + s->stored) / SPLIT != (s->start + s->columns - 1) / SPLIT) return 1;
+        if (s->branches && (s->start + s->stored) / SPLIT != (s->start + s->slots - 1) / SPLIT) return 1;
     return 0;
 }
 
@@ -203,13 +203,13 @@ static void run_attention(Worker *w, int entry) {
     w->stored = r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
     if (w->stored) { /* a task may read what another one would store */
         store_layer(w, entry, &c, segments, count);
-        if (r->b->select) ask_for_columns(w, entry, &c);
+        if (r->b->select) ask_for_slots(w, entry, &c);
         else meet(&r->team, w->id);
     }
     if (labels) {
         for_tasks(w, entry, &c, segments, count, score_labels);
         meet(&r->team, w->id);
-        choose_columns(w, entry, &c, READS_LABELED);
+        choose_slots(w, entry, &c, READS_LABELED);
         meet(&r->team, w->id);
     }
     if (r->b->choices) leave_out_idle(r, entry, &c, segments, count);
@@ -217,7 +217,7 @@ static void run_attention(Worker *w, int entry) {
     for_tasks(w, entry, &c, segments, count, attend_task);
     meet(&r->team, w->id);
     for (const Segment *s = segments; s < segments + count; s++) merge_splits(w, entry, &c, s);
-    if (r->b->choices) choose_columns(w, entry, &c, CHOOSES);
+    if (r->b->choices) choose_slots(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
     const int64_t line = (int64_t)r->m->heads * r->m->head_dim;

@@ -74,7 +74,7 @@ SELECT = ctypes.CFUNCTYPE(None, c_int32)
 class ChoiceStruct(ctypes.Structure):
     """How the library chooses the slots that a token reads."""
 
-    _fields_ = [("roles", c_void_p), ("scores", c_void_p), ("columns", c_void_p), ("count", c_int32), ("room", c_int32),
+    _fields_ = [("roles", c_void_p), ("scores", c_void_p), ("slots", c_void_p), ("count", c_int32), ("room", c_int32),
                 ("stored", c_int32), ("width", c_int32), ("dims", c_void_p), ("labels", c_void_p), ("known", c_void_p),
                 ("label_room", c_int32), ("apart", c_int32)]
 
@@ -89,7 +89,7 @@ class BatchStruct(ctypes.Structure):
         ("position", c_void_p), ("row", c_void_p), ("node", c_void_p), ("base", c_void_p), ("ancestors", c_void_p),
         ("wanted", c_void_p), ("likeliest", c_void_p), ("layers", c_void_p), ("active", c_void_p), ("start", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("capacity", c_void_p), ("own", c_void_p), ("queries", c_void_p),
-        ("select", SELECT), ("columns", c_void_p), ("counts", c_void_p), ("apart", c_void_p), ("choices", c_void_p),
+        ("select", SELECT), ("slots", c_void_p), ("counts", c_void_p), ("apart", c_void_p), ("choices", c_void_p),
         ("taps", c_void_p), ("vectors", c_void_p), ("experts", c_void_p), ("groups", c_void_p),
         ("expert_count", c_int32), ("tap_count", c_int32),
     ]

@@ -64,7 +64,7 @@ class _Asked:
         self._apart = (c_uint8 * struct.tokens)()
         self._function = SELECT(self._select)
         struct.queries, struct.select = self._queries.data_ptr(), self._function
-        struct.columns, struct.counts = ctypes.addressof(self._slots), ctypes.addressof(self._counts)
+        struct.slots, struct.counts = ctypes.addressof(self._slots), ctypes.addressof(self._counts)
         struct.apart = ctypes.addressof(self._apart)
 
     def _select(self, entry: int) -> None:
@@ -86,8 +86,8 @@ class _Asked:
     def _checked(self, entry: int, chosen: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The chosen slots, contiguous; ValueError for what the library would misread."""
         if len(chosen) != len(self._counts):
-            raise ValueError(f"columns of {len(chosen)} tokens were chosen; there are {len(self._counts)}, each with "
-                             "its columns or None")
+            raise ValueError(f"slots of {len(chosen)} tokens were chosen; there are {len(self._counts)}, each with "
+                             "its slots or None")
         starts = None if self._batch.starts is None else self._batch.starts[entry]
         for token, slots in enumerate(chosen):
             if slots is not None:
@@ -98,14 +98,14 @@ class _Asked:
     def _check(self, token: int, slots: Tensor, own: int) -> None:
         fits = slots.dtype == torch.int32 and slots.ndim == 2 and len(slots) in self._heads
         if not fits or slots.device.type != "cpu":
-            raise ValueError(f"the columns of token {token} are {slots.dtype} {list(slots.shape)} on "
+            raise ValueError(f"the slots of token {token} are {slots.dtype} {list(slots.shape)} on "
                              f"{slots.device}; they must be torch.int32 [{self._heads[0]} or {self._heads[1]}, any "
                              "number] on the CPU")
         if not slots.shape[1] or int(slots[:, -1].min()) < 0:
-            raise ValueError(f"a head of token {token} is left no column; each needs one, such as the token's own")
+            raise ValueError(f"a head of token {token} is left no slot; each needs one, such as the token's own")
         low, high = (int(end) for end in slots.aminmax())
         if low < -1 or high > own or int(slots.diff().min() if slots.shape[1] > 1 else 0) < 0:
-            raise ValueError(f"the columns of token {token} are {low}..{high}; they must ascend within [0, {own}], "
+            raise ValueError(f"the slots of token {token} are {low}..{high}; they must ascend within [0, {own}], "
                              "-1s first")
 
 
@@ -208,7 +208,7 @@ class NativeModel:
             RuntimeError: `choose` ran a forward of this model.
         """
         if self._asking == threading.get_ident():
-            raise RuntimeError("what chooses the columns of a forward ran another one of the same model, which would "
+            raise RuntimeError("what chooses the slots of a forward ran another one of the same model, which would "
                                "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
         read = c_int32()

@@ -28,10 +28,10 @@ typedef struct {
 
 #define TOGETHER 16 /* from this many tokens on threads share the preparation of activations; below, a barrier would cost more */
 
-/* Consecutive chosen tokens first..last-1 of one row, and the splits of its columns. */
+/* Consecutive chosen tokens first..last-1 of one row, and the splits of its slots. */
 typedef struct {
-    int first, last, row, start, stored, columns, first_split, splits, state; /* state: index of its first State */
-    int branches; /* whether some node is preceded by nodes off its path, so that its place differs from its column */
+    int first, last, row, start, stored, slots, first_split, splits, state; /* state: index of its first State */
+    int branches; /* whether some node is preceded by nodes off its path, so that its place differs from its slot */
 } Segment;
 
 /* One thread's view. */
@@ -77,7 +77,7 @@ INLINE int start_of(const ShoalBatch *b, int entry, int token) {
 /* Whether some nodes before token t are not on its path. */
 INLINE int branches(const ShoalBatch *b, int t) { return b->ancestors[t] && b->ancestors[t] != (2ull << b->node[t]) - 1; }
 
-/* The place of token t in the text that it ends, counted like columns: a node of a tree follows only the nodes of its path. */
+/* The place of token t in the text that it ends, counted like slots: a node of a tree follows only the nodes of its path. */
 INLINE int place_of(const ShoalBatch *b, int t, int stored) {
     return stored + (b->ancestors[t] ? __builtin_popcountll(b->ancestors[t]) - 1 : b->node[t]);
 }
@@ -89,15 +89,15 @@ INLINE uint64_t path_from(const ShoalBatch *b, int t, int first) {
     return path;
 }
 
-/* The column of a place in that text; for a place after its end, a column after all others. */
-INLINE int column_of(const ShoalBatch *b, int t, int stored, int place) {
+/* The slot of a place in that text; for a place after its end, a slot after all others. */
+INLINE int slot_of(const ShoalBatch *b, int t, int stored, int place) {
     if (place < stored || !branches(b, t)) return place;
     const uint64_t path = path_from(b, t, place - stored);
     return path ? stored + __builtin_ctzll(path) : INT32_MAX;
 }
 
-/* The first column that a token sees. */
-INLINE int first_column(const ShoalLayer *layer, int position, int start) {
+/* The first slot that a token sees. */
+INLINE int first_slot(const ShoalLayer *layer, int position, int start) {
     return layer->window ? max_int(0, position - layer->window + 1 - start) : 0;
 }
 
@@ -110,13 +110,13 @@ static int segments_of(const Run *r, const ShoalLayer *layer, int entry, const C
         Segment s = {.first = i, .row = b->row[t], .start = start, .stored = b->base[t] - start, .state = state};
         int lowest = INT32_MAX;
         for (; i < c->count && i < s.first + TOGETHER && b->row[c->token[i]] == s.row; i++) {
-            s.columns = s.stored + b->node[c->token[i]] + 1;
+            s.slots = s.stored + b->node[c->token[i]] + 1;
             s.branches |= branches(b, c->token[i]);
-            lowest = min_int(lowest, first_column(layer, b->position[c->token[i]], start));
+            lowest = min_int(lowest, first_slot(layer, b->position[c->token[i]], start));
         }
         s.last = i;
-        s.first_split = (start + min_int(lowest, s.columns - 1)) / SPLIT;
-        s.splits = (start + s.columns - 1) / SPLIT - s.first_split + 1;
+        s.first_split = (start + min_int(lowest, s.slots - 1)) / SPLIT;
+        s.splits = (start + s.slots - 1) / SPLIT - s.first_split + 1;
         state += s.splits * (s.last - s.first) * r->m->heads;
         out[count++] = s;
     }

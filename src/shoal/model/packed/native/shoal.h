@@ -17,7 +17,7 @@ enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 #define MAX_THREADS 64
 #define GROUP 32      /* consecutive inputs that share a scale, in most kinds */
 #define GROUP_INT8 64
-#define ROOM_BESIDE 256 /* spare scores before and after those of a token's columns, together */
+#define ROOM_BESIDE 256 /* spare scores before and after those of a token's slots, together */
 #define GROUP_K 256   /* inputs of a super-block of the K kinds: one scale (and minimum) for 8 (Q6_K: 16) small ones */
 
 /* A matrix [rows, cols], packed as layout.h says. Depth is cols rounded up to whole groups; the padding is zero.
@@ -56,42 +56,42 @@ typedef struct {
     ShoalWeight table;     /* [vocab, hidden]; may be the head */
 } ShoalModel;
 
-/* What a row stores in a layer outside its slot. */
+/* What a row stores in a layer outside the common cache. */
 typedef struct {
-    void *keys, *values;                 /* [kv_heads, capacity] lines in the form of kv_blocks.h, instead of the slot; or NULL */
+    void *keys, *values;                 /* [kv_heads, capacity] lines in the form of kv_blocks.h, instead of those of the cache; or NULL */
     uint16_t *key_scales, *value_scales; /* [kv_heads, capacity, blocks] */
-    const float *bias;                /* [kv_heads, bias_capacity], added to the scores of the columns; or NULL */
-    const uint16_t *key_bits, *value_bits;     /* for the first columns: [kv_heads, settled_capacity, words of 16 dimensions]; or NULL */
+    const float *bias;                /* [kv_heads, bias_capacity], added to the scores of the slots; or NULL */
+    const uint16_t *key_bits, *value_bits;     /* for the first slots: [kv_heads, settled_capacity, words of 16 dimensions]; or NULL */
     const void *key_numbers, *value_numbers;   /* [kv_heads, settled_capacity, numbers]: those whose bit is set; the others are 0 */
     int32_t capacity, bias_capacity;
-    int32_t settled, settled_capacity, numbers; /* settled: number of those columns; the slot has the others at their places */
+    int32_t settled, settled_capacity, numbers; /* settled: number of those slots; the cache has the others at their places */
     int32_t forms[2]; /* of keys and of values: STORED_INT8 or STORED_INT4; values have no more bits than keys */
 } ShoalOwn;
 
-/* What a token does in a layer: it reads all columns that it sees; it also chooses some of them; it reads its last choice; it chooses
+/* What a token does in a layer: it reads all slots that it sees; it also chooses some of them; it reads its last choice; it chooses
    by labels and reads that. */
 enum { READS_ALL, CHOOSES, READS_CHOSEN, READS_LABELED };
 
-/* How the kernels choose the columns that a token reads: those with the largest scores, its own included, for each query head or for
-   all heads that share a KV head together. In the latter case a column counts by the largest probability that any of the heads gives
+/* How the kernels choose the slots that a token reads: those with the largest scores, its own included, for each query head or for
+   all heads that share a KV head together. In the latter case a slot counts by the largest probability that any of the heads gives
    it, since the size of scores differs from head to head. */
 typedef struct {
     const uint8_t *roles; /* [active_count]; READS_CHOSEN becomes CHOOSES if there is no choice that fits */
     float *scores;        /* [heads][room] */
-    int32_t *columns;     /* [kv_heads or heads][count], ascending, -1s first: the last choice, as places in the token's own text */
+    int32_t *slots;     /* [kv_heads or heads][count], ascending, -1s first: the last choice, as places in the token's own text */
     int32_t count, room;  /* count 0: the token reads all in every layer */
-    int32_t stored;       /* committed columns of the layer that chose; -1: nothing was chosen yet */
+    int32_t stored;       /* committed slots of the layer that chose; -1: nothing was chosen yet */
     int32_t width;        /* numbers of a label, which are some dimensions of a key; 0: no layer has labels */
     const int32_t *dims;  /* [active_count][kv_heads][width] */
     void *const *labels;  /* [active_count] of [kv_heads][label_room / 16][width][16], in the type of stored keys, or bf16 for bytes. bf16 is
-                             stored in pairs, [width / 2][16][2], followed by an odd last one [16]. Column c has place c + (positions no
+                             stored in pairs, [width / 2][16][2], followed by an odd last one [16]. Slot c has place c + (positions no
                              longer stored) % 16; tokens of one row share them */
-    const int32_t *known; /* [active_count]: number of columns whose labels are known; the others are filled in */
+    const int32_t *known; /* [active_count]: number of slots whose labels are known; the others are filled in */
     int32_t label_room;
-    int32_t apart;        /* whether each query head has columns of its own */
+    int32_t apart;        /* whether each query head has slots of its own */
 } ShoalChoice;
 
-/* Tokens of one row are consecutive, and consecutive nodes of its tree; earlier nodes are already in their columns.
+/* Tokens of one row are consecutive, and consecutive nodes of its tree; earlier nodes are already in their slots.
    Rows ascend. */
 typedef struct {
     int32_t tokens, wanted_count, active_count, rows;
@@ -107,13 +107,13 @@ typedef struct {
     void *const *keys;         /* [num_layers] of [rows, kv_heads, capacity, head_dim] */
     void *const *values;
     const int32_t *capacity;   /* [num_layers], 0 for no storage */
-    const ShoalOwn *own;       /* [num_layers][rows], or NULL: no row stores anything outside its slot */
+    const ShoalOwn *own;       /* [num_layers][rows], or NULL: no row stores anything outside the cache */
     float *queries;            /* [tokens][heads][head_dim], filled in for `select` */
     void (*select)(int32_t);   /* called for each running layer (with its number in `layers`) once its queries and keys are
-                                  there; fills in what follows. NULL: all columns are read */
-    const int32_t *const *columns; /* [tokens] of [kv_heads or heads][counts[token]]: the columns that a token reads, ascending, -1 for none */
+                                  there; fills in what follows. NULL: all slots are read */
+    const int32_t *const *slots; /* [tokens] of [kv_heads or heads][counts[token]]: the slots that a token reads, ascending, -1 for none */
     const int32_t *counts;         /* [tokens]; 0: all that it sees */
-    const uint8_t *apart;          /* [tokens]; whether each of its query heads has columns of its own */
+    const uint8_t *apart;          /* [tokens]; whether each of its query heads has slots of its own */
     ShoalChoice *choices;          /* [tokens], or NULL; not together with `select` */
     float *taps;               /* [tap_count][tokens][hidden]: the states that enter the last layers, and those after them; or NULL */
     const float *vectors;      /* [tokens][hidden]: inputs of the first layer in place of embeddings; or NULL */

@@ -1,4 +1,4 @@
-/* A task of attention: some columns of one KV head, for the tokens of one row; where they are stored, and writes to them. */
+/* A task of attention: some slots of one KV head, for the tokens of one row; where they are stored, and writes to them. */
 #ifndef SHOAL_TASK_H
 #define SHOAL_TASK_H
 
@@ -9,7 +9,7 @@ typedef struct {
     const ShoalLayer *layer;
     const Chosen *chosen;
     int entry, number, head, split; /* indices of the batch's layer, the layer, the KV head and the split of the segment */
-    int low, high;           /* columns low..high-1 */
+    int low, high;           /* slots low..high-1 */
 } Task;
 
 INLINE int64_t kv_line(const ShoalModel *m) { return (int64_t)m->head_dim * (m->kv_dtype == DTYPE_BF16 ? 2 : 4); }
@@ -18,14 +18,14 @@ INLINE const ShoalOwn *own_of(const ShoalBatch *b, int number, int row) {
     return b->own ? b->own + (int64_t)number * b->rows + row : NULL;
 }
 
-/* The index of column 0 of the task's head, in lines of the slot or of the row's own storage. */
+/* The index of slot 0 of the task's head, in lines of the cache or of the row's own storage. */
 INLINE int64_t first_line(const Run *r, const Task *task, const ShoalOwn *own) {
     const int kv_heads = r->m->kv_heads;
     if (own && own->keys) return (int64_t)task->head * own->capacity;
     return ((int64_t)task->segment->row * kv_heads + task->head) * r->b->capacity[task->number];
 }
 
-/* Each column belongs to one split, so the task that reads a new key also writes it. */
+/* Each slot belongs to one split, so the task that reads a new key also writes it. */
 static void store_new(const Worker *w, const Task *task) {
     const Run *r = w->run;
     const ShoalModel *m = r->m;
@@ -35,15 +35,15 @@ static void store_new(const Worker *w, const Task *task) {
     const int64_t line0 = first_line(r, task, own);
     float line[MAX_HEAD_DIM] ALIGNED;
     for (int i = s->first; i < s->last; i++) {
-        int t = task->chosen->token[i], column = s->stored + r->b->node[t];
-        if (column < task->low || column >= task->high) continue;
+        int t = task->chosen->token[i], slot = s->stored + r->b->node[t];
+        if (slot < task->low || slot >= task->high) continue;
         const float *keys = r->qkv + i * r->qkv_line + m->heads * dim, *value = keys + (m->kv_heads + task->head) * dim;
-        int64_t at = line0 + column;
+        int64_t at = line0 + slot;
         ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, r->b->position[t], line);
         if (own && own->keys) {
             const int64_t block = at * blocks_of(dim), form = own->forms[0], other = own->forms[1];
-            store_blocks((char *)own->keys + at * column_bytes(dim, form), own->key_scales + block, line, dim, form);
-            store_blocks((char *)own->values + at * column_bytes(dim, other), own->value_scales + block, value, dim, other);
+            store_blocks((char *)own->keys + at * slot_bytes(dim, form), own->key_scales + block, line, dim, form);
+            store_blocks((char *)own->values + at * slot_bytes(dim, other), own->value_scales + block, value, dim, other);
         } else {
             store_line((char *)r->b->keys[task->number] + at * kv_line(m), line, dim, m->kv_dtype);
             store_line((char *)r->b->values[task->number] + at * kv_line(m), value, dim, m->kv_dtype);
@@ -67,8 +67,8 @@ static Source source_of(const Run *r, const Task *task) {
     if (own && own->keys) {
         const int64_t block = first * blocks_of(s.dim);
         s.forms[0] = own->forms[0], s.forms[1] = own->forms[1];
-        s.keys = (const char *)own->keys + first * column_bytes(s.dim, s.forms[0]);
-        s.values = (const char *)own->values + first * column_bytes(s.dim, s.forms[1]);
+        s.keys = (const char *)own->keys + first * slot_bytes(s.dim, s.forms[0]);
+        s.values = (const char *)own->values + first * slot_bytes(s.dim, s.forms[1]);
         s.key_scales = own->key_scales + block, s.value_scales = own->value_scales + block;
     } else {
         s.forms[0] = s.forms[1] = m->kv_dtype == DTYPE_BF16 ? STORED_BF16 : STORED_FP32;

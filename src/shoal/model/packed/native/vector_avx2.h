@@ -9,7 +9,7 @@
 #define NARROW_WORDS(bits) ((bits) == 4 ? 4 : 2) /* words whose products are summed in 16 bits, and twice as many: see dot_narrow() */
 #define BF16_PRODUCTS 0 /* attention widens bf16, since it is multiplied often */
 #define HALF_PRODUCTS 1 /* whether attention multiplies pairs of stored integers */
-#define SCORED 1 /* groups of 16 columns of which a few queries are scored at once */
+#define SCORED 1 /* groups of 16 slots of which a few queries are scored at once */
 #define MIXED 1  /* vectors of values that are added up at once for a few queries */
 
 typedef struct {

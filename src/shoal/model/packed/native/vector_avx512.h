@@ -13,7 +13,7 @@
 #else
 #define HALF_PRODUCTS 1
 #endif
-#define SCORED 4 /* groups of 16 columns of which a few queries are scored at once */
+#define SCORED 4 /* groups of 16 slots of which a few queries are scored at once */
 #define MIXED 4  /* vectors of values that are added up at once for a few queries */
 
 typedef __m512 Vf;      /* 16 floats */

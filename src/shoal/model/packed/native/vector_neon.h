@@ -8,7 +8,7 @@
 #define TILE_TOKENS 4 /* tokens per pass over a row block: their sums fill half of the 32 registers */
 #define BF16_PRODUCTS 0 /* attention widens bf16, since it is multiplied often */
 #define HALF_PRODUCTS 1 /* whether attention multiplies pairs of stored integers */
-#define SCORED 1 /* groups of 16 columns of which a few queries are scored at once */
+#define SCORED 1 /* groups of 16 slots of which a few queries are scored at once */
 #define MIXED 1  /* vectors of values that are added up at once for a few queries */
 #define NARROW_WORDS(bits) 4 /* no narrow sums: products of bytes are added in 32 bits */
 
