@@ -53,7 +53,15 @@ __all__ = [
     "__version__", "load", "quick_card",
 ]
 
-_HOME = {name: home for home, names in {
+_METHODS = {
+    "ADED": "aded", "Auto": "auto", "BestOf": "best_of", "D3": "d3", "D3Spec": "d3_spec",
+    "DoubleSparsity": "double_sparsity", "DraftModel": "draft_model", "Eagle": "eagle", "EarlyExit": "early_exit",
+    "Full": "full", "KVInt4": "kv_int4", "KVInt8": "kv_int8", "PromptLookup": "prompt_lookup", "ShortGPT": "shortgpt",
+    "SnapKV": "snapkv", "StreamingLLM": "streaming_llm", "Tidal": "tidal", "TopKOracle": "topk_oracle",
+    "UnifiedLayerSkipping": "unified_layer_skipping",
+}
+"""The file of each method."""
+_HOME = {name: f"shoal.methods.{file}" for name, file in _METHODS.items()} | {name: home for home, names in {
     "shoal.decode.recipe": ("Recipe",),
     "shoal.depth.plan": ("DepthPlan",),
     "shoal.engine.cards.quick": ("quick_card",),
@@ -62,26 +70,7 @@ _HOME = {name: home for home, names in {
     "shoal.engine.engine": ("Engine",),
     "shoal.engine.loading.load": ("load",),
     "shoal.errors": ("Unsupported",),
-    "shoal.methods.aded": ("ADED",),
-    "shoal.methods.auto": ("Auto",),
     "shoal.methods.base": ("Method",),
-    "shoal.methods.best_of": ("BestOf",),
-    "shoal.methods.d3": ("D3",),
-    "shoal.methods.d3_spec": ("D3Spec",),
-    "shoal.methods.double_sparsity": ("DoubleSparsity",),
-    "shoal.methods.draft_model": ("DraftModel",),
-    "shoal.methods.eagle": ("Eagle",),
-    "shoal.methods.early_exit": ("EarlyExit",),
-    "shoal.methods.full": ("Full",),
-    "shoal.methods.kv_int4": ("KVInt4",),
-    "shoal.methods.kv_int8": ("KVInt8",),
-    "shoal.methods.prompt_lookup": ("PromptLookup",),
-    "shoal.methods.shortgpt": ("ShortGPT",),
-    "shoal.methods.snapkv": ("SnapKV",),
-    "shoal.methods.streaming_llm": ("StreamingLLM",),
-    "shoal.methods.tidal": ("Tidal",),
-    "shoal.methods.topk_oracle": ("TopKOracle",),
-    "shoal.methods.unified_layer_skipping": ("UnifiedLayerSkipping",),
     "shoal.model.transform": ("DropLayers", "NarrowMLPs"),
     "shoal.types": ("ModelInfo", "Result", "Sampling", "Stats", "Step", "TokenLogprob"),
 }.items() for name in names}

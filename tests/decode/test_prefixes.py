@@ -22,7 +22,7 @@ from shoal.methods.base import Method
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, copy_out
+from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look
 from test_matrix import engine_of
 
 METHODS: dict[str, Any] = {
@@ -198,8 +198,10 @@ def test_a_copy_holds_what_the_row_holds() -> None:
     for _ in range(4):
         scheduler.turn()
     cache = scheduler._batches.plain.cache
-    held = copy_out(cache, 0)
-    assert held is not None and held.length == cache.positions[0] > 12
+    seen = look(cache, 0)
+    assert seen is not None
+    held = seen.copied()
+    assert held.length == cache.positions[0] > 12
     cache.extend(1)
     copy_in(cache, 1, held, held.length - 2)
     for layer in cache.layers:

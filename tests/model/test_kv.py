@@ -190,7 +190,7 @@ def test_truncation_stops_at_what_is_shallow() -> None:
 def test_truncation_within_what_a_window_has_kept(length: int, left: int) -> None:
     cache = KVCache([None, WINDOW], seqs=1)
     for layer in cache.layers:
-        layer.allocate(torch.empty(0), (1, 1), 14)
+        layer.allocate(torch.empty(0), (1, 1, 1), 14)
     for _ in range(40):
         for layer in cache.layers:
             layer.append(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), [0], [1])

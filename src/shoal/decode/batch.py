@@ -56,13 +56,8 @@ class Batch:
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        cache: KVCache | None = None,
-        seqs: Sequence[RunningSequence] = (),
-        *,
-        prefixes: Prefixes | None = None,
-        release: bool = True,
+        self, runner: ModelRunner, cache: KVCache | None = None, seqs: Sequence[RunningSequence] = (), *,
+        prefixes: Prefixes | None = None, release: bool = True,
     ) -> None:
         self.runner, self.searches = runner, list[SearchRun]()
         self.seqs = [self._begun(seq) for seq in seqs if seq.finish_reason is None]

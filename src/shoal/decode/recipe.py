@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     """Things that a search waits for."""
 
 Exactness = Literal["full", "plan", "none"]
-PARTS = (
-    "plan", "proposer", "rule", "keep", "store", "select", "experts", "search", "loop", "constraint",
-)
+PARTS = ("plan", "proposer", "rule", "keep", "store", "select", "experts", "search", "loop", "constraint")
 """The components of a recipe that methods fill. Each answers one question."""
 BY_PROMPT = "choice of layers by the prompt"
 """Stands for a `PlanByPrompt` in messages."""
@@ -156,12 +154,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.select is not None and self.select.across_layers and self.keep is not None and self.keep.differs:
-            raise Unsupported(
-                f"layers that share a choice of slots, {type(self.select).__name__}, "
-                f"beside {type(self.keep).__name__}",
-                "what stays differs from layer to layer, so a slot's number says nothing in the next one",
-                "Leave one of them out",
-            )
+            raise Unsupported(f"layers that share a choice of slots, {type(self.select).__name__}, "
+                              f"beside {type(self.keep).__name__}",
+                              "what stays differs from layer to layer, so a slot's number says nothing in the next one",
+                              "Leave one of them out")
         beside = [component for component in self.components if component in self.excludes]
         if self.loop is not None and not self.settled:
             beside = [BY_PROMPT]

@@ -108,12 +108,8 @@ def needs_history(sampling: Sampling, processors: Sequence[LogitsProcessor] = ()
 
 
 def scores(
-    logits: Tensor,
-    history: Sequence[int] | Tensor,
-    prompt_len: int,
-    sampling: Sampling,
-    processors: Sequence[LogitsProcessor] = (),
-    allowed: Allowed | None = None,
+    logits: Tensor, history: Sequence[int] | Tensor, prompt_len: int, sampling: Sampling,
+    processors: Sequence[LogitsProcessor] = (), allowed: Allowed | None = None,
 ) -> Tensor:
     """Raw logits after bias, penalties, processors and mask: what greedy decoding and log-probabilities use.
 

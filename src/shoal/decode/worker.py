@@ -125,7 +125,6 @@ class Component(Protocol[W_co]):
     @abstractmethod
     def begin(self, runner: Any, cache: Any) -> W_co:
         """The worker for sequences that decode on `runner` with their KV in `cache`."""
-        ...
 
 
 class Keeper(Worker, ABC):

@@ -207,9 +207,7 @@ def monte_carlo(probs: Distribution, pair: Pair, nodes: int, depth: int, iterati
     return _best(root, nodes, lambda node: [child for child in node.children if child.visits], lambda node: node.visits)
 
 
-def _best(
-    root: Node, nodes: int, below: Callable[[Node], Iterable[Node]], value: Callable[[Node], float]
-) -> TokenTree:
+def _best(root: Node, nodes: int, below: Callable[[Node], Iterable[Node]], value: Callable[[Node], float]) -> TokenTree:
     """The tree of the `nodes` continuations of highest value, of which a child never has more than its parent."""
     waiting: list[tuple[float, int, Node, Node]] = []
     chosen, numbers = list[tuple[Node, Node]](), itertools.count()

@@ -159,23 +159,13 @@ class Method(ABC):
         return spec
 
     def __call__(
-        self,
-        model: Any,
-        input_ids: Any,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        generation_config: Any = None,
-        **model_kwargs: Any,
+        self, model: Any, input_ids: Any, logits_processor: Any = None, stopping_criteria: Any = None,
+        generation_config: Any = None, **model_kwargs: Any,
     ) -> Any:
         """Decode for `model.generate(..., custom_generate=method)`: ids [B, T], prompt included."""
         return import_module(_INTEGRATION).run_custom_generate(
-            self,
-            model,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            **model_kwargs,
+            self, model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, **model_kwargs,
         )
 
     def bind(self, *, streamer: Any = None, tokenizer: Any = None, stop_strings: str | Sequence[str] = ()) -> Any:

@@ -30,9 +30,7 @@ class Calibrated(Method):
         """The inner method's recipe, on the model that it was made for."""
         here = None if info.fingerprint is None else info.fingerprint()
         if None not in (here, self.fingerprint) and here != self.fingerprint:
-            raise Unsupported(
-                f"method {self.inner.name!r} as calibrated for model {self.fingerprint}",
-                f"this model is {here}, and what one model can spare another may need",
-                "Calibrate this model with `shoal calibrate`, or name the inner method itself",
-            )
+            raise Unsupported(f"method {self.inner.name!r} as calibrated for model {self.fingerprint}",
+                              f"this model is {here}, and what one model can spare another may need",
+                              "Calibrate this model with `shoal calibrate`, or name the inner method itself")
         return self.inner.recipe(info)

@@ -58,9 +58,7 @@ class D3(Method):
                 raise ValueError(f"{option} is {value}; it must be above 0, or None for the default")
 
     @classmethod
-    def for_mean_depth(
-        cls, num_layers: int, mean: float, horizon: int, start: float | int = 0.0, **others: Any
-    ) -> D3:
+    def for_mean_depth(cls, num_layers: int, mean: float, horizon: int, start: float | int = 0.0, **others: Any) -> D3:
         """The schedule with a mean depth of `mean` (layers, or a share of L when at most 1) over `horizon` tokens."""
         wanted = cls(mean=mean, horizon=horizon, start=start, **others)
         core = default_core(num_layers).size if wanted.core is None else wanted.core

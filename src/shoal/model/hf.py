@@ -51,7 +51,6 @@ from shoal.model.runner import (
 T = TypeVar("T")
 
 
-
 class HFRunner(ModelRunner):
     """A causal language model of transformers, in eval mode, with sdpa or eager attention.
 
@@ -80,18 +79,13 @@ class HFRunner(ModelRunner):
         self.position_bytes, self.kv_sizes = self.parts.position_bytes, self.parts.kv_sizes
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
-        self._additive = model.config._attn_implementation != "sdpa"
+        self.adds_masks = model.config._attn_implementation != "sdpa"
         self.prepacks = self.shows_queries = all(map(can_ask_by_seqs, layers))
         self.alone = False
         scales = (getattr(module, "scaling", None) for layer in layers for module in layer.modules())
         self.score_scale = next((one for one in scales if isinstance(one, float)), self.kv_sizes[0][1] ** -0.5)
         self.score_cap: float | None = getattr(config, "attn_logit_softcapping", None)
         self._copies: dict[tuple[int, Part, bool], nn.Module] = {}
-
-    @property
-    @override
-    def adds_masks(self) -> bool:
-        return bool(self._additive)
 
     @cached_property
     @override
@@ -211,12 +205,12 @@ class HFRunner(ModelRunner):
 
     def attention_mask(self, seqs: Sequence[SequenceView], window: int | None) -> Tensor | None:
         """The mask in the form that the model's attention takes: bool for sdpa, else additive; None hides nothing."""
-        seen = mask(seqs, window, self.device, square=not self._additive)
+        seen = mask(seqs, window, self.device, square=not self.adds_masks)
         return None if seen is None else self.as_added(seen)
 
     def as_added(self, seen: Tensor) -> Tensor:
         """A bool mask in the form that the model's attention takes; an additive mask unchanged."""
-        if seen.dtype != torch.bool or not self._additive:
+        if seen.dtype != torch.bool or not self.adds_masks:
             return seen
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return bias.masked_fill_(~seen, torch.finfo(self.dtype).min)

@@ -143,16 +143,10 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
     cache = recording.layers[-1].arguments[calls[-1].cache]
     stores = getattr(cache, "self_attention_cache", cache).layers[: len(layers)]  # there may be an encoder's layers too
-    return Parts(
-        layers=layers,
-        calls=calls,
-        embed=_embedding(model, recording, ids, positions),
-        rotary=[_replay_rotary(call) for call in rotary],
-        head=_head(recording, head_module, model.config),
-        head_module=head_module,
-        position_bytes=tuple(map(_position_bytes, stores)),
-        kv_sizes=tuple((s.keys.shape[1], s.keys.shape[3], s.values.shape[3]) for s in stores),
-    )
+    embed, head = _embedding(model, recording, ids, positions), _head(recording, head_module, model.config)
+    sizes = tuple((s.keys.shape[1], s.keys.shape[3], s.values.shape[3]) for s in stores)
+    position_bytes = tuple(map(_position_bytes, stores))
+    return Parts(layers, calls, embed, list(map(_replay_rotary, rotary)), head, head_module, position_bytes, sizes)
 
 
 def _position_bytes(store: Any) -> int:
@@ -362,12 +356,7 @@ def _changes(number: float) -> list[Callable[[Tensor], Tensor]]:
     def by_root(x: Tensor) -> Tensor:
         return x * torch.tensor(number**0.5, dtype=x.dtype, device=x.device)
 
-    return [
-        lambda x: x * number,
-        lambda x: x / number,
-        by_root,
-        lambda x: torch.tanh(x / number) * number,
-    ]
+    return [lambda x: x * number, lambda x: x / number, by_root, lambda x: torch.tanh(x / number) * number]
 
 
 def _head(recording: Recording, head_module: nn.Module, config: Any) -> Head:

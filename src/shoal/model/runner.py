@@ -199,6 +199,7 @@ class ModelRunner(Protocol):
         most_nodes: most nodes of a tree that is computed exactly like a chain; None for any number.
         position_bytes: bytes of the keys and values of one position, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer.
+        adds_masks: whether attention adds its mask to the scores, instead of taking bools.
         shows_queries: whether chunks may have a `query_hook`.
         score_scale: factor of the products of queries and keys before softmax.
         score_cap: c of the soft cap c * tanh(x / c) that follows, or None.
@@ -218,6 +219,7 @@ class ModelRunner(Protocol):
     device: torch.device
     dtype: torch.dtype
     activation_dtype: torch.dtype
+    adds_masks: bool
     shows_queries: bool
     score_scale: float
     score_cap: float | None
@@ -225,10 +227,6 @@ class ModelRunner(Protocol):
     @property
     def can_split(self) -> bool:
         """Whether attention and MLP of a layer can run separately."""
-
-    @property
-    def adds_masks(self) -> bool:
-        """Whether attention adds its mask to the scores, instead of taking bools."""
 
     def forward(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,

@@ -16,7 +16,7 @@ from typing_extensions import override
 from shoal.errors import Unsupported
 from shoal.model.config import widths_of, with_widths
 from shoal.model.modules import empty
-from shoal.model.packed.source import FewerLayers, Source
+from shoal.model.packed.source import ChangedSource, FewerLayers, Source
 from shoal.model.probe import find_layers
 
 _BY_PLACE = ("scale_attn_by_inverse_layer_idx",)
@@ -154,20 +154,12 @@ class NarrowMLPs(Transform):
         return with_widths(config, [len(layer) for layer in self.kept]), NarrowSource(source, self.kept)
 
 
-class NarrowSource(Source):
+class NarrowSource(ChangedSource):
     """A source whose MLPs keep some of their neurons; everything else is unchanged."""
 
     def __init__(self, source: Source, kept: Sequence[Sequence[int]]) -> None:
-        self._source = source
+        super().__init__(source)
         self._kept = [torch.tensor(layer) for layer in kept]
-
-    @override
-    def names(self) -> list[str]:
-        return list(self._source.names())
-
-    @override
-    def has(self, name: str) -> bool:
-        return self._source.has(name)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor, found = self._source[name], _MATRIX.fullmatch(name)

@@ -71,11 +71,9 @@ class TreeShape(Protocol):
     @property
     def length(self) -> int:
         """Most guesses one after another."""
-        ...
 
     def width(self, level: int) -> int:
         """Most children that a node at distance `level` from the root may get."""
-        ...
 
     def keep(self, leaves: Sequence[Leaf], logs: Sequence[Sequence[float]], noise: Noise) -> list[list[Child]]:
         """Which of the drawn children stay: for each leaf the first few, in the order of drawing.
@@ -85,7 +83,6 @@ class TreeShape(Protocol):
             logs: per leaf the log-probabilities of its children given the leaf.
             noise: for the perturbation.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ where the kernels look embeddings up, so that a forward stays one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from torch.nn.utils.rnn import pad_sequence
-from typing_extensions import override
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
@@ -24,7 +23,7 @@ from shoal.model.packed.build import build
 from shoal.model.packed.native_calls import LIMIT
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
-from shoal.model.packed.source import Source
+from shoal.model.packed.source import TensorSource
 from shoal.model.runner import ModelRunner, SequenceChunk, Start
 from shoal.speculative.draft_head_file import DraftHead, guessed_tokens
 
@@ -157,24 +156,6 @@ def _numbered(chunk: SequenceChunk, first: int) -> SequenceChunk:
     return replace(chunk, tokens=range(first, first + len(chunk.tokens)))
 
 
-class _Named(Source):
-    """A source of weights that holds tensors by name."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    @override
-    def names(self) -> list[str]:
-        return sorted(self._tensors)
-
-    @override
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
 FUSE = "fuse.weight"
 NORMS = ("state_norm.weight", "embedding_norm.weight")
 """Tensors of a head beside its list of tokens and those of `LayerShape.sizes`: [D, 2 D], the state's columns first;
@@ -211,7 +192,7 @@ class EagleHead:
         tensors = {f"model.{name}": part.take(name, *size) for name, size in shape.sizes().items()}
         tensors["model.embed_tokens.weight"] = target.head_rows(self.names)
         self._layer: PackedRunner = build(
-            shape.config(len(self.names)), _Named(tensors), self._dtype, target.device,
+            shape.config(len(self.names)), TensorSource(tensors), self._dtype, target.device,
             "int8" if target.activation_dtype == torch.int8 else None, kernels=isinstance(target, NativeRunner),
         )
         if isinstance(self._layer, NativeRunner):

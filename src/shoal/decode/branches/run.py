@@ -32,15 +32,12 @@ class BranchBatch(Protocol):
 
     def fork(self, seq: RunningSequence, children: Sequence[RunningSequence]) -> None:
         """Add sequences that continue from the state of `seq`."""
-        ...
 
     def due(self, seq: SequenceState) -> int:
         """How many of the sequence's tokens are to be fed."""
-        ...
 
     def retire(self) -> None:
         """Remove finished sequences."""
-        ...
 
 
 class SearchRun:
@@ -61,11 +58,8 @@ class SearchRun:
 
     def __init__(self, batch: BranchBatch, root: RunningSequence, search: Search) -> None:
         if root.record is not None:
-            raise Unsupported(
-                "scores and logits of every token with a search",
-                "they would be those of all branches",
-                "Leave output_scores and output_logits out",
-            )
+            raise Unsupported("scores and logits of every token with a search", "they would be those of all branches",
+                              "Leave output_scores and output_logits out")
         self.batch, self.root = batch, root
         wanted = replace(root.sampling, logprobs=root.sampling.logprobs or 0)
         trunk = replace(root, tokens=list(root.tokens), stop=root.stop.copy(), sampling=wanted, root=root, until=0,

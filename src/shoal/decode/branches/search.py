@@ -29,15 +29,12 @@ class BranchOwner(Protocol):
 
     def fork(self, branch: Branch, count: int) -> list[Branch]:
         """New branches that go on from where `branch` stands."""
-        ...
 
     def force(self, branch: Branch, tokens: Sequence[int]) -> None:
         """Append given tokens to a branch."""
-        ...
 
     def end(self, branch: Branch) -> None:
         """Give a branch up."""
-        ...
 
 
 class Branch:

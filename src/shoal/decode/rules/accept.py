@@ -20,35 +20,27 @@ class Target(Protocol):
     @property
     def greedy(self) -> bool:
         """Whether the sequence takes the most likely token instead of drawing one."""
-        ...
 
     def choice(self, node: int) -> int:
         """The target's own token after `node`: the argmax, or a draw keyed by the emitted index."""
-        ...
 
     def scores(self, node: int) -> Tensor:
         """Logits [V] after bias, penalties, processors and mask, taken along the node's own path."""
-        ...
 
     def probs(self, node: int) -> Tensor:
         """Probabilities [V] of the token after `node`: what temperature and truncation make of the scores."""
-        ...
 
     def index(self, node: int) -> int:
         """How many tokens the sequence has emitted when the token after `node` comes."""
-        ...
 
     def history(self, node: int) -> list[int]:
         """Every token before the one that comes after `node`: the prompt, what was emitted, the path to the node."""
-        ...
 
     def uniform(self, node: int, purpose: str) -> float:
         """A uniform number in [0, 1) that depends on seed, sequence, emitted index and `purpose` alone."""
-        ...
 
     def draw(self, probs: Tensor, node: int, purpose: str) -> int:
         """A token after `node` by inverse CDF from `probs` [V], which need not sum to 1, by `uniform`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +62,9 @@ class Rule(Protocol):
     @property
     def exact(self) -> bool:
         """Whether the output equals the target's, token for token if greedy and in distribution if sampled."""
-        ...
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
         """The accepted path through `tree` and the token that follows it."""
-        ...
 
     def purpose(self, rank: int, place: int | None) -> str:
         """What the uniform number is for by which a draft draws a guess; it names the number in `sampling.uniform`.

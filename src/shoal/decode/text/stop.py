@@ -76,11 +76,8 @@ class StopState:
 
     def __init__(self, rules: StopRules, tokenizer: Any | None, prompt_ids: Sequence[int]) -> None:
         if rules.stop_strings and tokenizer is None:
-            raise Unsupported(
-                f"stop_strings {rules.stop_strings!r}",
-                "text is only known with a tokenizer",
-                "Load the model with its tokenizer, or use stop_token_ids",
-            )
+            raise Unsupported(f"stop_strings {rules.stop_strings!r}", "text is only known with a tokenizer",
+                              "Load the model with its tokenizer, or use stop_token_ids")
         self._rules = rules
         self._ids = list(prompt_ids)
         self._detokenizer = Detokenizer(tokenizer)

@@ -91,20 +91,16 @@ class Combined(Method):
             recipe = member.recipe(info)
             for component in recipe.components:
                 if component in owners:
-                    raise ValueError(
-                        f"{owners[component]} and {member.name} both fill the part {component!r} "
-                        f"({QUESTIONS[component]}), which takes one method; leave {owners[component]} or "
-                        f"{member.name} out"
-                    )
+                    raise ValueError(f"{owners[component]} and {member.name} both fill the part {component!r} "
+                                     f"({QUESTIONS[component]}), which takes one method; leave {owners[component]} or "
+                                     f"{member.name} out")
                 owners[component] = member.name
             excluded |= dict.fromkeys(recipe.excludes, member.name)
             whole |= _filled(recipe)
         for component in filter(excluded.get, owners):
-            raise ValueError(
-                f"{excluded[component]} has a loop of its own, without a place for the part {component!r} "
-                f"({QUESTIONS[component]}) of {owners[component]}; leave {excluded[component]} or "
-                f"{owners[component]} out"
-            )
+            raise ValueError(f"{excluded[component]} has a loop of its own, without a place for the part {component!r} "
+                             f"({QUESTIONS[component]}) of {owners[component]}; leave {excluded[component]} or "
+                             f"{owners[component]} out")
         return replace(Recipe(DepthPlan.full(info.num_layers)), **whole)
 
     @override

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-
 @dataclass(frozen=True)
 class StoringMethod(Method):
     """A method that stores keys and values in another form as soon as a position is there.

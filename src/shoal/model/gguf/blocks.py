@@ -15,14 +15,14 @@ from torch import Tensor
 
 from shoal.model.gguf.header import GgmlType
 
-_PLAIN = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16}
+PLAIN = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16}
 _AT_ONCE = 1 << 21
 """Values that are dequantised at a time; it keeps temporaries small."""
 
 
 def plain(data: Tensor, kind: GgmlType) -> Tensor:
     """Bytes [..., bytes per row] of a floating-point type as numbers [..., columns]; shares memory."""
-    return data.view(_PLAIN[kind])
+    return data.view(PLAIN[kind])
 
 
 def dequantise(blocks: Tensor, kind: GgmlType) -> Tensor:

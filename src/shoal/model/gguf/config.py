@@ -47,21 +47,16 @@ def _granite(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
 
 
 def _smollm3(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
-    layers = common["num_hidden_layers"]
-    return _biases(file, metadata, common) | {
-        "no_rope_layer_interval": 4,
-        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)],
-        "use_sliding_window": False,
-    }
+    flags = [int((layer + 1) % 4 != 0) for layer in range(common["num_hidden_layers"])]
+    more = {"no_rope_layer_interval": 4, "no_rope_layers": flags, "use_sliding_window": False}
+    return _biases(file, metadata, common) | more
 
 
 def _phi3(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     rope, length = common["rope_parameters"], common["max_position_embeddings"]
     window = metadata.whole("attention.sliding_window", 0, least=0)
-    return {
-        "original_max_position_embeddings": rope.get("original_max_position_embeddings", length),
-        "sliding_window": window if 0 < window < length else None,
-    }
+    return {"original_max_position_embeddings": rope.get("original_max_position_embeddings", length),
+            "sliding_window": window if 0 < window < length else None}
 
 
 def _olmo2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
@@ -73,12 +68,12 @@ def _olmo2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
 def _gemma(metadata: Metadata, common: Fields, large: int) -> Fields:
     """Fields that Gemma 2 and 3 share; models of `large` layers scale queries by hidden size over heads."""
     heads, layers = common["num_attention_heads"], common["num_hidden_layers"]
-    cap = "final_logit_softcapping"
-    return {
-        "query_pre_attn_scalar": common["hidden_size"] // heads if layers == large else common["head_dim"],
-        "final_logit_softcapping": metadata.number(cap) if metadata.has(cap) else None,
-        "attention_bias": False,
-    }
+    scalar = common["hidden_size"] // heads if layers == large else common["head_dim"]
+    return {"query_pre_attn_scalar": scalar, "attention_bias": False, **_cap(metadata, "final_logit_softcapping")}
+
+
+def _cap(metadata: Metadata, name: str) -> Fields:
+    return {name: metadata.number(name) if metadata.has(name) else None}
 
 
 def _layer_types(metadata: Metadata, period: int, layers: int) -> list[str]:
@@ -87,9 +82,7 @@ def _layer_types(metadata: Metadata, period: int, layers: int) -> list[str]:
 
 
 def _gemma2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
-    cap = "attn_logit_softcapping"
-    return _gemma(metadata, common, 46) | {
-        "attn_logit_softcapping": metadata.number(cap) if metadata.has(cap) else None,
+    return _gemma(metadata, common, 46) | _cap(metadata, "attn_logit_softcapping") | {
         "sliding_window": metadata.whole("attention.sliding_window", 4096),
         "layer_types": _layer_types(metadata, 2, common["num_hidden_layers"]),
     }
@@ -242,9 +235,8 @@ def _rows(file: GgufFile) -> int:
 
 def _check_vocabulary(file: GgufFile, vocabulary: Vocabulary | None, rows: int) -> None:
     if vocabulary is not None and len(vocabulary) != rows:
-        raise ValueError(f"the GGUF file {file.path.name!r} has {len(vocabulary)} tokens and an embedding "
-                         f"of {rows} rows; "
-                         "both must be the same. Convert the model again")
+        raise ValueError(f"the GGUF file {file.path.name!r} has {len(vocabulary)} tokens and an embedding of {rows} "
+                         "rows; both must be the same. Convert the model again")
 
 
 def _special(vocabulary: Vocabulary | None) -> Fields:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from shoal.errors import Unsupported
-from shoal.model.gguf.blocks import Blocks
+from shoal.model.gguf.blocks import PLAIN, Blocks
 from shoal.model.gguf.config import EMBEDDING, HEAD, Family, family_of
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import GgmlType, TensorInfo
@@ -66,9 +66,8 @@ class GgufSource(Source):
     def __init__(self, file: GgufFile, config: Any) -> None:
         self._file, self._config = file, config
         self._family = family_of(Metadata(file.header))
-        self._heads = {
-            "attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads,
-        } if self._family.interleaved else {}
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        self._heads = heads if self._family.interleaved else {}
 
     @override
     def names(self) -> list[str]:
@@ -85,7 +84,7 @@ class GgufSource(Source):
         order = self._order(info)
         if order is not None and len(info.shape) > 1:
             blocks = self._file.blocks(info.name).select(order)
-            return blocks.dequantise(_dtype(blocks))
+            return blocks.dequantise(PLAIN.get(blocks.type, torch.float32))
         values = self._file.values(info.name)
         values = values if order is None else values[order]
         if self._family.norm_shift and info.name.endswith("norm.weight"):
@@ -153,6 +152,3 @@ class GgufSource(Source):
         return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
 
-def _dtype(blocks: Blocks) -> torch.dtype:
-    plain = {"F16": torch.float16, "BF16": torch.bfloat16}
-    return plain.get(blocks.type.name, torch.float32)

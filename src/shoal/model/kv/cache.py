@@ -229,14 +229,8 @@ class SequenceCopy:
         return length <= self.length and all(layer.restorable(length) for layer in self.layers)
 
 
-def copy_out(cache: KVCache, seq: int) -> SequenceCopy | None:
-    """A copy of the positions that ran every layer; None if a layer has dropped what the next token would see."""
-    seen = look(cache, seq)
-    return None if seen is None else seen.copied()
-
-
 def look(cache: KVCache, seq: int) -> SequenceCopy | None:
-    """What `copy_out` copies, as views of the cache's memory, which change with it."""
+    """The positions that ran every layer, as views of the cache; None if one dropped what the next token would see."""
     length = cache.first_shallow(seq)
     if length == 0 or not all(layer.restorable(seq, length) for layer in cache.layers):
         return None
@@ -255,7 +249,7 @@ def copy_in(cache: KVCache, seq: int, held: SequenceCopy, length: int) -> None:
     for layer, copied in zip(cache.layers, held.layers, strict=True):
         count = length - copied.start
         if layer.keys is None:
-            layer.allocate(copied.keys, (copied.keys.shape[0], copied.keys.shape[2]), count, copied.values.shape[2])
+            layer.allocate(copied.keys, (len(copied.keys), copied.keys.shape[2], copied.values.shape[2]), count)
         layer.lengths[seq] = layer.starts[seq] = copied.start
         layer.make_room([seq], [count])
         assert layer.keys is not None and layer.values is not None

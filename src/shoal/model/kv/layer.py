@@ -186,7 +186,7 @@ class KVLayer:
             seqs, counts: as in `append`.
         """
         if self.keys is None and not all(self.encoded[seq] for seq in seqs):
-            self.allocate(like, (sizes[0], sizes[1]), max(counts), sizes[2])
+            self.allocate(like, sizes, max(counts))
         for seq, count in zip(seqs, counts, strict=True):
             own = self.encoded[seq]
             if own is not None and not own.capacity:
@@ -211,20 +211,15 @@ class KVLayer:
     def _ends(self, seqs: Sequence[int]) -> list[int]:
         return [self.lengths[seq] - self.starts[seq] + self.scratch[seq] for seq in seqs]
 
-    def allocate(self, like: Tensor, sizes: tuple[int, int], count: int, value_dim: int | None = None) -> None:
+    def allocate(self, like: Tensor, sizes: KVSizes, count: int) -> None:
         """Allocate storage for at least `count` entries, filled with zeros, since masked slots must be finite.
 
         Args:
             like: a tensor with the dtype and device of the storage.
-            sizes: heads and head_dim.
-            count: entries of the first call.
-            value_dim: head_dim of values if it differs from that of keys.
         """
-        heads, head_dim = sizes
-        value_dim = head_dim if value_dim is None else value_dim
-        shape = (self.max_seqs, heads, max(count, self.reserve))
-        self.replace(zeros(like, *shape, head_dim), zeros(like, *shape, value_dim))
-        self.bytes_per_position = heads * (head_dim + value_dim) * like.element_size()
+        heads, *dims = sizes
+        self.replace(*(zeros(like, self.max_seqs, heads, max(count, self.reserve), dim) for dim in dims))
+        self.bytes_per_position = heads * sum(dims) * like.element_size()
 
     def replace(self, keys: Tensor | None, values: Tensor | None) -> None:
         """Replace the storage; None frees it."""

@@ -18,10 +18,7 @@ from shoal.model.packed.weights import Layer
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]."""
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
 
 
 def attention(

@@ -128,5 +128,4 @@ def _runs_native(chunk: SequenceChunk, extra: Sequence[KVLayer]) -> bool:
 def _readable(store: KVLayer, seq: int) -> bool:
     """Whether the kernels can read the forms in which a layer stores a sequence."""
     own, older = store.encoded[seq], store.settled[seq]
-    return ((own is None or own.form.kernel in ("int8", "int4"))
-            and (older is None or older.form.kernel == "bitmap"))
+    return (own is None or own.form.kernel in ("int8", "int4")) and (older is None or older.form.kernel == "bitmap")

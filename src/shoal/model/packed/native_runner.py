@@ -342,9 +342,7 @@ def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Seque
     ]
 
 
-def _experts(
-    chunks: Sequence[SequenceChunk], layers: Sequence[int]
-) -> tuple[ExpertMLPs, list[list[int]]] | None:
+def _experts(chunks: Sequence[SequenceChunk], layers: Sequence[int]) -> tuple[ExpertMLPs, list[list[int]]] | None:
     """The MLP groups and, per running layer, which of them each token runs; None without groups."""
     known = next((chunk.experts.mlps for chunk in chunks if chunk.experts is not None), None)
     if known is None:

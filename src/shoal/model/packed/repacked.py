@@ -111,10 +111,8 @@ class _Room:
             return {}
         start = self._bytes.data_ptr()
         scales = None if made.scales is None else [made.scales.data_ptr() - start, made.scales.numel()]
-        return {
-            "kind": made.kind, "rows": made.rows, "cols": made.columns, "paired": made.paired,
-            "data": [made.data.data_ptr() - start, made.data.numel()], "scales": scales,
-        }
+        return {"kind": made.kind, "rows": made.rows, "cols": made.columns, "paired": made.paired,
+                "data": [made.data.data_ptr() - start, made.data.numel()], "scales": scales}
 
     def remove(self) -> None:
         """Delete the file; what is mapped stays in memory."""

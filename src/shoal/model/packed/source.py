@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,11 +33,11 @@ class Source(Protocol):
         """The tensor; it may share memory with its model or file, so never write to it."""
 
 
-class ModelSource(Source):
-    """The parameters of a loaded transformers model, shared and never written to."""
+class TensorSource(Source):
+    """Tensors in memory."""
 
-    def __init__(self, model: Any) -> None:
-        self._tensors: Mapping[str, Tensor] = model.state_dict()
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
 
     @override
     def names(self) -> list[str]:
@@ -48,6 +49,13 @@ class ModelSource(Source):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
+
+
+class ModelSource(TensorSource):
+    """The parameters of a loaded transformers model, shared and never written to."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.state_dict())
 
 
 class FileSource(Source):
@@ -94,17 +102,11 @@ class FileSource(Source):
         return tensor
 
 
-class HalvesPaired(Source):
-    """Reorders q and k of a checkpoint that rotates dimensions 2j and 2j + 1 together; the packed block pairs halves.
+class ChangedSource(Source, ABC):
+    """A source that changes tensors of another one and keeps their names."""
 
-    Rows of q and k move alike, which keeps their products. The checkpoint's order is that of RoFormer (arXiv
-    2104.09864, section 3.2.2).
-    """
-
-    def __init__(self, source: Source, head_dim: int, rotary_dim: int) -> None:
-        self._source, self._head_dim = source, head_dim
-        turned, rest = range(rotary_dim), range(rotary_dim, head_dim)
-        self._order = [*turned[::2], *turned[1::2], *rest]
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     @override
     def names(self) -> list[str]:
@@ -113,6 +115,20 @@ class HalvesPaired(Source):
     @override
     def has(self, name: str) -> bool:
         return self._source.has(name)
+
+
+class HalvesPaired(ChangedSource):
+    """Reorders q and k of a checkpoint that rotates dimensions 2j and 2j + 1 together; the packed block pairs halves.
+
+    Rows of q and k move alike, which keeps their products. The checkpoint's order is that of RoFormer (arXiv
+    2104.09864, section 3.2.2).
+    """
+
+    def __init__(self, source: Source, head_dim: int, rotary_dim: int) -> None:
+        super().__init__(source)
+        self._head_dim = head_dim
+        turned, rest = range(rotary_dim), range(rotary_dim, head_dim)
+        self._order = [*turned[::2], *turned[1::2], *rest]
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._source[name]

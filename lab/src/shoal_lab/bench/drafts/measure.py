@@ -22,7 +22,7 @@ from shoal.engine.scheduling.stream import Stream
 from shoal.errors import unknown
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv.cache import copy_out
+from shoal.model.kv.cache import look
 from shoal_lab.bench import idle, workloads
 from shoal_lab.bench.baselines import llama_drafts
 from shoal_lab.bench.drafts import stories, summary
@@ -225,7 +225,8 @@ def _begun(engine: Engine, prompt: str, new_tokens: int) -> tuple[DraftTask, tup
     cache = engine.cache_for(rows, new_tokens)
     stream = Stream(engine, rows, cache)
     next(stream)
-    held = copy_out(cache, 0) if cache.seqs and len(ids) > 1 else None
+    seen = look(cache, 0) if cache.seqs and len(ids) > 1 else None
+    held = None if seen is None else seen.copied()
     for _ in stream:
         pass
     task = DraftTask(tuple(ids), new_tokens, held if held and held.restorable(len(ids) - 1) else None)

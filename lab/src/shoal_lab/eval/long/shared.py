@@ -21,7 +21,7 @@ from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv.cache import SequenceCopy, copy_in, copy_out
+from shoal.model.kv.cache import SequenceCopy, copy_in, look
 from shoal.model.kv.form import Store
 from shoal.types import Step
 
@@ -148,10 +148,10 @@ class Forks:
         Raises:
             RuntimeError: a layer has dropped what a next token would see.
         """
-        found = copy_out(self._batch.cache, self._holder.seq_id)
-        if found is None:
+        seen = look(self._batch.cache, self._holder.seq_id)
+        if seen is None:
             raise RuntimeError("a prompt that was read as it is cannot be gone on from")
-        return found
+        return seen.copied()
 
     def close(self) -> None:
         """Free the memory."""

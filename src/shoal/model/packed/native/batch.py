@@ -6,6 +6,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,13 +105,8 @@ class KVBinding:
     """
 
     def __init__(
-        self,
-        keys: Sequence[Tensor | None],
-        values: Sequence[Tensor | None],
-        layers: int,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        own: Sequence[Sequence[OwnSlots]] | None = None,
+        self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], layers: int, shape: tuple[int, int],
+        dtype: torch.dtype, own: Sequence[Sequence[OwnSlots]] | None = None,
     ) -> None:
         if len(keys) != layers or len(values) != layers:
             raise ValueError(f"KV of {len(keys)} and {len(values)} layers was given; the model has {layers}")
@@ -120,21 +116,19 @@ class KVBinding:
         if len(rows) != 1:
             raise ValueError(f"all KV tensors must have the same number of rows, found {sorted(rows) or 'no tensor'}")
         self.rows = rows.pop()
-        self._tensors = (tuple(keys), tuple(values))
-        self._keys = (ctypes.c_void_p * layers)(*(t if t is None else t.data_ptr() for t in keys))
-        self._values = (ctypes.c_void_p * layers)(*(t if t is None else t.data_ptr() for t in values))
-        self._capacity = (ctypes.c_int32 * layers)(*(0 if t is None else t.shape[2] for t in keys))
-        arrays = (self._keys, self._values, self._capacity)
-        self.addresses = tuple(ctypes.addressof(one) for one in arrays)
+        self._tensors: object = keys, values, own
+        places = [[t if t is None else t.data_ptr() for t in tensors] for tensors in (keys, values)]
+        self._arrays: list[ctypes.Array[Any]] = [(ctypes.c_void_p * layers)(*side) for side in places]
+        self._arrays.append((ctypes.c_int32 * layers)(*(0 if t is None else t.shape[2] for t in keys)))
+        self.addresses = tuple(ctypes.addressof(one) for one in self._arrays)
         self._own = None if own is None else (Own * (layers * self.rows))(
             *(one.struct(shape, dtype) for line in own for one in [*line, *[OwnSlots()] * (self.rows - len(line))])
         )
-        self._own_tensors = own
         self.own_address = None if self._own is None else ctypes.addressof(self._own)
 
     def unowned(self) -> KVBinding:
         """Stop keeping tensors alive, for a caller that does so itself while it uses the binding."""
-        self._tensors, self._own_tensors = ((), ()), None
+        self._tensors = None
         return self
 
 

@@ -30,12 +30,8 @@ _VECTORS = {
 _MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
 """Vector sets of a processor family, the widest first."""
 _AVX512_FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "avx512_vbmi2"}
-_NEEDED = {
-    "amx": {*_AVX512_FEATURES, "amx_tile", "amx_int8", "amx_bf16"},
-    "avx512": _AVX512_FEATURES,
-    "avx2": set[str](),
-    "neon": {"asimd", "asimddp"},
-}
+_NEEDED = {"amx": {*_AVX512_FEATURES, "amx_tile", "amx_int8", "amx_bf16"}, "avx512": _AVX512_FEATURES,
+           "avx2": set[str](), "neon": {"asimd", "asimddp"}}
 """Features that a vector set needs, by the names of the Linux kernel; the library asks the processor again."""
 _UNITS = {"tiles_four.c": True, "tiles_five.c": True, "tiles_six.c": True, "tiles_byte.c": True, "tiles_float.c": True,
           "tiles_amx.c": True, "pack.c": True, "forward.c": True, "cpu.c": False, "check.c": False}

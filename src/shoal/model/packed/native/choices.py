@@ -69,9 +69,7 @@ class ChoicesAtWork:
                         for one, to in zip(choices, self._structs, strict=True) if one is not None]
         struct.choices = ctypes.addressof(self._structs)
 
-    def _fill(
-        self, choice: SlotChoice, to: ChoiceStruct, layers: int, heads: int, kv_heads: int
-    ) -> tuple[object, ...]:
+    def _fill(self, choice: SlotChoice, to: ChoiceStruct, layers: int, heads: int, kv_heads: int) -> tuple[object, ...]:
         if choice.count < 1 or len(choice.roles) != layers:
             raise ValueError(f"{choice.count} slots in {len(choice.roles)} layers are chosen; there must be at least "
                              f"1, in {layers}")

@@ -364,9 +364,7 @@ class NativeModel:
             raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
         return struct
 
-    def _model_struct(
-        self, norm: Tensor, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None
-    ) -> Model:
+    def _model_struct(self, norm: Tensor, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None) -> Model:
         shape, struct = self.shape, Model(num_layers=self.num_layers, ffn=max(self.shape.ffns), layers=self._structs)
         for name in _SIZES:
             setattr(struct, name, getattr(shape, name))

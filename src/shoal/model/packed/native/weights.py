@@ -25,10 +25,8 @@ from shoal.model.packed.native.threads import MACHINE
 
 _HUGE = 1 << 21
 _LINE = 64
-Kind = Literal[
-    "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
-    "upper", "rough",
-]
+Kind = Literal["fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k",
+               "upper", "rough"]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GROUP_BYTES, _UPPER_BYTES = 512, 320
 """Bytes of 32 inputs of 16 rows, with 8 and with 5 bits each."""
