@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from families import tiny
 from serving import MODEL, serving
 from shoal import JsonSchema, Regex
+from shoal.engine.constraints import constraint
 from shoal.engine.constraints.constraint import Mask
+from shoal.engine.constraints.length_end import Patience
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -42,6 +45,12 @@ ENDLESS: dict[str, tuple[dict[str, Any], int]] = {
 """Schemas of texts without a longest one, and a limit that is small and enough for a short one."""
 ENDED = "a b ab"
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.5, "seed": 5}}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches take as long as they need, however busy the machine is."""
+    monkeypatch.setattr(constraint, "Patience", functools.partial(Patience, math.inf))
 
 
 @functools.cache
@@ -96,6 +105,13 @@ def test_without_it_they_are_cut() -> None:
         wanted = JsonSchema(schema, wind_up=False)
         ends.append(engine().generate(ENDED, constraint=wanted, max_new_tokens=80, logit_bias=never()).finish_reason)
     assert ends.count("length") >= 6
+
+
+def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint, "Patience", functools.partial(Patience, 0.0))
+    wanted = {"type": "array", "items": {"enum": ["another", "constraint"]}}
+    result = engine().generate(ENDED, constraint=wanted, max_new_tokens=80, logit_bias=never())
+    assert result.finish_reason == "length"
 
 
 def test_the_contexts_end_is_a_limit_too() -> None:
