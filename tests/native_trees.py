@@ -11,7 +11,7 @@ from torch import Tensor
 
 from native_reference import Case, make_reference
 from settling import Bitmap
-from shoal.methods.common.stored import Int4, Int8
+from shoal.model.kv.blocks import Int4, Int8
 from shoal.model.kv.form import forms_of
 from shoal.model.packed.native import (
     ATTENTION,

@@ -23,12 +23,12 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.engine.request import chat_ids
 from shoal.methods.base import Method
-from shoal.methods.common.stored import Int8
 from shoal.methods.d3 import D3
 from shoal.methods.kv_int4 import KVInt4
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.streaming_llm import StreamingLLM
 from shoal.methods.topk_oracle import TopKOracle
+from shoal.model.kv.blocks import Int8
 from shoal.model.kv.form import KVForm, Store
 from shoal.model.kv.layer import KVLayer
 from shoal.model.runner import QueryHook, SequenceChunk

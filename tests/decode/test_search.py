@@ -21,8 +21,9 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.text.stop import StopRules, StopState
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods.common.stored import Int8, StoredFrom
+from shoal.methods.common.stored import StoredFrom
 from shoal.methods.prompt_lookup import PromptLookup
+from shoal.model.kv.blocks import Int8
 from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 from shoal.types import Sampling

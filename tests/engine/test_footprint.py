@@ -25,7 +25,7 @@ from shoal.methods.tidal import Tidal
 from shoal.model.hf import HFRunner
 from shoal.model.kv.form import GROWTH
 from shoal.model.packed.native import NativeBatch
-from shoal.model.packed.native.choices import ChoicesAtWork
+from shoal.model.packed.native.batch import ChoicesAtWork
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=3)
 

@@ -77,8 +77,8 @@ def test_a_pool_of_one_ranks_by_the_attention_itself() -> None:
 
 def test_what_is_dense_and_what_follows_from_the_length() -> None:
     once, often = Attended(), Newest()
-    assert once.dense_prompt and not once.by_length and once.listens == 5 and once.untouched == 12
-    assert often.by_length and not often.dense_prompt and often.listens == 1
+    assert once.dense_prompt and once.queries == 5 and once.untouched == 12
+    assert not often.dense_prompt and not often.queries
     assert once.most_slots(90) == 90 and Attended(budget=None).recipe(INFO).keep is None
 
 

@@ -8,10 +8,19 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from shoal.model.kv.blocks import from_bytes, from_nibbles, to_bytes, to_nibbles
+from shoal.model.kv.blocks import Int4, Int8
 
+to_bytes, to_nibbles = Int8().encode, Int4().encode
 DTYPES = (torch.float32, torch.bfloat16)
 DIMS = (8, 32, 64, 80)
+
+
+def from_bytes(*parts: torch.Tensor) -> torch.Tensor:
+    return Int8().decode(parts)
+
+
+def from_nibbles(*parts: torch.Tensor) -> torch.Tensor:
+    return Int4().decode(parts)
 
 
 def numbers(dim: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 from backends import NATIVE, Backend, each_backend
 from drive import prompt
 from shoal.depth.plan import NEVER, DepthPlan
-from shoal.methods.common.stored import Int8, StoredFrom
+from shoal.methods.common.stored import StoredFrom
+from shoal.model.kv.blocks import Int8
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVForm, slot_bytes
 from shoal.model.kv.layer import KVLayer

@@ -217,9 +217,7 @@ def test_what_a_window_has_left_behind_is_read_anew(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_says_nothing_about_prompts_is_read_anew(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.methods.streaming_llm import StreamingLLM
-
-    monkeypatch.setattr(StreamingLLM, "by_length", False)
+    monkeypatch.setattr("shoal_lab.eval.long.shared.by_length", lambda keep: keep is None)
     seqs = SharedPrompts(tiny_engine, PROMPTS).under(make(METHODS["streaming_llm"]), 4).run(
         PROMPTS, [{"max_new_tokens": 4, "ignore_eos": True}] * 4)
     assert [seq.ledger.prefill_tokens for seq in seqs] == list(map(len, PROMPTS))

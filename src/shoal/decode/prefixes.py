@@ -7,19 +7,12 @@ under a depth plan that is its prompt. The rest runs at full depth when it retur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shoal.heap import give_back
 from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look
 
 _HOLES = 2**26
 """Memory is returned after this many dropped bytes, or a quarter of the limit: returning it takes milliseconds."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    tokens: list[int]
-    held: SequenceCopy
 
 
 class Prefixes:
@@ -31,13 +24,13 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[list[int], SequenceCopy]] = []  # tokens, and what is held of them
         self._dropped = 0
 
     @property
     def bytes(self) -> int:
         """What is kept."""
-        return sum(entry.held.bytes for entry in self._entries)
+        return sum(held.bytes for _, held in self._entries)
 
     def fill(self, cache: KVCache, seq: int, prompt: Sequence[int]) -> int:
         """Give an empty sequence the longest kept prefix of its prompt.
@@ -49,12 +42,12 @@ class Prefixes:
         """
         if not self.limit:
             return 0
-        length, best = max(((self._usable(entry, prompt), place) for place, entry in enumerate(self._entries)),
-                           default=(0, 0))
+        lengths = ((_usable(*entry, prompt), place) for place, entry in enumerate(self._entries))
+        length, best = max(lengths, default=(0, 0))
         if length:
             entry = self._entries.pop(best)
             self._entries.append(entry)  # used last
-            copy_in(cache, seq, entry.held, length)
+            copy_in(cache, seq, entry[1], length)
         return length
 
     def keep(self, cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
@@ -65,11 +58,11 @@ class Prefixes:
         if seen is None or seen.bytes > self.limit:
             return
         kept, before = list(tokens[: seen.length]), self.bytes
-        self._entries = [entry for entry in self._entries if common(entry.tokens, kept) < len(entry.tokens)]
+        self._entries = [entry for entry in self._entries if common(entry[0], kept) < len(entry[0])]
         while self.bytes + seen.bytes > self.limit:  # before it is copied: both would not fit
             del self._entries[0]
         self._note_dropped(before - self.bytes)
-        self._entries.append(_Entry(kept, seen.copied()))
+        self._entries.append((kept, seen.copied()))
 
     def _note_dropped(self, size: int) -> None:
         """Return freed memory now and then: dropped entries leave holes into which new sequences seldom fit."""
@@ -83,11 +76,13 @@ class Prefixes:
         self._entries = []
 
     def _known(self, tokens: Sequence[int]) -> bool:
-        return any(common(entry.tokens, tokens) == len(tokens) for entry in self._entries)
+        return any(common(own, tokens) == len(tokens) for own, _ in self._entries)
 
-    def _usable(self, entry: _Entry, prompt: Sequence[int]) -> int:
-        length = min(common(entry.tokens, prompt), len(prompt) - 1)
-        return length if length > 0 and entry.held.restorable(length) else 0
+
+def _usable(tokens: Sequence[int], held: SequenceCopy, prompt: Sequence[int]) -> int:
+    """How much of a prompt an entry holds, its last token left out."""
+    length = min(common(tokens, prompt), len(prompt) - 1)
+    return length if length > 0 and held.restorable(length) else 0
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

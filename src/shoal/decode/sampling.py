@@ -313,16 +313,12 @@ def argmax(scores: Tensor) -> int:
 
 
 def draw(probs: Tensor, u: float) -> int:
-    """The token at `u` in [0, 1) by inverse CDF of `probs` [V] in float64; never one of probability 0.
-
-    Raises:
-        ValueError: if no token has a positive probability.
-    """
+    """The token at `u` by `draws` from `probs` [V]."""
     return draws(probs[None], [u])[0]
 
 
 def draws(probs: Tensor, us: Sequence[float]) -> list[int]:
-    """One `draw` per distribution [N, V] and number, read back from the device at once.
+    """Per distribution [N, V] the token at its number in [0, 1), by inverse CDF in float64; never one of probability 0.
 
     Raises:
         ValueError: if a distribution has no token of positive probability.

@@ -224,16 +224,6 @@ class Keep(Component[Keeper]):
         return False
 
     @property
-    def by_length(self) -> bool:
-        """Whether the slots to drop follow from the sequence's length alone, whatever the prompt's length."""
-        return False
-
-    @property
-    def listens(self) -> int:
-        """Positions at a prompt's end that must be read under this component, if the prompt is dense before them."""
-        return 1
-
-    @property
     def untouched(self) -> int:
         """Length up to which a prompt stays whole, so that no slot is ranked."""
         return 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from typing_extensions import override
 
 from shoal.methods.common.limits import Most
-from shoal.methods.common.stored import Int4, Int8, StoringMethod
+from shoal.methods.common.stored import StoringMethod
+
+if TYPE_CHECKING:
+    from shoal.model.kv.blocks import Int4
 
 
 @dataclass(frozen=True)
@@ -35,4 +38,6 @@ class KVInt4(StoringMethod):
 
     @override
     def form(self) -> Int4:
+        from shoal.model.kv.blocks import Int4, Int8
+
         return Int4(Int8() if self.keys == 8 else None)

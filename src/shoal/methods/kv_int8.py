@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from shoal.methods.common.stored import Int8, StoringMethod
+from shoal.methods.common.stored import StoringMethod
+
+if TYPE_CHECKING:
+    from shoal.model.kv.blocks import Int8
 
 
 @dataclass(frozen=True)
@@ -25,4 +28,6 @@ class KVInt8(StoringMethod):
 
     @override
     def form(self) -> Int8:
+        from shoal.model.kv.blocks import Int8
+
         return Int8()

@@ -301,7 +301,7 @@ class _PaddedCall(_Call):
         places = self._shared("positions", piece, lambda: self._positions(piece))
         (seen,) = self._masks(piece, store, each=False)
         key = (piece.first, piece.last)
-        opened = None if piece.part == "attention" else self._opened(layer, piece, hidden.shape[1])
+        opened = None if piece.part == "attention" else opened_in(self.chunks, layer, piece, hidden.shape[1])
         if opened is not None:
             module = self.runner.mixing(module, layer, opened)
         output = module(hidden, **self.runner.arguments(layer, hidden, places, slot, seen, self._memo, key))
@@ -334,15 +334,6 @@ class _PaddedCall(_Call):
         width = self.hidden.shape[1] if self._whole(piece) else max(piece.last[i] - piece.first[i] for i in seqs)
         table = [positions(self.chunks[i], self.cache, piece.first[i], piece.last[i], width) for i in seqs]
         return torch.tensor(table, device=self.runner.device)
-
-    def _opened(self, layer: int, piece: LayerWork, width: int) -> list[Opened | None] | None:
-        """The MLP groups of the piece's nodes, [sequences * width], padded with the last; None for whole MLPs."""
-        if all(chunk.experts is None for chunk in self.chunks):
-            return None
-        ends = ((self.chunks[i].experts, piece.first[i], piece.last[i]) for i in piece.chunks)
-        found = [None if choice is None else choice.opened(layer, min(first + node, last - 1))
-                 for choice, first, last in ends for node in range(width)]
-        return found if any(found) else None
 
 
 class _PrepackedCall(_Call):

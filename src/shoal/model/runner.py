@@ -285,13 +285,19 @@ def first_seen(hook: HiddenStateHook) -> int:
     return hook.first if isinstance(hook, FromLayer) else 0
 
 
-def opened_in(chunks: Sequence[SequenceChunk], layer: int, piece: LayerWork) -> list[Opened | None] | None:
-    """The MLP groups that each token of a piece of work runs; None if all tokens run the whole MLP."""
+def opened_in(
+    chunks: Sequence[SequenceChunk], layer: int, piece: LayerWork, width: int | None = None
+) -> list[Opened | None] | None:
+    """The MLP groups that each token of a piece of work runs; None if all tokens run the whole MLP.
+
+    Args:
+        width: tokens of a chunk that has any, padded with its last; None for those that it has.
+    """
     if all(chunk.experts is None for chunk in chunks):
         return None
-    ends = zip(chunks, piece.first, piece.last, strict=True)
-    found = [None if chunk.experts is None else chunk.experts.opened(layer, node)
-             for chunk, first, last in ends for node in range(first, last)]
+    ends = [(chunks[i].experts, piece.first[i], piece.last[i]) for i in piece.chunks]
+    found = [None if choice is None else choice.opened(layer, min(first + node, last - 1))
+             for choice, first, last in ends for node in range(width or last - first)]
     return found if any(found) else None
 
 

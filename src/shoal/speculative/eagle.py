@@ -68,9 +68,7 @@ class _Tree(SequenceTree):
         states: per node that was fed, the layer's own state [D], which stands in for the model's behind it.
     """
 
-    def __init__(self, seq: SequenceState, seq_id: int, levels: int) -> None:
-        super().__init__(seq, seq_id, levels)
-        self.states: list[Tensor] = []
+    states: list[Tensor]
 
     def most_probable(self, most: int | None) -> TokenTree:
         """The tree of the root and the `most` likeliest guesses, each with the path to it."""

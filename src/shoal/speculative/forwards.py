@@ -119,10 +119,3 @@ def confidences(scores: Tensor) -> list[float]:
     values = scores if scores.dtype == torch.float64 else scores.float()
     result: list[float] = (values.amax(-1) - values.logsumexp(-1)).exp().tolist()
     return result
-
-
-def said(runner: ModelRunner, states: Sequence[Tensor]) -> tuple[list[int], list[float]]:
-    """Most likely tokens after hidden states [n, D] each, as a hook is shown them, and how confident the model is."""
-    logits = runner.exit_logits(torch.cat(list(states)))
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens, confidences(logits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,22 +31,16 @@ from shoal.speculative.draft_head_file import DraftHead, guessed_tokens
 Product = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
 class NativeProduct:
-    """The product x @ weight.T of float [n, columns] by the kernels, in float32.
+    """The product x @ weight.T of float [n, columns] by the kernels, in float32."""
 
-    Args:
-        held: the matrix.
-    """
-
-    def __init__(self, held: native.PackedWeight) -> None:
-        self.held = held
+    held: native.PackedWeight
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product [n, rows]."""
-        x = x.float()
-        if len(x) <= native.MAX_TOKENS:
-            return native.matmul(x, self.held)
-        return torch.cat([native.matmul(part, self.held) for part in x.split(native.MAX_TOKENS)])
+        parts = [native.matmul(part, self.held) for part in x.float().split(native.MAX_TOKENS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def packed(target: ModelRunner, weight: Tensor) -> Product:
@@ -62,8 +57,6 @@ def packed(target: ModelRunner, weight: Tensor) -> Product:
 
 
 _FLOATS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
-
 PLAN = DepthPlan.full(1)
 """Every chunk of an `EagleHead` runs its one layer."""
 
@@ -110,11 +103,6 @@ class LayerShape:
 class _FedRunner(NativeRunner):
     """A native runner whose table of embeddings is a place to lay vectors in."""
 
-    @classmethod
-    def of(cls, runner: NativeRunner) -> _FedRunner:
-        """The same weights."""
-        return cls(runner.shape, runner.weights, runner.rotary, runner.dtype, runner.device)
-
     @cached_property
     def _embedding(self) -> Tensor:
         return torch.zeros(self.shape.vocab, self.shape.hidden, dtype=self.dtype)
@@ -126,10 +114,9 @@ class _FedRunner(NativeRunner):
     def fed(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor, hook: Any) -> Tensor:
         """Run vectors [nodes, D]; see `EagleHead.run`."""
         self._embedding[: len(vectors)] = vectors
-        first, numbered = 0, []
-        for chunk in chunks:
-            numbered.append(_numbered(chunk, first))
-            first += len(chunk.tokens)
+        ends = accumulate(len(chunk.tokens) for chunk in chunks)
+        numbered = [replace(chunk, tokens=range(end - len(chunk.tokens), end))
+                    for chunk, end in zip(chunks, ends, strict=True)]
         return self.forward(numbered, cache, hook)
 
     def guess(
@@ -150,10 +137,6 @@ class _FedRunner(NativeRunner):
             for store in cache.layers:
                 store.scratch[chunk.seq] += len(chunk.tokens)
         return paths
-
-
-def _numbered(chunk: SequenceChunk, first: int) -> SequenceChunk:
-    return replace(chunk, tokens=range(first, first + len(chunk.tokens)))
 
 
 FUSE = "fuse.weight"
@@ -185,7 +168,8 @@ class EagleHead:
     """
 
     def __init__(self, target: ModelRunner, part: DraftHead) -> None:
-        shape, self.names = layer_shape(part), guessed_tokens(part, target)
+        shape = LayerShape(*(part.size(name) for name in ("hidden", "ffn", "heads", "head_dim")))
+        self.names = guessed_tokens(part, target)
         self._target, self._eps = target, shape.eps
         self.ids = torch.tensor(self.names, device=target.device)
         self._dtype = torch.float32 if target.dtype == torch.float16 else target.dtype
@@ -195,8 +179,8 @@ class EagleHead:
             shape.config(len(self.names)), TensorSource(tensors), self._dtype, target.device,
             "int8" if target.activation_dtype == torch.int8 else None, kernels=isinstance(target, NativeRunner),
         )
-        if isinstance(self._layer, NativeRunner):
-            self._layer = _FedRunner.of(self._layer)
+        if isinstance(own := self._layer, NativeRunner):
+            self._layer = _FedRunner(own.shape, own.weights, own.rotary, own.dtype, own.device)
         self.most = min(LIMIT, len(self.names))
         factors = torch.cat([part.take(name, shape.hidden) for name in NORMS])
         self.hidden, self.vocabulary = shape.hidden, target.vocab_size
@@ -238,7 +222,8 @@ class EagleHead:
             logits = self._layer.fed(chunks, cache, vectors, hook)
         else:
             start = Start(0, pad_sequence(list(vectors.split(sizes)), batch_first=True))
-            logits = self._layer.forward([_numbered(chunk, 0) for chunk in chunks], cache, hook, start=start)
+            numbered = [replace(chunk, tokens=range(len(chunk.tokens))) for chunk in chunks]
+            logits = self._layer.forward(numbered, cache, hook, start=start)
         return logits, seen[0] if len(seen) == 1 else torch.cat(seen)
 
     def normed(self, states: Tensor) -> Tensor:
@@ -288,8 +273,3 @@ class EagleHead:
 
     def _normed(self, x: Tensor) -> Tensor:
         return rms_norm(x.to(self._dtype), (self.hidden,), eps=self._eps)
-
-
-def layer_shape(part: DraftHead) -> LayerShape:
-    """The layer's sizes by a draft head's card; ValueError where it does not say them."""
-    return LayerShape(*(part.size(name) for name in ("hidden", "ffn", "heads", "head_dim")))

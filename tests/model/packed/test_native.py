@@ -144,14 +144,6 @@ def test_other_float_types_and_strides_pass_through() -> None:
     assert torch.equal(native.pack(weight.T, "fp32").unpack(), weight.T.float())
 
 
-def test_unpack_into_given_memory() -> None:
-    weight, out = matrix(30, 40), torch.empty(30, 40)
-    assert native.pack(weight, "fp32").unpack(out=out) is out
-    assert torch.equal(out, weight)
-    with pytest.raises(ValueError, match=r"\[30, 40\]"):
-        native.pack(weight, "fp32").unpack(out=torch.empty(40, 30))
-
-
 def test_an_arena_packs_matrices_side_by_side() -> None:
     arena = native.Arena(slab=1 << 20)
     weights = [matrix(48, 64, seed) for seed in range(5)] + [matrix(600, 512)]

@@ -13,7 +13,7 @@ import shoal.model.packed.native.model as native_model
 from native_reference import Case, chain_batch, make_reference, storage
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeModel
-from shoal.model.packed.native.choices import ChoicesAtWork
+from shoal.model.packed.native.batch import ChoicesAtWork
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 

@@ -7,9 +7,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
 from shoal.model.runner import SequenceChunk
+from shoal.speculative.forwards import confidences
 from shoal_lab.components.rewind import earliest, rewound
 
 if TYPE_CHECKING:
@@ -80,3 +82,9 @@ def _batches(texts: Sequence[Text], most: int) -> list[list[Text]]:
         else:
             batches.append([text])
     return batches
+
+
+def said(runner: ModelRunner, states: Sequence[Tensor]) -> tuple[list[int], list[float]]:
+    """Most likely tokens after hidden states [n, D] each, as a hook is shown them, and how confident the model is."""
+    logits = runner.exit_logits(torch.cat(list(states)))
+    return logits.argmax(-1).tolist(), confidences(logits)

@@ -209,8 +209,7 @@ class DynamicDrafter(OwnLayersDrafter):
     """Drafts with a chosen exit. Every sequence has its own estimates."""
 
     def __init__(self, proposer: DynamicExit, runner: ModelRunner, cache: KVCache) -> None:
-        from shoal.speculative.forwards import said
-        from shoal_lab.drafts.agreement import repeatable, said_again
+        from shoal_lab.drafts.agreement import repeatable, said, said_again
 
         super().__init__(runner, cache)
         self._repeatable, self._said_again, self._said = repeatable, said_again, said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from typing_extensions import override
 
@@ -14,7 +14,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.common.drafting import short
-from shoal.methods.common.limits import Positions, Seconds, Share, TokenIds
+from shoal.methods.common.limits import Most, Positions, Seconds, Share
 
 if TYPE_CHECKING:
     from shoal.decode.batch import Batch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shoal.types import ModelInfo
     from shoal_lab.loops.thoughts import Thinking
     from shoal_lab.loops.trimr import ThoughtJudge
+
+_Ids = Annotated[tuple[int, ...], Most(1 << 31, items=1024)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +68,7 @@ class TrimR(Method):
     thoughts: Positions = 20
     repeats: Positions | None = 4
     opening: str | None = None
-    closing: str | TokenIds | None = None
+    closing: str | _Ids | None = None
     cues: str | None = None
     patience: Seconds = 30.0
     inner: Method | None = None

@@ -10,14 +10,15 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from shoal.decode.branches.search import Branch
 
+T = TypeVar("T")
 _LONGEST = 1 << 16
 """Most bytes that are read of an endpoint's answer."""
 _FOREVER = 1e6
@@ -117,23 +118,29 @@ def attempt_of(branch: Branch) -> Attempt:
 
 def ask(verifier: Verifier, attempt: Attempt, seconds: float) -> Future[float]:
     """A future of `verdict`, for which a search can wait while other sequences run."""
-    said: Future[float] = Future()
     if verifier is likelihood:
+        said: Future[float] = Future()
         said.set_result(attempt.likelihood)
         return said
+    return _begun(lambda: verdict(verifier, attempt, seconds), "verdict")
+
+
+def _begun(answer: Callable[[], T], name: str) -> Future[T]:
+    """What a call in a thread of its own answers; the thread is abandoned if it does not."""
+    said: Future[T] = Future()
 
     def settle() -> None:
         try:
-            said.set_result(verdict(verifier, attempt, seconds))
+            said.set_result(answer())
         except BaseException as error:
             said.set_exception(error)
 
-    threading.Thread(target=settle, name="shoal-verdict", daemon=True).start()
+    threading.Thread(target=settle, name=f"shoal-{name}", daemon=True).start()
     return said
 
 
 class Awaited:
-    """A call that runs in a thread of its own; the thread is abandoned if it does not answer.
+    """A call that runs in a thread of its own, and is waited for no longer than a given time.
 
     Args:
         whom: the callable.
@@ -143,24 +150,14 @@ class Awaited:
     """
 
     def __init__(self, whom: Callable[[Any], object], what: object, seconds: float, name: str) -> None:
-        self._name, self._seconds = name, seconds
-        self._found, self._failed = list[object](), list[BaseException]()
-        self._until = time.monotonic() + seconds
-
-        def ask() -> None:
-            try:
-                self._found.append(whom(what))
-            except BaseException as error:
-                self._failed.append(error)
-
-        self._thread = threading.Thread(target=ask, name=f"shoal-{name}", daemon=True)
-        self._thread.start()
+        self._name, self._seconds, self._until = name, seconds, time.monotonic() + seconds
+        self._said = _begun(lambda: whom(what), name)
 
     def wait(self, most: float = math.inf) -> bool:
         """Whether the call has answered or its time is up; waits at most that many seconds to find out."""
         left = min(most, self._until - time.monotonic())
-        self._thread.join(max(0.0, left) if left < _FOREVER else None)
-        return not self._thread.is_alive() or time.monotonic() >= self._until
+        wait([self._said], max(0.0, left) if left < _FOREVER else None)
+        return self._said.done() or time.monotonic() >= self._until
 
     @property
     def answer(self) -> object:
@@ -170,13 +167,12 @@ class Awaited:
             NoVerdict: it failed.
             NoVerdictInTime: it has not answered.
         """
-        if self._failed:
-            failed = self._failed[0]
-            raise NoVerdict(f"the {self._name} failed: {type(failed).__name__}: {failed}") from failed
-        if not self._found:
+        if not self._said.done():
             raise NoVerdictInTime(f"the {self._name} gave no answer within {self._seconds:g} s; use a faster one, or "
                                   "wait longer (option patience)")
-        return self._found[0]
+        if (failed := self._said.exception()) is not None:
+            raise NoVerdict(f"the {self._name} failed: {type(failed).__name__}: {failed}") from failed
+        return self._said.result()
 
 
 def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:

@@ -144,12 +144,7 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
     """A method whose guesses come from the smaller model."""
 
     def proposing(self, info: ModelInfo, shape: TreeShape) -> Proposer:
-        """The draft model as a proposer of trees of that shape, for the target of `info`.
-
-        Raises:
-            ValueError: no draft model was named, or it cannot be loaded.
-            Unsupported: it cannot draft for this model.
-        """
+        """The draft model as a proposer of trees of that shape; raises what `draft_engine` does."""
         if info.draft_engine is None:
             return Absent()
         from shoal.speculative.model import ModelProposer
@@ -224,12 +219,7 @@ class TrainedMethod(DraftingMethod):
     part: str | None = field(default=None)
 
     def guessing(self, info: ModelInfo, make: Callable[[DraftHead], Any]) -> Proposer:
-        """The proposer that `make` makes of the head; all requests of a method have one, so that sequences share it.
-
-        Raises:
-            ValueError: no draft head was named and none is known, or it cannot be read, or is of another kind.
-            Unsupported: it was trained for another model.
-        """
+        """The proposer that `make` makes of the head (see `part_of`); all requests of a method share it."""
         if info.tensors is None:
             return Absent()
         proposer: Proposer = made_of(self.name, self.part, info, make, repr(self))[1]

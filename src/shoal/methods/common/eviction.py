@@ -97,16 +97,6 @@ class EvictionMethod(Method, Keep):
 
     @property
     @override
-    def by_length(self) -> bool:
-        return self.every is not None
-
-    @property
-    @override
-    def listens(self) -> int:
-        return max(1, self.queries)
-
-    @property
-    @override
     def untouched(self) -> int:
         return self.budget or 0
 

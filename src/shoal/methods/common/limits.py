@@ -54,8 +54,6 @@ LayerList = Annotated[tuple[int, ...], Most(4096, items=4096)]
 """Layers by their numbers."""
 TreeWidths = Annotated[tuple[int, ...], Most(16, items=16)]
 """Children of each node of a tree's levels."""
-TokenIds = Annotated[tuple[int, ...], Most(1 << 31, items=1024)]
-"""Tokens by their ids."""
 Share = Annotated[float, Most(1)]
 """A part of a whole, or a probability."""
 Number = Annotated[float, Most(math.inf)]

@@ -87,12 +87,7 @@ class SelectionMethod(Method, Select):
         return ranking.scores(queries, keys, seen)
 
     def roles(self, info: ModelInfo) -> tuple[int, ...] | None:
-        """The role of each layer, by the number and windows of the layers; None if `score` and `chooses` decide.
-
-        Raises:
-            ValueError: an option is out of range for this model.
-            Unsupported: the model lacks what the method needs.
-        """
+        """The role of each layer, by the number and windows of the layers; None if `score` and `chooses` decide."""
         return None
 
     @property
@@ -104,13 +99,8 @@ class SelectionMethod(Method, Select):
         """Empty labels by which kernels score a sequence's slots; None if keys serve."""
         return None
 
+    @override
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and some of the slots.
-
-        Raises:
-            ValueError: an option is out of range for this model.
-            Unsupported: the model lacks what the method needs.
-        """
         return Recipe(DepthPlan.full(info.num_layers), select=self if self.selects(info) else None)
 
     @property
@@ -125,7 +115,6 @@ class SelectionMethod(Method, Select):
 
     @override
     def label_bytes(self, runner: ModelRunner, slots: int) -> int | None:
-        """What kernels keep for a sequence of that many slots; None where they do not choose."""
         roles = self.roles(layers_of(runner))
         if roles is None:
             return None

@@ -1,11 +1,9 @@
-"""Methods that store the KV of layers from one on in another form, and two forms."""
+"""Methods that store the KV of layers from one on in another form."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
@@ -15,9 +13,6 @@ from shoal.methods.base import Method, check_layer
 from shoal.methods.common.limits import Layers
 from shoal.model.kv.form import KVForm, Store
 from shoal.types import ModelInfo
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -60,49 +55,3 @@ class StoredFrom(Store):
     @override
     def form(self, layer: int) -> KVForm | None:
         return self.each if layer >= self.first else None
-
-
-@dataclass(frozen=True)
-class Int8(KVForm):
-    """int8 [heads, slots, head_dim] and float16 scales [heads, slots, blocks]."""
-
-    kernel: ClassVar[str | None] = "int8"
-
-    @override
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        from shoal.model.kv import blocks as kv_blocks
-
-        return kv_blocks.to_bytes(values)
-
-    @override
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        from shoal.model.kv import blocks as kv_blocks
-
-        return kv_blocks.from_bytes(*parts)
-
-
-@dataclass(frozen=True)
-class Int4(KVForm):
-    """uint8 [heads, slots, blocks, 16], two numbers each, and float16 scales [heads, slots, blocks].
-
-    Zeros fill the last block.
-
-    Attributes:
-        of_keys: how keys are stored; None for as values are.
-    """
-
-    of_keys: Int8 | None = None
-
-    kernel: ClassVar[str | None] = "int4"
-
-    @override
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        from shoal.model.kv import blocks as kv_blocks
-
-        return kv_blocks.to_nibbles(values)
-
-    @override
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        from shoal.model.kv import blocks as kv_blocks
-
-        return kv_blocks.from_nibbles(*parts)

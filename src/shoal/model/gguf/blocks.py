@@ -25,11 +25,6 @@ def plain(data: Tensor, kind: GgmlType) -> Tensor:
     return data.view(PLAIN[kind])
 
 
-def dequantise(blocks: Tensor, kind: GgmlType) -> Tensor:
-    """Contiguous blocks [n, bytes per block] of any quantised type to float32 [n, values per block]."""
-    return _BY_TYPE[kind](blocks)
-
-
 def _half(part: Tensor) -> Tensor:
     """Bytes [n, 2k] of float16 numbers to float32 [n, k]."""
     return part.contiguous().view(torch.float16).float()
@@ -154,7 +149,7 @@ class Blocks:
         step = max(1, _AT_ONCE // self.columns)
         for first in range(0, self.rows, step):
             part = self.data[first : first + step].reshape(-1, self.type.nbytes)
-            out[first : first + step] = dequantise(part, self.type).view(-1, self.columns)
+            out[first : first + step] = _BY_TYPE[self.type](part).view(-1, self.columns)
         return out
 
     def select(self, rows: Tensor | slice) -> Blocks:

@@ -110,24 +110,13 @@ class Strings(Sequence[str]):
             return [self[one] for one in range(*index.indices(len(self)))]
         place = range(len(self))[index]
         first, end = self._start + self._places[place], self._start + self._places[place + 1]
-        return self._text(self._buffer[first + 8 : end])
+        with _text_of(self._name):
+            return self._buffer[first + 8 : end].decode()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.decoded())
-
-    def decoded(self) -> list[str]:
-        """All strings at once, which is much faster than one by one."""
         region = self._buffer[self._start : self._start + self._places[-1]]
-        try:
-            return [region[start + 8 : end].decode() for start, end in pairwise(self._places)]
-        except UnicodeDecodeError as error:
-            raise _not_text(self._name, error) from None
-
-    def _text(self, raw: bytes) -> str:
-        try:
-            return raw.decode()
-        except UnicodeDecodeError as error:
-            raise _not_text(self._name, error) from None
+        with _text_of(self._name):  # all strings are decoded at once, which is much faster than one by one
+            return iter([region[start + 8 : end].decode() for start, end in pairwise(self._places)])
 
 
 @dataclass(frozen=True)
@@ -226,8 +215,12 @@ def _whole(buffer: mmap.mmap, name: str) -> Iterator[None]:
         raise ValueError(f"{found}. {_AGAIN}") from None
 
 
-def _not_text(name: str, error: UnicodeDecodeError) -> ValueError:
-    return ValueError(f"a string of {name!r} is no UTF-8 ({error.reason}); the file is damaged. {_AGAIN}")
+@contextmanager
+def _text_of(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a string of {name!r} is no UTF-8 ({error.reason}); the file is damaged. {_AGAIN}") from None
 
 
 class _Reader:
@@ -388,10 +381,8 @@ class _Reader:
         if size > most:
             raise self._wrong(f"{_short(what)} has {size} bytes", f"it must have at most {most}")
         start, self._at = self._at, self._at + size
-        try:
+        with _text_of(what):
             return str(memoryview(self._buffer)[start : self._at], "utf-8")
-        except UnicodeDecodeError as error:
-            raise _not_text(what, error) from None
 
     def _fits(self, what: str, count: int, size: int) -> None:
         left = self._end - self._at

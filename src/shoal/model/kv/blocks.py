@@ -2,49 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
+
+from shoal.model.kv.form import KVForm
 
 BLOCK = 32
 
 
-def to_bytes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise vectors [..., dim] to 8 bits, in steps of a 127th of each block's largest magnitude.
+@dataclass(frozen=True)
+class Int8(KVForm):
+    """int8 [heads, slots, head_dim] and scales, float16 [heads, slots, blocks]: a 127th of the largest magnitude."""
 
-    Returns:
-        int8 [..., dim] and scales, float16 [..., blocks].
+    kernel: ClassVar[str | None] = "int8"
+
+    @override
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = _blocks(values)
+        scale = (blocks.abs().amax(-1, keepdim=True) / 127).half()
+        whole = (blocks / _step(scale)).round().clamp(-127, 127).char()
+        return whole.flatten(-2)[..., : values.shape[-1]].contiguous(), scale[..., 0]
+
+    @override
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        whole, scale = parts
+        held: Tensor = (_blocks(whole) * scale.float()[..., None]).flatten(-2)
+        return held[..., : whole.shape[-1]]
+
+
+@dataclass(frozen=True)
+class Int4(KVForm):
+    """uint8 [heads, slots, blocks, 16] and scales, float16 [heads, slots, blocks]: an eighth of the largest number.
+
+    The low half of a byte is number j of its block, the high half number j + 16, both plus 8. Zeros fill the last
+    block, and are decoded with it.
+
+    Attributes:
+        of_keys: how keys are stored; None for as values are.
     """
-    blocks = _blocks(values)
-    scale = (blocks.abs().amax(-1, keepdim=True) / 127).half()
-    whole = (blocks / _step(scale)).round().clamp(-127, 127).char()
-    return whole.flatten(-2)[..., : values.shape[-1]].contiguous(), scale[..., 0]
 
+    of_keys: Int8 | None = None
 
-def from_bytes(whole: Tensor, scale: Tensor) -> Tensor:
-    """Dequantise what `to_bytes` returned: float32 [..., dim]."""
-    held: Tensor = (_blocks(whole) * scale.float()[..., None]).flatten(-2)
-    return held[..., : whole.shape[-1]]
+    kernel: ClassVar[str | None] = "int4"
 
+    @override
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = _blocks(values)
+        scale = (blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8).half()
+        whole = ((blocks / _step(scale)).round() + 8).clamp(0, 15).byte()
+        low, high = whole.unflatten(-1, (2, -1)).unbind(-2)
+        return low | high << 4, scale[..., 0]
 
-def to_nibbles(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise vectors [..., dim], zero-padded to whole blocks, to 4 bits, in steps of an eighth of the largest number.
-
-    Returns:
-        uint8 [..., blocks, 16] and scales, float16 [..., blocks]. The low half of a byte is number j of its block, the
-        high half number j + 16, both plus 8.
-    """
-    blocks = _blocks(values)
-    scale = (blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8).half()
-    whole = ((blocks / _step(scale)).round() + 8).clamp(0, 15).byte()
-    low, high = whole.unflatten(-1, (2, -1)).unbind(-2)
-    return low | high << 4, scale[..., 0]
-
-
-def from_nibbles(halves: Tensor, scale: Tensor) -> Tensor:
-    """Dequantise what `to_nibbles` returned: float32 [..., blocks * 32], padding included."""
-    whole = torch.cat([halves & 15, halves >> 4], -1).float() - 8
-    return (whole * scale.float()[..., None]).flatten(-2)
+    @override
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        halves, scale = parts
+        whole = torch.cat([halves & 15, halves >> 4], -1).float() - 8
+        return (whole * scale.float()[..., None]).flatten(-2)
 
 
 def _blocks(values: Tensor) -> Tensor:

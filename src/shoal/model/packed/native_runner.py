@@ -97,7 +97,7 @@ class NativeRunner(PackedRunner):
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self.decoder = self._native_model()
         self._reach = rotary.positions
-        if not all(_matrix(matrix).kind in _FLOATS for matrix in weights.matrices()):
+        if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
 
     @override
@@ -183,19 +183,19 @@ class NativeRunner(PackedRunner):
     @property
     def bound_bytes(self) -> int:
         """Bytes that bounds of the logits will take on first use; 0 if they exist or never will."""
-        return _matrix(self.weights.head).upper_bytes if self.bounds_logits else 0
+        return native.as_packed(self.weights.head).upper_bytes if self.bounds_logits else 0
 
     @override
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        return self._through_head(hidden, _matrix(self.weights.head))
+        return self._through_head(hidden, native.as_packed(self.weights.head))
 
     @override
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        return _matrix(self.weights.head).lookup(torch.tensor(ids))
+        return native.as_packed(self.weights.head).lookup(torch.tensor(ids))
 
     @override
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        head = _matrix(self.weights.head)
+        head = native.as_packed(self.weights.head)
         kind = head.kind if head.kind in native.OWN else "int8"  # as fine as any type of a file
         part = native.pack(self.head_rows(ids), kind)
         return lambda hidden: self._through_head(hidden, part)
@@ -312,7 +312,7 @@ class NativeRunner(PackedRunner):
         """An embedding that is not also the head: plain floats by rows, other kinds as they are packed."""
         if self.weights.embedding is self.weights.head:
             return None
-        embedding = _matrix(self.weights.embedding)
+        embedding = native.as_packed(self.weights.embedding)
         return embedding.unpack(self.dtype) if embedding.kind in ("fp32", "bf16") else embedding
 
 
@@ -320,11 +320,6 @@ def _vectors(hidden: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
     """Inputs of the first layer, float32 [tokens, D], from states [chunks, nodes, D]."""
     parts = [states[: len(chunk.tokens)] for states, chunk in zip(hidden, chunks, strict=True)]
     return torch.cat(parts).float().contiguous()
-
-
-def _matrix(matrix: object) -> native.PackedWeight:
-    assert isinstance(matrix, native.PackedWeight)
-    return matrix
 
 
 def _runs(chunk: SequenceChunk, layers: tuple[int, ...]) -> bool:

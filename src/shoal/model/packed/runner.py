@@ -96,9 +96,7 @@ class PackedRunner(ModelRunner):
             if logits is not None:
                 mark_shallow(chunks, cache)
                 return logits
-        run = _Pass(self, chunks, cache)
-        if start is not None:
-            run.take(start.hidden)
+        run = _Pass(self, chunks, cache, start)
         run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start)
         return self._logits(run.wanted())
 
@@ -137,21 +135,22 @@ class PackedRunner(ModelRunner):
 class _Pass:
     """One forward in progress: the residual stream [T, hidden] of the tokens of all chunks, one after the other."""
 
-    def __init__(self, runner: PackedRunner, chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
+    def __init__(
+        self, runner: PackedRunner, chunks: Sequence[SequenceChunk], cache: KVCache, start: Start | None
+    ) -> None:
         self.runner, self.chunks, self.cache = runner, chunks, cache
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=runner.device)
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
         runner.rotary.reach(max(places) + 1)
         where = torch.tensor(places, device=runner.device)
         self.tables = list(zip(runner.rotary.cos[:, where], runner.rotary.sin[:, where], strict=True))
-        self.x = runner.embed(ids, where)
-        lay_vectors(self.x, chunks)
         self.sizes = [len(chunk.tokens) for chunk in chunks]
+        if start is None:
+            self.x = runner.embed(ids, where)
+            lay_vectors(self.x, chunks)
+        else:
+            self.x = torch.cat([states[:size] for states, size in zip(start.hidden, self.sizes, strict=True)])
         self._asker = Asker(cache, runner.device)
-
-    def take(self, hidden: Tensor) -> None:
-        """Continue from a stream that `padded` gave."""
-        self.x = torch.cat([hidden[seq, :size] for seq, size in enumerate(self.sizes)])
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and add its output to the stream."""

@@ -20,6 +20,7 @@ from shoal.engine.memory.amounts import free
 from shoal.engine.request import Request
 from shoal.errors import Unsupported
 from shoal.methods.base import Method
+from shoal.methods.common.eviction import EvictionMethod
 from shoal.methods.full import Full
 from shoal.model.kv.cache import SequenceCopy, copy_in, look
 from shoal.model.kv.form import Store
@@ -41,13 +42,18 @@ def dense_beginning(recipe: Recipe, length: int) -> int:
 
 
 def _heard(recipe: Recipe) -> int:
-    return 1 if recipe.keep is None else max(1, recipe.keep.listens)
+    return max(1, recipe.keep.queries) if isinstance(recipe.keep, EvictionMethod) else 1
 
 
 def shareable(recipe: Recipe) -> bool:
     """Whether what is stored of a prompt's prefix is the same whatever follows it."""
-    return dense_prompt(recipe) or ((recipe.keep is None or recipe.keep.by_length) and (
+    return dense_prompt(recipe) or (by_length(recipe.keep) and (
         recipe.select is None or recipe.select.dense_prompt))
+
+
+def by_length(keep: Keep | None) -> bool:
+    """Whether the slots to drop follow from the sequence's length alone, whatever the prompt's length."""
+    return keep is None or (isinstance(keep, EvictionMethod) and keep.every is not None)
 
 
 class SharedPrompts:

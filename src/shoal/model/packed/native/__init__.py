@@ -5,10 +5,18 @@ optional: if they cannot run, `available()` is false and `why_not()` says why. A
 many tokens a forward has, so verifying a draft gives what decoding one by one gives.
 """
 
-from shoal.model.packed.native.batch import ATTENTION, MLP, KVBinding, NativeBatch, OwnSlots, chain_ancestors
+from shoal.model.packed.native.batch import (
+    ATTENTION,
+    MLP,
+    KVBinding,
+    NativeBatch,
+    OwnSlots,
+    SlotChoice,
+    SlotLabels,
+    chain_ancestors,
+)
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
-from shoal.model.packed.native.choices import SlotChoice, SlotLabels
 from shoal.model.packed.native.library import LANES, MAX_NODES, MAX_TOKENS, available, vector_set, why_not
 from shoal.model.packed.native.model import NativeModel
 from shoal.model.packed.native.weights import (
@@ -17,6 +25,7 @@ from shoal.model.packed.native.weights import (
     Kind,
     Memory,
     PackedWeight,
+    as_packed,
     kind_of_type,
     matmul,
     pack,
@@ -28,6 +37,6 @@ from shoal.model.packed.native.weights import (
 __all__ = [
     "ATTENTION", "Arena", "ChainWish", "SlotChoice", "SlotLabels", "KVBinding", "Kind", "LANES", "MAX_NODES",
     "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeModel",
-    "OWN", "OwnSlots", "PackedWeight", "Path", "available", "chain_ancestors", "kind_of_type",
+    "OWN", "OwnSlots", "PackedWeight", "Path", "as_packed", "available", "chain_ancestors", "kind_of_type",
     "layout_version", "matmul", "pack", "pack_blocks", "packed_bytes", "share_inputs", "vector_set", "why_not",
 ]

@@ -172,14 +172,10 @@ def layout_version() -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
-def _sources() -> list[Path]:
-    return sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])
-
-
 def _fingerprint(compiler: str, runtime: str | None, vectors: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [version, str(runtime), vectors, repr((_BASE, _more_flags(), _UNITS, _VECTORS[vectors])), _processor()]
-    parts += [path.name + path.read_text() for path in _sources()]
+    parts += [path.name + path.read_text() for path in sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

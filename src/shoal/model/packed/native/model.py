@@ -14,9 +14,8 @@ from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
 from shoal.model.packed.linear import Linear, parts_of
-from shoal.model.packed.native.batch import KVBinding, NativeBatch, OwnSlots, address
+from shoal.model.packed.native.batch import ChoicesAtWork, KVBinding, NativeBatch, OwnSlots, SlotChoice, address
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
-from shoal.model.packed.native.choices import ChoicesAtWork, SlotChoice
 from shoal.model.packed.native.library import (
     ACTIVATIONS,
     LANES,
@@ -31,7 +30,7 @@ from shoal.model.packed.native.library import (
     require,
 )
 from shoal.model.packed.native.threads import MACHINE
-from shoal.model.packed.native.weights import PackedWeight, share_inputs
+from shoal.model.packed.native.weights import PackedWeight, as_packed, share_inputs
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.weights import Layer, Weights
 
@@ -139,7 +138,7 @@ class NativeModel:
         self._parts: list[object] = [embedding]
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
         self._structs = (LayerStruct * len(layers))(*layers)
-        self._head = _packed(weights.head)
+        self._head = as_packed(weights.head)
         self._most_read = _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
         self._model = self._model_struct(weights.final_norm, embedding, head_bias)
         self.turn(*tables)
@@ -397,7 +396,7 @@ class NativeModel:
         hidden = self.shape.hidden
         if len(parts) == 1:
             return (Weight * 2)(self._matrix("gate_up", parts[0], 2 * ffn, hidden, paired=True))
-        kinds = [_packed(part).kind for part in parts]
+        kinds = [as_packed(part).kind for part in parts]
         if len(kinds) != 2 or not share_inputs(*kinds):
             raise ValueError(f"gate_up is of {', '.join(kinds)}; one paired matrix, or two that take the same inputs, "
                              "are needed")
@@ -405,7 +404,7 @@ class NativeModel:
 
     def _matrix(self, name: str, matrix: Linear, rows: int, columns: int, paired: bool = False) -> Weight:
         """The struct of a matrix, which is kept alive with the model."""
-        weight = _packed(matrix)
+        weight = as_packed(matrix)
         if (weight.rows, weight.columns, weight.paired) != (rows, columns, paired):
             found = f"[{weight.rows}, {weight.columns}], paired={weight.paired}"
             raise ValueError(f"{name} is {found}; it must be [{rows}, {columns}], paired={paired}")
@@ -432,8 +431,3 @@ def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
     caps = shape.attention_cap or 0.0, shape.logit_cap or 0.0
     if min(caps) < 0:
         raise ValueError(f"caps are {caps[0]} and {caps[1]}; they must be >= 0, and 0 is none")
-
-
-def _packed(matrix: Linear) -> PackedWeight:
-    assert isinstance(matrix, PackedWeight)
-    return matrix

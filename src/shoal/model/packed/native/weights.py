@@ -155,13 +155,9 @@ class PackedWeight(Linear):
         some = None if self.scales is None else self.scales[scales]
         return PackedWeight(self.kind, rows.stop - rows.start, self.columns, self.data[data], some)
 
-    def unpack(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
-        """The dequantised matrix in `dtype` (float32 or bfloat16), written to `out`, if given, [rows, columns]."""
-        if out is None:
-            out = torch.empty(self.rows, self.columns, dtype=dtype)
-        elif out.shape != (self.rows, self.columns) or not out.is_contiguous() or out.device.type != "cpu":
-            size = f"[{self.rows}, {self.columns}]"
-            raise ValueError(f"out is {list(out.shape)}; a contiguous {size} on the CPU is needed")
+    def unpack(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dequantised matrix [rows, columns] in `dtype` (float32 or bfloat16)."""
+        out = torch.empty(self.rows, self.columns, dtype=dtype)
         _convert("shoal_unpack", self.struct(), out)
         return out
 
@@ -243,6 +239,12 @@ def _weave(packed: PackedWeight, blocks: Blocks) -> None:
 _KINDS: dict[str, Kind] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
+def as_packed(matrix: object) -> PackedWeight:
+    """A matrix that is known to be packed for the kernels."""
+    assert isinstance(matrix, PackedWeight)
+    return matrix
+
+
 def kind_of_type(type_: GgmlType) -> Kind:
     """The kind in which blocks of a GGML type are packed."""
     return _KINDS[type_.name] if type_.is_float else cast(Kind, type_.name.lower())
@@ -301,9 +303,11 @@ def _laid_out(kind: Kind, rows: int, cols: int, paired: bool) -> tuple[Weight, i
 
 
 def _convert(function: str, struct: Weight, plain: Tensor) -> None:
+    if plain.dtype not in _DTYPES:
+        raise ValueError(f"dtype is {plain.dtype}; it must be torch.float32 or torch.bfloat16")
     library, threads, weight = require(), torch.get_num_threads(), ctypes.byref(struct)
     scratch = torch.empty(threads * library.shoal_pack_scratch(weight), dtype=torch.uint8)
-    getattr(library, function)(weight, plain.data_ptr(), _dtype_code(plain.dtype), scratch.data_ptr(), threads)
+    getattr(library, function)(weight, plain.data_ptr(), _DTYPES[plain.dtype], scratch.data_ptr(), threads)
 
 
 def _check_weight(weight: Tensor, kind: str, paired: bool) -> None:
@@ -315,9 +319,3 @@ def _check_weight(weight: Tensor, kind: str, paired: bool) -> None:
         raise ValueError(f"weight is {found}; a float matrix on the CPU is needed")
     if paired and weight.shape[0] % 2:
         raise ValueError(f"a paired matrix has an even number of rows, not {weight.shape[0]}")
-
-
-def _dtype_code(dtype: torch.dtype) -> int:
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype}; it must be torch.float32 or torch.bfloat16")
-    return _DTYPES[dtype]
