@@ -1,8 +1,7 @@
 """Models with short names: the file of each, and where it is on this machine.
 
 A name is looked up in the folder $SHOAL_MODELS, by default ~/.cache/shoal-models; the default model also in the Python
-package that carries it. Only that one file of the package is read; its code is never imported. Nothing here uses the
-network.
+package that carries it, of which only that file is read; its code is never imported. Nothing here uses the network.
 """
 
 from __future__ import annotations

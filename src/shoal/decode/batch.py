@@ -43,8 +43,7 @@ class Batch:
         runner: the model.
         cache: the KV of the sequences, in the order of `seqs`; may hold the beginning of a sequence's prompt already.
             None for a cache of the batch's own, which lasts as long as it has sequences.
-        seqs: the sequences to begin with, each with at least one token that is not in the cache; those that have
-            ended are left out.
+        seqs: the sequences to begin with, each with a token that is not in the cache; ended ones are left out.
         prefixes: keeps what sequences have stored for later sequences, which look it up there.
         release: whether a dropped layer's KV is freed at once; a sequence that is resumed later must keep it.
 
@@ -156,8 +155,7 @@ class Batch:
         Args:
             budget: most tokens of the forward, over all sequences; only guesses may exceed it. If guesses leave prompts
                 too little, the prompts get a forward of their own.
-            seqs: which sequences, in the order of their `seq_id`; None for all. A searched sequence stands for
-                its branches.
+            seqs: which, in the order of their `seq_id`; None for all. A searched sequence stands for its branches.
             most: most prompt tokens of a sequence; None for as many as fit.
 
         Raises:
@@ -246,7 +244,8 @@ class Batch:
         chunks = [share.chunk for share in shares]
         seqs = [share.seq for share in shares]
         working = any(seq.recipe.has_workers for seq in seqs)
-        fed, watched = self.components.looked_at(seqs, chunks) if working else (chunks, ())
+        watched = self.components.watch(seqs, chunks) if working else ()
+        fed = self.components.with_experts(seqs, self.components.with_hooks(seqs, chunks)) if working else chunks
         found = self.runner.forward(fed, self.cache, *watched)
         logits = [found] if len(chunks) == 1 else found.split([chunk.wanted for chunk in chunks])
         ended: list[tuple[_Share, SequenceTarget]] = []

@@ -47,13 +47,6 @@ class Components:
                 trees.update(zip((seq.seq_id for seq in group), cut, strict=True))
         return [trees.get(seq.seq_id) or TokenTree.chain(seq.tokens[-1:]) for seq in seqs]
 
-    def looked_at(
-        self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]
-    ) -> tuple[Sequence[SequenceChunk], tuple[HiddenStateHook, ...]]:
-        """The chunks of the next forward with their hooks and choices, and the hook that sees its hidden states."""
-        watched = self.watch(seqs, chunks)
-        return self.with_experts(seqs, self.with_hooks(seqs, chunks)), watched
-
     def watch(self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
         """Hooks that show the hidden states of the next forward to the workers that want them."""
         hooks: list[tuple[HiddenStateHook, list[int] | None]] = []

@@ -229,14 +229,10 @@ class Recipe:
     @property
     def components(self) -> tuple[str, ...]:
         """Names of the components that are not at their defaults, in the order of `PARTS`."""
-        return tuple(name for name in PARTS if self._fills(name))
+        filled = (name for name in PARTS[1:] if getattr(self, name) is not None)
+        return tuple(filled) if self.plan.is_full else ("plan", *filled)
 
     @property
     def beside_plan(self) -> tuple[str, ...]:
         """What it does beside running the layers of a known plan: names of components, and `BY_PROMPT`."""
         return (*(() if self.settled else (BY_PROMPT,)), *(one for one in self.components if one != "plan"))
-
-    def _fills(self, name: str) -> bool:
-        if name == "plan":
-            return not self.plan.is_full
-        return getattr(self, name) is not None

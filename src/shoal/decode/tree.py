@@ -19,8 +19,7 @@ class TokenTree:
     Attributes:
         tokens: token id of each node.
         parents: index of each node's parent; -1 for the root. Siblings stand in the order in which they were drawn.
-        draft_probs: for each node the draft distribution [V] that it was drawn from, or None where the guess was
-            deterministic.
+        draft_probs: for each node the draft distribution [V] that it was drawn from; None where it was not drawn.
     """
 
     tokens: tuple[int, ...]
@@ -88,10 +87,7 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The first child of `node` that carries `token`."""
-        for index in self.children(node):
-            if self.tokens[index] == token:
-                return index
-        return None
+        return next((index for index in self.children(node) if self.tokens[index] == token), None)
 
     def children(self, node: int) -> tuple[int, ...]:
         """Children of `node` in sibling order."""

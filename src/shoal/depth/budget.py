@@ -108,8 +108,7 @@ class StepDown(Budget):
     """A staircase; before its first stair every layer runs.
 
     Attributes:
-        stairs: pairs `(step, layers)`, each valid from its step on. Steps are >= 1 and strictly ascending; layers must
-            not increase.
+        stairs: pairs `(step, layers)`, each valid from its step on. Steps, from 1 on, ascend; layers must not increase.
     """
 
     stairs: tuple[tuple[int, float | int], ...]
@@ -180,8 +179,7 @@ def solve_alpha(
 ) -> float:
     """The alpha whose power law comes nearest to a mean depth.
 
-    A mean depth means the same for answers of any length; an alpha does not. Bisection finds it, since the mean never
-    falls as alpha grows.
+    A mean depth means the same for answers of any length; an alpha does not. The mean never falls as alpha grows.
 
     Args:
         mean: wanted mean of k(i) over tokens 0..horizon-1, in layers.

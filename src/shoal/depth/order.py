@@ -1,8 +1,7 @@
 """Removal orders: which flex layer goes first.
 
 An order is a permutation of the flex layers, so falling budgets give nested sets. The core, some layers at the head and
-some at the tail of the stack, always runs and is in no order. Of two layers that are equally good to drop, the deeper
-one goes first.
+some at the tail of the stack, always runs and is in no order. Of two equally good layers the deeper one goes first.
 """
 
 from __future__ import annotations

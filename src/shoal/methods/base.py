@@ -98,8 +98,7 @@ class Method(ABC):
         name: the name of its file and of its entry in the registry.
         paper: where it comes from, such as "arXiv 2503.08524"; empty where there is none.
         needs: requirements to run it, in words, such as ("layer scores",).
-        reads: options that name files, or what is run or asked over the network; a server does not take them from
-            everybody.
+        reads: options that name files, or what is run or asked over the network; a server refuses them to strangers.
         fills: the components of the recipe that it fills; for a method without defaults, whose recipe cannot be asked.
         family: its family, where the components of its recipe say another one; see `shoal.methods.common.combined`.
     """

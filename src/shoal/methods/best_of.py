@@ -30,8 +30,7 @@ class BestOf(VerifiedMethod):
     It needs a temperature above 0. Greedy samples would all be alike, so a greedy request is decoded once. The prompt
     is read once. Log-probabilities are the model's before temperature and truncation. In transformers' `model.generate`
     these two are processors, and enter the comparison. A verifier may decide instead; of two samples that it finds
-    equally good, the likelier one wins. The answer comes as a whole when the last sample has ended. The statistics
-    count the work of all.
+    equally good, the likelier one wins. The answer comes as a whole at the end of all. The statistics count all work.
 
     Attributes:
         n: samples; 1 changes nothing.

@@ -22,8 +22,7 @@ class D3(Method):
     """Position-aware depth decay: token i runs floor(L * alpha^i) layers; the core always runs, flex layers go.
 
     The layers of a token are among those of the token before it. So a skipped layer stores no KV, and none is missed.
-    The paper does not say how large the core is, which layers go first, and what `start` is a share of. The defaults
-    here are ours.
+    How large the core is, which layers go first and what `start` is a share of are ours; the paper does not say.
 
     Attributes:
         alpha: decay base in (0, 1]. Without it (and without `mean`) it is solved for the mean depth that the model

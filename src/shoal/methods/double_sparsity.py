@@ -26,12 +26,10 @@ class DoubleSparsity(SelectionMethod):
     `shoal calibrate --for double_sparsity` ranks the dimensions. The kernels store those that are used a second time,
     so that a score reads little. The other executors take them out of the keys each time: the choice is the same, and
     no time is saved. The queries that share a KV head share its slots: a slot counts by the query to which it is
-    likeliest. Prompts are read in full, and a token always reads its own slot. Layers with a sliding window read
-    their window.
+    likeliest. Prompts are read in full, a token always reads its own slot, and layers with a window read their window.
 
     Attributes:
-        channels: per layer and KV head the dimensions of a head, those that matter most first: from a calibration of
-            the model.
+        channels: per layer and KV head the dimensions of a head, those that matter most first, by a calibration.
         k: slots that a query reads; None for all.
         width: dimensions by which slots are scored; None for a quarter of a head's.
         first: layers below this one read all slots; the number of layers changes nothing.

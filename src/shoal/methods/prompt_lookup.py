@@ -26,8 +26,7 @@ class PromptLookup(DraftingMethod, Proposer):
 
     The guess is what came after the latest earlier occurrence of the longest suffix that has one. A guess that runs
     into the end of the text goes on with what it has just guessed, so a short period is continued to any length. It
-    costs next to nothing and needs no second model, and pays where the answer quotes or repeats. The method is its own
-    proposer.
+    costs next to nothing, and pays where the answer quotes or repeats. The method is its own proposer.
 
     Attributes:
         max_ngram: tokens of the longest suffix that is looked up.

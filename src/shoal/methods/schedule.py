@@ -16,8 +16,7 @@ from shoal.types import ModelInfo
 class Schedule(Method):
     """Layer `order[j]` is left out from step `steps[j]` on: any nested plan, written down.
 
-    `shoal calibrate` finds such a schedule where no formula fits. Steps count generated tokens, whatever the request's
-    length.
+    `shoal calibrate` finds such a schedule where no formula fits. Steps count generated tokens.
 
     Attributes:
         order: layers in the order in which they are dropped.

@@ -20,8 +20,7 @@ class ShortGPT(Method):
     The paper deletes them for the prompt as well. Here the prompt runs all layers. The first and the last layer stay.
 
     Attributes:
-        removed: an int is the number of layers to leave out, a float in [0, 1) a share of L. The paper takes about
-            a quarter.
+        removed: an int is the number of layers to leave out, a float in [0, 1) a share of L: a quarter in the paper.
     """
 
     name: ClassVar[str] = "shortgpt"

@@ -28,8 +28,7 @@ class Tidal(SelectionMethod):
 
     Attributes:
         k: slots that a query reads in the layers that do not select; None for all.
-        select: the first layer that selects, counted from 0; None for the third one without a sliding window, or an
-            earlier one where there are few.
+        select: the first layer that selects, from 0; None for the third without a window, or an earlier of few.
         reselect: the layer that selects anew; the number of layers for none. None for the first one without a
             sliding window at two fifths of the depth, as in the paper, or behind. What is lost depends on it more than
             on `k`, and which one is best on the model: see lab/reports/long.

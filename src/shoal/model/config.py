@@ -84,8 +84,7 @@ def masked_of(config: Any) -> MaskedModel | None:
     """The mask token and its options in a config; None for an autoregressive model.
 
     Raises:
-        Unsupported: the mask token is not in the vocabulary, the shift is neither 0 nor 1, or the draft window is not a
-            number of tokens.
+        Unsupported: the mask token is not in the vocabulary, the shift is not 0 or 1, or the draft window not a number.
     """
     text = config.get_text_config()
     mask = getattr(text, "mask_token_id", None)

@@ -136,8 +136,7 @@ def empty(config: Any) -> Any:
 
 def expected(config: Any) -> dict[str, Tensor]:
     """The tensors of the modules by name, on the meta device; raises what `empty` does."""
-    found: dict[str, Tensor] = empty(config).state_dict()
-    return found
+    return dict(empty(config).state_dict())
 
 
 def loaded(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Any:

@@ -122,9 +122,7 @@ def _register() -> None:
 def without(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
     """A copy of `layer` that shares its weights, with the named child replaced by zeros; None without such a child."""
     name = next((n for n in names if n in layer._modules), None)
-    if name is None:
-        return None
-    return shallow_copy(layer, {name: _Nothing(pair=names is ATTENTION)})
+    return None if name is None else shallow_copy(layer, {name: _Nothing(pair=names is ATTENTION)})
 
 
 class _Nothing(nn.Module):

@@ -139,14 +139,15 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
     if len(recording.layers) != len(layers):
         raise Unsupported(f"a model that runs {len(recording.layers)} of its {len(layers)} layers in a forward",
                           "Shoal must run each of them once, in order", _REMEDY)
-    rotary: list[Call] = []
+    rotary: dict[int, Call] = {}
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
     cache = recording.layers[-1].arguments[calls[-1].cache]
     stores = getattr(cache, "self_attention_cache", cache).layers[: len(layers)]  # there may be an encoder's layers too
     embed, head = _embedding(model, recording, ids, positions), _head(recording, head_module, model.config)
     sizes = tuple((s.keys.shape[1], s.keys.shape[3], s.values.shape[3]) for s in stores)
     position_bytes = tuple(map(_position_bytes, stores))
-    return Parts(layers, calls, embed, list(map(_replay_rotary, rotary)), head, head_module, position_bytes, sizes)
+    tables = list(map(_replay_rotary, rotary.values()))
+    return Parts(layers, calls, embed, tables, head, head_module, position_bytes, sizes)
 
 
 def _position_bytes(store: Any) -> int:
@@ -218,14 +219,12 @@ def _bind(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     return flat
 
 
-def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: list[Call]) -> LayerCall:
-    """Read off a layer's call which arguments the engine has to supply."""
-    names = list(call.arguments)[1:]
+def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: dict[int, Call]) -> LayerCall:
+    """Read off a layer's call which arguments the engine has to supply; distinct rotary calls are added by `id`."""
     found: dict[str, str] = {}
     constants: dict[str, Any] = {}
     rotary_call = -1
-    for name in names:
-        value = call.arguments[name]
+    for name, value in list(call.arguments.items())[1:]:
         source = _source(value, before)
         if name in _MASKS:
             found["mask"] = name
@@ -237,7 +236,8 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: list[
             found["positions"] = name
         elif source is not None:
             found["rotary"] = name
-            rotary_call = _index_of(source, rotary)
+            rotary[id(source)] = source
+            rotary_call = list(rotary).index(id(source))
         elif isinstance(value, Tensor):
             raise Unsupported(
                 f"{type(call.module).__name__} is given a tensor {name!r}", "Shoal does not know what it means", _REMEDY
@@ -259,14 +259,6 @@ def _source(value: Any, before: list[Call]) -> Call | None:
     return next((call for call in before if call.output is value), None)
 
 
-def _index_of(call: Call, calls: list[Call]) -> int:
-    for index, known in enumerate(calls):
-        if known is call:
-            return index
-    calls.append(call)
-    return len(calls) - 1
-
-
 def _replay_rotary(call: Call) -> Callable[[Tensor, Tensor], Any]:
     """A function that repeats a rotary module's call with new hidden states and positions."""
     floats = [n for n, v in call.arguments.items() if isinstance(v, Tensor) and v.is_floating_point()]
@@ -283,7 +275,8 @@ def _embedding(model: Any, recording: Recording, ids: Tensor, positions: Tensor)
     """The function from token ids to the first layer's input: embedding, perhaps scaled or plus learned positions."""
     embed = model.get_input_embeddings()
     goal = next(iter(recording.layers[0].arguments.values()))
-    chain = [embed, *_projections(recording.before, goal)]
+    maps = [call for call in recording.before if isinstance(call.module, nn.Linear)]
+    chain = [embed, *(call.module for call in maps if call.output.shape == goal.shape)]  # to the width of the layers
     base = through(chain, ids)
     if base.shape == goal.shape:
         for table in _position_tables(recording.before, positions, goal):
@@ -302,11 +295,6 @@ def _fits(base: Tensor, table: Callable[[Tensor], Tensor], positions: Tensor, go
         return _same(base + table(positions), goal)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
-
-
-def _projections(before: list[Call], goal: Tensor) -> list[nn.Module]:
-    """Linear maps from the width of the embeddings to that of the layers."""
-    return [c.module for c in before if isinstance(c.module, nn.Linear) and c.output.shape == goal.shape]
 
 
 def _position_tables(before: list[Call], positions: Tensor, goal: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:

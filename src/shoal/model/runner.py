@@ -80,8 +80,7 @@ class SequenceChunk:
             nodes `fed`, `fed` + 1, ...; `parents` and `depths` cover all nodes from 0 on.
         mutual: whether the nodes of a chain also see those after them, as in a masked block.
         argmax_only: whether only the largest logit of each token is needed; others may be -inf.
-        vectors: [n, D], inputs of the first layer for the last n tokens, whose ids are ignored and which get no logits;
-            or None.
+        vectors: [n, D], inputs of the first layer for the last n tokens, which have no ids and get no logits; or None.
         experts: which groups of MLP neurons each token runs; None for the whole MLPs.
     """
 
@@ -203,8 +202,7 @@ class ModelRunner(Protocol):
         shows_queries: whether chunks may have a `query_hook`.
         score_scale: factor of the products of queries and keys before softmax.
         score_cap: c of the soft cap c * tanh(x / c) that follows, or None.
-        activation_dtype: the narrowest type to which inputs of matrix products are rounded: int8 if the kernels
-            multiply integers, else `dtype`.
+        activation_dtype: what inputs of matrix products are rounded to: int8 if kernels multiply integers, or `dtype`.
     """
 
     num_layers: int

@@ -2,8 +2,7 @@
 
 Greedy sequences get the drafter's best tokens. Sampled sequences get draws without replacement from the drafter's
 distribution, each with that distribution for the rules that ask. Logits processors are not applied: they judge the
-target alone, may be slow, and a draft needs no more than a good guess. A constraint's mask is applied where it leaves
-the drafter a token.
+target alone, may be slow, and a good guess is enough. A constraint's mask is applied where it leaves a token.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class EagleDrafter(Drafter):
 
     def _chosen(self, places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
         """Guesses by the sequences' sampling options; only over the head's tokens if nothing depends on the others."""
-        if all(_plainly_greedy(place.seq) for place in places):
+        if all(place.seq.sampling.greedy and _as_they_are(place.seq) for place in places):
             found, ids = choose(places, logits, count), self._head.names
             return [Guesses(tuple(ids[token] for token in guess.tokens), None, guess.logs) for guess in found]
         whole = logits.new_full((len(logits), self._head.vocabulary), -torch.inf)
@@ -287,16 +287,11 @@ def _as_they_are(seq: SequenceState) -> bool:
     return seq.allowed is None and not options.logit_bias and not sampling.needs_history(options)
 
 
-def _plainly_greedy(seq: SequenceState) -> bool:
-    return seq.sampling.greedy and _as_they_are(seq)
-
-
 def _drafts_alone(seq: SequenceState) -> bool:
     """Whether the kernels can draw its guesses; they cannot return the distributions that some rules need."""
     options = seq.sampling
     cut = options.top_k or options.top_p < 1 or options.min_p or options.typical_p < 1
-    whole = options.greedy or not cut
-    return whole and _as_they_are(seq) and (options.greedy or not isinstance(seq.rule, Rejection))
+    return _as_they_are(seq) and (options.greedy or not (cut or isinstance(seq.rule, Rejection)))
 
 
 def _wish(seq: SequenceState, length: int) -> ChainWish:

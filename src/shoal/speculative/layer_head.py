@@ -150,8 +150,7 @@ _KEPT = 4096
 class EagleHead:
     """The trained layer and its head, fed with vectors: on the target's device, and on the native kernels if it is.
 
-    The layer has the target's dtype where the packed block has that. Its matrices are multiplied in 8 bits where the
-    target's are.
+    The layer has the target's dtype where the packed block has that, and multiplies in 8 bits where the target does.
 
     Args:
         target: the model.
@@ -208,8 +207,7 @@ class EagleHead:
             vectors: [nodes of all chunks, D], of `fused`.
 
         Returns:
-            Logits [sum of wanted, n], and every node's state [nodes, D], of which `normed` makes what the head's matrix
-            reads.
+            Logits [sum of wanted, n], and states [nodes, D] of which `normed` makes what the head's matrix reads.
         """
         sizes = [len(chunk.tokens) for chunk in chunks]
         seen: list[Tensor] = []

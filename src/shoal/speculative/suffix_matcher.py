@@ -31,9 +31,8 @@ class Chances:
     """
 
     def __init__(self, start: Chances | None = None) -> None:
-        rates = list(_PRIOR) if start is None else start.rates()
-        self._kept = [_WEIGHT * rate for rate in rates]
-        self._tried = [_WEIGHT] * len(rates)
+        self._kept = [_WEIGHT * rate for rate in (_PRIOR if start is None else start.rates())]
+        self._tried = [_WEIGHT] * len(_PRIOR)
 
     def rates(self) -> list[float]:
         """The estimate of each class."""
@@ -93,12 +92,7 @@ class SuffixMatcher:
         last = tokens[at - 1]
         if at > 1:
             self._places[tokens[at - 2], last] = at
-        if self.place is None:
-            self._take_up(tokens, (last, token), at)
-
-    def _take_up(self, tokens: Sequence[int], pair: tuple[int, int], at: int) -> None:
-        found = self._places.get(pair)
-        if found is not None:
+        if self.place is None and (found := self._places.get((last, token))) is not None:
             self.place, self.length = found, matched(tokens, found, at)
 
     def chances(self, most: int) -> list[float]:

@@ -81,8 +81,7 @@ class Rule(Protocol):
 class TargetStream(Rule):
     """A rule that compares draws: a draft takes the target's own number first.
 
-    Where both distributions agree, so do both draws. Right only for such rules, and for trees of which no part
-    hangs on another part's draw.
+    Where both distributions agree, so do both draws. Right only for such rules, and if no part hangs on another's draw.
     """
 
     __slots__ = ()

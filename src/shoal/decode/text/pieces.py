@@ -3,7 +3,6 @@
 The pieces of text join to what decoding all tokens at once gives. Only text that no later token can change is given
 out. Held back are the last replacement character, which a later byte may complete, and, with byte-fallback tokenizers
 (Llama 2 style), a run of byte tokens until it ends, since one bad byte turns the whole run into replacement characters.
-Knows nothing about stopping.
 """
 
 from __future__ import annotations

@@ -82,10 +82,8 @@ class StopState:
         self._ids = list(prompt_ids)
         self._detokenizer = Detokenizer(tokenizer)
         self._held = ""
-        limits = [rules.max_new_tokens]
-        if rules.max_length is not None:
-            limits.append(rules.max_length - len(self._ids))
-        self.room = max(0, min(limits))
+        left = sys.maxsize if rules.max_length is None else rules.max_length - len(self._ids)
+        self.room = max(0, min(rules.max_new_tokens, left))
         self.finish_reason: FinishReason | None = None if self.room else "length"
 
     @property

@@ -1,8 +1,7 @@
 """The largest numbers that a server takes from a request, declared with each option of a method.
 
 A method itself refuses numbers that are never valid. These limits are about cost: Python and the operator's own command
-may pass anything that the method takes, while requests are held to the limits unless the operator allows more. Knows no
-method; imports no torch.
+may pass anything that the method takes; requests are held to the limits unless the operator allows more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A matrix in the blocks of a GGUF file, and the numbers that the blocks stand for.
 
 The `_q...` functions are plain torch, the reference of every kernel. Each maps blocks uint8 [n, bytes per block] to
-float32 [n, values per block], by the formulas of ggml (ggml-quants.c) in its order of operations, so that the numbers
-are equal to the last bit.
+float32 [n, values per block], by ggml's formulas (ggml-quants.c) and order of operations: equal to the last bit.
 """
 
 from __future__ import annotations

@@ -301,8 +301,7 @@ def llama3(divisors: Tensor, theta: float, rotated: int) -> dict[str, Any]:
     """Parameters of rope type "llama3" (Llama 3.1) that give these divisors of the frequencies [rotated / 2].
 
     The file holds the divisors alone. Between the unscaled and the fully scaled frequencies, 1 / divisor is linear in
-    the frequency, so two of them determine both bounds. Bounds and original length share an unknown factor, so the
-    lower bound is set to 1.
+    the frequency, so two of them determine both bounds, up to a factor of the original length: the lower bound is 1.
 
     Raises:
         Unsupported: no parameters give these divisors.

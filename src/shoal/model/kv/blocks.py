@@ -40,8 +40,7 @@ class Int8(KVForm):
 class Int4(KVForm):
     """uint8 [heads, slots, blocks, 16] and scales, float16 [heads, slots, blocks]: an eighth of the largest number.
 
-    The low half of a byte is number j of its block, the high half number j + 16, both plus 8. Zeros fill the last
-    block, and are decoded with it.
+    The low half of a byte is number j of its block, the high half number j + 16, both plus 8. Zeros fill the last one.
 
     Attributes:
         of_keys: how keys are stored; None for as values are.

@@ -68,8 +68,7 @@ class Ranking:
     Attributes:
         scale, cap: scale and soft cap of the scores, as in `ModelRunner`.
         apart: whether each query head ranks slots by itself. Otherwise heads that share a KV head rank together, by
-            the largest attention probability that any of them gives a slot. Scores would not do, since their size
-            differs from head to head.
+            the largest attention probability that any of them gives a slot, since scores differ from head to head.
     """
 
     scale: float = 1.0

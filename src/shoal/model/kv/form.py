@@ -24,8 +24,7 @@ class KVForm(ABC):
 
     Attributes:
         kernel: the name by which the native kernels know the form; None if they do not read it.
-        late: whether slots take the form only when the recipe's `keep` settles them; until then they are
-            stored as computed.
+        late: whether slots are stored as computed until the recipe's `keep` settles them, and only then take the form.
     """
 
     kernel: ClassVar[str | None] = None

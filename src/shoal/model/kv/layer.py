@@ -100,12 +100,10 @@ class KVLayer:
             self.make_room(seqs, counts)
         assert self.keys is not None and self.values is not None
         slots, span = self._needed(seqs, counts), contiguous(seqs)
-        self._write(keys, values, seqs, span, self._ends(seqs), counts)
+        self._write(keys, values, seqs, span, counts)
         for seq, count in zip(seqs, counts, strict=True):
             self.scratch[seq] += count
-        if span is not None:
-            return self.keys[span, :, :slots], self.values[span, :, :slots]
-        index = torch.tensor(seqs, device=keys.device)
+        index = torch.tensor(seqs, device=keys.device) if span is None else span
         return self.keys[index, :, :slots], self.values[index, :, :slots]
 
     def _append_apart(
@@ -113,9 +111,8 @@ class KVLayer:
     ) -> tuple[Tensor, Tensor]:
         """`append` for sequences with storage outside their places: copies what they read into one tensor."""
         ends = [end + count for end, count in zip(self._ends(seqs), counts, strict=True)]
-        all_keys, all_values = (
-            new.new_zeros(len(seqs), new.shape[1], max(ends), new.shape[3]) for new in (keys, values)
-        )
+        size = max(ends)
+        all_keys, all_values = (new.new_zeros(len(seqs), new.shape[1], size, new.shape[3]) for new in (keys, values))
         for index, (seq, end, count) in enumerate(zip(seqs, ends, counts, strict=True)):
             self.write(seq, keys[index, :, :count], values[index, :, :count])
             all_keys[index, :, :end], all_values[index, :, :end] = self.read(seq, end, keys.dtype)
@@ -196,11 +193,10 @@ class KVLayer:
         self.make_room(seqs, counts)
 
     def _write(
-        self, keys: Tensor, values: Tensor, seqs: Sequence[int], span: slice | None, ends: list[int],
-        counts: Sequence[int],
+        self, keys: Tensor, values: Tensor, seqs: Sequence[int], span: slice | None, counts: Sequence[int]
     ) -> None:
         assert self.keys is not None and self.values is not None
-        nodes = keys.shape[2]
+        nodes, ends = keys.shape[2], self._ends(seqs)
         if span is not None and len(set(ends)) == 1 and min(counts) == nodes:
             self.keys[span, :, ends[0] : ends[0] + nodes] = keys
             self.values[span, :, ends[0] : ends[0] + nodes] = values

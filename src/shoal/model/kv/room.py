@@ -30,8 +30,7 @@ class Need:
     Attributes:
         slots: number of slots.
         own: bytes of a slot outside the place; 0 for slots in the place.
-        second: bytes that a second model stores of the sequence in a cache of its own, and other bytes that the
-            sequence needs.
+        second: bytes of a second model's own cache for the sequence, and others that the sequence needs.
     """
 
     slots: tuple[int, ...]

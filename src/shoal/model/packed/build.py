@@ -13,7 +13,6 @@ import torch
 from shoal.errors import Unsupported
 from shoal.heap import available
 from shoal.model.gguf.blocks import Blocks
-from shoal.model.gguf.header import GgmlType
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
@@ -108,13 +107,10 @@ def file_packer(source: GgufSource, dtype: torch.dtype, kernels: bool) -> tuple[
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
     if not kernels:
         return TorchFilePacker(source, dtype), None
-    kept = Repacked(source.path, sum(_woven_bytes(kind, *shape) for kind, shape in source.matrices()))
+    most = sum(native.packed_bytes(native.kind_of_type(kind), rows + native.LANES, columns)  # row blocks may be padded
+               for kind, (rows, columns) in source.matrices())
+    kept = Repacked(source.path, most)
     return NativeFilePacker(source, kept), kept
-
-
-def _woven_bytes(kind: GgmlType, rows: int, columns: int) -> int:
-    """The most bytes that a repacked matrix takes; its last row block may be padded."""
-    return native.packed_bytes(native.kind_of_type(kind), rows + native.LANES, columns)
 
 
 def build(

@@ -77,8 +77,10 @@ class Dense(Linear):
         self.nbytes = weight.numel() * weight.element_size()
         self.plain: Tensor | None = weight
         self._packed: Tensor | None = None
-        self._widens = _lacks_products(weight)
-        if _reorders(weight):
+        halved = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+        multiplies = halved and _multiplies(weight.dtype)
+        self._widens = halved and not multiplies  # where torch would multiply number by number
+        if multiplies and weight.dtype == torch.bfloat16:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
             self.plain = weight if indexed else None
 
@@ -94,17 +96,6 @@ class Dense(Linear):
     def lookup(self, ids: Tensor) -> Tensor:
         assert self.plain is not None, "made without indexed=True"
         return self.plain[ids]
-
-
-def _reorders(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies the matrix here, in its own order."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _multiplies(weight.dtype)
-
-
-def _lacks_products(weight: Tensor) -> bool:
-    """Whether the processor lacks products of this type, so that torch would multiply number by number."""
-    halves = (torch.bfloat16, torch.float16)
-    return weight.device.type == "cpu" and weight.dtype in halves and not _multiplies(weight.dtype)
 
 
 def _multiplies(dtype: torch.dtype) -> bool:
@@ -135,7 +126,8 @@ class Quantised(Linear):
         self.rows, self.columns = weight.shape
         self.dtype, self._device, self.quant = weight.dtype, weight.device, quant
         group = self.columns if quant == "int8" else GROUP
-        levels, scales = quantise(weight, group, 127 if quant == "int8" else 7, _scale_dtype(weight.dtype))
+        scale_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        levels, scales = quantise(weight, group, 127 if quant == "int8" else 7, scale_dtype)
         self._kernel = _kernel(levels, scales, self.columns, quant)
         self.stored: tuple[Tensor, Tensor] | None = None
         if quant == "int8" or self._kernel is None or indexed:
@@ -179,10 +171,6 @@ def _paired(levels: Tensor) -> Tensor:
 def _parted(pairs: Tensor) -> Tensor:
     """The int8 levels that `_paired` has packed."""
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
-
-
-def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def _kernel(levels: Tensor, scales: Tensor, columns: int, quant: Quant) -> Product | None:

@@ -70,8 +70,7 @@ class States:
 def calls_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[KernelCall]:
     """The calls that run some chunks: as few as possible by the kernels, and one in plain torch for the rest.
 
-    So the arithmetic of a chunk does not depend on the others. Usually one call of the kernels runs all chunks as they
-    are; then the list is empty.
+    So the arithmetic of a chunk does not depend on the others. Empty if one call of the kernels runs all as they are.
     """
     extra = [store for store in cache.layers if store.extra]
     by_kernels = [_runs_native(chunk, extra) for chunk in chunks]

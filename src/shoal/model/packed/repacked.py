@@ -1,7 +1,6 @@
 """Repacked matrices on disk: a model is repacked once, and all processes that map it share its memory.
 
-They are in the user's cache folder, under the SHA-256 of the file that they were made from and of the sources that
-define their layout.
+They are in the user's cache folder, by the SHA-256 of the file and of the sources that define their layout.
 """
 
 from __future__ import annotations

@@ -164,10 +164,7 @@ class _Pass:
             )
         if piece.part != "attention":
             x = x + self._mlp(layer, piece, x)
-        if chosen is None:
-            self.x = x
-        else:
-            self.x = self.x.index_copy(0, chosen, x)
+        self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
     def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:
         """What the MLP adds to the stream `x` of the piece's tokens."""
@@ -175,7 +172,6 @@ class _Pass:
         opened = opened_in(self.chunks, layer, piece)
         if opened is None:
             return block.mlp(x, weights, runner.shape, runner.dtype)
-
         mlps = next(filter(None, opened))[0]
 
         def inside(normed: Tensor) -> Tensor:
@@ -199,9 +195,8 @@ class _Pass:
     def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of each chunk's tokens over its own sequence."""
         counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
-        parts = zip(
-            self.chunks, piece.first, piece.last, q.split(counts), k.split(counts), v.split(counts), strict=True
-        )
+        split = (one.split(counts) for one in (q, k, v))
+        parts = zip(self.chunks, piece.first, piece.last, *split, strict=True)
         return torch.cat([self._attend_seq(layer, *part) for part in parts if part[2] > part[1]])
 
     def _attend_seq(
@@ -223,8 +218,7 @@ class _Pass:
             every, dtype = self._asker.seen(chunk, layer, first, last), torch.promote_types(q.dtype, torch.float32)
             seen = seq_mask(None, bias[:, : keys.shape[2]], every, len(queries), dtype)
         causal = seen is None and len(q) > 1
-        out = block.scaled_attention(queries[None], keys, values, self.runner.shape, seen, causal)
-        return out[0].transpose(0, 1)
+        return block.scaled_attention(queries[None], keys, values, self.runner.shape, seen, causal)[0].transpose(0, 1)
 
     def padded(self) -> Tensor:
         """The stream as [chunks, widest, hidden]."""

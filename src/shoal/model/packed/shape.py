@@ -2,8 +2,7 @@
 
 The block is: RMSNorm, attention (fused q/k/v with optional bias, optional RMSNorm of q and k, rotary or none),
 residual; RMSNorm, gated MLP, residual. Residuals, embeddings and logits may be scaled (Granite). Norms may precede a
-sublayer, follow it before the residual (OLMo 2), or do both (Gemma 2). Attention scores and logits may be capped
-(Gemma 2).
+sublayer, follow it before the residual (OLMo 2), or do both (Gemma 2, which also caps attention scores and logits).
 
 Rotary tables hold the numbers of the model family's own rotary module. If the usual formula or one of transformers'
 functions gives them, that module is not imported, since this takes as long as importing torch (-X importtime).
@@ -12,7 +11,7 @@ functions gives them, that module is not imported, since this takes as long as i
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,17 +45,11 @@ class Norms:
     mlp_out: str | None = None
 
 
-_SANDWICH = Norms(
-    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
-)
 _AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+_SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
 _NORMS = {
-    "gemma2": _SANDWICH,
-    "gemma3_text": _SANDWICH,
+    "gemma2": _SANDWICH, "gemma3_text": _SANDWICH, "olmo2": _AFTER, "olmo3": _AFTER, "exaone4": _AFTER,
     "glm4": Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
-    "olmo2": _AFTER,
-    "olmo3": _AFTER,
-    "exaone4": _AFTER,
 }
 """Norms of the families that differ from Llama."""
 

@@ -120,8 +120,7 @@ class ChangedSource(Source, ABC):
 class HalvesPaired(ChangedSource):
     """Reorders q and k of a checkpoint that rotates dimensions 2j and 2j + 1 together; the packed block pairs halves.
 
-    Rows of q and k move alike, which keeps their products. The checkpoint's order is that of RoFormer (arXiv
-    2104.09864, section 3.2.2).
+    Rows of q and k move alike, which keeps their products. The order is that of RoFormer (arXiv 2104.09864, 3.2.2).
     """
 
     def __init__(self, source: Source, head_dim: int, rotary_dim: int) -> None:

@@ -1,7 +1,6 @@
 """The packed weights of a decoder: which tensors a checkpoint must have, and their packing, layer by layer.
 
-Little more than the result is ever in memory. Names are checked without building a model; a test compares them with
-transformers' own modules.
+Little more than the result is ever in memory. Names are checked without building a model.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class Fit:
 def fits_of(chunks: Sequence[SequenceChunk], cache: KVCache) -> list[tuple[Sequence[int], Fit]] | None:
     """Groups of the chunks, by number, that have a form each; None if the forward must run without graphs.
 
-    Sequences do not see each other, so groups may run in turn: decoding sequences, sequences of another depth,
-    pieces of prompts.
+    Sequences do not see each other, so groups may run in turn: decoding ones, those of another depth, prompts.
     """
     whole = fit_of(chunks, cache)
     if whole is not None:

@@ -33,8 +33,7 @@ class NativeBatch:
         rows: place in the cache of each token's sequence.
         nodes: index of each token within its sequence's tree, below 64, or below 256 without ancestors.
         bases: committed positions of each token's sequence; the keys of node j go to slot `base - start + j`.
-        ancestors: per token, bit j is set if it sees node j of its sequence: itself and its path to node 0. With 0 it
-            sees all nodes up to itself.
+        ancestors: per token, bit j is set if it sees node j: itself and its path to node 0; 0 for all up to itself.
         wanted: indices of the tokens whose logits are wanted.
         layers: the layers that run, ascending; None for all.
         active: per running layer and token one byte, `ATTENTION | MLP` or less. A token skips the other sublayers and

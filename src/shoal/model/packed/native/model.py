@@ -116,8 +116,7 @@ class NativeModel:
         weights: matrices are `PackedWeight`s, or a few of them stacked: up to three for q, k and v, all but the last
             with a multiple of 16 rows; gate and up as a pair, or separately if they take activations in the same form.
         tables: cos and sin [tables, positions, rotary_dim / 2] in float32; see `turn`.
-        kv_dtype: dtype of the cache, float32 or bfloat16; queries and weights of values are rounded to it too if the
-            processor multiplies it.
+        kv_dtype: dtype of the cache, float32 or bfloat16, and of queries and weights if the processor multiplies it.
         embedding: [vocab, hidden], packed, or a plain matrix in float32 or bfloat16; None if it is the head.
 
     Attributes:
@@ -195,15 +194,13 @@ class NativeModel:
             vectors: float32 [tokens, hidden], inputs of the first layer; None for the embeddings of the batch's ids.
             argmax_only: whether only the largest logit of each token, with its equals, is needed. Others may be -inf,
                 so that part of the head is not read.
-            experts: MLPs in groups, and the groups that each token runs, as `ExpertMLPs.put_into` takes them; None
-                if all tokens run the whole MLPs.
+            experts: MLPs in groups, and each token's groups as `ExpertMLPs.put_into` takes them; None for whole MLPs.
 
         Returns:
             Logits, float32 [len(batch.wanted), vocab].
 
         Raises:
-            ValueError: an index of the batch, or what `choose` returned, is out of range. In the first case nothing was
-                changed.
+            ValueError: an index of the batch, when nothing was changed, or what `choose` returned is out of range.
             RuntimeError: `choose` ran a forward of this model.
         """
         if self._asking == threading.get_ident():
@@ -240,12 +237,10 @@ class NativeModel:
     ) -> list[Path]:
         """Run vectors in place of a batch's ids, and let the model continue after its wanted tokens, in one call.
 
-        Keys and values of all these tokens are written to the cache, those of guesses after the batch's; there must be
-        room for them.
+        Keys and values of all these tokens are written to the cache, which must have room, those of guesses last.
 
         Args:
-            batch: the tokens, whose ids are ignored. The wanted ones are the last of their sequences, which store every
-                running layer in their places.
+            batch: the tokens, ids ignored. Wanted ones end their sequences, which store all running layers in place.
             kv: the cache.
             chain: makes the vectors.
             states: another model's last states before the tokens, in pieces float32 [n, hidden].

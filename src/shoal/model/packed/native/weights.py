@@ -51,8 +51,7 @@ class Arena(Memory):
     """Hands out pieces of large slabs; a slab is freed with the last tensor on it.
 
     Args:
-        slab: bytes of a slab; at most that much stays unused. Larger requests get memory of their own, and with 0 every
-            request does.
+        slab: bytes of a slab; at most that much stays unused. Larger requests, with 0 all, get memory of their own.
     """
 
     def __init__(self, slab: int = 64 << 20) -> None:
@@ -272,13 +271,10 @@ def _room(kind: Kind, rows: int, cols: int, paired: bool, arena: Memory | None) 
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
-    """`x @ weight.T` by the kernel that decoding uses, which may round or quantise activations.
+    """`x @ weight.T` in float32 [tokens, rows] by the kernel that decoding uses, which may quantise activations.
 
     Args:
         x: [tokens, cols], at most 256 tokens; float32 or bfloat16.
-
-    Returns:
-        float32 [tokens, rows].
     """
     if x.ndim != 2 or x.shape[1] != weight.columns or not 1 <= x.shape[0] <= MAX_TOKENS:
         raise ValueError(f"x is {list(x.shape)}; it must be [1..{MAX_TOKENS}, {weight.columns}]")
