@@ -64,7 +64,5 @@ def within(plan: DepthPlan, target: DepthPlan, step: int) -> DepthPlan:
 
 @lru_cache(maxsize=256)
 def _without(plan: DepthPlan, attention: tuple[bool, ...], mlp: tuple[bool, ...]) -> DepthPlan:
-    def cut(drops: tuple[int, ...], gone: tuple[bool, ...]) -> tuple[int, ...]:
-        return tuple(1 if lost else drop for drop, lost in zip(drops, gone, strict=True))
-
-    return DepthPlan(cut(plan.attention, attention), cut(plan.mlp, mlp))
+    sides = (plan.attention, attention), (plan.mlp, mlp)
+    return DepthPlan(*(tuple(1 if lost else drop for drop, lost in zip(*side, strict=True)) for side in sides))

@@ -62,13 +62,10 @@ _Waiting = dict[int, tuple[SequenceState, Tensor]]
 
 
 class _Tree(SequenceTree):
-    """A sequence's growing tree.
-
-    Attributes:
-        states: per node that was fed, the layer's own state [D], which stands in for the model's behind it.
-    """
+    """A sequence's growing tree."""
 
     states: list[Tensor]
+    """Per node that was fed, the layer's own state [D], which stands in for the model's behind it."""
 
     def most_probable(self, most: int | None) -> TokenTree:
         """The tree of the root and the `most` likeliest guesses, each with the path to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -145,16 +146,13 @@ def build(
         pack_file, kept = file_packer(file, dtype, kernels)
         if isinstance(source, FewerLayers):
             pack_file = partial(_pack_original, source, pack_file)
-    try:
-        weights = Packer(source, shape, dtype, device, pack_one, pack_file).weights()
-    except BaseException:
+    with ExitStack() as undone:
         if kept is not None:
-            kept.abandon()
-        raise
-    if kept is not None and file is source:
-        kept.finish()
-    elif kept is not None:  # with layers left out it is no copy of the file
-        kept.abandon()
+            undone.callback(kept.abandon)
+        weights = Packer(source, shape, dtype, device, pack_one, pack_file).weights()
+        if kept is not None and file is source:  # with layers left out it is no copy of the file
+            undone.pop_all()
+            kept.finish()
     return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
 
 
