@@ -16,11 +16,7 @@ _HOLES = 2**26
 
 
 class Prefixes:
-    """Keeps the most recently used entries, up to a number of bytes.
-
-    Args:
-        limit: most bytes; 0 keeps nothing.
-    """
+    """Keeps the most recently used entries, up to `limit` bytes; 0 keeps nothing."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -33,12 +29,9 @@ class Prefixes:
         return sum(held.bytes for _, held in self._entries)
 
     def fill(self, cache: KVCache, seq: int, prompt: Sequence[int]) -> int:
-        """Give an empty sequence the longest kept prefix of its prompt.
+        """Give an empty sequence the longest kept prefix of its prompt; returns how many positions it holds now.
 
         The last token is left to run, since its logits are needed.
-
-        Returns:
-            The number of positions that the sequence holds now.
         """
         if not self.limit:
             return 0

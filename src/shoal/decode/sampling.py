@@ -111,21 +111,18 @@ def scores(
     logits: Tensor, history: Sequence[int] | Tensor, prompt_len: int, sampling: Sampling,
     processors: Sequence[LogitsProcessor] = (), allowed: Allowed | None = None,
 ) -> Tensor:
-    """Raw logits after bias, penalties, processors and mask: what greedy decoding and log-probabilities use.
+    """Scores [V]: raw logits after bias, penalties, processors and mask, for greedy decoding and log-probabilities.
 
     The order is logit bias, repetition penalty (over prompt and generated tokens, as in transformers), presence and
     frequency penalty (over generated tokens only, as in vLLM and the OpenAI interface), `processors`, `allowed`.
 
     Args:
-        logits: [V] of one node; half types are computed in float32. Returned as they are if nothing applies.
+        logits: [V] of one node, never written to; half types are computed in float32. Returned if nothing applies.
         history: ids of every token before the one to be chosen, along the node's own path, prompt first.
         prompt_len: number of leading ids in `history` that belong to the prompt.
         sampling: what to apply.
         processors: further transforms, called in turn with ids [1, T] and scores [1, V].
         allowed: leaves every other token no chance.
-
-    Returns:
-        Scores [V]; `logits` is never written to.
 
     Raises:
         ValueError: if a `logit_bias` names a token outside the vocabulary.

@@ -76,11 +76,7 @@ def _spread(flex: range, num_layers: int) -> tuple[int, ...]:
 
 
 def ascending(scores: Sequence[float], flex: range, num_layers: int) -> tuple[int, ...]:
-    """The lowest score first.
-
-    Args:
-        scores: cost of dropping each of the L layers.
-    """
+    """The lowest score first, out of the costs of dropping each of the L layers."""
     if len(scores) != num_layers or any(math.isnan(score) for score in scores):
         raise ValueError(f"layer scores must be {num_layers} numbers, one per layer; got {list(scores)}")
     return tuple(sorted(flex, key=lambda layer: (scores[layer], -layer)))

@@ -195,13 +195,10 @@ def best_first(probs: Distribution, pair: Pair, nodes: int, depth: int) -> Token
 
 
 def monte_carlo(probs: Distribution, pair: Pair, nodes: int, depth: int, iterations: int, key: str) -> TokenTree:
-    """The `nodes` most visited continuations of a Monte-Carlo tree search.
+    """The `nodes` most visited continuations of a Monte-Carlo tree search, with random numbers by `key`.
 
     Each iteration descends by PUCT to a node that is not yet expanded, expands it, rolls out by draws from the
     distribution and rewards the path with 1 plus the probabilities along it.
-
-    Args:
-        key: of the random numbers.
     """
     root = search(probs, pair, depth, iterations, random.Random(key))
     return _best(root, nodes, lambda node: [child for child in node.children if child.visits], lambda node: node.visits)

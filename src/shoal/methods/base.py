@@ -68,10 +68,7 @@ def check_first(first: int, info: ModelInfo) -> None:
 
 
 def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
-    """The layers that see all of the text, for a method that works only on them.
-
-    Args:
-        queries: whether the method also needs their queries.
+    """The layers that see all of the text, for a method that works only on them, and maybe on their queries.
 
     Raises:
         Unsupported: there are none, or attention does not show its queries.

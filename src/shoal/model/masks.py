@@ -94,11 +94,7 @@ def reads_apart(chunks: Sequence[SequenceChunk], cache: KVCache) -> bool:
 
 
 class Asker:
-    """Calls the query hooks of one forward's chunks.
-
-    Args:
-        cache: the sequences' KV, with room for the chunks' tokens in each layer concerned.
-    """
+    """Calls the query hooks of one forward's chunks, for whose tokens the cache has room in each layer concerned."""
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:
         self._cache, self._device = cache, device

@@ -37,17 +37,14 @@ _TIMES_ITSELF = 10
 
 @torch.no_grad()
 def check_parity(runner: ModelRunner, model: Any, tolerances: Mapping[torch.dtype, float] = OWN_MODULES) -> float:
-    """Compare full-depth logits of the runner with the model's own, on a random prompt and its continuation.
+    """The largest difference between the runner's full-depth logits and the model's own, over the largest logit.
 
-    The runner gets the tokens in chunks, then again together with a shorter sequence and with a tree at the end. The
-    model also generates with its own cache, as `generate` does. That must agree with its forward without a cache; the
-    difference shows how much the model rounds.
+    The runner gets a random prompt and its continuation in chunks, then again together with a shorter sequence and with
+    a tree at the end. The model also generates with its own cache, as `generate` does. That must agree with its forward
+    without a cache; the difference shows how much the model rounds.
 
     Args:
         tolerances: largest relative difference by dtype; more is allowed if the model differs as much from itself.
-
-    Returns:
-        The largest difference, relative to the largest logit.
 
     Raises:
         Unsupported: the difference is too large, a layer cannot be run this way, or transformers cannot run the model,

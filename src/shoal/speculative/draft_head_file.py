@@ -87,14 +87,7 @@ class DraftHead:
         return held
 
     def check_taken(self, *also: str) -> None:
-        """Refuse a head with tensors that were not read: it is not what its card says.
-
-        Args:
-            *also: prefixes of names that may be left unread.
-
-        Raises:
-            ValueError: names the tensors.
-        """
+        """Refuse, by a ValueError, tensors that were not read and whose names begin with none of `also`."""
         left = sorted(name for name in self.tensors.keys() - self._taken - {TOKENS} if not name.startswith(also))
         if left:
             raise ValueError(f"the trained part {self.name!r} holds {', '.join(map(repr, left[:4]))}"

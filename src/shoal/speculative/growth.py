@@ -15,10 +15,7 @@ from shoal.decode.tree import TokenTree
 
 
 class Growth:
-    """A tree under way, its nodes in breadth-first order.
-
-    Args:
-        root: node 0, the sequence's last token.
+    """A tree under way, its nodes in breadth-first order; the root is the sequence's last token.
 
     Attributes:
         tokens, parents, draft_probs: as in `TokenTree`.

@@ -232,16 +232,13 @@ class EagleHead:
         self, chunks: Sequence[SequenceChunk], cache: KVCache, states: Sequence[Tensor], known: Sequence[Tensor],
         wishes: Sequence[native.ChainWish], least: float,
     ) -> list[list[int]]:
-        """Feed vectors, and let the layer go on behind each chunk by itself, in one call; only where there is `chain`.
+        """Feed vectors, and return what the layer guesses behind each chunk, in one call; only where there is `chain`.
 
         Args:
             chunks, cache: as for `run`; what is fed stays as scratch, guesses do not.
             states: the target's last states before each token, in pieces [n, D].
             known: what the tokens add, likewise.
             wishes, least: see `NativeModel.guess`.
-
-        Returns:
-            For each chunk the tokens guessed.
         """
         assert self.chain is not None and isinstance(self._layer, _FedRunner)
         paths = self._layer.guess(chunks, cache, self.chain, states, known, wishes, least)

@@ -131,10 +131,9 @@ class KVCache:
         return keep
 
     def select(self, seqs: Collection[int]) -> list[int]:
-        """Keep `seqs`; those beyond the new end move to the places of dropped ones.
+        """Keep `seqs`, those beyond the new end in the places of dropped ones; returns each one's former number.
 
-        Returns:
-            The former number of each sequence. With the last sequence the storage is freed.
+        With the last sequence the storage is freed.
         """
         beyond = sorted(seq for seq in seqs if seq >= len(seqs))
         order = [seq if seq in seqs else beyond.pop() for seq in range(len(seqs))]

@@ -96,14 +96,11 @@ class Ranking:
 
 
 def largest(scores: Tensor, count: int, seen: Tensor) -> Tensor:
-    """The slots with the largest scores, each node's own included.
+    """The slots with the largest scores, each node's own included: int64 [kv_heads or heads, nodes, count], else -1.
 
     Args:
         scores: [kv_heads or heads, nodes, slots]; -inf for slots that a node does not see.
         seen: bool [nodes, slots].
-
-    Returns:
-        int64 [kv_heads or heads, nodes, count], padded with -1.
     """
     best = scores.scatter(2, own_slots(seen).expand(len(scores), -1)[..., None], torch.inf).topk(count, -1)
     return best.indices.where(best.values > -torch.inf, -1)
@@ -242,11 +239,10 @@ def pooled(scores: Tensor, pool: int) -> Tensor:
 def best_slots(scores: Tensor, count: int, size: int, sinks: int, window: int) -> Tensor:
     """The first `sinks` and the last `window` of `size` slots, and between them those with the largest scores.
 
+    They are int64 [count] or [kv_heads, count], ascending.
+
     Args:
         scores: [size], or [kv_heads, size] if the heads differ; the window's may be left out. Ties go to the earlier.
-
-    Returns:
-        int64 [count] or [kv_heads, count], ascending.
     """
     middle = scores[..., sinks : size - window].contiguous()
     best = middle.argsort(dim=-1, descending=True, stable=True)[..., : count - sinks - window].sort(-1).values + sinks

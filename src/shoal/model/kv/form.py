@@ -143,11 +143,7 @@ class EncodedSequence:
 
 
 def move(tensors: Sequence[Tensor], slots: Tensor, to: int) -> None:
-    """Copy slots of a sequence's tensors [heads, capacity, ...] to those from `to` on.
-
-    Args:
-        slots: int64 [n], or [heads, n] if the heads differ.
-    """
+    """Copy slots, int64 [n] or [heads, n], of a sequence's tensors [heads, capacity, ...] to those from `to` on."""
     count = slots.shape[-1]
     moved = [_picked(tensor, slots) for tensor in tensors]  # read all before any is written
     for tensor, part in zip(tensors, moved, strict=True):

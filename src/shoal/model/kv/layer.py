@@ -114,15 +114,10 @@ class KVLayer:
         size = max(ends)
         all_keys, all_values = (new.new_zeros(len(seqs), new.shape[1], size, new.shape[3]) for new in (keys, values))
         for index, (seq, end, count) in enumerate(zip(seqs, ends, counts, strict=True)):
-            self.write(seq, keys[index, :, :count], values[index, :, :count])
+            self._put(seq, end - count, keys[index, :, :count], values[index, :, :count])
+            self.scratch[seq] += count
             all_keys[index, :, :end], all_values[index, :, :end] = self.read(seq, end, keys.dtype)
         return all_keys, all_values
-
-    def write(self, seq: int, keys: Tensor, values: Tensor) -> None:
-        """Write scratch entries [heads, n, head_dim] of one sequence; `prepare` must have made room."""
-        (end,) = self._ends([seq])
-        self._put(seq, end, keys, values)
-        self.scratch[seq] += keys.shape[1]
 
     def _put(self, seq: int, at: int, keys: Tensor, values: Tensor) -> None:
         """Write [heads, n, head_dim] to the sequence's slots from `at` on; there must be room."""

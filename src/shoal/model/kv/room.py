@@ -44,11 +44,7 @@ class Need:
 
 
 class KVRoom:
-    """The KV that sequences of one model need.
-
-    Args:
-        most: most bytes of storage.
-    """
+    """The KV that sequences of one model need, in at most `most` bytes of storage."""
 
     def __init__(self, runner: ModelRunner, most: int, seqs: int) -> None:
         self._windows, self._sizes, self._kv_sizes = runner.windows, runner.position_bytes, runner.kv_sizes

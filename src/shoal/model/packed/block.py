@@ -45,11 +45,7 @@ def attention(
 def mlp(
     x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, inside: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """What the MLP adds to the residual stream `x` [T, hidden].
-
-    Args:
-        inside: replaces the matrices between the norms; None for `gated`.
-    """
+    """What the MLP adds to the residual stream `x` [T, hidden]; `inside` replaces `gated` between the norms."""
     normed = _norm(x, layer.mlp_norm, shape.eps).to(dtype)
     out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
     return _norm(out, layer.mlp_out_norm, shape.eps) * shape.residual_scale

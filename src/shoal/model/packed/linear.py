@@ -284,11 +284,7 @@ def pack(weight: Tensor, role: str, quant: Quant | None) -> Linear:
 
 
 class Blocked(Linear):
-    """A matrix whose blocks stay in the GGUF file and are dequantised, some rows at a time, at every use.
-
-    Args:
-        dtype: dtype of what `lookup` returns.
-    """
+    """A matrix whose blocks stay in the GGUF file and are dequantised at every use, for `lookup` in `dtype`."""
 
     def __init__(self, blocks: Blocks, dtype: torch.dtype) -> None:
         self.blocks, self._dtype = blocks, dtype

@@ -108,12 +108,9 @@ def _pieces(chunk: SequenceChunk) -> list[tuple[int, SequenceChunk]]:
 
 
 def _runs_native(chunk: SequenceChunk, extra: Sequence[KVLayer]) -> bool:
-    """Whether the kernels can run a chunk.
+    """Whether the kernels can run a chunk; `extra` are layers in which a sequence stores anything outside its place.
 
     Its nodes must fit the bits of ancestors and see no later ones. The sequence's forms and groups must be supported.
-
-    Args:
-        extra: the layers in which some sequence stores anything outside its place.
     """
     if chunk.parents is not None and chunk.nodes.stop > native.MAX_NODES:
         return False

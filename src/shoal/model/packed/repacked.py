@@ -33,11 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Repacked:
-    """The repacked matrices of one file: cached ones, or new ones that `finish` caches.
-
-    Args:
-        expected: most bytes that new ones take.
-    """
+    """The repacked matrices of one file: cached, or new ones of at most `expected` bytes, which `finish` caches."""
 
     def __init__(self, path: Path, expected: int) -> None:
         self._kept = _read(path)

@@ -213,11 +213,7 @@ def load(seqs: int) -> int:
 
 
 class DraftCost:
-    """Plain steps that drafting takes: a fixed cost for each turn, and a cost for each guess.
-
-    Args:
-        each: cost of a guess until one was timed.
-    """
+    """Plain steps that drafting takes: a fixed cost for each turn and one for each guess, `each` until it was timed."""
 
     _FIRST, _NEW = 0.5, 0.2
     """Weights of the first time against the prior, and of a new time against the mean of the earlier ones."""

@@ -178,7 +178,7 @@ class NativeModel:
         vectors: Tensor | None = None, argmax_only: bool = False,
         experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None,
     ) -> Tensor:
-        """Run a batch, and write the keys and values of its tokens to their slots of the cache.
+        """Run a batch, and write its keys and values to their slots of the cache; returns logits, float32 [wanted, V].
 
         Args:
             batch: the tokens.
@@ -195,9 +195,6 @@ class NativeModel:
             argmax_only: whether only the largest logit of each token, with its equals, is needed. Others may be -inf,
                 so that part of the head is not read.
             experts: MLPs in groups, and each token's groups as `ExpertMLPs.put_into` takes them; None for whole MLPs.
-
-        Returns:
-            Logits, float32 [len(batch.wanted), vocab].
 
         Raises:
             ValueError: an index of the batch, when nothing was changed, or what `choose` returned is out of range.
@@ -235,7 +232,7 @@ class NativeModel:
         self, batch: NativeBatch, kv: KVBinding, chain: NativeChain, states: Sequence[Tensor], known: Sequence[Tensor],
         wishes: Sequence[ChainWish], least: float, threads: int | None = None,
     ) -> list[Path]:
-        """Run vectors in place of a batch's ids, and let the model continue after its wanted tokens, in one call.
+        """Run vectors in place of a batch's ids, and return the model's guesses after its wanted tokens.
 
         Keys and values of all these tokens are written to the cache, which must have room, those of guesses last.
 
@@ -248,9 +245,6 @@ class NativeModel:
             wishes: the guesses wanted after each wanted token.
             least: paths with a lower log-likelihood are not continued.
             threads: as for `forward`.
-
-        Returns:
-            The guesses after each wanted token.
 
         Raises:
             ValueError: the arguments do not fit together; nothing was changed.
