@@ -72,14 +72,11 @@ def lab_hint(what: str) -> str:
 
 
 def check_text(value: Any, what: str) -> None:
-    """Refuse text with a lone surrogate, which has no UTF-8 form.
+    """Refuse, by a ValueError that says where it is, a lone surrogate, which has no UTF-8 form.
 
     Args:
         value: text, or lists and mappings that may hold text.
         what: names the value in the error.
-
-    Raises:
-        ValueError: says where the surrogate is.
     """
     if isinstance(value, str):
         try:

@@ -53,11 +53,7 @@ class Search(ABC):
 
     @abstractmethod
     def most(self, greedy: bool) -> int:
-        """The most branches that it has at once; so many sequences and their KV are reserved for it.
-
-        Args:
-            greedy: whether tokens are chosen without a draw.
-        """
+        """The most branches at once, for which room is reserved, by whether tokens are chosen without a draw."""
 
     @abstractmethod
     def run(self, root: Branch) -> Generator[Sequence[WaitedFor], None, Branch]:
@@ -107,11 +103,7 @@ class Loop(ABC):
         """The subclass of `shoal.decode.batch.Batch` in which its sequences decode; or what makes one of it."""
 
     def check(self, seq: SequenceState) -> None:
-        """Refuse a sequence whose options the loop cannot honour, before anything runs.
-
-        Raises:
-            Unsupported: it says what, why and the remedy.
-        """
+        """Refuse, by Unsupported and before anything runs, a sequence whose options the loop cannot honour."""
         return
 
 

@@ -145,11 +145,7 @@ def _masked(result: Tensor, mask: Tensor) -> Tensor:
 
 
 def biased(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits [..., V] with `sampling.logit_bias` added: the part of `scores` that needs no history.
-
-    Raises:
-        ValueError: if the bias names a token outside the vocabulary.
-    """
+    """Logits [..., V] with `sampling.logit_bias` added, as in `scores`; ValueError for a token that there is not."""
     if not sampling.logit_bias:
         return logits
     _check_bias(sampling.logit_bias, logits.shape[-1])
@@ -298,11 +294,7 @@ def greedy(scores: Tensor) -> list[int]:
 
 
 def argmax(scores: Tensor) -> int:
-    """The token that `greedy` takes of scores [V].
-
-    Raises:
-        ValueError: if no token is possible.
-    """
+    """The token that `greedy` takes of scores [V]; ValueError if no token is possible."""
     token = greedy(scores[None])[0]
     if not scores[token] > -torch.inf:
         raise ValueError(IMPOSSIBLE)

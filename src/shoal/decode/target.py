@@ -21,9 +21,6 @@ class SequenceTarget(Target):
         seq: the sequence; its last token is node 0.
         tree: the sequence's tree.
         logits: [nodes, V], or more; the last ones are the nodes'.
-
-    Attributes:
-        tree: the sequence's tree.
     """
 
     def __init__(self, seq: SequenceState, tree: TokenTree, logits: Tensor) -> None:

@@ -177,7 +177,7 @@ def _check_order(maximum: float | int, minimum: float | int) -> None:
 def solve_alpha(
     num_layers: int, mean: float, horizon: int, start: float | int, core: int, rounding: Rounding = "floor"
 ) -> float:
-    """The alpha whose power law comes nearest to a mean depth.
+    """The alpha whose power law comes nearest to a mean depth; ValueError if no alpha reaches it.
 
     A mean depth means the same for answers of any length; an alpha does not. The mean never falls as alpha grows.
 
@@ -185,9 +185,6 @@ def solve_alpha(
         mean: wanted mean of k(i) over tokens 0..horizon-1, in layers.
         start, rounding: as in `PowerLaw`.
         core: number of layers that always run.
-
-    Raises:
-        ValueError: no alpha reaches this mean.
     """
 
     def mean_at(alpha: float) -> float:

@@ -53,11 +53,7 @@ class DepthPlan:
 
     @classmethod
     def skipping(cls, num_layers: int, attention: Sequence[int], mlp: Sequence[int]) -> DepthPlan:
-        """The plan that skips the attention and the MLP of the named layers from step 1 on.
-
-        Raises:
-            ValueError: the model lacks one of the layers.
-        """
+        """The plan that skips attention and MLP of the named layers from step 1 on; ValueError if one is lacking."""
         wrong = [layer for layer in (*attention, *mlp) if not 0 <= layer < num_layers]
         if wrong:
             raise ValueError(f"sublayers of layers {wrong} are to be skipped; the model has layers 0..{num_layers - 1}")

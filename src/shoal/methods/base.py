@@ -27,11 +27,7 @@ _INTEGRATION = "shoal.integrations.transformers"
 
 
 def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
-    """Refuse a mask-filling method on a left-to-right model, and the reverse.
-
-    Raises:
-        Unsupported: says which it is.
-    """
+    """Refuse, by Unsupported, a mask-filling method on a left-to-right model, and the reverse."""
     fills = recipe.loop is not None and recipe.loop.fills_masks
     if fills and info.masked is None:
         raise Unsupported(f"{name} with a model that writes from left to right", "its config names no mask_token_id, "
@@ -44,13 +40,10 @@ def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
 
 
 def check_layer(name: str, layer: int | None, info: ModelInfo, past: str = "") -> None:
-    """Refuse a layer index that the model does not have; None passes.
+    """Refuse, by a ValueError, a layer index that the model does not have; None passes.
 
     Args:
         past: what an index equal to the number of layers means, if that is allowed.
-
-    Raises:
-        ValueError: names the range.
     """
     most = info.num_layers if past else info.num_layers - 1
     if layer is not None and not 0 <= layer <= most:
@@ -68,11 +61,7 @@ def check_first(first: int, info: ModelInfo) -> None:
 
 
 def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
-    """The layers that see all of the text, for a method that works only on them, and maybe on their queries.
-
-    Raises:
-        Unsupported: there are none, or attention does not show its queries.
-    """
+    """The layers that see all of the text; Unsupported if there are none, or if `queries` are needed and not shown."""
     if queries and not info.shows_queries:
         raise Unsupported(name, "this model's attention does not show its queries", "Use streaming_llm or kv_int8")
     whole = [layer for layer in range(info.num_layers) if not info.windows or info.windows[layer] is None]

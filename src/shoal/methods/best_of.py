@@ -48,11 +48,7 @@ class BestOf(VerifiedMethod):
             raise ValueError(f"n is {self.n}; it must be at least 1, the number of samples")
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """The inner method's recipe with the search put in.
-
-        Raises:
-            Unsupported: the inner method searches as well.
-        """
+        """The inner method's recipe with the search put in; Unsupported if that searches as well."""
         recipe = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if self.n == 1:
             return recipe

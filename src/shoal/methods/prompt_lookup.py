@@ -75,11 +75,7 @@ class Index:
         self._read = 0
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """The place after the latest earlier occurrence of the longest known suffix of `tokens`.
-
-        Args:
-            tokens: the text: what it was in the call before, and more.
-        """
+        """The place after the latest earlier occurrence of the longest known suffix of `tokens`, a growing text."""
         self._extend(tokens)
         for size in self._sizes(len(tokens)):
             place = self._after.get(tuple(tokens[-size:]))

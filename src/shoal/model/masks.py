@@ -174,7 +174,7 @@ def as_mask(slots: Tensor, count: int) -> Tensor:
 
 
 def seq_mask(chosen: Tensor | None, bias: Tensor | None, seen: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """The mask of one sequence's attention, [1, heads, nodes, slots].
+    """The mask of one sequence's attention, [1, heads, nodes, slots]: bool, True = visible; with a bias additive.
 
     Args:
         chosen: slots from `chosen_slots`, or None for all.
@@ -182,9 +182,6 @@ def seq_mask(chosen: Tensor | None, bias: Tensor | None, seen: Tensor, heads: in
         seen: bool [nodes, slots].
         heads: number of query heads.
         dtype: dtype of an additive mask; one narrower than float32 rounds the bias.
-
-    Returns:
-        Bool, True = visible; with a bias an additive mask in `dtype`.
     """
     allowed = seen[None] if chosen is None else as_mask(chosen, seen.shape[1])
     if bias is None:

@@ -34,15 +34,12 @@ _QUANTISED = re.compile(
 
 
 def refuse(missing: Iterable[str], left: Iterable[str] = (), what: str = "a checkpoint") -> None:
-    """Refuse weights of which tensors are missing or left over; the error names them.
+    """Refuse, by Unsupported, weights of which tensors are missing or left over; the error names them.
 
     Args:
         missing: tensors that the config asks for and the weights lack.
         left: tensors of the weights that nothing reads.
         what: what holds the weights, for the error.
-
-    Raises:
-        Unsupported: some are missing or left over.
     """
     if absent := sorted(missing):
         why = f"the model that its config describes has {'it' if len(absent) == 1 else 'them'}"
@@ -71,15 +68,12 @@ def _idle(name: str, read: Callable[[str], Tensor] | None) -> bool:
 
 
 def check_loading_info(info: dict[str, Any], what: str, read: Callable[[str], Tensor] | None = None) -> None:
-    """Refuse a model that transformers has loaded from weights that do not fit its config.
+    """Refuse, by Unsupported, a model that transformers has loaded from weights that do not fit its config.
 
     Args:
         info: the loading info of `from_pretrained`.
         what: what holds the weights, for the error.
         read: returns a tensor by its name in the weights.
-
-    Raises:
-        Unsupported: a tensor is missing, of another shape, or left over.
     """
     odd = sorted(str(one[0]) for one in info["mismatched_keys"])
     if odd:
@@ -100,13 +94,10 @@ def quantised_by(config: Any) -> str | None:
 
 
 def check_quantised(config: Any, types: Mapping[str, str]) -> None:
-    """Refuse plain weights under a config that calls them quantised, which transformers may ignore in silence.
+    """Refuse, by Unsupported, plain weights that a config calls quantised, which transformers may ignore in silence.
 
     Args:
         types: types of the tensors by name, as safetensors calls them.
-
-    Raises:
-        Unsupported: the weights are plain.
     """
     kind = quantised_by(config)
     if kind is None or any(_QUANTISED.search(name) or kind not in _PLAIN for name, kind in types.items()):
@@ -122,11 +113,7 @@ def _listed(names: list[str]) -> str:
 
 
 def empty(config: Any) -> Any:
-    """The model on the meta device, without memory for its weights.
-
-    Raises:
-        Unsupported: transformers has no causal language model for this config.
-    """
+    """The model on the meta device, without weights; Unsupported if transformers has no language model for it."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"building the modules of model type {config.model_type!r}"
         raise Unsupported(what, "transformers itself has none", "Use a model whose code comes with transformers")

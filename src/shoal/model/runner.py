@@ -252,18 +252,10 @@ class ModelRunner(Protocol):
         """Logits [N, V] of hidden states [N, D], as a hook gets them, through the final norm and the head."""
 
     def head_rows(self, ids: Sequence[int]) -> Tensor:
-        """A dequantised copy of the rows [n, D] of the head's matrix for the tokens `ids`.
-
-        Raises:
-            Unsupported: the head is not a plain matrix.
-        """
+        """A dequantised copy of the head's rows [n, D] for the tokens `ids`; Unsupported if it is no plain matrix."""
 
     def cut_head(self, ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """`exit_logits` for the tokens `ids` alone: hidden states [N, D] to logits [N, len(ids)]; copies the rows.
-
-        Raises:
-            Unsupported: the head is not a plain matrix.
-        """
+        """`exit_logits` for the tokens `ids` alone: [N, D] to [N, len(ids)]; copies the rows, raises as `head_rows`."""
 
 
 @dataclass(frozen=True, slots=True)

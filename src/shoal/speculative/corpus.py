@@ -12,15 +12,12 @@ _PIECE = 1 << 16
 
 
 def tokens_of(path: str, tokenizer: Any, option: str) -> list[int]:
-    """The tokens of a text file.
+    """The tokens of a text file; ValueError if there is no such file or no tokenizer, or it is not UTF-8.
 
     Args:
         path: UTF-8 text.
         tokenizer: a transformers tokenizer.
         option: the option that names the file, for messages.
-
-    Raises:
-        ValueError: there is no such file, it is not UTF-8, or there is no tokenizer.
     """
     if tokenizer is None:
         raise ValueError(f"{option} is {path!r}, but the model has no tokenizer to read it with; "

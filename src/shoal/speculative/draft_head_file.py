@@ -53,11 +53,7 @@ class DraftHead:
     _taken: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def size(self, name: str) -> int:
-        """A number of the card's shape.
-
-        Raises:
-            ValueError: it is missing, or not a number.
-        """
+        """A number of the card's shape; ValueError if it is missing, or not a number."""
         found = self.shape.get(name)
         if not isinstance(found, int) or found < 1:
             raise ValueError(f"the card of the trained part {self.name!r} says that {name} is {found!r}; train the "

@@ -78,11 +78,7 @@ class ModelDrafter(Drafter):
         self._drafts: list[TokenTree] = []
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[int]) -> list[TokenTree]:
-        """A tree per sequence.
-
-        Raises:
-            Unsupported: a sequence may grow beyond the draft model's context.
-        """
+        """A tree per sequence; Unsupported if one may grow beyond the draft model's context."""
         check_context(self._runner, self._name, max(self._length(seq) + seq.stop.room for seq in seqs))
         self._keep(seqs)
         allowed = {seq: min(limit, self._shape.length) for seq, limit in zip(seqs, limits, strict=True)}

@@ -24,11 +24,7 @@ _FADE = 0.97
 
 
 class Chances:
-    """How often the token that followed a match before followed it again, by class of match.
-
-    Args:
-        start: earlier estimates; they count for a few tries.
-    """
+    """How often the token after a match followed it again, by class of match; `start` counts for a few tries."""
 
     def __init__(self, start: Chances | None = None) -> None:
         self._kept = [_WEIGHT * rate for rate in (_PRIOR if start is None else start.rates())]

@@ -20,13 +20,10 @@ _SPACE = "\u2581"
 
 
 class Detokenizer:
-    """Incremental decoder of one sequence, at a cost linear in its tokens.
+    """Incremental decoder of one sequence, at a cost linear in its tokens; without a tokenizer every piece is "".
 
     The pieces of all `push` calls and of `flush` join to
     `tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)`.
-
-    Args:
-        tokenizer: a transformers tokenizer, or None: then every piece is "".
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
@@ -153,11 +150,8 @@ class TokenBytes:
     Decoding shows nothing of a part of a character, and loses the space before a word where a tokenizer writes a mark
     for it. Answers are kept.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-
     Attributes:
-        tokenizer: that one.
+        tokenizer: a transformers tokenizer.
         special: ids of tokens that texts do not show.
         byte_level: whether a text is the bytes of its tokens, whatever those are.
     """

@@ -26,7 +26,7 @@ Criterion = Callable[[Tensor, None], Any]
 
 @dataclass(frozen=True)
 class StopRules:
-    """When one sequence stops.
+    """When one sequence stops; ValueError for an empty stop string or a negative limit.
 
     Attributes:
         eos_token_ids: end-of-sequence ids: kept as tokens, without text; reason "stop".
@@ -36,9 +36,6 @@ class StopRules:
         max_new_tokens: limit of generated tokens; reason "length".
         max_length: limit of prompt and generated tokens together (the model's context), or None; reason "length".
         criteria: called with all ids after each token on which no rule but a limit ends; reason "stop".
-
-    Raises:
-        ValueError: for an empty stop string or a negative limit.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -59,7 +56,7 @@ class StopRules:
 
 
 class StopState:
-    """Follows one sequence under `rules`.
+    """Follows one sequence under `rules`; Unsupported for stop strings without a tokenizer.
 
     Args:
         rules: when to stop.
@@ -69,9 +66,6 @@ class StopState:
     Attributes:
         room: how many more tokens the limits allow.
         finish_reason: why the sequence ended; None while it runs. "length" from the start if there is no room.
-
-    Raises:
-        Unsupported: for stop strings without a tokenizer.
     """
 
     def __init__(self, rules: StopRules, tokenizer: Any | None, prompt_ids: Sequence[int]) -> None:

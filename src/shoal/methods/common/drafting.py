@@ -85,11 +85,7 @@ class DraftingMethod(Method):
         return Lenient(self.margin) if self.margin is not None else None
 
     def verified(self, proposer: Proposer, info: ModelInfo) -> Recipe:
-        """The inner method's recipe with `proposer` and the rule put in.
-
-        Raises:
-            ValueError: the inner method drafts as well.
-        """
+        """The inner method's recipe with `proposer` and the rule put in; ValueError if that drafts as well."""
         recipe = Recipe(DepthPlan.full(info.num_layers)) if self.inner is None else self.inner.recipe(info)
         if recipe.proposer is not None and self.inner is not None:
             raise ValueError(
@@ -154,22 +150,14 @@ class SecondModelMethod(PairedMethod, DraftingMethod):
 
 
 def check_named(name: str, draft: object) -> None:
-    """Refuse to write down a method whose draft model is a loaded one; None passes.
-
-    Raises:
-        Unsupported: says so.
-    """
+    """Refuse, by Unsupported, to write down a method whose draft model is a loaded one; None passes."""
     if draft is not None and not isinstance(draft, str | os.PathLike):
         raise Unsupported(f"{name} with a loaded {type(draft).__name__} as JSON",
                           "a loaded model cannot be written down", "Name the draft model by its folder or Hub id")
 
 
 def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
-    """Refuse a mask-filling draft model for a method that needs a left-to-right one, and the reverse.
-
-    Raises:
-        Unsupported: says which it is.
-    """
+    """Refuse, by Unsupported, a mask-filling draft model where a left-to-right one is needed, and the reverse."""
     what = f"{name} with {engine.model_name or 'this model'} as its draft"
     if fills_masks and engine.masked is None:
         raise Unsupported(what, "it writes from left to right, and its config names no mask_token_id",

@@ -35,11 +35,7 @@ class StoringMethod(Method):
         """The form in which a layer stores them."""
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and a form of the KV.
-
-        Raises:
-            ValueError: `first` is beyond the model's layers.
-        """
+        """Every layer, and a form of the KV; ValueError if `first` is beyond the model's layers."""
         check_layer("first", self.first, info, "changes nothing")
         store = StoredFrom(self.first, self.form()) if self.first < info.num_layers else None
         return Recipe(DepthPlan.full(info.num_layers), store=store)

@@ -51,14 +51,11 @@ class VerifiedMethod(Method):
 
 
 def named(spec: object, seconds: float) -> Verifier:
-    """The verifier that a method's option means.
+    """The verifier that a method's option means; ValueError if it means none.
 
     Args:
         spec: "likelihood", "execution", an http or https URL, or a callable, which is a verifier itself.
         seconds: how long to wait for an answer.
-
-    Raises:
-        ValueError: `spec` is none of these.
     """
     if callable(spec):
         return spec

@@ -157,11 +157,7 @@ class Blocks:
 
     @staticmethod
     def cat(parts: Sequence[Blocks]) -> Blocks:
-        """The rows of all parts, one below the other; a copy.
-
-        Raises:
-            ValueError: there are no parts, or they differ in type or columns.
-        """
+        """A copy of the rows of all parts, in order; ValueError for no parts, or if types or columns differ."""
         kinds = {(part.type, part.columns) for part in parts}
         if len(kinds) != 1:
             found = ", ".join(sorted(f"{kind.name} of {columns} columns" for kind, columns in kinds)) or "nothing"

@@ -246,11 +246,7 @@ def _special(vocabulary: Vocabulary | None) -> Fields:
 
 
 def rope_parameters(file: GgufFile, metadata: Metadata, head_dim: int) -> dict[str, Any]:
-    """The rotary embedding of a file as `rope_parameters` of a transformers config.
-
-    Raises:
-        Unsupported: transformers has no equivalent.
-    """
+    """The rotary embedding of a file as `rope_parameters` of a config; Unsupported if transformers lacks it."""
     theta = metadata.number("rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     rotated = metadata.whole("rope.dimension_count", head_dim)

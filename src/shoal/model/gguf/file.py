@@ -15,14 +15,11 @@ from shoal.model.gguf.header import Header, TensorInfo, mapped, parse
 
 
 class GgufFile:
-    """A GGUF file, mapped once; processes that map it share its pages.
+    """A GGUF file, mapped once; processes that map it share its pages. Raises as `header.read_header`.
 
     Attributes:
         path: of the file.
         header: its metadata and where its tensors lie.
-
-    Raises:
-        ValueError, Unsupported: as in `shoal.model.gguf.header.read_header`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -167,12 +167,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def read_said(path: str | os.PathLike[str]) -> tuple[Header, dict[str, int]]:
-    """A header without tensors, and the number of values of each tensor, whatever its type.
+    """A header without tensors, and the number of values of each, whatever its type; raises as `read_header`.
 
     For files that another library will load.
-
-    Raises:
-        ValueError, Unsupported: as in `read_header`.
     """
     with mapped(path) as buffer, _whole(buffer, Path(path).name):
         return _Reader(buffer, Path(path).name).said()
@@ -180,11 +177,7 @@ def read_said(path: str | os.PathLike[str]) -> tuple[Header, dict[str, int]]:
 
 @contextmanager
 def mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
-    """Map a file read-only; the mapping lives as long as anything made from it.
-
-    Raises:
-        ValueError: the file is missing or cannot be read.
-    """
+    """Map a file read-only, for as long as anything made from it lives; ValueError if it is missing or unreadable."""
     name = os.fspath(path)
     if os.path.isdir(name):
         raise ValueError(f"{name!r} is a folder; give the .gguf file in it")

@@ -203,11 +203,7 @@ class KVLayer:
         return [self.lengths[seq] - self.starts[seq] + self.scratch[seq] for seq in seqs]
 
     def allocate(self, like: Tensor, sizes: KVSizes, count: int) -> None:
-        """Allocate storage for at least `count` entries, filled with zeros, since masked slots must be finite.
-
-        Args:
-            like: a tensor with the dtype and device of the storage.
-        """
+        """Allocate storage for at least `count` entries like `like`, with zeros, since masked slots must be finite."""
         heads, *dims = sizes
         self.replace(*(zeros(like, self.max_seqs, heads, max(count, self.reserve), dim) for dim in dims))
         self.bytes_per_position = heads * sum(dims) * like.element_size()
@@ -365,11 +361,7 @@ class KVLayer:
             self.reached[seq] = count
 
     def set_form(self, seq: int, form: KVForm | None, reserve: int = 0) -> None:
-        """Set the form in which an empty sequence is stored; None for its place.
-
-        Args:
-            reserve: slots for which room outside the place is allocated at once.
-        """
+        """Set the form in which an empty sequence is stored, with room for `reserve` slots; None for its place."""
         if self.lengths[seq] or self.scratch[seq]:
             raise ValueError(f"sequence {seq} has stored {self.lengths[seq]} positions; "
                              "a form is set before the first one")

@@ -118,15 +118,12 @@ def build(
     config: Any, source: Source, dtype: torch.dtype, device: torch.device, quant: Quant | None = None, *,
     kernels: bool = True,
 ) -> PackedRunner:
-    """Pack a decoder.
+    """Pack a decoder; Unsupported if the model or the dtype does not fit the packed block.
 
     Args:
         source: weights by name; those of a GGUF file keep their types unless `quant` is given.
         quant: how matrices are quantised; None keeps them in `dtype`.
         kernels: whether to use the native kernels if they can run.
-
-    Raises:
-        Unsupported: the model or the dtype does not fit the packed block.
     """
     shape = shape_of(config, dtype)
     check(dtype, quant)

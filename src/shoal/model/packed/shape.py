@@ -111,14 +111,11 @@ class Shape:
 
 
 def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
-    """The shape of a transformers config.
+    """The shape of a transformers config; Unsupported says why if the model does not fit the packed block.
 
     Args:
         config: config of the model, or of a larger one whose text part it is.
         dtype: dtype of the weights, to which transformers rounds Gemma's embedding scale.
-
-    Raises:
-        Unsupported: the model does not fit the packed block; the error says why.
     """
     text = config.get_text_config()
     if text.model_type not in FAMILIES:

@@ -49,13 +49,10 @@ PackFile = Callable[[Sequence[str], Role], Linear]
 
 
 def check_names(config: Any, shape: Shape, source: Source) -> None:
-    """Refuse a checkpoint that lacks tensors, or has tensors that the packed block does not read.
+    """Refuse, by Unsupported, a checkpoint that lacks tensors, or has some that the packed block does not read.
 
     Args:
         config: config of the model, or of a larger one whose text part it is.
-
-    Raises:
-        Unsupported: names the tensors.
     """
     text, root = config.get_text_config(), root_of(source)
     whole = list(tensors(text, shape, root, _tied(config, shape)))
@@ -210,11 +207,7 @@ class Packer:
         self._root = root_of(source)
 
     def weights(self) -> Weights:
-        """Pack everything: first the largest matrices, while there is still room, then layer by layer.
-
-        Raises:
-            Unsupported: a tensor is missing, or does not fit the config.
-        """
+        """Pack everything, the largest matrices first; Unsupported if a tensor is missing or does not fit the config."""
         shape = self._shape
         embedding = self._pack({f"{self._root}embed_tokens.weight": shape.vocab}, shape.hidden, "table")
         head, own = embedding, _first(self._source, HEADS, "weight")

@@ -77,10 +77,7 @@ class Goodput(DraftLengthPolicy):
     It measures the forwards of a batch, fits their time online, and estimates the acceptance of each sequence. Then
     each sequence's guesses are limited to what pays. A sequence that stopped guessing tries a single guess now and
     then, ever more rarely while that fails: without attempts the estimate would never recover. The number of guesses
-    follows measured times, so it differs between runs.
-
-    Args:
-        most: the most guesses one after another.
+    follows measured times, so it differs between runs. `most` is the most guesses one after another.
     """
 
     _MEASURED = 3

@@ -245,15 +245,12 @@ class SlotChoice:
 
 
 class ChoicesAtWork:
-    """Memory for the choices of one batch; it must live as long as the forward.
+    """Memory for the choices of one batch, which lives as long as the forward; ValueError if they do not fit it.
 
     Args:
         choices: one per token; None for a token that reads all.
         struct: the batch, which gets a pointer to the choices.
         heads, kv_heads: numbers of heads of the model.
-
-    Raises:
-        ValueError: the number of tokens, layers or slots does not fit the batch.
     """
 
     def __init__(self, choices: Sequence[SlotChoice | None], struct: BatchStruct, heads: int, kv_heads: int) -> None:

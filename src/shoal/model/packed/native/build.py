@@ -48,12 +48,9 @@ class BuildError(Exception):
 
 
 def build(vectors: str) -> Path:
-    """The library for a vector set; it is compiled if it is not cached.
+    """The library for a vector set, compiled if it is not cached; BuildError if there is no compiler, or it failed.
 
     If the cache cannot be written, it is compiled for this process alone, at every start.
-
-    Raises:
-        BuildError: there is no compiler, or it failed.
     """
     compiler, runtime = _compiler(), openmp_runtime()
     kept = cache_folder() / _fingerprint(compiler, runtime, vectors) / "libshoal.so"

@@ -97,11 +97,7 @@ class NativeChain:
 
 
 class ChainAsked:
-    """One call, and its guesses once it has run.
-
-    Attributes:
-        struct: the call in the library's form.
-    """
+    """One call, `struct` in the library's form, and its guesses once it has run."""
 
     def __init__(self, struct: ChainStruct, found: array[int], logs: array[float], most: int) -> None:
         self.struct, self._found, self._logs, self._most = struct, found, logs, most
