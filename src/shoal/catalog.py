@@ -64,13 +64,10 @@ def folder() -> Path:
 
 
 def find(model: str | None = None) -> str:
-    """The path of a named model; a path or a Hub id is returned unchanged.
+    """The path of a named model, by default of `DEFAULT`; a path or a Hub id is returned unchanged.
 
     A file or folder of that name in the working directory comes first, then the names in `KNOWN`, then files in
     `folder()` of that name, or with `.gguf` added.
-
-    Args:
-        model: a name, a path or a Hub id; None is `DEFAULT`.
 
     Raises:
         Unsupported: a known model is not on this machine, or its file has other bytes; says what to do.

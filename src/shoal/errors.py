@@ -72,12 +72,7 @@ def lab_hint(what: str) -> str:
 
 
 def check_text(value: Any, what: str) -> None:
-    """Refuse, by a ValueError that says where it is, a lone surrogate, which has no UTF-8 form.
-
-    Args:
-        value: text, or lists and mappings that may hold text.
-        what: names the value in the error.
-    """
+    """Refuse, by a ValueError that names `what`, text in a value with a lone surrogate, which has no UTF-8 form."""
     if isinstance(value, str):
         try:
             value.encode()

@@ -27,12 +27,7 @@ class Budget(Protocol):
     """A non-increasing function from the step index to a number of layers."""
 
     def layers(self, step: int, num_layers: int, horizon: int) -> int:
-        """Layers that `step` (>= 1) runs, before clamping.
-
-        Args:
-            step: index of the generated token.
-            horizon: tokens over which the budget is laid out.
-        """
+        """Layers that `step` (>= 1) runs over a horizon in tokens, before clamping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +125,7 @@ class StepDown(Budget):
 
 
 def counts(budget: Budget, num_layers: int, core: int, horizon: int, steps: int) -> tuple[int, ...]:
-    """The layer counts of steps 0..steps-1, clamped to [core, L]; entry 0 is L.
-
-    Args:
-        core: number of layers that always run.
-        horizon: tokens over which the budget is laid out.
-    """
+    """The layer counts of steps 0..steps-1 over a horizon in tokens, clamped to [core, L]; entry 0 is L."""
     for name, value in (("horizon", horizon), ("steps", steps)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1 token")

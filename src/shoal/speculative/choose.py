@@ -65,13 +65,7 @@ NOTHING = Guesses((), None, ())
 
 
 def choose(places: Sequence[Place], logits: Tensor, count: int) -> list[Guesses]:
-    """Up to `count` guesses at each place; fewer where fewer tokens are possible, none where none is.
-
-    Args:
-        places: where.
-        logits: [len(places), V], raw.
-        count: siblings per place.
-    """
+    """Up to `count` guesses at each place, by raw logits [places, V]; fewer where fewer tokens are possible."""
     found = [NOTHING] * len(places)
     for members in _alike(places):
         chosen = [places[i] for i in members]

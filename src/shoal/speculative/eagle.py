@@ -80,14 +80,9 @@ class _Tree(SequenceTree):
 
 
 class EagleDrafter(Drafter):
-    """Drafts trees with the trained layer.
+    """Drafts trees with the trained layer, for the target's runner and cache.
 
     The head's cache holds the pairs of states and tokens that the target has confirmed.
-
-    Args:
-        proposer: how to draft.
-        head: the trained layer.
-        runner, cache: the target's.
     """
 
     def __init__(self, proposer: EagleProposer, head: EagleHead, runner: ModelRunner, cache: KVCache) -> None:

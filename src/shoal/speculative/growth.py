@@ -84,11 +84,7 @@ class TreeShape(Protocol):
 
 @dataclass(frozen=True)
 class Branching:
-    """A fixed number of children at each level; RSD-C of arXiv 2402.14160. Ones alone make a chain.
-
-    Attributes:
-        counts: children of each node of level 0, 1, ...
-    """
+    """`counts` children of each node of level 0, 1, ...; RSD-C of arXiv 2402.14160. Ones alone make a chain."""
 
     counts: tuple[int, ...]
 

@@ -37,13 +37,7 @@ class _Read:
 
 
 class HiddenStates:
-    """Collects, for every sequence, the states that enter a layer at its committed tokens.
-
-    Args:
-        runner: the target.
-        cache: its cache.
-        layer: which layer; None for the last norm.
-    """
+    """Collects, for every sequence, the target's states that enter a layer or the last norm at its committed tokens."""
 
     def __init__(self, runner: ModelRunner, cache: KVCache, layer: int | None = None) -> None:
         self._layer, self._cache = runner.num_layers if layer is None else layer, cache

@@ -148,13 +148,9 @@ _KEPT = 4096
 
 
 class EagleHead:
-    """The trained layer and its head, fed with vectors: on the target's device, and on the native kernels if it is.
+    """The trained layer and head of kind `eagle`, fed with vectors: on the target's device, native if that is.
 
     The layer has the target's dtype where the packed block has that, and multiplies in 8 bits where the target does.
-
-    Args:
-        target: the model.
-        part: a draft head of kind `eagle`.
 
     Attributes:
         most: vectors that a forward may take.

@@ -59,14 +59,10 @@ def check_context(runner: ModelRunner, name: str, longest: int) -> None:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with the second model. It reads off the sequences' tokens which guesses were kept.
+    """Drafts with the second model, for a target of so many tokens. It reads off the texts which guesses were kept.
 
     Per sequence, the cache holds a prefix of the sequence's tokens as committed and the nodes of the last tree as
     scratch. The next proposal commits the accepted nodes, so that the model runs only tokens that it has not seen.
-
-    Args:
-        proposer: the model, and how it is used.
-        vocabulary: tokens of the target's logits.
     """
 
     def __init__(self, proposer: ModelProposer, vocabulary: int) -> None:

@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class OwnLayersDrafter(Drafter):
-    """Drafts with forwards of the target. A subclass says what each sequence is to draft.
-
-    Args:
-        runner: the target's own.
-        cache: the target's own.
-    """
+    """Drafts with forwards of the target on its own cache. A subclass says what each sequence is to draft."""
 
     def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
         from shoal.speculative.forwards import run  # with torch, which a method's file does without

@@ -188,13 +188,7 @@ class SearchRun:
 
 
 def score_forced(seq: SequenceState, first: int, logits: Tensor) -> None:
-    """Note the log-probabilities of tokens that were forced upon a sequence.
-
-    Args:
-        seq: the sequence.
-        first: the position of the first token that was fed.
-        logits: [fed, V].
-    """
+    """Note the log-probabilities of tokens forced upon a sequence, by logits [fed, V] from position `first` on."""
     wanted = seq.sampling.logprobs or 0
     for place, values in enumerate(logits, start=first + 1):
         index = place - seq.prompt_length

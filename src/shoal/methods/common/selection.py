@@ -78,12 +78,7 @@ class SelectionMethod(Method, Select):
         return layer >= self.first
 
     def score(self, queries: Tensor, keys: Tensor, seen: Tensor, ranking: Ranking) -> Tensor:
-        """What each slot is worth to each query: [kv_heads or heads, nodes, slots], -inf where `seen` is false.
-
-        Args:
-            queries, keys, seen: as of a `QueryHook`.
-            ranking: by the model's own attention.
-        """
+        """Worth of each slot to each query of a `QueryHook`: [kv_heads or heads, nodes, slots], -inf if unseen."""
         return ranking.scores(queries, keys, seen)
 
     def roles(self, info: ModelInfo) -> tuple[int, ...] | None:

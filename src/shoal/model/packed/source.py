@@ -138,11 +138,7 @@ class HalvesPaired(ChangedSource):
 
 
 class FewerLayers(Source):
-    """Some layers of a source, renumbered from 0, and all tensors that belong to no layer.
-
-    Args:
-        source: the checkpoint, with one stack of layers.
-        layers: the layers to keep, ascending.
+    """Some layers of a source, ascending and renumbered from 0, and all tensors that belong to no layer.
 
     Attributes:
         source: the checkpoint itself, even if layers were already left out of it.

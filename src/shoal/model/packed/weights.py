@@ -71,12 +71,7 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
 
 
 def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
-    """All tensors of a model, each with its alternative names.
-
-    Args:
-        root: prefix of the decoder's names.
-        tied: whether the head may be the embedding.
-    """
+    """All tensors of a model below `root`, each with its alternative names; none for the head if it may be tied."""
     yield _one(f"{root}embed_tokens.weight")
     yield _one(f"{root}norm.weight")
     if not tied:
@@ -207,7 +202,7 @@ class Packer:
         self._root = root_of(source)
 
     def weights(self) -> Weights:
-        """Pack everything, the largest matrices first; Unsupported if a tensor is missing or does not fit the config."""
+        """Pack everything, the largest matrices first; Unsupported if a tensor is missing or does not fit."""
         shape = self._shape
         embedding = self._pack({f"{self._root}embed_tokens.weight": shape.vocab}, shape.hidden, "table")
         head, own = embedding, _first(self._source, HEADS, "weight")

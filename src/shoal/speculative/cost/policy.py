@@ -369,14 +369,10 @@ class DrafterRecord:
 
 
 class Meter(Worker):
-    """Watches the steps of one method and warns once if it loses time.
+    """Watches the steps of the method of that name, and tells once if it loses time.
 
     Steps without a guess, as at the end of a text, show what plain decoding takes. If there are none, a forward over
     the guesses stands for it: that takes longer, so a loss against it is real.
-
-    Args:
-        name: of the method.
-        tell: called once, with the warning.
     """
 
     _STEPS = 64

@@ -38,12 +38,7 @@ class Matrix:
 
 
 def matrix_of(linear: Any, tokens: int) -> Matrix | None:
-    """A packed matrix as the kernel takes it; None if torch multiplies: many tokens, wider dtypes, or 4 bits.
-
-    Args:
-        linear: a `shoal.model.packed.linear.Linear`.
-        tokens: number of tokens.
-    """
+    """A packed `Linear` as the kernel takes it; None if torch multiplies: many tokens, wider dtypes, or 4 bits."""
     matrix = _held(linear)
     return matrix if matrix is not None and tokens <= MOST[matrix.weight.dtype] else None
 

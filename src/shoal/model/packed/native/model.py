@@ -109,7 +109,7 @@ class _Asked:
 
 
 class NativeModel:
-    """A decoder that the library runs.
+    """A decoder that the library runs; `head_read` counts the bytes of the head that forwards have read.
 
     Args:
         shape: its sizes. Dimensions of a head are even and at most 256.
@@ -118,9 +118,6 @@ class NativeModel:
         tables: cos and sin [tables, positions, rotary_dim / 2] in float32; see `turn`.
         kv_dtype: dtype of the cache, float32 or bfloat16, and of queries and weights if the processor multiplies it.
         embedding: [vocab, hidden], packed, or a plain matrix in float32 or bfloat16; None if it is the head.
-
-    Attributes:
-        head_read: bytes of the head that forwards have read so far, including bounds.
 
     Raises:
         ValueError: a part has the wrong shape or dtype.
