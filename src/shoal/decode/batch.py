@@ -49,7 +49,6 @@ class Batch:
 
     Attributes:
         seqs: running sequences, in the order of their `seq_id`; the branches of a searched sequence stand in its place.
-        searches: the running searches.
         clock: seconds spent.
         components: the workers of the sequences' recipes.
     """
@@ -80,7 +79,6 @@ class Batch:
         """Add sequences that have run nothing yet; add none if that fails.
 
         Args:
-            seqs: the new sequences.
             slots: for each sequence, how many slots its layers may come to store, if known.
         """
         before = list(self.seqs), list(self._came), list(self.searches)
@@ -357,15 +355,10 @@ def begin(
 
 
 def run(batch: Batch, budget: int, most: int = 2048) -> Generator[list[Step], None, None]:
-    """Yield what every step emits until all sequences have ended.
+    """Yield what every step emits until all sequences have ended, with `budget` tokens of a forward, `most` of each.
 
     All prompts are read first, so that sequences decode side by side: sequences at the same step run the same layers.
     If the caller leaves early, the cache holds committed tokens only.
-
-    Args:
-        batch: the sequences.
-        budget: tokens of a forward.
-        most: prompt tokens per sequence and forward.
     """
     try:
         while batch.seqs:
@@ -379,8 +372,6 @@ class _Share:
     """A sequence's share of a forward.
 
     Attributes:
-        seq: the sequence.
-        chunk: its tokens.
         tree: the tokens that are judged; None for a piece that does not end its prompt.
         before: prompt tokens or forced tokens ahead of the tree.
     """

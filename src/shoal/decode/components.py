@@ -18,12 +18,7 @@ W = TypeVar("W", bound=Worker)
 
 
 class Components:
-    """The workers of all components that the sequences' recipes name.
-
-    Args:
-        runner: the target model.
-        cache: its cache; what a drafter leaves there as scratch is rolled back.
-    """
+    """The workers of all components that recipes name; what a drafter leaves in the cache as scratch is rolled back."""
 
     def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
         self._runner, self._cache = runner, cache

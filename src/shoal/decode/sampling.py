@@ -33,12 +33,7 @@ _COLDEST = 1e-30  # a lower temperature gives the same distribution, but overflo
 
 
 class NotYet(Exception):
-    """The mask depends on an answer from outside that has not come yet; ask again once it has.
-
-    Attributes:
-        mask: the mask that waits.
-        answer: is done once the answer has come.
-    """
+    """The mask depends on an answer from outside, a future that is not done yet; ask the mask again once it is."""
 
     def __init__(self, mask: Allowed, answer: Future[Any]) -> None:
         super().__init__("somebody else is asked which tokens may follow, and has not answered yet")

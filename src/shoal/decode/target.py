@@ -19,7 +19,6 @@ class SequenceTarget(Target):
 
     Args:
         seq: the sequence; its last token is node 0.
-        tree: the sequence's tree.
         logits: [nodes, V], or more; the last ones are the nodes'.
     """
 

@@ -174,12 +174,7 @@ class Proposer(Component[Drafter]):
 
 @dataclass(frozen=True)
 class Paced(Proposer):
-    """A proposer whose guesses a policy limits. The loop asks the policy for all sequences that share it.
-
-    Attributes:
-        proposer: guesses.
-        policy: decides how much.
-    """
+    """A proposer whose guesses a policy limits. The loop asks the policy for all sequences that share it."""
 
     proposer: Proposer
     policy: Component[DraftLengthPolicy]

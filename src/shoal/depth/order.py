@@ -44,12 +44,7 @@ def default_core(num_layers: int) -> Core:
 def core_for(
     num_layers: int, size: int | None = None, order: Order = FALLBACK, recommended: Order | None = None
 ) -> Core:
-    """The core that goes with an order: split evenly, except that `high_first` (early exit) has no tail.
-
-    Args:
-        size: number of core layers; None for max(4, L/8).
-        order, recommended: as in `removal_order`.
-    """
+    """The core that goes with an order: split evenly, but `high_first` has no tail; `size` None is max(4, L/8)."""
     total = min(max(4, num_layers // 8), num_layers) if size is None else size
     if not 1 <= total <= num_layers:
         raise ValueError(f"core is {total} layers; it must be in 1..{num_layers}, the model's number of layers")

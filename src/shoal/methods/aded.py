@@ -86,7 +86,6 @@ class AdaptiveNGrams(Proposer):
 
     Attributes:
         method: how large the trees are, and how they are found.
-        base: tri-grams of a corpus.
     """
 
     method: ADED

@@ -152,13 +152,7 @@ class Cautious(Proposer):
 
 
 class CautiousDrafter(Drafter):
-    """Drafts a chain where one pays, from the text or by the drafter.
-
-    Args:
-        proposer: what drafts.
-        widest: most nodes of a forward that the model runs well.
-        drafter: the drafter at work.
-    """
+    """Drafts a chain where one pays, from the text or by the drafter, in forwards of at most `widest` nodes."""
 
     def __init__(self, proposer: Cautious, widest: int, drafter: Drafter | None) -> None:
         self._proposer, self._widest, self._drafter = proposer, widest, drafter

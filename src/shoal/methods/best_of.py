@@ -60,13 +60,7 @@ class BestOf(VerifiedMethod):
 
 @dataclass(frozen=True)
 class Favourite(Search):
-    """Decodes all samples to their ends. Of two that are equally good and likely, the earlier one wins.
-
-    Attributes:
-        samples: how many.
-        verifier: judges the samples.
-        patience: seconds to wait for a verdict.
-    """
+    """Decodes all samples to their ends. Of two that are equally good and likely, the earlier one wins."""
 
     samples: int
     verifier: Verifier = likelihood

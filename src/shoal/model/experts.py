@@ -23,7 +23,6 @@ class ExpertMLPs(Protocol):
 
         Args:
             opened: for each input the groups that it runs, of these MLPs or of others; None for the whole MLP.
-            whole: the whole MLP.
         """
 
     def put_into(self, batch: Any, masks: Sequence[Sequence[int]]) -> None:
@@ -44,7 +43,6 @@ class ExpertChoice:
     """Which groups of the MLPs the tokens of a chunk run.
 
     Attributes:
-        mlps: the groups.
         masks: for each token and layer, the groups that it runs, bit g for group g; None for the whole MLPs.
     """
 

@@ -340,7 +340,6 @@ class _PrepackedCall(_Call):
     """A forward without padding: the hidden states [1, T, D] of all chunks, one after the other.
 
     Args:
-        chunks: chunks of ascending sequences.
         hidden: states [chunks, widest, D] to start from; None for the embeddings.
     """
 

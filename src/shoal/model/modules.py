@@ -54,8 +54,6 @@ def leftovers(names: Iterable[str], known: Collection[str], read: Callable[[str]
     """The names that are not known, without those of tensors that change nothing.
 
     Args:
-        names: names of the weights.
-        known: names that something reads.
         read: returns a tensor, to check whether a bias is all zeros; None if that cannot be checked.
     """
     return [name for name in names if name not in known and not _idle(name, read)]

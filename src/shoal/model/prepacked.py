@@ -74,7 +74,6 @@ class PackedSequences:
     """The sequences of one attention call; it is passed as both the cache and the mask.
 
     Args:
-        store: the layer's KV.
         seqs, counts: ascending sequences of the cache, and the number of tokens of each.
         masks: per sequence, [1, 1, tokens, slots]; None if the attention's own default is right.
         readers: per sequence, a function that makes another mask from queries and keys [heads, ..., head_dim]; or None.

@@ -234,7 +234,6 @@ class ModelRunner(Protocol):
 
         Args:
             chunks: chunks of ascending sequences.
-            cache: the sequences' KV.
             hook: called with the hidden states before each layer, and with layer L for those after the last one.
             start: where to begin; the layers below are taken as done and store nothing.
 
@@ -329,9 +328,7 @@ def run_layers(
     """Run the layers of a forward, piece by piece, and show the hidden states to the hook.
 
     Args:
-        run: runs a piece of work of a layer.
         states: gives the hidden states as the hook gets them.
-        hook, start: as for `ModelRunner.forward`.
     """
     for layer in range(0 if start is None else start.layer, num_layers):
         if hook is not None:

@@ -26,7 +26,6 @@ class Place:
     """Where guesses are wanted: after `path`, which follow the sequence's tokens.
 
     Attributes:
-        seq: the sequence.
         path: guesses on the path from the sequence's last token to here.
         at: tells places of one depth apart.
     """

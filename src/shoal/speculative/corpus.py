@@ -15,8 +15,6 @@ def tokens_of(path: str, tokenizer: Any, option: str) -> list[int]:
     """The tokens of a text file; ValueError if there is no such file or no tokenizer, or it is not UTF-8.
 
     Args:
-        path: UTF-8 text.
-        tokenizer: a transformers tokenizer.
         option: the option that names the file, for messages.
     """
     if tokenizer is None:

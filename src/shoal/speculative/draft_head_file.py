@@ -42,8 +42,6 @@ class DraftHead:
     Attributes:
         name: its folder, for messages.
         shape: the card's `shape`: the sizes by which the tensors fit together.
-        tensors: by name, as the file holds them.
-        card: the whole card.
     """
 
     name: str

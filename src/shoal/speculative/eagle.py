@@ -37,7 +37,6 @@ class EagleProposer(Proposer):
 
     Attributes:
         part: the draft head, of kind `eagle`.
-        shape: how trees grow.
         stop: a path with a lower likelihood is not continued.
         nodes: how many of the most likely guesses are verified; None for all.
     """

@@ -28,8 +28,6 @@ class _Chain(Growth):
     """A growing draft.
 
     Attributes:
-        wanted: its options.
-        seq: the sequence.
         plan: layers that draft, without those that the sequence's own plan has dropped.
         confidence: of the last guess.
     """

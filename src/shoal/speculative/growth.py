@@ -78,7 +78,6 @@ class TreeShape(Protocol):
         Args:
             leaves: the nodes of one level.
             logs: per leaf the log-probabilities of its children given the leaf.
-            noise: for the perturbation.
         """
 
 

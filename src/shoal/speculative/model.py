@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelProposer(Proposer):
-    """Draws a tree of guesses from a second model with the same tokens, with the random numbers of the sequence's rule.
-
-    Attributes:
-        runner: the second model.
-        shape: how the tree grows.
-        name: of the model, for messages.
-    """
+    """Draws a tree of guesses from a second model with the same tokens, by the random numbers of the rule."""
 
     runner: ModelRunner
     shape: TreeShape

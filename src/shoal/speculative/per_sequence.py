@@ -35,12 +35,7 @@ class PerSequence(Generic[T]):
 
 
 class TextDrafter(Drafter, Generic[T]):
-    """Drafts for each sequence from its own text, with what it keeps of that.
-
-    Args:
-        make: what is kept of a new sequence.
-        draft: a sequence's tree, from the sequence, what is kept of it, and its limit.
-    """
+    """Drafts for each sequence from its own text: `draft` gets it, what `make` made for it, and its limit."""
 
     def __init__(self, make: Callable[[SequenceState], T], draft: Callable[[SequenceState, T, int], TokenTree]) -> None:
         self._kept, self._draft = PerSequence(make), draft

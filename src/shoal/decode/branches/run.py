@@ -46,10 +46,8 @@ class SearchRun:
     Args:
         batch: runs the branches as sequences.
         root: the sequence, which is not in the batch itself.
-        search: the search to run.
 
     Attributes:
-        root: the sequence.
         branches: those that were not ended, each with its sequence.
 
     Raises:

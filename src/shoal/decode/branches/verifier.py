@@ -140,14 +140,7 @@ def _begun(answer: Callable[[], T], name: str) -> Future[T]:
 
 
 class Awaited:
-    """A call that runs in a thread of its own, and is waited for no longer than a given time.
-
-    Args:
-        whom: the callable.
-        what: its argument.
-        seconds: how long to wait in all; infinity waits forever.
-        name: of the callable, for messages.
-    """
+    """A call of `whom` with `what` in a thread of its own, waited for up to `seconds`; `name` is for messages."""
 
     def __init__(self, whom: Callable[[Any], object], what: object, seconds: float, name: str) -> None:
         self._name, self._seconds, self._until = name, seconds, time.monotonic() + seconds
@@ -179,8 +172,6 @@ def verdict(verifier: Verifier, attempt: Attempt, seconds: float) -> float:
     """The verdict of a verifier, called by `Awaited`.
 
     Args:
-        verifier: any verifier.
-        attempt: its argument.
         seconds: how long to wait, unless it is a `BoundedVerifier`; infinity waits forever.
 
     Raises:

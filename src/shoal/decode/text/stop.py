@@ -59,9 +59,7 @@ class StopState:
     """Follows one sequence under `rules`; Unsupported for stop strings without a tokenizer.
 
     Args:
-        rules: when to stop.
         tokenizer: a transformers tokenizer, or None: then pieces carry no text.
-        prompt_ids: the sequence's prompt.
 
     Attributes:
         room: how many more tokens the limits allow.

@@ -143,7 +143,6 @@ class Header:
     """The header of a GGUF file.
 
     Attributes:
-        version: version of the format.
         metadata: values by key: strings, numbers, bools, `Strings`, or a `memoryview` of numbers.
         tensors: tensors by name, in the order of the file.
         data_offset: where the tensors begin.

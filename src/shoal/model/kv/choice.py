@@ -168,7 +168,6 @@ class StoredSlots:
     """What one sequence has stored in one layer; keys are rotated.
 
     Attributes:
-        number: number of the layer.
         count: number of slots, which are in order from the oldest on.
     """
 

@@ -75,7 +75,6 @@ class EncodedSequence:
     """What one sequence stores in one layer, in a form of its own.
 
     Attributes:
-        form: the form.
         keys, values: encoded tensors [heads, capacity, ...]; none before the first write.
         capacity: number of slots that there is room for.
         settled: number of slots that have taken a `late` form.

@@ -175,7 +175,6 @@ class KVLayer:
         Args:
             like: a tensor with the dtype and device of the model's keys.
             sizes: heads, and head_dim of keys and of values.
-            seqs, counts: as in `append`.
         """
         if self.keys is None and not all(self.encoded[seq] for seq in seqs):
             self.allocate(like, sizes, max(counts))

@@ -230,13 +230,9 @@ class Width(DraftLengthPolicy):
 
 
 class CostModel:
-    """Says how many guesses pay, from the times of forwards and the record of a drafter's guesses.
+    """Says how many guesses pay, from the `times` of forwards and the record of a `drafter`.
 
     It outlives the batch, so that later batches begin with what it knows.
-
-    Attributes:
-        times: of forwards.
-        drafter: the record of the drafter.
     """
 
     _TRIAL = 3

@@ -45,7 +45,6 @@ class StaticForward:
     """The pieces of a form; `load` writes their inputs.
 
     Attributes:
-        form: the form.
         x: the residual stream [T, hidden], float32.
         logits: [T or sequences, V] in the dtype of the model, after `leave` has run.
     """

@@ -181,7 +181,6 @@ def pack(weight: Tensor, kind: Kind, paired: bool = False, arena: Memory | None 
 
     Args:
         weight: float matrix on the CPU; dtypes that the kernels do not know pass through float32.
-        kind: how the weights are stored.
         paired: whether the rows are two halves, gate then up, of a gated MLP.
         arena: where memory comes from; decoding is fastest with one arena for a whole model.
 
