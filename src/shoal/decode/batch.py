@@ -418,10 +418,8 @@ def _guesses(seq: RunningSequence, tree: TokenTree, before: int) -> _Share:
         parents, depths = tree.fed
         tokens = (*tokens, *tokens[-1:] * len(vectors))
         steps = list(accumulate((emitted + depth for depth in depths), max))  # they may not fall
-    chunk = SequenceChunk(
-        seq.seq_id, tokens, steps, seq.plan, parents, depths, wanted=len(tree), argmax_only=seq.takes_argmax,
-        vectors=vectors,
-    )
+    chunk = SequenceChunk(seq.seq_id, tokens, steps, seq.plan, parents, depths, wanted=len(tree),
+                          argmax_only=seq.takes_argmax, vectors=vectors)
     return _Share(seq, chunk, tree, before)
 
 
@@ -431,9 +429,8 @@ def _piece(seq: RunningSequence, first: int, size: int) -> _Share:
     tree = TokenTree.chain(tokens[-1:]) if ends else None
     steps = [max(0, place + 1 - seq.prompt_length) for place in range(first, first + size)]
     wanted = size if seq.emitted else int(ends)
-    chunk = SequenceChunk(
-        seq.seq_id, tokens, steps, seq.plan, wanted=wanted, argmax_only=seq.takes_argmax and not seq.emitted
-    )
+    likeliest = seq.takes_argmax and not seq.emitted
+    chunk = SequenceChunk(seq.seq_id, tokens, steps, seq.plan, wanted=wanted, argmax_only=likeliest)
     return _Share(seq, chunk, tree, size - 1)
 
 

@@ -45,7 +45,8 @@ class Prefixes:
 
     def keep(self, cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
         """Keep a copy of a sequence's KV; `tokens` are at least those at its positions."""
-        if not self.limit or self._known(tokens[: cache.first_shallow(seq)]):
+        whole = tokens[: cache.first_shallow(seq)]
+        if not self.limit or any(common(own, whole) == len(whole) for own, _ in self._entries):
             return
         seen = look(cache, seq)
         if seen is None or seen.bytes > self.limit:
@@ -54,22 +55,15 @@ class Prefixes:
         self._entries = [entry for entry in self._entries if common(entry[0], kept) < len(entry[0])]
         while self.bytes + seen.bytes > self.limit:  # before it is copied: both would not fit
             del self._entries[0]
-        self._note_dropped(before - self.bytes)
-        self._entries.append((kept, seen.copied()))
-
-    def _note_dropped(self, size: int) -> None:
-        """Return freed memory now and then: dropped entries leave holes into which new sequences seldom fit."""
-        self._dropped += size
-        if self._dropped > min(_HOLES, self.limit // 4):
+        self._dropped += before - self.bytes
+        if self._dropped > min(_HOLES, self.limit // 4):  # they leave holes into which new sequences seldom fit
             self._dropped = 0
             give_back()
+        self._entries.append((kept, seen.copied()))
 
     def clear(self) -> None:
         """Forget everything."""
         self._entries = []
-
-    def _known(self, tokens: Sequence[int]) -> bool:
-        return any(common(own, tokens) == len(tokens) for own, _ in self._entries)
 
 
 def _usable(tokens: Sequence[int], held: SequenceCopy, prompt: Sequence[int]) -> int:

@@ -77,11 +77,8 @@ class Index:
     def find(self, tokens: Sequence[int]) -> int | None:
         """The place after the latest earlier occurrence of the longest known suffix of `tokens`, a growing text."""
         self._extend(tokens)
-        for size in self._sizes(len(tokens)):
-            place = self._after.get(tuple(tokens[-size:]))
-            if place is not None:
-                return place
-        return None
+        places = (self._after.get(tuple(tokens[-size:])) for size in self._sizes(len(tokens)))
+        return next((place for place in places if place is not None), None)
 
     def _extend(self, tokens: Sequence[int]) -> None:
         """Take in the n-grams that something follows."""

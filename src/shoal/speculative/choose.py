@@ -122,10 +122,8 @@ def _drawn(places: Sequence[Place], scores: Tensor, count: int) -> list[Guesses]
             rest = torch.where((left > 0).any(-1, keepdim=True), left, rest)
     by_place = torch.tensor(tokens, device=probs.device).T
     logs = probs.gather(-1, by_place).log().tolist()
-    return [
-        Guesses(tuple(drawn[i] for drawn in tokens[:size]), probs[i], tuple(logs[i][:size]))
-        for i, size in enumerate(possible)
-    ]
+    return [Guesses(tuple(drawn[i] for drawn in tokens[:size]), probs[i], tuple(logs[i][:size]))
+            for i, size in enumerate(possible)]
 
 
 class SequenceTree(Growth):

@@ -7,7 +7,7 @@ even if it was not guessed: so the chance that a guess is kept is learned withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from operator import mul
 
 LONGEST = 32
@@ -107,8 +107,4 @@ def matched(tokens: Sequence[int], place: int, at: int) -> int:
 
 def continuation(tokens: Sequence[int], place: int, length: int) -> list[int]:
     """`length` tokens from `place` on; beyond the end they repeat themselves."""
-    found = list(tokens[place : place + length])
-    period = len(tokens) - place
-    while len(found) < length:
-        found.append(found[len(found) - period])
-    return found
+    return list(islice(cycle(tokens[place : place + length]), length))

@@ -119,11 +119,9 @@ class SearchRun:
                 "end some, or announce more"
             )
         seq, made = self.branches[branch], range(self._made, self._made + count)
-        children = [
-            replace(seq, tokens=list(seq.tokens), steps=list(seq.steps), stop=seq.stop.copy(), allowed=None,
-                    seed=branch_seed(self.root.seed, seq.number, number), until=seq.emitted)
-            for number in made
-        ]
+        children = [replace(seq, tokens=list(seq.tokens), steps=list(seq.steps), stop=seq.stop.copy(), allowed=None,
+                            seed=branch_seed(self.root.seed, seq.number, number), until=seq.emitted)
+                    for number in made]
         self.batch.fork(seq, children)
         new = [Branch(self, child, number) for child, number in zip(children, made, strict=True)]
         self.branches |= zip(new, children, strict=True)
@@ -191,7 +189,6 @@ def score_forced(seq: SequenceState, first: int, logits: Tensor) -> None:
     for place, values in enumerate(logits, start=first + 1):
         index = place - seq.prompt_length
         if 0 <= index < len(seq.steps):
-            scores = sampling.scores(
-                values, seq.tokens[:place], seq.prompt_length, seq.sampling, seq.processors, seq.allowed
-            )
+            text = seq.tokens[:place]
+            scores = sampling.scores(values, text, seq.prompt_length, seq.sampling, seq.processors, seq.allowed)
             seq.steps[index] = replace(seq.steps[index], logprob=sampling.logprob(scores, seq.tokens[place], wanted))

@@ -215,6 +215,10 @@ def _text_of(name: str) -> Iterator[None]:
         raise ValueError(f"a string of {name!r} is no UTF-8 ({error.reason}); the file is damaged. {_AGAIN}") from None
 
 
+_Raw = dict[str, tuple[GgmlType, tuple[int, ...], int]]
+"""Type, shape and offset of tensors by name."""
+
+
 class _Reader:
     """Reads a header from front to back."""
 
@@ -309,16 +313,14 @@ class _Reader:
         self._at = at
         return Strings(self._buffer, start, places, key)
 
-    def _raw_tensors(self, count: int) -> list[tuple[str, GgmlType, tuple[int, ...], int]]:
-        found = []
-        names = set()
+    def _raw_tensors(self, count: int) -> _Raw:
+        found: _Raw = {}
         for _ in range(count):
             name = self._string("a tensor's name", _NAME_BYTES)
-            if name in names:
+            if name in found:
                 raise self._wrong(f"the tensor {_short(name)} occurs twice", "each must occur once")
-            names.add(name)
             shape, kind, offset = self._tensor(name)
-            found.append((name, self._known(name, kind), shape, offset))
+            found[name] = self._known(name, kind), shape, offset
         return found
 
     def _tensor(self, name: str) -> tuple[tuple[int, ...], int, int]:
@@ -339,12 +341,10 @@ class _Reader:
             raise Unsupported(what, f"Shoal reads {known}", "Quantise the model to one of them, such as Q4_K_M or Q8_0")
         return GgmlType(kind)
 
-    def _placed(
-        self, raw: list[tuple[str, GgmlType, tuple[int, ...], int]], start: int, alignment: int
-    ) -> dict[str, TensorInfo]:
+    def _placed(self, raw: _Raw, start: int, alignment: int) -> dict[str, TensorInfo]:
         """The tensors with their sizes; each must lie within the file and overlap no other."""
         placed = {}
-        for name, kind, shape, offset in raw:
+        for name, (kind, shape, offset) in raw.items():
             if offset % alignment:
                 raise self._wrong(f"tensor {_short(name)} begins at offset {offset}",
                                   f"it must be a multiple of the alignment, {alignment}")

@@ -193,9 +193,8 @@ def _byte_level(tokens: list[str], vocabulary: Vocabulary, rules: PreTokenizer) 
     if rules.nfc:
         backend.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in rules.cuts]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
     backend.decoder = decoders.ByteLevel()
     return backend
 

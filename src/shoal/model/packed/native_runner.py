@@ -330,11 +330,8 @@ def _runs(chunk: SequenceChunk, layers: tuple[int, ...]) -> bool:
 
 def _flags(chunks: Sequence[SequenceChunk], attention: Sequence[int], mlp: Sequence[int]) -> list[int]:
     """Per token, which sublayers of one layer it runs."""
-    return [
-        native.ATTENTION * (node < a) | native.MLP * (node < m)
-        for chunk, a, m in zip(chunks, attention, mlp, strict=True)
-        for node in range(len(chunk.tokens))
-    ]
+    return [native.ATTENTION * (node < a) | native.MLP * (node < m)
+            for chunk, a, m in zip(chunks, attention, mlp, strict=True) for node in range(len(chunk.tokens))]
 
 
 def _experts(chunks: Sequence[SequenceChunk], layers: Sequence[int]) -> tuple[ExpertMLPs, list[list[int]]] | None:

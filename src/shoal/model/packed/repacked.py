@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,8 @@ class Repacked:
     def take(self, name: str, make: Callable[[native.Memory], native.PackedWeight]) -> native.PackedWeight:
         """The matrix of that name; `make` makes it if it is not cached."""
         if self._kept is not None:
-            return self._kept.matrix(name)
+            mapped, records = self._kept
+            return _matrix(mapped, records[name])
         if self._room is None:
             return make(self._spare)
         made = make(self._room)
@@ -136,25 +136,15 @@ def _sweep(root: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """Cached matrices in a file that is mapped read-only."""
-
-    bytes: Tensor
-    records: dict[str, dict[str, Any]]
-
-    def matrix(self, name: str) -> native.PackedWeight:
-        record = self.records[name]
-        data, scales = record["data"], record["scales"]
-        return native.PackedWeight(record["kind"], record["rows"], record["cols"], self._piece(*data),
-                                   None if scales is None else self._piece(*scales), record["paired"])
-
-    def _piece(self, start: int, count: int) -> Tensor:
-        return self.bytes[start : start + count]
+def _matrix(mapped: Tensor, record: dict[str, Any]) -> native.PackedWeight:
+    """A cached matrix by its index entry."""
+    data, scales = record["data"], record["scales"]
+    parts = mapped[data[0] : sum(data)], None if scales is None else mapped[scales[0] : sum(scales)]
+    return native.PackedWeight(record["kind"], record["rows"], record["cols"], *parts, record["paired"])
 
 
-def _read(path: Path) -> _Kept | None:
-    """The cached matrices of a file; None if there are none or they are damaged."""
+def _read(path: Path) -> tuple[Tensor, dict[str, dict[str, Any]]] | None:
+    """The bytes and the index of a file's cached matrices; None if there are none or they are damaged."""
     root, known = cache_folder(), known_sha256(path)
     if root is None or known is None:
         return None
@@ -166,7 +156,7 @@ def _read(path: Path) -> _Kept | None:
             ends = [sum(piece) for record in records.values() for piece in (record["data"], record["scales"]) if piece]
             if max(ends) > size:
                 raise ValueError("it is shorter than its index says")
-            return _Kept(_mapped(file.fileno()), records)
+            return _mapped(file.fileno()), records
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

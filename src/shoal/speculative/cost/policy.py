@@ -223,10 +223,8 @@ class Width(DraftLengthPolicy):
         law = LeastSquares()
         for length, found in self._found.items():
             law.add(math.log10(1 + length), statistics.fmean(tokens for tokens, _ in found))
-        return best_length(
-            {length: statistics.median(seconds for _, seconds in found) for length, found in self._found.items()},
-            lambda length: max(1.0, law.at(math.log10(1 + length))) if length else 1.0,
-        )
+        costs = {length: statistics.median(seconds for _, seconds in found) for length, found in self._found.items()}
+        return best_length(costs, lambda length: max(1.0, law.at(math.log10(1 + length))) if length else 1.0)
 
 
 class CostModel:

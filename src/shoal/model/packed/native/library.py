@@ -124,9 +124,7 @@ _SIGNATURES = {
     "shoal_check_chains": (c_int, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_char_p, c_int]),
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
     "shoal_forward": (c_double, [POINTER(Model), POINTER(BatchStruct), c_void_p, c_void_p, c_int]),
-    "shoal_guess": (
-        c_double, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, c_void_p, c_int],
-    ),
+    "shoal_guess": (c_double, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, c_void_p, c_int]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
 }
