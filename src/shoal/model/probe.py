@@ -239,9 +239,8 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: dict[
             rotary[id(source)] = source
             rotary_call = list(rotary).index(id(source))
         elif isinstance(value, Tensor):
-            raise Unsupported(
-                f"{type(call.module).__name__} is given a tensor {name!r}", "Shoal does not know what it means", _REMEDY
-            )
+            what = f"{type(call.module).__name__} is given a tensor {name!r}"
+            raise Unsupported(what, "Shoal does not know what it means", _REMEDY)
         else:
             constants[name] = value
     if "cache" not in found:

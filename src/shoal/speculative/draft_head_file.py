@@ -184,5 +184,4 @@ def guessed_tokens(part: DraftHead, target: ModelRunner) -> list[int]:
         why = (f"it is for states of {hidden} numbers and tokens up to {int(listed.max())}; the model has {found} and "
                f"{target.vocab_size - 1}")
         raise Unsupported(f"the trained part {part.name!r}", why, "Train one for this model with shoal train")
-    names: list[int] = listed.tolist()
-    return names
+    return list(listed.tolist())

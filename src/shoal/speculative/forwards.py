@@ -115,5 +115,4 @@ def _extend(chains: Sequence[_Chain], logits: Tensor) -> None:
 def confidences(scores: Tensor) -> list[float]:
     """Probability of the most likely token under each line of scores [N, V], before temperature and truncation."""
     values = scores if scores.dtype == torch.float64 else scores.float()
-    result: list[float] = (values.amax(-1) - values.logsumexp(-1)).exp().tolist()
-    return result
+    return list((values.amax(-1) - values.logsumexp(-1)).exp().tolist())
