@@ -107,18 +107,13 @@ def removal_order(
         ValueError: an unknown name, or layers that are not a permutation of the flex layers.
     """
     flex = Core(head, tail).flex(num_layers)
-    if isinstance(order, str) and order == "auto":
-        return _recommended(recommended or FALLBACK, flex, num_layers, scores or {})
-    if isinstance(order, str):
-        return _named(order, flex, num_layers, scores or {})
-    return _explicit(order, flex)
-
-
-def _recommended(order: Order, flex: range, num_layers: int, scores: Mapping[str, Sequence[float]]) -> tuple[int, ...]:
-    if isinstance(order, str):
-        return _named(order, flex, num_layers, scores)
-    rest = [layer for layer in _center_out(flex, num_layers) if layer not in order]
-    return _explicit([*(layer for layer in order if layer in flex), *rest], flex)
+    chosen = (recommended or FALLBACK) if order == "auto" else order
+    if isinstance(chosen, str):
+        return _named(chosen, flex, num_layers, scores or {})
+    if order == "auto":
+        rest = [layer for layer in _center_out(flex, num_layers) if layer not in chosen]
+        chosen = [*(layer for layer in chosen if layer in flex), *rest]
+    return _explicit(chosen, flex)
 
 
 def _named(name: str, flex: range, num_layers: int, scores: Mapping[str, Sequence[float]]) -> tuple[int, ...]:

@@ -55,11 +55,6 @@ DENSE_LAYERS = 2
 """Bottom layers that read every slot by default: there no few slots stand out."""
 
 
-def check_first(first: int, info: ModelInfo) -> None:
-    """Refuse a first layer that the model does not have; the default stands for all layers where there are as few."""
-    check_layer("first", None if first == DENSE_LAYERS else first, info, "changes nothing")
-
-
 def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
     """The layers that see all of the text; Unsupported if there are none, or if `queries` are needed and not shown."""
     if queries and not info.shows_queries:

@@ -145,14 +145,9 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
     stores = getattr(cache, "self_attention_cache", cache).layers[: len(layers)]  # there may be an encoder's layers too
     embed, head = _embedding(model, recording, ids, positions), _head(recording, head_module, model.config)
     sizes = tuple((s.keys.shape[1], s.keys.shape[3], s.values.shape[3]) for s in stores)
-    position_bytes = tuple(map(_position_bytes, stores))
+    position_bytes = tuple(sum(t.shape[1] * t.shape[3] * t.element_size() for t in (s.keys, s.values)) for s in stores)
     tables = list(map(_replay_rotary, rotary.values()))
     return Parts(layers, calls, embed, tables, head, head_module, position_bytes, sizes)
-
-
-def _position_bytes(store: Any) -> int:
-    """Bytes of one position of a layer's keys and values [1, heads, positions, head_dim]."""
-    return sum(t.shape[1] * t.shape[3] * t.element_size() for t in (store.keys, store.values))
 
 
 def _record(model: Any, layers: list[nn.Module], ids: Tensor, positions: Tensor) -> Recording:

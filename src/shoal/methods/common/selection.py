@@ -13,7 +13,7 @@ from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Select, Worker
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.methods.base import SHOWN_QUERIES, Method, check_first
+from shoal.methods.base import DENSE_LAYERS, SHOWN_QUERIES, Method, check_layer
 from shoal.speculative.per_sequence import PerSequence
 from shoal.types import ModelInfo
 
@@ -64,7 +64,8 @@ class SelectionMethod(Method, Select):
             ValueError: an option is out of range for this model.
             Unsupported: the model lacks what the method needs.
         """
-        check_first(self.first, info)
+        # The default stands for all layers where there are as few.
+        check_layer("first", None if self.first == DENSE_LAYERS else self.first, info, "changes nothing")
         if self.k is None:
             return False
         if (roles := self.roles(info)) is not None:
@@ -133,7 +134,7 @@ class ScoreSelector(Worker):
         from shoal.model.kv.choice import Ranking
 
         self._method, self._cache, self._roles = method, cache, method.roles(layers_of(runner))
-        self._ranking = Ranking.of(runner, method.by_query_head)
+        self._ranking = Ranking(runner.score_scale, runner.score_cap, method.by_query_head)
         self._labels = PerSequence(lambda _: method.labels())
 
     def query_hooks(self, seqs: Sequence[SequenceState], chunks: Sequence[SequenceChunk]) -> Sequence[QueryHook | None]:

@@ -46,24 +46,15 @@ class VerifiedMethod(Method):
         return super().to_dict()
 
     def judge(self) -> Verifier:
-        """The verifier that says which answer is best."""
-        return named(self.verifier, self.patience)
-
-
-def named(spec: object, seconds: float) -> Verifier:
-    """The verifier that a method's option means; ValueError if it means none.
-
-    Args:
-        spec: "likelihood", "execution", an http or https URL, or a callable, which is a verifier itself.
-        seconds: how long to wait for an answer.
-    """
-    if callable(spec):
-        return spec
-    if spec == "likelihood":
-        return likelihood
-    if spec == "execution":
-        return Execution(seconds)
-    if not is_url(spec):
-        raise ValueError(f"verifier is {spec!r}; it must be 'likelihood', 'execution', an http or https URL, or a "
-                         "callable")
-    return Endpoint(str(spec), seconds)
+        """The verifier that says which answer is best; ValueError if the option means none."""
+        spec = self.verifier
+        if callable(spec):
+            return spec
+        if spec == "likelihood":
+            return likelihood
+        if spec == "execution":
+            return Execution(self.patience)
+        if not is_url(spec):
+            raise ValueError(f"verifier is {spec!r}; it must be 'likelihood', 'execution', an http or https URL, or a "
+                             "callable")
+        return Endpoint(str(spec), self.patience)

@@ -75,11 +75,6 @@ class Ranking:
     cap: float | None = None
     apart: bool = False
 
-    @classmethod
-    def of(cls, runner: ModelRunner, apart: bool = False) -> Ranking:
-        """The ranking by the runner's attention scores."""
-        return cls(runner.score_scale, runner.score_cap, apart)
-
     def scores(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
         """Scores to rank by, [kv_heads or heads, nodes, slots]; the arguments are those of a `QueryHook`."""
         wide = torch.promote_types(keys.dtype, torch.float32)  # as kernels sum them

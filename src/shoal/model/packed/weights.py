@@ -55,7 +55,8 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
         config: config of the model, or of a larger one whose text part it is.
     """
     text, root = config.get_text_config(), root_of(source)
-    whole = list(tensors(text, shape, root, _tied(config, shape)))
+    tied = shape.tied or bool(text is not config and getattr(config, "tie_word_embeddings", False))
+    whole = list(tensors(text, shape, root, tied))
     if isinstance(source.source if isinstance(source, FewerLayers) else source, GgufSource):
         whole = [forms for forms in whole if not _never(forms, shape, source)]
     known = {f"{head}weight" for head in HEADS} | {name for forms in whole for form in forms for name in form}
@@ -115,10 +116,6 @@ def _one(name: str) -> Forms:
 def _nearest(forms: Forms, held: set[str]) -> tuple[str, ...]:
     """The form of which the most tensors are there; transformers' own if there are none."""
     return max(forms, key=lambda form: len(held.intersection(form)) / len(form))
-
-
-def _tied(config: Any, shape: Shape) -> bool:
-    return shape.tied or bool(config.get_text_config() is not config and getattr(config, "tie_word_embeddings", False))
 
 
 def _never(forms: Forms, shape: Shape, source: Source) -> bool:
