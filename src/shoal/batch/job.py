@@ -51,12 +51,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The figures, with the rates computed from them."""
         return {
-            "lines": self.lines,
-            "done_before": self.before,
-            "written": self.written,
-            "errors": self.errors,
-            "new_tokens": self.new_tokens,
-            "seconds": round(self.seconds, 3),
+            "lines": self.lines, "done_before": self.before, "written": self.written, "errors": self.errors,
+            "new_tokens": self.new_tokens, "seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.new_tokens / self.seconds, 2) if self.seconds else 0.0,
             "mean_layers": round(self.layer_tokens / self.new_tokens, 4) if self.new_tokens else None,
         }
@@ -72,8 +68,6 @@ def run(source: Path, target: Path, settings: Mapping[str, Mapping[str, Any]], a
     """Answer the lines that have no record yet.
 
     Args:
-        source: the input.
-        target: the output.
         settings: settings that identify the job: JSON values, in groups.
         answer: makes the callable that answers lines; called only if lines are left.
 

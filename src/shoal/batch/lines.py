@@ -33,12 +33,7 @@ _OPTIONS = tuple(name for name in Options.__annotations__ if name not in ("logit
 
 @dataclass(frozen=True)
 class Line:
-    """A non-blank line.
-
-    Attributes:
-        number: its place in the file, from 1, blank lines counted.
-        raw: its bytes.
-    """
+    """A non-blank line: its number in the file, from 1, blank lines counted, and its bytes."""
 
     number: int
     raw: bytes
@@ -170,26 +165,12 @@ def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[str]]:
 
 
 def answered(line: int, name: str | int | None, result: Result, *, with_tokens: bool) -> Record:
-    """The record of an answer.
-
-    Args:
-        line: number of the input's line.
-        name: its id.
-        result: the answer.
-        with_tokens: whether to write the token ids, which a model without a tokenizer needs.
-    """
+    """The record of an answer; `with_tokens` adds the token ids, which a model without a tokenizer needs."""
     stats = result.stats
     return {
-        "line": line,
-        "id": name,
-        "text": result.text,
-        **({"tokens": result.tokens} if with_tokens else {}),
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": stats.prompt_tokens,
-        "new_tokens": stats.new_tokens,
-        "mean_layers": round(stats.mean_layers, 4),
-        **stats.extra,
-        "seed": result.seed,
+        "line": line, "id": name, "text": result.text, **({"tokens": result.tokens} if with_tokens else {}),
+        "finish_reason": result.finish_reason, "prompt_tokens": stats.prompt_tokens, "new_tokens": stats.new_tokens,
+        "mean_layers": round(stats.mean_layers, 4), **stats.extra, "seed": result.seed,
         **({"alternatives": [text for text, *_ in result.alternatives]} if result.alternatives else {}),
         **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
     }

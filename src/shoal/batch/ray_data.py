@@ -79,10 +79,7 @@ class Actor:
     """One process with a model. Ray Data calls it from as many threads as it has blocks.
 
     Args:
-        make: makes the scheduler.
-        defaults: options of lines that do not give their own.
         waiting: most lines in this process at once.
-        threads: how many to compute with.
     """
 
     def __init__(self, make: Make, defaults: Mapping[str, Any], waiting: int, threads: int) -> None:

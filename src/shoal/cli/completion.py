@@ -36,11 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def whole(files: Any) -> argparse.ArgumentParser:
-    """One parser with every command as a subparser.
-
-    Args:
-        files: the attribute `complete` of options whose value is a path.
-    """
+    """One parser with every command as a subparser; options for paths are completed by `files`."""
     from shoal import methods
     from shoal.cli.entry import known
 

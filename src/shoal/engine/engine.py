@@ -78,16 +78,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        tokenizer: Any = None,
-        *,
-        model_name: str = "",
-        eos_token_ids: frozenset[int] = frozenset(),
-        card: Card | None = None,
-        model: Any = None,
-        open_model: OpenModel | None = None,
-        generation_rules: Mapping[str, Any] | None = None,
+        self, runner: ModelRunner, tokenizer: Any = None, *, model_name: str = "",
+        eos_token_ids: frozenset[int] = frozenset(), card: Card | None = None, model: Any = None,
+        open_model: OpenModel | None = None, generation_rules: Mapping[str, Any] | None = None,
     ) -> None:
         self.runner, self.tokenizer, self.model, self.model_name = runner, tokenizer, model, model_name
         self.eos_token_ids = eos_token_ids
@@ -114,25 +107,12 @@ class Engine:
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
         """What methods may know about the model and a request of that length."""
         return ModelInfo(
-            num_layers=self.runner.num_layers,
-            max_new_tokens=max_new_tokens,
-            head_layers=self.runner.head_layers,
-            scores=self.card.layer_scores,
-            order=self.card.order,
-            bears=self.card.bears,
-            skips=self.card.skips,
-            can_split=self.runner.can_split,
-            windows=self.runner.windows,
-            kv_sizes=self.runner.kv_sizes,
-            shows_queries=self.runner.shows_queries,
-            tokenizer=self.tokenizer,
-            draft_engine=self._draft_models,
-            tensors=self._tensors,
-            fingerprint=lambda: self.fingerprint,
-            memory=self._memory,
-            changes=self.changes,
-            masked=self.masked,
-            free=self.ranks.size == 1,
+            num_layers=self.runner.num_layers, max_new_tokens=max_new_tokens, head_layers=self.runner.head_layers,
+            scores=self.card.layer_scores, order=self.card.order, bears=self.card.bears, skips=self.card.skips,
+            can_split=self.runner.can_split, windows=self.runner.windows, kv_sizes=self.runner.kv_sizes,
+            shows_queries=self.runner.shows_queries, tokenizer=self.tokenizer, draft_engine=self._draft_models,
+            tensors=self._tensors, fingerprint=lambda: self.fingerprint, memory=self._memory, changes=self.changes,
+            masked=self.masked, free=self.ranks.size == 1,
         )
 
     @property
@@ -269,8 +249,6 @@ class Engine:
         """A sequence per prompt, ready for the loop.
 
         Args:
-            ids: the prompts.
-            request: what is asked for.
             recipe: in place of what the request's method makes.
             patient: whether a sequence's masks wait for answers of monitors; see `shoal.decode.sampling.NotYet`.
         """

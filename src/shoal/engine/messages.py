@@ -191,7 +191,6 @@ def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, resume: b
     calls tools.
 
     Args:
-        messages: as templates take them.
         begin: what was asked of `add_generation_prompt`, if anything.
         resume: what was asked of `continue_final_message`, if anything.
     """
@@ -236,12 +235,7 @@ def _holds(messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..
 
 
 def folded(messages: Sequence[Mapping[str, Any]], kept: int) -> list[Mapping[str, Any]]:
-    """Messages with each system message beyond the first `kept` put before the next user message.
-
-    Args:
-        messages: as templates take them.
-        kept: how many of the first messages stay as they are.
-    """
+    """Messages, the first `kept` as they are, each later system message put before the next user message."""
     made, waiting = list(messages[:kept]), list[str]()
     for message in messages[kept:]:
         if message.get("role") == "system":

@@ -155,13 +155,9 @@ class Request:
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:
         """Where a sequence of this request ends."""
         return StopRules(
-            eos_token_ids=frozenset() if self.ignore_eos else eos,
-            stop_token_ids=self.stop_token_ids,
-            stop_strings=self.stop,
-            max_new_tokens=self.max_new_tokens,
-            max_length=max_length,
-            criteria=self.stopping_criteria,
-            keep_stop=self.keep_stop,
+            eos_token_ids=frozenset() if self.ignore_eos else eos, stop_token_ids=self.stop_token_ids,
+            stop_strings=self.stop, max_new_tokens=self.max_new_tokens, max_length=max_length,
+            criteria=self.stopping_criteria, keep_stop=self.keep_stop,
         )
 
     def forbids(self, rules: StopRules, tokenizer: Any, vocabulary: int) -> Callable[[int], tuple[Forbidden, ...]]:
@@ -249,7 +245,6 @@ def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool 
     """Token ids of a conversation, with the beginning of the answer.
 
     Args:
-        messages: the conversation.
         tokenizer: its chat template makes the text.
         add_special_tokens: whether the tokenizer adds those of a text to those of the template.
         **options: see `chat_text`; the template's own variables too.

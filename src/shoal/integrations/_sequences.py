@@ -30,12 +30,7 @@ _KNOWN = (*_NEUTRAL, "attention_mask", "position_ids", "cache_position")
 
 
 def check_processors(processors: Iterable[Any], repeats: bool) -> None:
-    """Refuse processors that keep state which Shoal cannot keep right.
-
-    Args:
-        processors: those of a call.
-        repeats: whether they are also asked about tokens that are not kept.
-    """
+    """Refuse processors whose state cannot be kept right; with `repeats` they also see tokens that are not kept."""
     for processor in processors:
         if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
             raise Unsupported("classifier-free guidance (guidance_scale)", "it runs the whole model a second time for "

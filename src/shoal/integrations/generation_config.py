@@ -80,9 +80,6 @@ def check(config: Any) -> None:
 
     Custom entries, which transformers does not define, are left alone.
 
-    Args:
-        config: a GenerationConfig, as given or as prepared by `generate`.
-
     Raises:
         Unsupported: a refused field asks for something, or a field unknown here differs from its default.
     """

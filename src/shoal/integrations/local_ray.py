@@ -37,12 +37,7 @@ def require(what: str) -> None:
 
 @contextmanager
 def running(what: str, part: str, actors: int) -> Iterator[Any]:
-    """Run Ray's processes within the context; yields the module `ray.{part}`.
-
-    Args:
-        what: the command, for the error.
-        part: "serve" or "data".
-        actors: how many processes will hold a model.
+    """Run Ray's processes within the context, `actors` of them with a model; yields the module `ray.{part}`.
 
     Raises:
         Unsupported: Ray, or a package that this part of it needs, is not installed.
@@ -76,11 +71,7 @@ def _start(ray: Any, **options: Any) -> None:
 
 
 def actor_options(actors: int, device: str | None) -> dict[str, float]:
-    """What Ray reserves for each process: one CPU, and its share of the GPUs.
-
-    Args:
-        actors: number of processes.
-        device: the user's choice; None for CUDA if there is a GPU.
+    """What Ray reserves for each process: one CPU, and its share of the GPUs, which None takes if there are any.
 
     Raises:
         Unsupported: `device` names one GPU by its number.

@@ -50,14 +50,11 @@ def run_custom_generate(
     """Decode what `generate` has prepared for a callable.
 
     Args:
-        method: how to decode.
         model: the model whose `generate` calls; not changed.
         input_ids: [B, T], padded on the left.
         logits_processor: processors for a batch; each is called with one sequence at a time.
         stopping_criteria: criteria for a batch; each is called with one sequence at a time.
-        generation_config: as prepared by `generate`.
         streamer: gets the prompt, every token as it comes, and `end()`, even after an error.
-        tokenizer: for `stop_strings`.
         stop_strings: text that ends a sequence; the ids returned include it, as in `generate`.
         **model_kwargs: what `generate` would pass to the model's forward.
 
@@ -85,9 +82,7 @@ class BoundMethod:
     """A method with the arguments that `generate` does not pass on to a callable.
 
     Attributes:
-        method: the method.
         streamer: gets the prompt and the tokens; do not also give it to `generate`.
-        tokenizer: for `stop_strings`.
         stop_strings: text that ends a sequence; `generate` itself refuses stop strings for callables.
     """
 

@@ -69,7 +69,6 @@ class Helpers:
         """The answer to a question. Waits while all processes are busy.
 
         Args:
-            question: a JSON value.
             within: wall time in seconds for the answer. Waiting counts; starting a process does not.
 
         Raises:

@@ -47,11 +47,7 @@ class Program:
 
 
 class Sandbox:
-    """Runs one program at a time. Not thread-safe.
-
-    Args:
-        kind: what isolates the programs; `find` chooses it.
-    """
+    """Runs one program at a time, isolated by what `find` has chosen. Not thread-safe."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -108,13 +104,10 @@ class Sandbox:
 
 @functools.cache
 def find(unsafe: bool = False) -> Kind:
-    """The best kind of sandbox that works on this machine.
+    """The best kind of sandbox that works on this machine; none at all if none works and `unsafe` allows it.
 
     Root gets namespaces, because limits on the number of processes do not hold for root's own. Other users get
     bubblewrap if it is installed.
-
-    Args:
-        unsafe: whether to go on without a sandbox if none works.
 
     Raises:
         Unsupported: none works.

@@ -36,8 +36,6 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options
     """The text of a conversation, rendered by the tokenizer's chat template.
 
     Args:
-        tokenizer: has a chat template.
-        messages: the conversation.
         **options: `add_generation_prompt`, `continue_final_message`, `tools` and `documents` as in transformers'
             `apply_chat_template`, and the template's own variables.
 

@@ -147,9 +147,7 @@ class Answer:
         kept = sum(entry.seq.ledger.accepted for entry in self.entries)
         guessed = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept}
         return {
-            "prompt_tokens": read,
-            "completion_tokens": made,
-            "total_tokens": read + made,
+            "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
             "prompt_tokens_details": cached,
             **({"completion_tokens_details": guessed, "draft_n": drafted, "draft_n_accepted": kept} if drafted else {}),
         }

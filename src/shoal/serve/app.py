@@ -32,13 +32,7 @@ LAST_TURN = 1.0
 
 
 def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> FastAPI:
-    """The server's ASGI application; it closes the scheduler when it shuts down.
-
-    Args:
-        scheduler: decodes the requests.
-        settings: the operator's.
-        metrics: counts the requests; by default those of a server without replicas.
-    """
+    """The server's ASGI application, which closes the scheduler as it shuts down; replicas bring their own metrics."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -77,10 +71,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
     card = {
-        "id": settings.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "shoal",
+        "id": settings.model_name, "object": "model", "created": int(time.time()), "owned_by": "shoal",
         "max_model_len": scheduler.engine.runner.max_positions,
     }
 

@@ -205,12 +205,9 @@ class RequestHandler:
         usage = answer.usage
         layers = sum(result.stats.layer_tokens for result in results)
         note(
-            request.scope,
-            prompt_tokens=usage["prompt_tokens"],
-            completion_tokens=usage["completion_tokens"],
+            request.scope, prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"],
             finish=[result.finish_reason for result in results],
-            mean_layers=round(layers / max(1, usage["completion_tokens"]), 2),
-            **extra_counts(results),
+            mean_layers=round(layers / max(1, usage["completion_tokens"]), 2), **extra_counts(results),
             queue_seconds=round(max(entry.queue_seconds for entry in answer.entries), 4),
         )
         if self._settings.log_prompts:

@@ -79,12 +79,8 @@ class Playground:
             raise refused("method_args", str(error)) from None
         layers, mean = self._engine.runner.num_layers, recipe.plan.mean_depth(body.max_tokens)
         return {
-            "method": method.name,
-            "num_layers": layers,
-            "exact_to": recipe.exact_to,
-            "guesses": recipe.scratch > 0,
-            "mean_layers": mean,
-            "ideal_speedup": ideal_speedup(layers, mean, self._engine.runner.head_layers),
+            "method": method.name, "num_layers": layers, "exact_to": recipe.exact_to, "guesses": recipe.scratch > 0,
+            "mean_layers": mean, "ideal_speedup": ideal_speedup(layers, mean, self._engine.runner.head_layers),
             "attention": [_last(step) for step in recipe.plan.attention],
             "mlp": [_last(step) for step in recipe.plan.mlp],
         }
@@ -99,10 +95,8 @@ class Playground:
             "why_not": self._refusal(cls),
             "knobs": [
                 {
-                    "name": field.name,
-                    "own": field.name in vars(cls)["__annotations__"],
-                    "about": docs.get(field.name, ""),
-                    "type": describe(hints[field.name]),
+                    "name": field.name, "own": field.name in vars(cls)["__annotations__"],
+                    "about": docs.get(field.name, ""), "type": describe(hints[field.name]),
                     "choices": list(choices(hints[field.name])),
                     "default": None if field.default is dataclasses.MISSING else plain(field.default),
                 }

@@ -55,14 +55,7 @@ def choose(method: str | list[Any] | None, args: Mapping[str, Any], settings: Se
 
 
 def _check(spec: Any, settings: Settings, seen: list[str], depth: int = 0) -> None:
-    """Refuse a method, or one nested in it, that is not allowed, before anything is read or loaded.
-
-    Args:
-        spec: the method, as JSON.
-        settings: the operator's.
-        seen: the methods named so far.
-        depth: nesting depth.
-    """
+    """Refuse a method, or one in it, that is not allowed, before anything is read; `seen` takes the names so far."""
     if depth > 2 * _DEEPEST:  # nested lists count too
         raise ApiError(400, f"method: more than {_DEEPEST} methods are nested in each other", param="method")
     spec = {"method": spec} if isinstance(spec, str | list) else spec

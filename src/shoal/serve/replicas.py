@@ -70,11 +70,7 @@ class Fleet:
 
 
 def run(make: Make, fleet: Fleet) -> None:
-    """Serve until SIGINT or SIGTERM, then finish running requests.
-
-    Args:
-        make: makes a replica's scheduler and settings.
-        fleet: how many replicas, and where.
+    """Serve a fleet, whose replicas `make` makes, until SIGINT or SIGTERM; then finish running requests.
 
     Raises:
         ValueError: the address cannot be bound, or a replica cannot start.

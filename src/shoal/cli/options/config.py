@@ -47,7 +47,6 @@ def arguments(command: str, commands: Iterable[str], options: Iterable[str], arg
     """The files' settings for a command, as command-line arguments.
 
     Args:
-        command: its name.
         commands: all names that tables may have.
         options: the command's options that do not depend on a method, such as `--port`.
         argv: the command line. If it names a method, the files' method and its options are left out.

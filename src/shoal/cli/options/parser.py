@@ -155,11 +155,8 @@ class Choice:
     def _add(self, group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, doc: str) -> str:
         flag = "--" + field.name.replace("_", "-")
         options: dict[str, Any] = {
-            "dest": _PREFIX + field.name,
-            "metavar": _metavar(hint),
-            "type": converter(hint),
-            "default": argparse.SUPPRESS,
-            "help": f"{doc}{self._default(field)}".replace("%", "%%"),
+            "dest": _PREFIX + field.name, "metavar": _metavar(hint), "type": converter(hint),
+            "default": argparse.SUPPRESS, "help": f"{doc}{self._default(field)}".replace("%", "%%"),
         }
         try:
             group.add_argument(flag, **options)

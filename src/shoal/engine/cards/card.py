@@ -113,12 +113,8 @@ def read_card(model: str | os.PathLike[str], num_layers: int, revision: str | No
     from transformers.utils import cached_file
 
     found = cached_file(
-        str(model),
-        FILE,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
+        str(model), FILE, revision=revision, _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
     )
     if found is None:
         return Card()
@@ -163,18 +159,11 @@ def _alike(engine: LoadedModel) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def identity(engine: LoadedModel, weights: str = "") -> dict[str, Any]:
-    """The identity of a model for its card, which tells it from others.
-
-    Args:
-        engine: the model.
-        weights: the form of the weights, such as "Q4_1"; empty for the dtype.
-    """
+    """A model's identity for its card; `weights` is their form, such as "Q4_1", by default the dtype."""
     print_ = _fingerprint(engine)
     return {
-        "name": Path(engine.model_name).name,
-        "fingerprints": [] if print_ is None else [print_],
-        "norms": list(norm_keys(engine.runner)),
-        "sizes": sizes_of(engine.runner),
+        "name": Path(engine.model_name).name, "fingerprints": [] if print_ is None else [print_],
+        "norms": list(norm_keys(engine.runner)), "sizes": sizes_of(engine.runner),
         "weights": weights or str(engine.runner.dtype).removeprefix("torch."),
     }
 

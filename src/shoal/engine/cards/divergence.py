@@ -53,7 +53,6 @@ class Judged:
     """A text read at full depth, ready to be read again with less.
 
     Args:
-        runner: the model.
         text: prompt and answer; the first token of the answer comes from the prompt and is not judged.
         every: one token of the answer in this many is judged, which saves most of the LM head.
     """

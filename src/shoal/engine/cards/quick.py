@@ -86,11 +86,7 @@ class Effort:
 
 
 def measure_card(
-    engine: Engine,
-    texts: Sequence[Text] | None = None,
-    effort: Effort | None = None,
-    *,
-    progress: bool | None = None,
+    engine: Engine, texts: Sequence[Text] | None = None, effort: Effort | None = None, *, progress: bool | None = None,
     source: str = "its own answers",
 ) -> dict[str, Any]:
     """Measure a card.
@@ -98,7 +94,6 @@ def measure_card(
     Args:
         engine: the model, at the precision in which it is to be judged.
         texts: prompts with answers in token ids; None lets the model answer a few prompts itself.
-        effort: how much is measured.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
         source: what the texts are, for the card.
 
@@ -260,8 +255,6 @@ def answered(
     """The model's answer to each prompt: greedy if it chats, else drawn with a fixed seed, since base models repeat.
 
     Args:
-        engine: the model.
-        prompts: token ids.
         new_tokens: the longest answer.
         seconds: stop then and return what there is; None for no limit.
         together: prompts decoded at once.

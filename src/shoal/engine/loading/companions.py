@@ -81,17 +81,12 @@ def check_tokens(home: LoadedModel, other: LoadedModel) -> None:
         raise Unsupported(f"drafting with {name!r}", "its tokenizer has another vocabulary", _REMEDY)
     raise Unsupported(
         f"drafting with {name!r}",
-        f"it has {other.runner.vocab_size} tokens and the model {home.runner.vocab_size}, so their ids differ",
-        _REMEDY,
+        f"it has {other.runner.vocab_size} tokens and the model {home.runner.vocab_size}, so their ids differ", _REMEDY,
     )
 
 
 class TrainedTensors:
-    """Reads files of trained tensors, such as heads, prompts and routers. An unchanged file is read once.
-
-    Args:
-        device: where the tensors are to lie.
-    """
+    """Reads files of trained tensors, such as heads, prompts and routers, to a device, each unchanged file once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -73,11 +73,7 @@ def recommended(generation_config: Any) -> dict[str, float]:
 
 
 def of_file(entry: Callable[[str], Any]) -> dict[str, float]:
-    """What the metadata of a GGUF file say of sampling, under `general.sampling.`.
-
-    Args:
-        entry: gives an entry by its key, None where there is none.
-    """
+    """What the metadata of a GGUF file, given by `entry`, say of sampling, under `general.sampling.`."""
     if strange := [name for name in _NOT_HERE if entry(f"general.sampling.{name}")]:
         log.warning("the file recommends sampling by %s, which Shoal does not have", " and ".join(strange))
     found = _possible({ours: entry(f"general.sampling.{theirs}") for theirs, ours in _OF_FILES.items()})
@@ -118,9 +114,6 @@ def eos_ids(
     """The ids that end an answer, by everything that names some.
 
     Args:
-        generation_config: or None.
-        config: the model's, or None.
-        tokenizer: or None.
         written: whether the config's file names its end; None where that is not known. Where it does not,
             transformers gives every model of the type the same id, which is another token in many vocabularies. That
             id counts where nothing else names one. Where the file may have written it, it also counts if it is a
@@ -168,14 +161,7 @@ def generation_settings(generation_config: Any) -> Mapping[str, Any]:
 
 
 def processors(generation_rules: Mapping[str, Any], prompt: Sequence[int], most: int, device: Any) -> tuple[Any, ...]:
-    """Logits processors for one sequence.
-
-    Args:
-        generation_rules: see `generation_settings`.
-        prompt: the sequence's token ids.
-        most: how many tokens are asked for; a forced end comes as the last of them.
-        device: of the logits.
-    """
+    """Logits processors for one sequence; a forced end comes as the last of `most` tokens."""
     if not generation_rules:
         return ()
     import torch

@@ -34,11 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class GgufCheckpoint:
-    """Config, weights, tokenizer and modules of one file. Nothing is read before it is needed.
-
-    Args:
-        path: of the file.
-    """
+    """Config, weights, tokenizer and modules of one file. Nothing is read before it is needed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -161,10 +157,7 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
 
 
 def check_said(header: Header, sizes: Mapping[str, int]) -> None:
-    """Refuse metadata of a wrong type, and numbers that do not fit the tensors.
-
-    Args:
-        sizes: number of values of each tensor.
+    """Refuse metadata of a wrong type, and numbers that do not fit the tensors, of which `sizes` counts the values.
 
     Raises:
         ValueError: names the entry.
@@ -185,10 +178,7 @@ def check_said(header: Header, sizes: Mapping[str, int]) -> None:
 
 
 def check_taken(model: Any, sizes: Mapping[str, int], name: str) -> None:
-    """Refuse a file of which transformers has not read every tensor.
-
-    Args:
-        sizes: number of values of each tensor in the file.
+    """Refuse a file of whose tensors, with the numbers of values `sizes`, transformers has not read every one.
 
     Raises:
         Unsupported: values are left over; names the tensors if transformers says which.

@@ -40,18 +40,10 @@ log = logging.getLogger(__name__)
 
 
 def load(
-    model: Any = None,
-    tokenizer: Any = None,
-    *,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    quant: Quant | None = None,
-    backend: Backend = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    tensor_parallel: bool = False,
-    transform: Transform | None = None,
-    memory: int | str | MemoryLimit | None = None,
+    model: Any = None, tokenizer: Any = None, *, dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None, quant: Quant | None = None, backend: Backend = "auto",
+    revision: str | None = None, trust_remote_code: bool = False, tensor_parallel: bool = False,
+    transform: Transform | None = None, memory: int | str | MemoryLimit | None = None,
 ) -> Engine:
     """An engine for a decoder-only language model.
 
@@ -131,9 +123,6 @@ def engine_for(
     """The engine of a loaded transformers model, which is not changed; packing copies its weights.
 
     Args:
-        model: of transformers.
-        tokenizer: or None.
-        name: for reports.
         card: of the model's layers; None for the one beside its files.
         quant, backend: see `load`.
         files: where it was loaded from, if by Shoal.
@@ -163,8 +152,7 @@ def engine_for(
 
 def _engine(
     runner: ModelRunner, tokenizer: Any, config: Any, generation: Any, name: str, card: Card | None,
-    files: Checkpoint | None,
-    model: Any = None,
+    files: Checkpoint | None, model: Any = None,
 ) -> Engine:
     """The engine of a runner, with what its config, its generation config and its files say of answers."""
     eos = eos_ids(generation, config, tokenizer, **({} if files is None else files.ends()))
@@ -183,8 +171,7 @@ def open_extra(home: LoadedModel, model: Any) -> Engine:
         if engine.runner.device != home.runner.device:
             raise Unsupported(
                 f"a draft model on {engine.runner.device} for a model on {home.runner.device}",
-                "logits of both are compared",
-                "Move the draft model there before, with draft.to(...)",
+                "logits of both are compared", "Move the draft model there before, with draft.to(...)",
             )
         return engine
     try:

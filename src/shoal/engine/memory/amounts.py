@@ -48,11 +48,7 @@ def shown(size: float) -> str:
 
 @contextmanager
 def naming(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Turns errors of the allocators into `OutOfMemory`.
-
-    Args:
-        describe: returns what was asked for, and what to do instead.
-    """
+    """Turn errors of the allocators into `OutOfMemory`; `describe` gives what was asked for, and the remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -115,9 +115,6 @@ def footprint(
 
     Args:
         engine: whose process it is, with all models loaded.
-        seqs: as `Engine.seqs` makes them.
-        method: by which they decode.
-        max_new_tokens: of the request.
         process: bytes that the process takes as it stands, weights included; None measures them.
     """
     process = standing() if process is None else process
@@ -315,7 +312,6 @@ def peak_of(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence]
     """The peak of sequences that have run nothing yet.
 
     Args:
-        runner: the model.
         cache: as the engine makes it for them, still empty; nothing is written to it.
         seqs: the sequences, each with room for as many tokens as it may emit.
         extra: nodes of a tree beside those of its deepest path, of each sequence.

@@ -154,12 +154,7 @@ class MemoryLimit:
         return left
 
     def check_weights(self, name: str, size: int) -> None:
-        """Refuse a model before its weights are read, where these cannot fit beside what the process holds.
-
-        Args:
-            name: of the model.
-            size: bytes of its weights.
-        """
+        """Refuse a model before its `size` bytes of weights are read, where they cannot fit beside the process."""
         used = resident() or 0
         if used + size > self.usable:
             raise OutOfMemory(

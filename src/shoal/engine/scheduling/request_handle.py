@@ -46,7 +46,6 @@ class ScheduledSequence:
     """A sequence in the scheduler's hands.
 
     Attributes:
-        seq: the sequence.
         handle: whose it is.
         need: the KV that it may come to store; so does each branch of a sequence that is searched.
         arrived, joined, first, ended: seconds on the monotonic clock; None for what is yet to come.
@@ -123,7 +122,6 @@ class RequestHandle(Iterator[Step]):
     """Made by `Scheduler.submit`. Iterating waits for the steps of all sequences, and raises what went wrong.
 
     Args:
-        info: about the model.
         cancel: tells the scheduler to drop the rest.
         deliver: called from the scheduler's thread with every item, in place of iterating; must not block.
 

@@ -65,22 +65,14 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        max_seqs: int = 16,
-        max_waiting: int = 256,
-        kv_bytes: int | None = None,
-        prefix_bytes: int | None = None,
-        prefill_chunk: int | None = None,
-        policy: Policy | None = None,
+        self, engine: Engine, *, max_seqs: int = 16, max_waiting: int = 256, kv_bytes: int | None = None,
+        prefix_bytes: int | None = None, prefill_chunk: int | None = None, policy: Policy | None = None,
         start: bool = True,
     ) -> None:
         _check_positive(max_seqs=max_seqs, max_waiting=max_waiting, prefill_chunk=prefill_chunk, kv_bytes=kv_bytes)
         if engine.ranks.size > 1:
             raise Unsupported(
-                f"a scheduler over {engine.ranks.size} processes",
-                "requests would join at other ticks in each",
+                f"a scheduler over {engine.ranks.size} processes", "requests would join at other ticks in each",
                 "Use replicas, or engine.generate with a list of prompts",
             )
         self.engine, self.max_seqs, self.max_waiting = engine, max_seqs, max_waiting

@@ -23,18 +23,12 @@ class Stream(Iterator[Step]):
     Args:
         engine: the model, whose lock each step takes.
         seqs: the sequences to decode, all of one loop.
-        cache: their cache.
         release: whether dropped layers free their KV at once.
         prefill_chunk: the most prompt tokens per sequence and forward; None for the loop's own choice.
     """
 
     def __init__(
-        self,
-        engine: LoadedModel,
-        seqs: list[RunningSequence],
-        cache: KVCache,
-        *,
-        release: bool = True,
+        self, engine: LoadedModel, seqs: list[RunningSequence], cache: KVCache, *, release: bool = True,
         prefill_chunk: int | None = None,
     ) -> None:
         self._engine, self._seqs = engine, seqs
@@ -93,16 +87,11 @@ def result_of(seq: RunningSequence, info: ModelInfo, clock: Clock, seconds: floa
     """The sequence's outcome so far."""
     wanted = seq.sampling.logprobs is not None
     return Result(
-        text="".join(step.text for step in seq.steps),
-        tokens=tuple(step.token for step in seq.steps),
-        finish_reason=seq.finish_reason or "cancelled",
-        stats=_stats(seq, info, clock, seconds),
-        depths=tuple(step.depth for step in seq.steps),
-        seed=seq.seed,
-        sampling=seq.sampling,
+        text="".join(step.text for step in seq.steps), tokens=tuple(step.token for step in seq.steps),
+        finish_reason=seq.finish_reason or "cancelled", stats=_stats(seq, info, clock, seconds),
+        depths=tuple(step.depth for step in seq.steps), seed=seq.seed, sampling=seq.sampling,
         logprobs=tuple(step.logprob for step in seq.steps if step.logprob is not None) if wanted else None,
-        changes=info.changes,
-        alternatives=seq.alternatives,
+        changes=info.changes, alternatives=seq.alternatives,
     )
 
 

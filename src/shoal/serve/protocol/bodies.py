@@ -105,12 +105,7 @@ class Body(Extras):
     max_tokens: int | None = Field(default=None, ge=-2)
 
     def limit(self, default: int, most: int) -> int:
-        """Most tokens of the answer; a request for more than the server's limit gets that limit.
-
-        Args:
-            default: used if the request names no limit.
-            most: the server's limit.
-        """
+        """Most tokens of the answer: `default` where the request has no limit, never more than the server's `most`."""
         given: list[int] = [value for name in _LENGTHS if (value := getattr(self, name, None)) is not None]
         bounds = [value for value in given if value not in _NO_LIMIT]
         return min([*bounds, most] if given else [default, most])
@@ -140,26 +135,17 @@ class Body(Extras):
         return self.include_usage and bool(self.stream_options.get("continuous_usage_stats"))
 
     def options(self, defaults: Mapping[str, float]) -> dict[str, Any]:
-        """The engine's options, except method, length and log-probabilities.
-
-        Args:
-            defaults: the model's recommendations, for fields left out; see `engine.loading.generation_config`.
-        """
+        """The engine's options, except method, length and log-probabilities; `defaults` are the model's."""
         given = self.model_fields_set
         asked = {name: getattr(self, name) for name in _SAMPLING if name in given}
         made = filled(asked | self._peers_sampling(), defaults)
         made |= {"top_k": max(0, made.get("top_k", 0)), "top_p": max(_LEAST_P, made.get("top_p", 1.0))}
         return {
-            **made,
-            "min_new_tokens": self.min_tokens,
-            "bad_words": self.bad_words,
+            **made, "min_new_tokens": self.min_tokens, "bad_words": self.bad_words,
             "allowed_token_ids": self.allowed_token_ids,
             "keep_stop": self.include_stop_str_in_output or self.no_stop_trim,
-            "seed": drawn_seed() if self.seed in (None, -1) else self.seed,
-            "stop": _stops(self.stop),
-            "logit_bias": _bias(self.logit_bias),
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
+            "seed": drawn_seed() if self.seed in (None, -1) else self.seed, "stop": _stops(self.stop),
+            "logit_bias": _bias(self.logit_bias), "stop_token_ids": self.stop_token_ids, "ignore_eos": self.ignore_eos,
             "constraint": constraint_of(dict(self)),
         }
 

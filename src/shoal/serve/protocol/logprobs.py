@@ -121,13 +121,7 @@ def _goes_on(raw: bytes) -> bool:
 
 
 def prompt_offsets(prompt: str | Sequence[int], ids: Sequence[int], vocabulary: TokenBytes) -> list[int]:
-    """Where the tokens of a prompt begin in its text. Tokens that the tokenizer adds have no length.
-
-    Args:
-        prompt: as it was given, text or ids.
-        ids: its tokens.
-        vocabulary: the bytes of tokens.
-    """
+    """Where the tokens of a prompt begin in its text. Tokens that the tokenizer adds have no length."""
     tokenizer = vocabulary.tokenizer
     if isinstance(prompt, str) and tokenizer.is_fast and not vocabulary.byte_level:
         starts = [start for start, _ in tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]]
@@ -165,13 +159,7 @@ class Echo:
 
 
 def echo_of(engine: Engine, prompt: str | list[int], top: int | None, vocabulary: TokenBytes | None) -> Echo:
-    """The echo of a prompt.
-
-    Args:
-        engine: the model.
-        prompt: text or token ids.
-        top: alternatives for each of its tokens; None for no log-probabilities.
-        vocabulary: the bytes of tokens.
+    """The echo of a prompt, with `top` alternatives for each of its tokens; None for no log-probabilities.
 
     Raises:
         ValueError: the prompt is empty or too long, or the model has no tokenizer.
@@ -193,11 +181,6 @@ def prompt_logprobs(engine: Engine, ids: Sequence[int], top: int) -> list[TokenL
     """The log-probability of each token of a prompt, by all layers and without sampling options; 0 for the first.
 
     The prompt is read a second time for it, in turns with the scheduler.
-
-    Args:
-        engine: the model.
-        ids: of the prompt; at least one.
-        top: alternatives for each.
     """
     runner, found = engine.runner, [TokenLogprob(ids[0], 0.0)]
     cache, plan = KVCache(runner.windows, 1), DepthPlan.full(runner.num_layers)

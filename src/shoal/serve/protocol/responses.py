@@ -46,9 +46,6 @@ _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user
 def as_chat(given: Mapping[str, Any]) -> Json:
     """The equivalent fields of a chat.
 
-    Args:
-        given: the honoured fields; those beyond OpenAI's are kept.
-
     Raises:
         ApiError: 400 for an input with anything but text, calls and results.
     """
@@ -121,12 +118,7 @@ def _text(content: Any) -> Any:
 
 
 class ResponseWire(Wire):
-    """Writes an answer, whole or as events.
-
-    Args:
-        chat: the request as a chat.
-        tools: that the answer may call.
-    """
+    """Writes the answer to a chat, whole or as events."""
 
     def __init__(self, chat: Mapping[str, Any], tools: Tools | None) -> None:
         self._chat, self._tools = chat, tools

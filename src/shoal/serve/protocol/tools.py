@@ -102,10 +102,8 @@ def _calls(tools: Sequence[Mapping[str, Any]], forms: Sequence[bool], tagged: bo
     """The rule for calls. The arguments of each have their own grammar, so that references in their schema stay in it.
 
     Args:
-        tools: those that may be called.
         forms: allowed forms of a call, with tags or without: a model with a choice often forgets the tags.
         tagged: whether the template has tags.
-        several: whether there may be more than one call.
     """
     functions = [tool["function"] for tool in tools]
     rules = [f"calls: call{_more(tagged) if several else ''}",
@@ -138,12 +136,7 @@ def tools_of(
     """The tools of a request; None if it offers none, or none may be called.
 
     Args:
-        tools: of the request.
-        choice: its `tool_choice`.
-        several: its `parallel_tool_calls`.
-        template: the model's chat template.
         final: the request's constraint on an answer that calls nothing.
-        messages: the conversation.
 
     Raises:
         ApiError: 400 for a wrong tool or choice, and for a model whose template has no place for tools.
