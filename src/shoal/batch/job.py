@@ -50,12 +50,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, with the rates computed from them."""
-        return {
-            "lines": self.lines, "done_before": self.before, "written": self.written, "errors": self.errors,
-            "new_tokens": self.new_tokens, "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self.new_tokens / self.seconds, 2) if self.seconds else 0.0,
-            "mean_layers": round(self.layer_tokens / self.new_tokens, 4) if self.new_tokens else None,
-        }
+        return {"lines": self.lines, "done_before": self.before, "written": self.written, "errors": self.errors,
+                "new_tokens": self.new_tokens, "seconds": round(self.seconds, 3),
+                "tokens_per_second": round(self.new_tokens / self.seconds, 2) if self.seconds else 0.0,
+                "mean_layers": round(self.layer_tokens / self.new_tokens, 4) if self.new_tokens else None}
 
     def take(self, record: Record) -> None:
         """Count a record."""

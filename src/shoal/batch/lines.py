@@ -167,13 +167,11 @@ def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[str]]:
 def answered(line: int, name: str | int | None, result: Result, *, with_tokens: bool) -> Record:
     """The record of an answer; `with_tokens` adds the token ids, which a model without a tokenizer needs."""
     stats = result.stats
-    return {
-        "line": line, "id": name, "text": result.text, **({"tokens": result.tokens} if with_tokens else {}),
-        "finish_reason": result.finish_reason, "prompt_tokens": stats.prompt_tokens, "new_tokens": stats.new_tokens,
-        "mean_layers": round(stats.mean_layers, 4), **stats.extra, "seed": result.seed,
-        **({"alternatives": [text for text, *_ in result.alternatives]} if result.alternatives else {}),
-        **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
-    }
+    return {"line": line, "id": name, "text": result.text, **({"tokens": result.tokens} if with_tokens else {}),
+            "finish_reason": result.finish_reason, "prompt_tokens": stats.prompt_tokens, "new_tokens": stats.new_tokens,
+            "mean_layers": round(stats.mean_layers, 4), **stats.extra, "seed": result.seed,
+            **({"alternatives": [text for text, *_ in result.alternatives]} if result.alternatives else {}),
+            **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]})}
 
 
 def failed(line: int, name: str | int | None, error: BaseException) -> Record:

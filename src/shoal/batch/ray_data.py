@@ -59,12 +59,8 @@ def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], acto
     items = [{"number": line.number, "raw": line.raw} for line in held]
     with local_ray.running(f"shoal batch --ray {actors.number}", "data", actors.number) as data:
         _quiet(data)
-        pool = data.ActorPoolStrategy(
-            size=actors.number,
-            max_tasks_in_flight_per_actor=actors.blocks,
-            max_concurrent_calls_per_actor=actors.blocks,
-            enable_true_multi_threading=True,
-        )
+        pool = data.ActorPoolStrategy(size=actors.number, max_tasks_in_flight_per_actor=actors.blocks,
+                                      max_concurrent_calls_per_actor=actors.blocks, enable_true_multi_threading=True)
         done = data.from_items(items, override_num_blocks=-(-len(items) // _BLOCK)).map_batches(
             Actor,
             batch_size=None,

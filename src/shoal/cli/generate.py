@@ -110,13 +110,11 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def _report(args: argparse.Namespace, engine: Engine, result: Result) -> dict[str, Any]:
-    return {
-        "text": result.text, "tokens": result.tokens, "depths": result.depths, "finish_reason": result.finish_reason,
-        "seed": result.seed, "sampling": result.sampling.shown(), "stats": result.stats.to_dict(),
-        **({"alternatives": result.alternatives} if result.alternatives else {}),
-        **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
-        **args.method.to_dict(), "model": engine.model_name,
-    }
+    return {"text": result.text, "tokens": result.tokens, "depths": result.depths,
+            "finish_reason": result.finish_reason, "seed": result.seed, "sampling": result.sampling.shown(),
+            "stats": result.stats.to_dict(), **({"alternatives": result.alternatives} if result.alternatives else {}),
+            **({} if result.logprobs is None else {"logprobs": [_logprob(entry) for entry in result.logprobs]}),
+            **args.method.to_dict(), "model": engine.model_name}
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:

@@ -31,11 +31,9 @@ EXAMPLES = """examples:
   shoal methods --json | python -m json.tool
 """
 _LAYERS = 32
-NOMINAL = ModelInfo(
-    num_layers=_LAYERS,
-    scores={kind: tuple(map(float, range(_LAYERS))) for kind in ("influence", "leave_one_out")},
-    can_split=True,
-)
+NOMINAL = ModelInfo(num_layers=_LAYERS,
+                    scores={kind: tuple(map(float, range(_LAYERS))) for kind in ("influence", "leave_one_out")},
+                    can_split=True)
 """A calibrated model of a common size, for which methods are asked what they promise."""
 
 

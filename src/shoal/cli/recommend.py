@@ -199,10 +199,9 @@ def unknown(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> list[s
 
 def _report(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> dict[str, Any]:
     """The advice for some tasks as JSON."""
-    return {
-        "max_drop": max_drop, "machine": evidence.machine,
-        "advice": [advise(evidence, task, max_drop) for task in tasks], "not_known": unknown(evidence, tasks, max_drop),
-    }
+    return {"max_drop": max_drop, "machine": evidence.machine,
+            "advice": [advise(evidence, task, max_drop) for task in tasks],
+            "not_known": unknown(evidence, tasks, max_drop)}
 
 
 def _points(share: float) -> str:

@@ -149,8 +149,6 @@ def _settings(args: argparse.Namespace) -> Settings:
     check_limits(limits)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []
     same = {name: getattr(args, name) for name in _SETTINGS}
-    return Settings(
-        **same, methods=None if named is None else frozenset(named), api_keys=(*args.api_key, *environment),
-        timeout=args.timeout or None, playground=not args.no_playground, cors_origins=tuple(args.cors_origin),
-        limits=limits, hosts=hosts_of(args.host, args.allowed_host),
-    )
+    return Settings(**same, methods=None if named is None else frozenset(named), api_keys=(*args.api_key, *environment),
+                    timeout=args.timeout or None, playground=not args.no_playground,
+                    cors_origins=tuple(args.cors_origin), limits=limits, hosts=hosts_of(args.host, args.allowed_host))

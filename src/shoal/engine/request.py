@@ -154,11 +154,9 @@ class Request:
 
     def rules(self, eos: frozenset[int], max_length: int | None) -> StopRules:
         """Where a sequence of this request ends."""
-        return StopRules(
-            eos_token_ids=frozenset() if self.ignore_eos else eos, stop_token_ids=self.stop_token_ids,
-            stop_strings=self.stop, max_new_tokens=self.max_new_tokens, max_length=max_length,
-            criteria=self.stopping_criteria, keep_stop=self.keep_stop,
-        )
+        return StopRules(eos_token_ids=frozenset() if self.ignore_eos else eos, stop_token_ids=self.stop_token_ids,
+                         stop_strings=self.stop, max_new_tokens=self.max_new_tokens, max_length=max_length,
+                         criteria=self.stopping_criteria, keep_stop=self.keep_stop)
 
     def forbids(self, rules: StopRules, tokenizer: Any, vocabulary: int) -> Callable[[int], tuple[Forbidden, ...]]:
         """A function from a prompt's length to the logits processors; ValueError for an id that is no token."""

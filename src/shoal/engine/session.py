@@ -34,10 +34,8 @@ class Session:
 
     def __init__(self, engine: LoadedModel, *, system: str | None = None, **options: Unpack[Options]) -> None:
         if not getattr(engine.tokenizer, "chat_template", None):
-            raise Unsupported(
-                f"a chat with {engine.model_name or 'this model'}", "its tokenizer has no chat template",
-                "Use engine.generate with a prompt of your own, or set tokenizer.chat_template",
-            )
+            raise Unsupported(f"a chat with {engine.model_name or 'this model'}", "its tokenizer has no chat template",
+                              "Use engine.generate with a prompt of your own, or set tokenizer.chat_template")
         self._engine, self._options = engine, dict(options)
         Request.from_options(self._options)
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []

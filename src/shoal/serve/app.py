@@ -70,10 +70,8 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
 
 
 def _add_models(app: FastAPI, scheduler: Scheduler, settings: Settings) -> None:
-    card = {
-        "id": settings.model_name, "object": "model", "created": int(time.time()), "owned_by": "shoal",
-        "max_model_len": scheduler.engine.runner.max_positions,
-    }
+    card = {"id": settings.model_name, "object": "model", "created": int(time.time()), "owned_by": "shoal",
+            "max_model_len": scheduler.engine.runner.max_positions}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

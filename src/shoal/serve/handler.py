@@ -204,12 +204,10 @@ class RequestHandler:
             self._metrics.finished(entry, result)
         usage = answer.usage
         layers = sum(result.stats.layer_tokens for result in results)
-        note(
-            request.scope, prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"],
-            finish=[result.finish_reason for result in results],
-            mean_layers=round(layers / max(1, usage["completion_tokens"]), 2), **extra_counts(results),
-            queue_seconds=round(max(entry.queue_seconds for entry in answer.entries), 4),
-        )
+        note(request.scope, prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"],
+             finish=[result.finish_reason for result in results],
+             mean_layers=round(layers / max(1, usage["completion_tokens"]), 2), **extra_counts(results),
+             queue_seconds=round(max(entry.queue_seconds for entry in answer.entries), 4))
         if self._settings.log_prompts:
             note(request.scope, texts=[result.text for result in results])
 

@@ -118,18 +118,13 @@ def report(entries: list[ScheduledSequence], results: list[Result]) -> dict[str,
     gaps = [gap for entry in entries for gap in entry.gaps]
     firsts = [entry.first - entry.arrived for entry in entries if entry.first is not None]
     return {
-        "depth": {
-            "mean_layers": sum(one.layer_tokens for one in stats) / made if made else None,
-            "full_layers": stats[0].num_layers,
-            "layers_histogram": _histogram([depth for result in results for depth in result.depths]),
-        },
-        "speculative_decoding": {
-            "num_spec_steps": drafts,
-            "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
-            "num_draft_tokens": drafted,
-            "num_accepted_draft_tokens": accepted,
-            "draft_acceptance_rate": accepted / drafted if drafted else None,
-        },
+        "depth": {"mean_layers": sum(one.layer_tokens for one in stats) / made if made else None,
+                  "full_layers": stats[0].num_layers,
+                  "layers_histogram": _histogram([depth for result in results for depth in result.depths])},
+        "speculative_decoding": {"num_spec_steps": drafts,
+                                 "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
+                                 "num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted,
+                                 "draft_acceptance_rate": accepted / drafted if drafted else None},
         "seed": results[0].seed,
         "sampling": results[0].sampling.shown(),
         "beside": extra_counts(results),

@@ -53,15 +53,12 @@ class Playground:
     def model(self) -> dict[str, Any]:
         """The model, and the methods that a request may name."""
         runner, settings = self._engine.runner, self._settings
-        return {
-            "model": settings.model_name,
-            "num_layers": runner.num_layers,
-            "masked": self._engine.masked is not None,
-            "chat": bool(getattr(self._engine.tokenizer, "chat_template", None)),
-            "max_tokens": min(settings.max_tokens, runner.max_positions or settings.max_tokens),
-            "default_method": methods.make(settings.method).name,
-            "methods": [self._method(methods.get(name)) for name in policy.allowed(settings)],
-        }
+        return {"model": settings.model_name, "num_layers": runner.num_layers,
+                "masked": self._engine.masked is not None,
+                "chat": bool(getattr(self._engine.tokenizer, "chat_template", None)),
+                "max_tokens": min(settings.max_tokens, runner.max_positions or settings.max_tokens),
+                "default_method": methods.make(settings.method).name,
+                "methods": [self._method(methods.get(name)) for name in policy.allowed(settings)]}
 
     def plan(self, body: PlanBody) -> dict[str, Any]:
         """Which tokens run which layers: for each sublayer the first token that skips it, null if none does.
@@ -78,12 +75,10 @@ class Playground:
         except ValueError as error:
             raise refused("method_args", str(error)) from None
         layers, mean = self._engine.runner.num_layers, recipe.plan.mean_depth(body.max_tokens)
-        return {
-            "method": method.name, "num_layers": layers, "exact_to": recipe.exact_to, "guesses": recipe.scratch > 0,
-            "mean_layers": mean, "ideal_speedup": ideal_speedup(layers, mean, self._engine.runner.head_layers),
-            "attention": [_last(step) for step in recipe.plan.attention],
-            "mlp": [_last(step) for step in recipe.plan.mlp],
-        }
+        return {"method": method.name, "num_layers": layers, "exact_to": recipe.exact_to, "guesses": recipe.scratch > 0,
+                "mean_layers": mean, "ideal_speedup": ideal_speedup(layers, mean, self._engine.runner.head_layers),
+                "attention": [_last(step) for step in recipe.plan.attention],
+                "mlp": [_last(step) for step in recipe.plan.mlp]}
 
     def _method(self, cls: type[Method]) -> dict[str, Any]:
         hints, docs = get_type_hints(cls), field_docs(cls)
@@ -94,12 +89,10 @@ class Playground:
             "paper": cls.paper,
             "why_not": self._refusal(cls),
             "knobs": [
-                {
-                    "name": field.name, "own": field.name in vars(cls)["__annotations__"],
-                    "about": docs.get(field.name, ""), "type": describe(hints[field.name]),
-                    "choices": list(choices(hints[field.name])),
-                    "default": None if field.default is dataclasses.MISSING else plain(field.default),
-                }
+                {"name": field.name, "own": field.name in vars(cls)["__annotations__"],
+                 "about": docs.get(field.name, ""), "type": describe(hints[field.name]),
+                 "choices": list(choices(hints[field.name])),
+                 "default": None if field.default is dataclasses.MISSING else plain(field.default)}
                 for field in dataclasses.fields(cls)
                 if field.name not in hidden
             ],

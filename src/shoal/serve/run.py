@@ -88,10 +88,8 @@ def end_within(seconds: float) -> None:
 def make_server(scheduler: Scheduler, settings: Settings) -> HttpServer:
     """A server, to run on given sockets."""
     app = create_app(scheduler, settings)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=math.ceil(settings.grace),
-        timeout_keep_alive=math.ceil(settings.keep_alive),
-    )
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=math.ceil(settings.grace),
+                            timeout_keep_alive=math.ceil(settings.keep_alive))
     server = HttpServer(config, settings.grace)
     app.state.stopping = lambda: server.should_exit
     app.state.left = lambda: server.left

@@ -112,10 +112,8 @@ def read_card(model: str | os.PathLike[str], num_layers: int, revision: str | No
     """The card of a local folder or a hub repository; an empty one where there is none."""
     from transformers.utils import cached_file
 
-    found = cached_file(
-        str(model), FILE, revision=revision, _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-    )
+    found = cached_file(str(model), FILE, revision=revision, _raise_exceptions_for_gated_repo=False,
+                        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
     if found is None:
         return Card()
     return replace(Card.from_dict(load_json(Path(found)), num_layers), origin=f"the card beside the model, {FILE}")
@@ -161,11 +159,9 @@ def _alike(engine: LoadedModel) -> list[tuple[Path, dict[str, Any]]]:
 def identity(engine: LoadedModel, weights: str = "") -> dict[str, Any]:
     """A model's identity for its card; `weights` is their form, such as "Q4_1", by default the dtype."""
     print_ = _fingerprint(engine)
-    return {
-        "name": Path(engine.model_name).name, "fingerprints": [] if print_ is None else [print_],
-        "norms": list(norm_keys(engine.runner)), "sizes": sizes_of(engine.runner),
-        "weights": weights or str(engine.runner.dtype).removeprefix("torch."),
-    }
+    return {"name": Path(engine.model_name).name, "fingerprints": [] if print_ is None else [print_],
+            "norms": list(norm_keys(engine.runner)), "sizes": sizes_of(engine.runner),
+            "weights": weights or str(engine.runner.dtype).removeprefix("torch.")}
 
 
 def keep(data: Mapping[str, Any]) -> Path:

@@ -265,9 +265,8 @@ def answered(
     for first in range(0, len(prompts), together):
         part = list(prompts[first : first + together])
         answers: list[list[int]] = [[] for _ in part]
-        with engine.stream(
-            part, max_new_tokens=new_tokens, temperature=0.0 if chats else 1.0, seed=first, method="full"
-        ) as stream:
+        with engine.stream(part, max_new_tokens=new_tokens, temperature=0.0 if chats else 1.0, seed=first,
+                           method="full") as stream:
             for step in stream:
                 answers[step.seq].append(step.token)
                 if until is not None and time.monotonic() > until:

@@ -29,18 +29,14 @@ DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 FALLBACK: Mapping[str, float] = {"temperature": 0.7, "min_p": 0.05}
 _PLAIN = 1.0
 """The temperature of OpenAI's API, of transformers and of vLLM, for a request that says how to draw but not how hot."""
-_OF_FILES = {
-    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
-    "penalty_last_n": "repetition_window",
-}
+_OF_FILES = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+             "penalty_repeat": "repetition_penalty", "penalty_last_n": "repetition_window"}
 """Keys of GGUF files under `general.sampling.`, and what they are called here."""
 _NOT_HERE = ("mirostat", "xtc_probability")
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Ends of a text, of a turn, and of a message after which a tool answers."""
-FIELDS = (
-    "sequence_bias", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "forced_bos_token_id",
-    "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
-)
+FIELDS = ("sequence_bias", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+          "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 """What a generation config forces and forbids, in the order in which transformers applies it."""
 
 

@@ -169,10 +169,8 @@ def open_extra(home: LoadedModel, model: Any) -> Engine:
     if not isinstance(model, str):
         engine = engine_for(model)
         if engine.runner.device != home.runner.device:
-            raise Unsupported(
-                f"a draft model on {engine.runner.device} for a model on {home.runner.device}",
-                "logits of both are compared", "Move the draft model there before, with draft.to(...)",
-            )
+            raise Unsupported(f"a draft model on {engine.runner.device} for a model on {home.runner.device}",
+                              "logits of both are compared", "Move the draft model there before, with draft.to(...)")
         return engine
     try:
         return load(model, dtype=home.runner.dtype, device=home.runner.device)
@@ -271,8 +269,7 @@ def _check_decoder(config: Any) -> None:
 
     known = {config.model_type, config.get_text_config().model_type} & set(CAUSAL)
     if not known and not getattr(config, "auto_map", None):
-        raise Unsupported(
-            f"model type {config.model_type!r}", "transformers has no causal language model of it", _DECODER_REMEDY
-        )
+        raise Unsupported(f"model type {config.model_type!r}", "transformers has no causal language model of it",
+                          _DECODER_REMEDY)
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise Unsupported(f"model type {config.model_type!r}", "its config names no number of layers", _DECODER_REMEDY)

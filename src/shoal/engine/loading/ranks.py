@@ -47,16 +47,13 @@ class Ranks:
     def check(self, recipe: Recipe) -> None:
         """Refuse what could make processes decide differently."""
         if self.size > 1 and isinstance(recipe.proposer, Paced):
-            raise Unsupported(
-                f"a controller of guesses in {self.size} processes",
-                "it measures time, which differs between them, and all must run the same forwards",
-                "Leave the method's control at its default",
-            )
+            raise Unsupported(f"a controller of guesses in {self.size} processes",
+                              "it measures time, which differs between them, and all must run the same forwards",
+                              "Leave the method's control at its default")
         if self.size > 1 and any(part is not None and part.timed for part in (recipe.loop, recipe.search)):
-            raise Unsupported(
-                f"waiting for what others say in {self.size} processes", "it comes at another time in each of them",
-                "Let a model judge thoughts, and likelihood answers",
-            )
+            raise Unsupported(f"waiting for what others say in {self.size} processes",
+                              "it comes at another time in each of them",
+                              "Let a model judge thoughts, and likelihood answers")
 
 
 ALONE = Ranks()

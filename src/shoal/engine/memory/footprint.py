@@ -123,11 +123,9 @@ def footprint(
     plain, whole = peak_of(runner, cache, seqs), peak_of(runner, cache, seqs, extra)
     nodes = [1 + max(0, min(most, seq.stop.room - 2 + extra)) for seq in seqs for _ in range(seq.branches)]
     weights, work = weight_bytes(engine), _work(engine, seqs, nodes) + whole.resident + whole.moving - whole.counted
-    return Footprint(
-        process=max(0, process - weights), weights=weights, kv=plain.counted,
-        drafts=whole.counted - plain.counted + second_bytes(seqs, extra), masks=_masks(runner, seqs, nodes),
-        logits=logits_bytes(runner, nodes), work=work,
-    )
+    return Footprint(process=max(0, process - weights), weights=weights, kv=plain.counted,
+                     drafts=whole.counted - plain.counted + second_bytes(seqs, extra),
+                     masks=_masks(runner, seqs, nodes), logits=logits_bytes(runner, nodes), work=work)
 
 
 def weight_bytes(engine: LoadedModel) -> int:

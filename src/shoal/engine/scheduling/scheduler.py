@@ -71,10 +71,9 @@ class Scheduler:
     ) -> None:
         _check_positive(max_seqs=max_seqs, max_waiting=max_waiting, prefill_chunk=prefill_chunk, kv_bytes=kv_bytes)
         if engine.ranks.size > 1:
-            raise Unsupported(
-                f"a scheduler over {engine.ranks.size} processes", "requests would join at other ticks in each",
-                "Use replicas, or engine.generate with a list of prompts",
-            )
+            raise Unsupported(f"a scheduler over {engine.ranks.size} processes",
+                              "requests would join at other ticks in each",
+                              "Use replicas, or engine.generate with a list of prompts")
         self.engine, self.max_seqs, self.max_waiting = engine, max_seqs, max_waiting
         if prefix_bytes is not None and prefix_bytes < 0:
             raise ValueError(f"prefix_bytes is {prefix_bytes}; it must be >= 0 (0 keeps nothing)")
@@ -202,10 +201,8 @@ class Scheduler:
                                recipe.second_runner, recipe.second_reads, extra)
         branches = seq.branches
         if branches > self.max_seqs:
-            raise Unsupported(
-                f"a search of {branches} branches", f"there is room for {self.max_seqs} sequences",
-                "Search fewer at a time"
-            )
+            raise Unsupported(f"a search of {branches} branches", f"there is room for {self.max_seqs} sequences",
+                              "Search fewer at a time")
         if self._room.bytes([need] * branches) > self.kv_bytes:
             together = f" in {branches} branches" if branches > 1 else ""
             raise Unsupported(

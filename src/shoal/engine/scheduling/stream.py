@@ -86,13 +86,11 @@ class Stream(Iterator[Step]):
 def result_of(seq: RunningSequence, info: ModelInfo, clock: Clock, seconds: float) -> Result:
     """The sequence's outcome so far."""
     wanted = seq.sampling.logprobs is not None
-    return Result(
-        text="".join(step.text for step in seq.steps), tokens=tuple(step.token for step in seq.steps),
-        finish_reason=seq.finish_reason or "cancelled", stats=_stats(seq, info, clock, seconds),
-        depths=tuple(step.depth for step in seq.steps), seed=seq.seed, sampling=seq.sampling,
-        logprobs=tuple(step.logprob for step in seq.steps if step.logprob is not None) if wanted else None,
-        changes=info.changes, alternatives=seq.alternatives,
-    )
+    return Result(text="".join(step.text for step in seq.steps), tokens=tuple(step.token for step in seq.steps),
+                  finish_reason=seq.finish_reason or "cancelled", stats=_stats(seq, info, clock, seconds),
+                  depths=tuple(step.depth for step in seq.steps), seed=seq.seed, sampling=seq.sampling,
+                  logprobs=tuple(step.logprob for step in seq.steps if step.logprob is not None) if wanted else None,
+                  changes=info.changes, alternatives=seq.alternatives)
 
 
 def _stats(seq: RunningSequence, info: ModelInfo, clock: Clock, seconds: float) -> Stats:
@@ -125,15 +123,10 @@ def _stats(seq: RunningSequence, info: ModelInfo, clock: Clock, seconds: float) 
         kv_bytes_allocated=kv.allocated,
         kv_bytes_used=kv.used,
         kv_bytes_saved=kv.saved,
-        extras={
-            "second_tokens": ledger.second_tokens,
-            "second_layer_tokens": ledger.second_layer_tokens,
-            "switches": ledger.switches,
-            "branches": ledger.branches,
-            "thrown_away": max(0, ledger.searched - new) if ledger.branches else 0,
-            "judge_calls": ledger.judged,
-            "put_tokens": ledger.put,
-        },
+        extras={"second_tokens": ledger.second_tokens, "second_layer_tokens": ledger.second_layer_tokens,
+                "switches": ledger.switches, "branches": ledger.branches,
+                "thrown_away": max(0, ledger.searched - new) if ledger.branches else 0, "judge_calls": ledger.judged,
+                "put_tokens": ledger.put},
         records={"draft_rounds": tuple(ledger.draft_rounds)},
     )
 

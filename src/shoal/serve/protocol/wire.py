@@ -221,12 +221,10 @@ class CompletionWire(ChoicesWire):
         if not listed:
             return None
         named = [self._names.legacy(entry) for entry, _, _ in listed]
-        return {
-            "tokens": [own for own, _ in named],
-            "token_logprobs": [finite_logprob(entry.logprob) if known else None for entry, _, known in listed],
-            "top_logprobs": [top if known else None for (_, top), (*_, known) in zip(named, listed, strict=True)],
-            "text_offset": [offset for _, offset, _ in listed],
-        }
+        return {"tokens": [own for own, _ in named],
+                "token_logprobs": [finite_logprob(entry.logprob) if known else None for entry, _, known in listed],
+                "top_logprobs": [top if known else None for (_, top), (*_, known) in zip(named, listed, strict=True)],
+                "text_offset": [offset for _, offset, _ in listed]}
 
 
 def with_steps(choice: Json, steps: Sequence[Step]) -> Json:
