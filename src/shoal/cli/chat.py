@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from shoal.cli.options import common
@@ -164,25 +164,22 @@ class Talk:
 
     def save(self, path: str) -> None:
         """Write the conversation."""
-        if not path:
-            raise ValueError("/save needs the name of a file")
         text = json.dumps({"messages": self._session.messages}, ensure_ascii=False, indent=1)
-        _place(path).write_text(text + "\n", encoding="utf-8")
+        _place("/save", path).write_text(text + "\n", encoding="utf-8")
         print(f"saved {len(self._session.messages)} messages to {path}")
 
     def load(self, path: str) -> None:
         """Continue another conversation."""
-        if not path:
-            raise ValueError("/load needs the name of a file")
-        self._session.messages = messages_of(_place(path))
+        self._session.messages = messages_of(_place("/load", path))
         self._answers = []
         print(f"{len(self._session.messages)} messages from {path}")
 
 
-def _place(path: str) -> Path:
-    """The path that a user typed, `~` expanded."""
-    found = expanded(path)
-    if found is None:
+def _place(command: str, path: str) -> Path:
+    """The path that a user typed after a command, `~` expanded."""
+    if not path:
+        raise ValueError(f"{command} needs the name of a file")
+    if (found := expanded(path)) is None:
         raise ValueError(f"{path!r} names a home folder that does not exist; write the path in full")
     return found
 
@@ -252,7 +249,7 @@ class Lines:
                 self._readline.read_history_file(self._history)
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._shown and self._readline is None:
             print(_ASK_NO_MORE, end="", flush=True)
         if self._readline is not None:

@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     if args.task is not None and found.tasks and args.task not in found.tasks:
         raise ValueError(f"--task is {args.task!r}; of this model {', '.join(found.tasks)} were measured")
     tasks = found.tasks if args.task is None or not found.tasks else (args.task,)
-    told = {"model": shown_name(engine.model_name), **_report(found, tasks, args.max_drop)}
+    told = {"model": shown_name(engine.model_name), "max_drop": args.max_drop, "machine": found.machine,
+            "advice": [advise(found, task, args.max_drop) for task in tasks],
+            "not_known": unknown(found, tasks, args.max_drop)}
     if not tasks:
         told["not_known"] = ["what drafts bring: `shoal bench-drafts --model M`", "what fewer layers lose: `shoal eval "
                              "--suite S --data DIR --model M --controls 1.05,1.1`, or `shoal calibrate` for a card"]
@@ -54,12 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(told: dict[str, Any], bears: float | None, layers: int) -> str:
-    lines = []
-    for advice in told["advice"]:
-        lines.append(f"{advice['task']}: --method {advice['method']}\n  {advice['why']}")
-    if not lines:
-        lines.append("Nothing was measured of this model. Begin with --method auto, which is exact and drafts only "
-                     "where that pays.")
+    lines = [f"{advice['task']}: --method {advice['method']}\n  {advice['why']}" for advice in told["advice"]] or [
+        "Nothing was measured of this model. Begin with --method auto, which is exact and drafts only where that pays."]
     if bears is not None:
         lines.append(f"A D3 schedule moves its distribution by 0.1 nats a token at {bears:.1f} of {layers} layers.")
     lines.append("Not known:\n" + "\n".join(f"  - {what}" for what in told["not_known"]))
@@ -195,13 +193,6 @@ def unknown(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> list[s
                            f"{nearest.label} at {nearest.ideal:.2f}x, may lose {_points(nearest.most)} "
                            f"(n = {nearest.n})")
     return missing
-
-
-def _report(evidence: Evidence, tasks: Sequence[str], max_drop: float) -> dict[str, Any]:
-    """The advice for some tasks as JSON."""
-    return {"max_drop": max_drop, "machine": evidence.machine,
-            "advice": [advise(evidence, task, max_drop) for task in tasks],
-            "not_known": unknown(evidence, tasks, max_drop)}
 
 
 def _points(share: float) -> str:

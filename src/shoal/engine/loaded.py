@@ -15,14 +15,7 @@ from shoal.types import ModelInfo
 
 
 class LoadedModel(Protocol):
-    """A model that is ready to run, as `Engine` implements it.
-
-    Attributes:
-        runner: runs the model's layers.
-        tokenizer: a transformers tokenizer, or None.
-        model: the transformers model behind the runner, or None.
-        model_name: for reports.
-    """
+    """A model that is ready to run; see `Engine`, which implements it."""
 
     runner: ModelRunner
     tokenizer: Any
@@ -32,24 +25,18 @@ class LoadedModel(Protocol):
     @property
     def fingerprint(self) -> str:
         """Tells this model from others."""
-        ...
 
     def info(self, max_new_tokens: int = 256) -> ModelInfo:
         """What methods may know about the model."""
-        ...
 
     def recipe(self, method: Any, max_new_tokens: int) -> Recipe:
         """What a method makes of the model."""
-        ...
 
     def seqs(self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None) -> list[RunningSequence]:
         """A sequence per prompt, ready for the loop."""
-        ...
 
     def cache_for(self, seqs: Sequence[RunningSequence], max_new_tokens: int) -> KVCache:
         """An empty cache with room for these sequences."""
-        ...
 
     def turn(self) -> AbstractContextManager[bool]:
         """The lock that a forward holds."""
-        ...

@@ -75,7 +75,7 @@ class Helpers:
             OverLimit: the answer would take too long or too much memory.
             NoAnswer: `answer` raised an error, or no process can be started.
         """
-        line, asked = json.dumps(question, default=_named) + "\n", time.monotonic()
+        line, asked = json.dumps(question, default=lambda value: f"<{type(value).__name__}>") + "\n", time.monotonic()
         if not self._room.acquire(timeout=min(within, threading.TIMEOUT_MAX)):
             raise OverLimit(f"there is no answer within {within:g} s: other questions are being answered")
         try:
@@ -142,10 +142,6 @@ class Helpers:
         if end in ("SIGSEGV", "SIGBUS"):
             return "it is nested too deeply, or its parts refer to one another through too many others"
         return f"the process that worked on it ended with {end}"
-
-
-def _named(value: Any) -> str:
-    return f"<{type(value).__name__}>"
 
 
 def timed(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str, bool]:

@@ -34,9 +34,7 @@ class Answer:
         canvas: whether to yield tokens that a masked-diffusion model decides out of order.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, n: int, timeout: float | None, most: int, canvas: bool = False
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, n: int, timeout: float | None, most: int, canvas: bool) -> None:
         self._scheduler, self._n, self._most, self._canvas = scheduler, n, most, canvas
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
@@ -72,9 +70,8 @@ class Answer:
             raise refused("n", f"{len(prompts)} prompts with n={self._n} answers each{searched}; this server allows "
                           f"{self._most} in all")
         for place, prompt in enumerate(prompts):
-            deliver = partial(self._take, place)
-            self.handles.append(self._scheduler.submit(
-                prompt, request, n=self._n, deliver=deliver, canvas=self._canvas))
+            self.handles.append(self._scheduler.submit(prompt, request, n=self._n, deliver=partial(self._take, place),
+                                                       canvas=self._canvas))
 
     def _take(self, place: int, item: Item) -> None:
         """Take an item; called by the scheduler's thread."""

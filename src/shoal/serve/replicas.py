@@ -107,7 +107,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application, for Ray Serve."""
-        return Named(create_app(self._scheduler, self._settings, self._metrics), self._name)
+        return named(create_app(self._scheduler, self._settings, self._metrics), self._name)
 
     def check_health(self) -> None:
         """Raise if the replica is unhealthy. Ray Serve asks every second and replaces it after three failures."""
@@ -115,23 +115,20 @@ class Replica:
             raise RuntimeError(ill)
 
 
-class Named:
-    """Adds a header with the replica's name to every response."""
+def named(app: ASGIApp, name: str) -> ASGIApp:
+    """The application, with a header with the replica's name on every response."""
 
-    def __init__(self, app: ASGIApp, name: str) -> None:
-        self._app, self._name = app, name
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
-
-        async def named(message: Message) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_name(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers[HEADER] = self._name
+                headers[HEADER] = name
                 del headers["x-request-id"]  # Ray's proxy adds the same one
             await send(message)
 
-        await self._app(scope, receive, named)
+        await app(scope, receive, with_name)
+
+    return answer
 
 
 def _deploy(serve: Any, make: Make, fleet: Fleet) -> None:

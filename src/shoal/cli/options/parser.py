@@ -180,14 +180,11 @@ class Choice:
         if self.card is not None:
             changed = dataclasses.replace(self.card, **given)
             return dataclasses.replace(self.tuned, inner=changed) if self.tuned else changed
-        needed = [field.name for field in dataclasses.fields(self.cls) if _required(field) and field.name not in given]
+        needed = [field.name for field in dataclasses.fields(self.cls) if field.name not in given
+                  and field.default is field.default_factory is dataclasses.MISSING]
         if needed:
             raise ValueError(f"method {self.name} needs --{needed[0].replace('_', '-')}")
         return self.cls(**given)
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def owners(flag: str) -> list[str]:

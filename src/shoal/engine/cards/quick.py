@@ -211,9 +211,7 @@ def _rounded(values: Any) -> list[float]:
     return [round(float(value), 5) for value in values]
 
 
-def quick_card(
-    engine: Engine, *, seconds: float = 60.0, keep: bool = True, progress: bool | None = None
-) -> Card:
+def quick_card(engine: Engine, *, seconds: float = 60.0, keep: bool = True, progress: bool | None = None) -> Card:
     """Measure an engine's layers on a few of its own answers, use the result, and keep it for the next time.
 
     Takes about `seconds`; the removal order and D3's default depth then follow from it.

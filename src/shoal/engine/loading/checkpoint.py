@@ -291,15 +291,7 @@ def _check(config: Any, source: Source) -> None:
 
 
 def named(source: Source | None, name: str) -> Source:
-    """The weights of a checkpoint by their names.
-
-    Args:
-        source: the weights, or None where they have no names.
-        name: of the checkpoint.
-
-    Raises:
-        Unsupported: the source is None.
-    """
+    """The weights of a checkpoint by their names; Unsupported where they have none."""
     if source is None:
         remedy = "Use its safetensors, or a GGUF file that Shoal reads itself"
         raise Unsupported(f"a transform of {name!r}", "its weights cannot be read by their names", remedy)

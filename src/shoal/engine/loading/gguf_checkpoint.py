@@ -58,9 +58,7 @@ class GgufCheckpoint:
 
     def weights(self) -> GgufSource | None:
         """The weights by transformers' names, or None where only transformers reads the file."""
-        if self._own is None:
-            return None
-        return GgufSource(*self._own)
+        return None if self._own is None else GgufSource(*self._own)
 
     def tokenizer(self) -> Any | None:
         """The file's tokenizer, None where it has none.

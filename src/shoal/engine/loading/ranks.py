@@ -8,7 +8,8 @@ on. `torchrun` starts the processes and tells each its number.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -98,12 +99,9 @@ def check_model(config: Any, ranks: Ranks) -> None:
 
 def loading(ranks: Ranks) -> dict[str, Any]:
     """Options of `from_pretrained` that load one slice."""
-    from dataclasses import fields
-
-    try:
+    with suppress(ImportError):
         from transformers.distributed import DistributedConfig
-    except ImportError:
-        return {"tp_plan": "auto"}
-    if "tp_size" not in {field.name for field in fields(DistributedConfig)}:  # transformers before 5.13 or so
-        return {"tp_plan": "auto"}
-    return {"distributed_config": DistributedConfig(tp_size=ranks.size)}
+
+        if "tp_size" in {field.name for field in fields(DistributedConfig)}:  # since transformers 5.13 or so
+            return {"distributed_config": DistributedConfig(tp_size=ranks.size)}
+    return {"tp_plan": "auto"}

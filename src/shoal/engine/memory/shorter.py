@@ -46,13 +46,10 @@ def shorter(method: Method) -> Iterator[Method]:
         return
     while (less := _less(one)) is not None:
         one = less
-        yield _with(method, one)
+        yield _with(method, one.name, one)
     rule = one.accepting() if isinstance(one, DraftingMethod) else None
     if isinstance(one, DraftingMethod) and (rule is None or rule.exact):
-        plain = one.inner or make("full")
-        members = [plain if member.name == one.name else member for member in _members(method)]
-        members = [member for member in members if member.name != "full"] or [make("full")]
-        yield members[0] if len(members) == 1 else Combined(tuple(members))
+        yield _with(method, one.name, one.inner or make("full"))
 
 
 def amount(method: Method) -> str:
@@ -86,7 +83,8 @@ def _member(method: Method) -> Method | None:
     return next(drafting, None)
 
 
-def _with(method: Method, one: Method) -> Method:
-    """The method with `one` in place of the member of that name."""
-    members = tuple(one if member.name == one.name else member for member in _members(method))
-    return members[0] if len(members) == 1 else Combined(members)
+def _with(method: Method, name: str, one: Method) -> Method:
+    """The method with `one` in place of the member of that name; plain decoding is no member beside others."""
+    members = [one if member.name == name else member for member in _members(method)]
+    members = [member for member in members if member.name != "full"] or [make("full")]
+    return members[0] if len(members) == 1 else Combined(tuple(members))

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shoal.decode.batch import Batch, begin
-from shoal.decode.recipe import Recipe
+from shoal.decode.recipe import Loop, Recipe
 from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.sequence import SequenceState
 from shoal.engine.engine import Engine
@@ -24,8 +24,8 @@ from shoal.methods import make
 
 if TYPE_CHECKING:
     from shoal.decode.prefixes import Prefixes
-    from shoal.decode.recipe import Loop
     from shoal.model.runner import ModelRunner
+
 _KEPT = 64
 """Recipes of the last requests that are kept."""
 POLICIES = ("join", "waves")

@@ -89,8 +89,7 @@ OF_PEERS: dict[str, Unread] = {
     "prompt_embeds": Refused("prompts are text or token ids"),
     "chat_template": Refused("the model's own template is used; give a completion for another form"),
     "documents": Refused("put them into a message, or into `chat_template_kwargs` of a template that has them", ([],)),
-    **dict.fromkeys(
-        ("think", "thinking"), Refused("use `chat_template_kwargs`, as {\"enable_thinking\": false}")),
+    **dict.fromkeys(("think", "thinking"), Refused('use `chat_template_kwargs`, as {"enable_thinking": false}')),
     "thinking_forced_open": Refused("use `chat_template_kwargs`", (False,)),
     "generation_prompt": Refused("the template says how an answer begins"),
     "task": Refused("put what is asked into a message"),
