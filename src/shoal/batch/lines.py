@@ -67,11 +67,7 @@ def read(path: Path) -> Iterator[Line]:
 
 
 def contents(path: Path) -> Contents:
-    """Read the file once, to hash it and to count its lines.
-
-    Raises:
-        ValueError: the file cannot be read, is no regular file, or has no non-blank line.
-    """
+    """Read the file once, to hash it and to count its lines; ValueError if it is no readable file, or empty."""
     digest, lines, tasks = hashlib.sha256(), 0, 0
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file, so a job over it could not be resumed")

@@ -202,11 +202,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def messages_of(path: Path) -> list[dict[str, str]]:
-    """The messages of a JSON file: a list, or an object with the list as `messages`.
-
-    Raises:
-        ValueError: the file cannot be read, or holds something else.
-    """
+    """The messages of a JSON file: a list, or an object with one as `messages`; ValueError for anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:

@@ -128,11 +128,7 @@ class Evidence:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Evidence:
-        """From the `evidence` of a card.
-
-        Raises:
-            ValueError: it has another form.
-        """
+        """From the `evidence` of a card; ValueError where it has another form."""
         try:
             return cls(tuple(Lossless(**row) for row in data.get("lossless", ())),
                        tuple(Lossy(**row) for row in data.get("lossy", ())), str(data.get("machine", "")))

@@ -122,14 +122,12 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
 def _parts(args: argparse.Namespace, settings: Settings) -> tuple[Scheduler, Settings]:
     """The scheduler of a server, with a newly loaded model, and the settings with the model's name."""
     engine = common.load_engine(args, chats=True)
-    recipe = engine.recipe(args.method, args.default_max_tokens)  # refuse a method that this model cannot run
-    branches = recipe.branches(greedy=False)
+    branches = engine.recipe(args.method, args.default_max_tokens).branches(greedy=False)  # refuses what cannot run
     for option, most in (("--max-seqs", args.max_seqs), ("--max-n", settings.max_n)):
         if branches > max(most, 1):
             raise ValueError(f"{option} is {most}; {args.method.name} needs {branches}: one for each branch")
     name = args.served_model_name or Path(engine.model_name).name or settings.model_name
-    scheduler = common.make_scheduler(args, engine, max_waiting=args.max_waiting)
-    return scheduler, replace(settings, model_name=name)
+    return common.make_scheduler(args, engine, max_waiting=args.max_waiting), replace(settings, model_name=name)
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -208,8 +208,7 @@ class Engine:
 
     def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
         """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""
-        plan = self.recipe(method, max_new_tokens).plan
-        return [plan.layers(step) for step in range(max_new_tokens)]
+        return list(map(self.recipe(method, max_new_tokens).plan.layers, range(max_new_tokens)))
 
     def session(self, *, system: str | None = None, **options: Unpack[Options]) -> Session:
         """A chat that keeps its KV between turns; `options` are the defaults of every turn."""

@@ -54,13 +54,7 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> tuple[list[Me
 
 
 class _Spoken:
-    """Reads one message.
-
-    Args:
-        where: its place.
-        template: the chat template.
-        ignored: takes the names of what has no effect.
-    """
+    """Reads the message at `where`; `ignored` takes the names of what has no effect."""
 
     def __init__(self, where: str, template: str, ignored: dict[str, None]) -> None:
         self._where, self._template, self._ignored = where, template, ignored
@@ -86,8 +80,7 @@ class _Spoken:
         content = given.get("content")
         if content in (None, []) and role in ("assistant", "tool", "function"):
             return ""
-        parts = content if isinstance(content, list) and content else [content]
-        return "".join(map(self._text, parts))
+        return "".join(map(self._text, content if isinstance(content, list) and content else [content]))
 
     def _text(self, part: Any) -> str:
         """The text of a part; what an assistant thought is kept apart."""

@@ -71,11 +71,7 @@ def _start(ray: Any, **options: Any) -> None:
 
 
 def actor_options(actors: int, device: str | None) -> dict[str, float]:
-    """What Ray reserves for each process: one CPU, and its share of the GPUs, which None takes if there are any.
-
-    Raises:
-        Unsupported: `device` names one GPU by its number.
-    """
+    """What Ray reserves for each process: a CPU, and a share of the GPUs; Unsupported for a `device` with a number."""
     import torch
 
     if device is not None and device.startswith("cuda:"):

@@ -148,11 +148,7 @@ def generate(
 
 
 def named(method: Any, method_args: Mapping[str, Any] | None) -> Method | None:
-    """The method that a call names; None if it names none.
-
-    Raises:
-        ValueError: there is `method_args`, but `method` is not a name.
-    """
+    """The method that a call names, if it does; ValueError for `method_args` beside what is no name."""
     if method_args is None:
         return None if method is None else make(method)
     if not isinstance(method, str):

@@ -33,13 +33,7 @@ LIMITS = {"memory": 512 << 20, "file_bytes": 16 << 20, "home_bytes": 64 << 20, "
 
 @dataclass(frozen=True)
 class Program:
-    """A program and its tests.
-
-    Attributes:
-        code: the module to judge.
-        tests: code that runs after it, with its names.
-        entry: the function that the tests call.
-    """
+    """A module to judge, the tests that run after it, with its names, and the function that they call."""
 
     code: str
     tests: str

@@ -177,11 +177,7 @@ class Compiling:
         self._under_way = 0
 
     async def __call__(self, wanted: Any) -> None:
-        """Compile the constraint of a request, if it has one.
-
-        Raises:
-            ApiError: 400 if it cannot be compiled, 429 if too many wait, 504 on a timeout.
-        """
+        """Compile a request's constraint, if any; ApiError 400 if it fails, 429 if too many wait, 504 on a timeout."""
         if not isinstance(wanted, Constraint):
             return
         if self._under_way >= _WAITING:

@@ -129,13 +129,11 @@ def _add_playground(app: FastAPI, playground: Playground) -> None:
     @app.post("/playground/plan", openapi_extra=_body(PlanBody))
     async def plan(request: Request) -> dict[str, Any]:
         """The layers that a method would run."""
-        body = validated(read(await request.body()), PlanBody)
-        return await asyncio.to_thread(playground.plan, body)
+        return await asyncio.to_thread(playground.plan, validated(read(await request.body()), PlanBody))
 
 
 def _body(kind: type[BaseModel]) -> dict[str, Any]:
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

@@ -35,11 +35,7 @@ def _harmless() -> tuple[str, ...]:
 
 
 def choose(method: str | list[Any] | None, args: Mapping[str, Any], settings: Settings) -> Method:
-    """The method of a request.
-
-    Raises:
-        ApiError: 403 if the operator does not allow it, 400 if it is unknown or its options are wrong.
-    """
+    """A request's method; ApiError 403 where it is not allowed, 400 where it is unknown or its options are wrong."""
     if method is None:
         if args:
             raise ApiError(400, "method_args belongs to a method; name it in method", param="method")

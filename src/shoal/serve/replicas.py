@@ -203,8 +203,7 @@ class FleetMetrics(Metrics):
     def text(self) -> bytes:
         import ray
 
-        everybody = ray.get(self._board.swap.remote(self._replica, [*self.registry.collect()]))
-        return generate_latest(Together(everybody))
+        return generate_latest(Together(ray.get(self._board.swap.remote(self._replica, [*self.registry.collect()]))))
 
     def _tell(self) -> None:
         while True:

@@ -25,11 +25,7 @@ _HURRY = 2.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free port.
-
-    Raises:
-        ValueError: the address cannot be bound.
-    """
+    """A bound socket, port 0 for a free one; ValueError where the address cannot be bound."""
     listener = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -65,9 +61,7 @@ class HttpServer(uvicorn.Server):
     @property
     def left(self) -> float:
         """Seconds left of the grace."""
-        if not self._stopped:
-            return self._grace
-        return max(0.0, self._grace - (time.monotonic() - self._stopped))
+        return max(0.0, self._grace - (time.monotonic() - self._stopped)) if self._stopped else self._grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On the first signal finish running requests, on the second stop now."""

@@ -242,9 +242,7 @@ def _convert(text: str, hint: Any) -> Any:
         return _one_of(text, {str(value): value for value in get_args(hint)})
     if get_origin(hint) is tuple:
         return _tuple(text, get_args(hint))
-    if isinstance(hint, type) and issubclass(hint, Method):
-        return methods.make(text)
-    return json.loads(text)
+    return methods.make(text) if isinstance(hint, type) and issubclass(hint, Method) else json.loads(text)
 
 
 def _one_of(text: str, values: dict[str, Any]) -> Any:

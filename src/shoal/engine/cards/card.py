@@ -87,16 +87,11 @@ class Card:
         real = isinstance(bears, int | float) and not isinstance(bears, bool)
         if bears is not None and not (real and 0 < bears <= num_layers):
             raise ValueError(f"{name} says the model bears {bears!r} layers; it must be in (0, {num_layers}]")
-        removal = tuple(order) if isinstance(order, list) else order
-        return cls(scores, removal, bears, chosen)
+        return cls(scores, tuple(order) if isinstance(order, list) else order, bears, chosen)
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """The object in a card's file.
-
-    Raises:
-        ValueError: it cannot be read, or is no JSON object; names the file.
-    """
+    """The object in a card's file; the ValueError where it cannot be read, or holds none, names the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -165,12 +160,7 @@ def identity(engine: LoadedModel, weights: str = "") -> dict[str, Any]:
 
 
 def keep(data: Mapping[str, Any]) -> Path:
-    """Write a card to the user's cache atomically.
-
-    Raises:
-        ValueError: it has no key by which it could be found.
-        OSError: the cache cannot be written.
-    """
+    """Write a card to the user's cache atomically; ValueError where it has no key, OSError where that cannot be."""
     keys = [*data["model"]["fingerprints"], *data["model"]["norms"]]
     if not keys:
         raise ValueError("the model has neither a fingerprint nor norm vectors, so its card could not be found again")

@@ -114,8 +114,7 @@ def _values(kind: GgmlType, blocks: list[bytes], places: list[int]) -> Tensor:
 def _hash(entries: Iterable[Entry]) -> str:
     digest = hashlib.sha256()
     for name, shape, picked in sorted(entries, key=lambda entry: entry[0]):
-        values = picked.float().to(torch.bfloat16).view(torch.int16).tolist()
-        digest.update(f"{name}{shape}{values}".encode())
+        digest.update(f"{name}{shape}{picked.float().to(torch.bfloat16).view(torch.int16).tolist()}".encode())
     return digest.hexdigest()[:16]
 
 

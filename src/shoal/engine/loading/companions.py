@@ -93,11 +93,7 @@ class TrainedTensors:
         self._read: dict[tuple[str, int, int], Mapping[str, Tensor]] = {}
 
     def __call__(self, path: str) -> Mapping[str, Tensor]:
-        """The tensors of a safetensors file by name, in their own dtypes; read-only.
-
-        Raises:
-            ValueError: there is no such file, or it cannot be read.
-        """
+        """The tensors of a safetensors file by name, read-only, in their own dtypes; ValueError if it is unreadable."""
         try:
             found = Path(path).stat()
             key = str(Path(path).resolve()), found.st_mtime_ns, found.st_size

@@ -40,12 +40,7 @@ class GgufCheckpoint:
         self.path = path
 
     def config(self) -> Any:
-        """The transformers config.
-
-        Raises:
-            Unsupported: neither Shoal nor transformers reads the file.
-            ValueError: it is damaged.
-        """
+        """The transformers config; Unsupported where nobody reads the file, ValueError where it is damaged."""
         if self._own is not None:
             return self._own[1]
         from transformers import AutoConfig
@@ -61,11 +56,7 @@ class GgufCheckpoint:
         return None if self._own is None else GgufSource(*self._own)
 
     def tokenizer(self) -> Any | None:
-        """The file's tokenizer, None where it has none.
-
-        Raises:
-            Unsupported: its kind is not known.
-        """
+        """The file's tokenizer, None where it has none; Unsupported where its kind is not known."""
         if self._own is not None:
             from shoal.model.gguf.tokenizer import tokenizer_of
 
@@ -155,11 +146,7 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
 
 
 def check_said(header: Header, sizes: Mapping[str, int]) -> None:
-    """Refuse metadata of a wrong type, and numbers that do not fit the tensors, of which `sizes` counts the values.
-
-    Raises:
-        ValueError: names the entry.
-    """
+    """Refuse metadata of a wrong type, and numbers that do not fit the `sizes` of tensors; the ValueError says what."""
     metadata = Metadata(header)
     vocabulary_of(header)
     layers, largest = metadata.whole("block_count", 1, least=0), max(sizes.values(), default=0)
@@ -176,11 +163,7 @@ def check_said(header: Header, sizes: Mapping[str, int]) -> None:
 
 
 def check_taken(model: Any, sizes: Mapping[str, int], name: str) -> None:
-    """Refuse a file of whose tensors, with the numbers of values `sizes`, transformers has not read every one.
-
-    Raises:
-        Unsupported: values are left over; names the tensors if transformers says which.
-    """
+    """Refuse a file where transformers has not read all tensors of these sizes, by their names if it tells them."""
     own = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     wanted = {place: size for place, size in sizes.items() if not ASIDE.search(place) and _NEXT not in place}
     if sum(wanted.values()) > sum(own.values()):

@@ -61,9 +61,7 @@ def naming(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
 
 def free(device: torch.device) -> int | None:
     """Bytes that the device has to spare; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available()
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available()
 
 
 def exhausted(error: BaseException) -> bool:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import gc
 import mmap
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -169,15 +169,11 @@ def work_bytes(engine: LoadedModel, tokens: int, slots: int, sampled: int = 0) -
         shape = runner.shape
         hidden, ffn, query = shape.hidden, max(shape.ffns), shape.heads * shape.head_dim
     else:
-        config = _config(engine)
+        config = engine.model.config.get_text_config()
         hidden, query = config.hidden_size, config.hidden_size
         ffn = getattr(config, "intermediate_size", None) or 4 * hidden
     line = 24 * hidden + (3 * ffn + 3 * query + max(heads)) * runner.dtype.itemsize
     return int(total + tokens * (line + slots * runner.dtype.itemsize))
-
-
-def _config(engine: LoadedModel) -> Any:
-    return engine.model.config.get_text_config()
 
 
 def _work(engine: LoadedModel, seqs: Sequence[RunningSequence], nodes: Sequence[int]) -> int:
@@ -185,10 +181,10 @@ def _work(engine: LoadedModel, seqs: Sequence[RunningSequence], nodes: Sequence[
     runner, slots = engine.runner, max(seq.prompt_length + seq.stop.room for seq in seqs)
     read = min(runner.prefill_chunk, sum(seq.prompt_length for seq in seqs))
     drawn = 0 if seqs[0].sampling.greedy else max(nodes)
-    rewriting = 0
-    if _chooses(seqs):  # scores and copies in float32, one layer at a time
-        width = max(heads * sum(dims) for heads, *dims in runner.kv_sizes)
-        rewriting = _REWRITING * 4 * width * slots
+    keep, rewriting = seqs[0].recipe.keep, 0
+    if keep is not None and keep.differs and max(seq.prompt_length for seq in seqs) > keep.untouched:
+        # it compares the slots of a prompt: scores and copies in float32, one layer at a time
+        rewriting = _REWRITING * 4 * max(heads * sum(dims) for heads, *dims in runner.kv_sizes) * slots
     lengths = [seq.prompt_length + seq.stop.room for seq in seqs for _ in range(seq.branches)]
     choosing = choosing_bytes(engine, seqs[0].recipe.select, lengths, nodes)
     bounds = runner.bound_bytes if isinstance(runner, NativeRunner) and seqs[0].takes_argmax else 0
@@ -203,7 +199,8 @@ def choosing_bytes(engine: LoadedModel, select: Select | None, lengths: Sequence
     runner = engine.runner
     if select is None or max(lengths) <= select.most_read:
         return 0
-    heads = runner.shape.heads if isinstance(runner, PackedRunner) else _config(engine).num_attention_heads
+    heads = runner.shape.heads if isinstance(runner, PackedRunner) else (
+        engine.model.config.get_text_config().num_attention_heads)
     kv_heads, dim, _ = max(runner.kv_sizes)
     labels = [select.label_bytes(runner, length) for length in lengths]
     if None in labels or not isinstance(runner, NativeRunner):  # torch ranks the slots of a sequence at a time
@@ -211,12 +208,6 @@ def choosing_bytes(engine: LoadedModel, select: Select | None, lengths: Sequence
     scores = sum(count * (length + ROOM_BESIDE) for count, length in zip(nodes, lengths, strict=True))
     chosen = (heads if select.by_query_head else kv_heads) * select.most_read * sum(nodes)
     return 4 * (heads * scores + chosen) + sum(filter(None, labels))
-
-
-def _chooses(seqs: Sequence[RunningSequence]) -> bool:
-    """Whether a `keep` compares the slots of a prompt."""
-    keep = seqs[0].recipe.keep
-    return keep is not None and keep.differs and max(seq.prompt_length for seq in seqs) > keep.untouched
 
 
 def _masks(runner: ModelRunner, seqs: Sequence[RunningSequence], nodes: Sequence[int]) -> int:
@@ -291,8 +282,7 @@ def _numbers(path: Path) -> int:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class KVPeak:
+class KVPeak(NamedTuple):
     """Bytes.
 
     Attributes:
@@ -318,8 +308,7 @@ def peak_of(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence]
     last = max(seq.stop.room for seq in seqs) - 1
     drops = {drop - 1 for seq in seqs for drop in seq.plan.attention if drop - 1 < last}
     found = [_at(runner, cache, seqs, step, extra) for step in sorted({0, last, *drops})]
-    counted, resident, moving = (max(sizes) for sizes in zip(*map(astuple, found), strict=True))
-    return KVPeak(counted, resident, moving)
+    return KVPeak(*map(max, zip(*found, strict=True)))
 
 
 def _at(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence], step: int, extra: int) -> KVPeak:

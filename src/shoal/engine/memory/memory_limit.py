@@ -139,11 +139,7 @@ class MemoryLimit:
         return f"{first}{others}, or give memory of {shown(least.total / (1 - SPARE))}"
 
     def for_seqs(self, engine: LoadedModel, prefill_chunk: int) -> int:
-        """Bytes left for a scheduler's sequences and for what it keeps of earlier prompts.
-
-        Raises:
-            OutOfMemory: nothing is left.
-        """
+        """Bytes left for a scheduler's sequences and what it keeps of earlier prompts; OutOfMemory where none are."""
         used = resident() or 0
         left = self.usable - used - work_bytes(engine, prefill_chunk, engine.runner.max_positions or prefill_chunk)
         if left <= 0:

@@ -114,8 +114,7 @@ class ScheduledSequence:
     @property
     def queue_seconds(self) -> float:
         """How long the sequence waited for admission."""
-        until = self.joined or self.ended or time.monotonic()
-        return until - self.arrived
+        return (self.joined or self.ended or time.monotonic()) - self.arrived
 
 
 class RequestHandle(Iterator[Step]):

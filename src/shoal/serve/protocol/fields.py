@@ -247,11 +247,7 @@ def named(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request, including those in Ollama's `options`.
-
-    Raises:
-        ApiError: 400 if `options` is no object, or contradicts the request.
-    """
+    """A request's fields, those in Ollama's `options` too; ApiError 400 if that is no object, or contradicts others."""
     inner = given.get("options")
     outer = {name: value for name, value in given.items() if name != "options"}
     if inner is None:

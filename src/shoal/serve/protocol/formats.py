@@ -16,11 +16,7 @@ _STRUCTURED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided
 
 
 def constraint_of(asked: Mapping[str, Any]) -> Constraint | Monitor | None:
-    """The constraint that the fields of a request name, if any.
-
-    Raises:
-        ApiError: 400 for a malformed constraint, and for two.
-    """
+    """The constraint that the fields of a request name, if any; ApiError 400 for a malformed one, and for two."""
     given = {field: _guided(field, asked[field]) for field in GUIDED if asked.get(field) is not None}
     given |= {field: _guided(kind, value, field) for field, kind in _SAME.items()
               if (value := asked.get(field)) is not None and not (field == "grammar" and value == "")}

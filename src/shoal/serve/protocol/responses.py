@@ -44,11 +44,7 @@ _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user
 
 
 def as_chat(given: Mapping[str, Any]) -> Json:
-    """The equivalent fields of a chat.
-
-    Raises:
-        ApiError: 400 for an input with anything but text, calls and results.
-    """
+    """The equivalent fields of a chat; ApiError 400 for an input with anything but text, calls and results."""
     chat = {name: value for name, value in given.items() if name in _SAME or name not in ResponseBody.model_fields}
     chat["messages"] = _messages(given.get("input"), given.get("instructions"))
     chat["max_completion_tokens"] = given.get("max_output_tokens")

@@ -199,11 +199,7 @@ def conversation(
 
 
 def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
-    """Token ids of such messages; the options are those of the template.
-
-    Raises:
-        ApiError: 400 if the template refuses them.
-    """
+    """Token ids of such messages, by the template's options; ApiError 400 if the template refuses them."""
     try:
         return request.chat_ids(messages, tokenizer, **options)
     except ValueError as error:

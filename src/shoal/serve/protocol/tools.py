@@ -142,7 +142,9 @@ def tools_of(
         ApiError: 400 for a wrong tool or choice, and for a model whose template has no place for tools.
     """
     for place, tool in enumerate(tools):
-        _check_tool(tool, f"tools.{place}")
+        if not _is_function(tool):
+            where = f"tools.{place}"
+            raise refused(where, f"{where} must be an object of type function, with a function that has a name")
     names = [tool["function"]["name"] for tool in tools]
     named = choice["function"]["name"] if isinstance(choice, Mapping) and _is_function(choice) else None
     if named is None and choice is not None and choice not in _MODES:
@@ -180,11 +182,6 @@ def _made(messages: Sequence[Mapping[str, Any]]) -> frozenset[str]:
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
                 found.add(key_of(function["name"], function.get("arguments")))
     return frozenset(found)
-
-
-def _check_tool(tool: Any, where: str) -> None:
-    if not _is_function(tool):
-        raise refused(where, f"{where} must be an object of type function, with a function that has a name")
 
 
 def _is_function(value: Any) -> bool:

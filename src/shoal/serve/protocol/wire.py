@@ -159,9 +159,7 @@ class ChatWire(ChoicesWire):
 
     def _logprobs(self, found: Sequence[TokenLogprob | None]) -> Json | None:
         entries = [entry for entry in found if entry is not None]
-        if not entries:
-            return None
-        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None} if entries else None
 
     def _entry(self, entry: TokenLogprob) -> Json:
         top = [self._scored(token, value) for token, value in entry.top]
