@@ -27,13 +27,7 @@ _REFUSAL = "refusal"
 
 @dataclass(frozen=True)
 class Actors:
-    """The processes that answer.
-
-    Attributes:
-        number: how many.
-        device: where they compute; None for CUDA if there is a GPU.
-        max_seqs: most sequences under way in each.
-    """
+    """The processes that answer: how many, their device (None: a GPU if there is one), sequences under way in each."""
 
     number: int
     device: str | None
@@ -72,11 +66,7 @@ def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], acto
 
 
 class Actor:
-    """One process with a model. Ray Data calls it from as many threads as it has blocks.
-
-    Args:
-        waiting: most lines in this process at once.
-    """
+    """One process with a model, for `waiting` lines at most. Ray Data calls it from as many threads as blocks."""
 
     def __init__(self, make: Make, defaults: Mapping[str, Any], waiting: int, threads: int) -> None:
         import torch

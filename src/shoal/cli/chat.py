@@ -86,11 +86,7 @@ class Talk:
         self._answers: list[Stats] = []
 
     def hear(self, text: str) -> bool:
-        """Answer a text or run a command; returns False if the command ends the conversation.
-
-        Raises:
-            ValueError: the command is unknown or fails; the conversation is unchanged.
-        """
+        """Answer a text or run a command, False if that ends the chat; a ValueError leaves the chat unchanged."""
         word, _, rest = text.partition(" ")
         if not _COMMAND.fullmatch(word) or "\n" in text:
             self.answer(text.strip())

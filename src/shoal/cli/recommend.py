@@ -114,13 +114,7 @@ class Lossy:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that was measured of a model.
-
-    Attributes:
-        lossless: by kind of text and method.
-        lossy: by suite and method.
-        machine: where times were taken.
-    """
+    """All that was measured of a model, by kind of text or suite and by method, and the machine that times are of."""
 
     lossless: tuple[Lossless, ...] = ()
     lossy: tuple[Lossy, ...] = ()

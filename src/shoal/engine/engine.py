@@ -165,17 +165,14 @@ class Engine:
             request, size = self._planned(ids, request)
         seqs, results = self.seqs(ids, request), list[Result]()
         for first in range(0, len(seqs), size):
-            results += self._finished(seqs[first : first + size], request)
+            group = seqs[first : first + size]
+            for seq_id, seq in enumerate(group):
+                seq.seq_id = seq_id
+            stream = Stream(self, group, self.cache_for(group, request.max_new_tokens))
+            for _ in stream:
+                pass
+            results += stream.results
         return results if is_batch(prompt) else results[0]
-
-    def _finished(self, seqs: list[RunningSequence], request: Request) -> list[Result]:
-        """The results of sequences that are decoded together."""
-        for seq_id, seq in enumerate(seqs):
-            seq.seq_id = seq_id
-        stream = Stream(self, seqs, self.cache_for(seqs, request.max_new_tokens))
-        for _ in stream:
-            pass
-        return stream.results
 
     def stream(self, prompt: Any, **options: Any) -> Stream:
         """Generate step by step: iterate over the steps of all sequences, then read `.result` or `.results`.

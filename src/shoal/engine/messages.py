@@ -27,11 +27,7 @@ _MARK = "\u2042"
 
 
 class BadMessage(ValueError):
-    """A message that no template can take.
-
-    Attributes:
-        place: where the message is, such as `messages.3`.
-    """
+    """A message that no template can take; `place` is where it stands, such as `messages.3`."""
 
     def __init__(self, place: str, why: str) -> None:
         super().__init__(f"{place}{why}")

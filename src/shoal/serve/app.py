@@ -48,10 +48,8 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
         CORSMiddleware, allow_origins=settings.cors_origins, allow_origin_regex=LOCAL, allow_methods=["GET", "POST"],
         allow_headers=["*"], expose_headers=["x-request-id", IGNORED],
     )
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RecursionError, _too_deep)
-    app.add_exception_handler(Exception, _unexpected)
+    for kind in (ApiError, HTTPException, RecursionError, Exception):
+        app.add_exception_handler(kind, _error)
     if metrics is None:
         metrics = Metrics(settings.model_name, scheduler, scheduler.engine.runner.num_layers)
     handler = RequestHandler(scheduler, settings, metrics)
@@ -136,19 +134,9 @@ def _body(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, str(error.detail), headers=error.headers or {}).response()
-
-
-async def _too_deep(_: Request, error: Exception) -> Response:
-    return ApiError(400, "the request is nested too deeply").response()
-
-
-async def _unexpected(_: Request, error: Exception) -> Response:
-    return failed("a request", error).response()
+async def _error(_: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, str(error.detail), headers=error.headers or {})
+    elif isinstance(error, RecursionError):
+        error = ApiError(400, "the request is nested too deeply")
+    return (error if isinstance(error, ApiError) else failed("a request", error)).response()

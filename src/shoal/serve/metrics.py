@@ -57,8 +57,7 @@ class Metrics:
 
     def finished(self, entry: ScheduledSequence, result: Result) -> None:
         """Count a sequence that has ended."""
-        stats, steps = result.stats, entry.seq.steps
-        executed = stats.layer_tokens
+        stats, executed = result.stats, result.stats.layer_tokens
         counts = {
             "prompt_tokens": stats.prompt_tokens,
             "prefix_cache_queries": stats.prompt_tokens if self._scheduler.prefixes.limit else 0,
@@ -77,7 +76,7 @@ class Metrics:
         self._success.labels(self._label, _REASONS.get(result.finish_reason, result.finish_reason)).inc()
         self._prompt.labels(self._label).observe(stats.prompt_tokens)
         self._made.labels(self._label).observe(stats.new_tokens)
-        for step in steps:
+        for step in entry.seq.steps:
             self._depth.labels(self._label).observe(step.depth)
         self._observe_times(entry, stats)
 

@@ -66,19 +66,20 @@ def _check(spec: Any, settings: Settings, seen: list[str], depth: int = 0) -> No
     if name not in allowed(settings):
         message = f"method {name!r} is not allowed here; allowed are {', '.join(allowed(settings)) or 'none'}"
         raise ApiError(403, message, param="method", code="method_not_allowed")
-    args = spec.get("method_args") or {}
+    given = spec.get("method_args")
+    args: Mapping[str, Any] = given if isinstance(given, Mapping) else {}  # making the method refuses anything else
     _check_files(name, args, settings)
     _check_numbers(name, args, settings)
-    for holder in (spec, args if isinstance(args, Mapping) else {}):
+    for holder in (spec, args):
         for option in WRAPPED:
             if holder.get(option) is not None:
                 _check(holder[option], settings, seen, depth + 1)
 
 
-def _check_numbers(name: str, args: Any, settings: Settings) -> None:
+def _check_numbers(name: str, args: Mapping[str, Any], settings: Settings) -> None:
     """Refuse numbers, lists and texts that are too large for a request."""
     limits = _limits(name)
-    for option, value in args.items() if isinstance(args, Mapping) else ():
+    for option, value in args.items():
         if option in WRAPPED or option not in methods.get(name).option_names():
             continue
         limit = limits.get(option, Most(0))
@@ -105,12 +106,11 @@ def check_limits(limits: Mapping[str, float]) -> None:
             raise ValueError(f"--method-limit {place} is {most}; it must be 0 or more")
 
 
-def _check_files(name: str, args: Any, settings: Settings) -> None:
+def _check_files(name: str, args: Mapping[str, Any], settings: Settings) -> None:
     """Refuse options that name files of the server, unless the operator listed the method; refuse URLs always."""
     method = methods.get(name)
     defaults = {field.name: field.default for field in fields(method)}
-    given = [option for option in method.reads
-             if isinstance(args, Mapping) and args.get(option) not in (None, defaults[option])]
+    given = [option for option in method.reads if args.get(option) not in (None, defaults[option])]
     if given and (settings.methods is None or any(is_url(args[option]) for option in given)):
         message = (f"{given[0]} of {name} names a file on the server, or a program or address for it to call, which "
                    "requests may not")

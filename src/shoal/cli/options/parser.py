@@ -107,8 +107,8 @@ def _refuse_foreign_options(parser: Parser, choice: Choice, argv: Sequence[str])
     if near and not others and near[0] not in choice.flags:  # a mistyped option of the command
         parser.error(f"there is no option {wrong}. Did you mean {near[0]}?")
     hint = f"; --method {' or '.join(others)} has." if others else f". Did you mean {near[0]}?" if near else "."
-    blame = f"method {choice.name} has" if others or near else "there is"
-    whose = "Its options" if others or near else f"--help lists them; those of method {choice.name}"
+    blame = f"method {choice.cls.name} has" if others or near else "there is"
+    whose = "Its options" if others or near else f"--help lists them; those of method {choice.cls.name}"
     parser.error(f"{blame} no option {wrong}{hint} {whose}: {own}")
 
 
@@ -138,15 +138,10 @@ class Choice:
         inner = tuned.inner if tuned else card
         return cls(type(inner), inner, tuned=tuned)
 
-    @property
-    def name(self) -> str:
-        """The method's registered name."""
-        return self.cls.name
-
     def add_options(self, group: argparse._ArgumentGroup) -> None:
         """Add one option for each field to `group`."""
         hints, docs = get_type_hints(self.cls), field_docs(self.cls)
-        group.title = f"options of method {self.name}"
+        group.title = f"options of method {self.cls.name}"
         if issubclass(self.cls, Combined):  # from a card; its members have their own options
             return
         for field in dataclasses.fields(self.cls):
@@ -161,7 +156,7 @@ class Choice:
         try:
             group.add_argument(flag, **options)
         except argparse.ArgumentError:  # a common option has that name
-            flag = f"--{self.name.replace('_', '-')}-{flag[2:]}"
+            flag = f"--{self.cls.name.replace('_', '-')}-{flag[2:]}"
             group.add_argument(flag, **options)
         return flag
 
@@ -183,7 +178,7 @@ class Choice:
         needed = [field.name for field in dataclasses.fields(self.cls) if field.name not in given
                   and field.default is field.default_factory is dataclasses.MISSING]
         if needed:
-            raise ValueError(f"method {self.name} needs --{needed[0].replace('_', '-')}")
+            raise ValueError(f"method {self.cls.name} needs --{needed[0].replace('_', '-')}")
         return self.cls(**given)
 
 

@@ -26,12 +26,7 @@ _REMEDY = "Draft with a smaller model of the same family, or with a method that 
 
 
 class DraftModels:
-    """The models that work beside one engine.
-
-    Args:
-        home: the engine; companions are loaded in its dtype and on its device.
-        open_model: makes a companion's engine.
-    """
+    """The models that work beside one engine, made by `open_model` in its dtype and on its device."""
 
     def __init__(self, home: LoadedModel, open_model: OpenModel) -> None:
         self._home, self._open = ref(home), open_model  # a cycle would keep an engine's memory after its last user

@@ -41,11 +41,7 @@ class GgufCheckpoint:
 
     def config(self) -> Any:
         """The transformers config; Unsupported where nobody reads the file, ValueError where it is damaged."""
-        if self._own is not None:
-            return self._own[1]
-        from transformers import AutoConfig
-
-        return self._by_transformers(AutoConfig)
+        return self._by_transformers("AutoConfig") if self._own is None else self._own[1]
 
     def entry(self, key: str) -> Any:
         """An entry of the metadata, None where there is none or Shoal does not read the file."""
@@ -61,17 +57,13 @@ class GgufCheckpoint:
             from shoal.model.gguf.tokenizer import tokenizer_of
 
             return tokenizer_of(self._own[0].header)
-        from transformers import AutoTokenizer
-
-        return self._by_transformers(AutoTokenizer)
+        return self._by_transformers("AutoTokenizer")
 
     def model(self, dtype: Any) -> Any:
         """The modules of transformers with the file's weights, dequantised."""
         if self._own is not None:
             return modules_of(*self._own, dtype)
-        from transformers import AutoModelForCausalLM
-
-        model, info = self._by_transformers(AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+        model, info = self._by_transformers("AutoModelForCausalLM", dtype=dtype, output_loading_info=True)
         check_loading_info(info, f"the GGUF file {self.path.name!r}")
         if self._said is not None:
             check_taken(model, self._said[1], self.path.name)
@@ -104,11 +96,14 @@ class GgufCheckpoint:
         except Unsupported:
             return None
 
-    def _by_transformers(self, kind: Any, **options: Any) -> Any:
+    def _by_transformers(self, kind: str, **options: Any) -> Any:
+        import transformers
+
         if self._said is not None:
             check_said(*self._said)
         try:
-            return kind.from_pretrained(os.fspath(self.path.parent), gguf_file=self.path.name, **options)
+            folder, name = os.fspath(self.path.parent), self.path.name
+            return getattr(transformers, kind).from_pretrained(folder, gguf_file=name, **options)
         except (MemoryError, OSError, Unsupported):
             raise
         except Exception as error:

@@ -27,12 +27,7 @@ _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of one model.
-
-    Attributes:
-        rank: this process's number, from 0.
-        size: how many there are.
-    """
+    """The processes of one model: the number of this one, from 0, and how many there are."""
 
     rank: int = 0
     size: int = 1

@@ -110,11 +110,6 @@ class Body(Extras):
         bounds = [value for value in given if value not in _NO_LIMIT]
         return min([*bounds, most] if given else [default, most])
 
-    @property
-    def zero_limit(self) -> str | None:
-        """The name of a length field that is 0, if there is one."""
-        return next((name for name in _LENGTHS if getattr(self, name, None) == 0), None)
-
     def _peers_sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` under the names of other servers."""
         asked: dict[str, Any] = {"typical_p": self.typical_p} if "typical_p" in self.model_fields_set else {}
@@ -223,7 +218,7 @@ class ChatBody(Body):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "top_logprobs needs logprobs=true")
-        if (zero := self.zero_limit) is not None:
+        if (zero := next((name for name in _LENGTHS if getattr(self, name, None) == 0), None)) is not None:
             raise refused(zero, f"{zero} is 0; a chat answers with at least 1 token, and -1 is no limit")
         if wrong := sorted(name for name, value in (self.reasoning or {}).items()
                            if name not in _EFFORT and value not in (None, False)):

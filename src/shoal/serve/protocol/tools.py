@@ -80,13 +80,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Calls(Constraint):
-    """Calls, or a text under another constraint.
-
-    Attributes:
-        text: the rule `calls` in Lark's notation.
-        wind_up: as in `Constraint`.
-        final: the other constraint; None for calls alone.
-    """
+    """Calls, by the rule `calls` of `text` in Lark's notation, or a text under the constraint `final`, if any."""
 
     wind_up: bool = True
     final: Constraint | None = None
