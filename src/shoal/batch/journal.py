@@ -22,7 +22,6 @@ class Journal:
     """An output file, open for appending.
 
     Args:
-        path: the file; created if it is absent.
         job: identifies the job: groups of named settings, as JSON values.
         lines: number of lines of the input.
 

@@ -216,11 +216,7 @@ def _is_message(found: object) -> bool:
 
 
 class Lines:
-    """Messages typed or pasted in a terminal, with editing and a history if there is readline, or read from a pipe.
-
-    Args:
-        commands: what the tab key completes at the beginning of a line.
-    """
+    """Messages from a pipe or a terminal, where readline, if there, edits, completes commands and has a history."""
 
     def __init__(self, commands: Sequence[str]) -> None:
         self._commands = sorted(commands)

@@ -140,8 +140,6 @@ def advise(evidence: Evidence, task: str, max_drop: float) -> dict[str, Any]:
     """The fastest method that is shown to lose no more than `max_drop` on a task, as JSON.
 
     Args:
-        evidence: of the model.
-        task: one of `evidence.tasks`.
         max_drop: share of the items that may be lost, 0.01 is one point; 0 for none.
 
     Returns:

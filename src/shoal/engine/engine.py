@@ -12,8 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import Any, NoReturn, overload
 
+from torch import Tensor
+from typing_extensions import Unpack
+
+from shoal.decode.recipe import Recipe
 from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.text.stop import StopState
 from shoal.depth.plan import NEVER
@@ -33,16 +37,10 @@ from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
 from shoal.methods.base import check_order
 from shoal.model.kv.cache import KVCache
+from shoal.model.packed.source import Source
+from shoal.model.runner import ModelRunner
 from shoal.speculative.cost.policy import Meter
 from shoal.types import MaskedModel, ModelInfo, Result
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from typing_extensions import Unpack
-
-    from shoal.decode.recipe import Recipe
-    from shoal.model.packed.source import Source
-    from shoal.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 

@@ -174,14 +174,10 @@ def chat_text(messages: Sequence[Mapping[str, Any]], render: Callable[..., str],
 
 
 def opening(messages: Sequence[Mapping[str, Any]], begin: bool | None, resume: bool | None) -> dict[str, Any]:
-    """Options of `chat_text` that say where an answer begins: after the conversation, or within its last message.
+    """Options of `chat_text` for `add_generation_prompt` and `continue_final_message`, as they were asked for.
 
-    Where neither is said, an assistant's message that ends it is the answer's beginning, as llama.cpp has it, unless it
-    calls tools.
-
-    Args:
-        begin: what was asked of `add_generation_prompt`, if anything.
-        resume: what was asked of `continue_final_message`, if anything.
+    Where neither was, an assistant's message that ends the conversation is the answer's beginning, as llama.cpp has it,
+    unless it calls tools.
     """
     last = messages[-1]
     assumed = resume is None and begin is None and last["role"] == "assistant" and not last.get("tool_calls")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from shoal.decode.text.stop import StopRules
 from shoal.engine.constraints.constraint import Constraint, constraint_of
@@ -18,11 +18,9 @@ from shoal.engine.constraints.forbidden import Forbidden, check_ids, spelled
 from shoal.engine.constraints.monitor import Monitor
 from shoal.engine.messages import chat_text
 from shoal.errors import Unsupported, check_text
+from shoal.methods.base import Method
 from shoal.sandbox.template import rendered
 from shoal.types import Sampling
-
-if TYPE_CHECKING:
-    from shoal.methods.base import Method
 
 _SEED_BITS = 53
 """Bits of a drawn seed: few enough for every reader of JSON to keep it exactly."""
@@ -243,7 +241,6 @@ def chat_ids(messages: Messages, tokenizer: Any, /, *, add_special_tokens: bool 
     """Token ids of a conversation, with the beginning of the answer.
 
     Args:
-        tokenizer: its chat template makes the text.
         add_special_tokens: whether the tokenizer adds those of a text to those of the template.
         **options: see `chat_text`; the template's own variables too.
 

@@ -7,30 +7,21 @@ the first position that skipped anything, so a turn always starts from what a fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from shoal.decode.prefixes import common
+from shoal.decode.running_sequence import RunningSequence
+from shoal.engine.loaded import LoadedModel
 from shoal.engine.request import Options, Request, chat_ids, prompt_ids
 from shoal.engine.scheduling.stream import Stream
 from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.types import Result, Step
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from shoal.decode.running_sequence import RunningSequence
-    from shoal.engine.loaded import LoadedModel
-
 
 class Session:
-    """A chat with one model; made by `Engine.session`.
-
-    Attributes:
-        messages: the conversation so far, in the format of chat templates.
-    """
+    """A chat, made by `Engine.session`; `messages` is the conversation so far, as chat templates take it."""
 
     def __init__(self, engine: LoadedModel, *, system: str | None = None, **options: Unpack[Options]) -> None:
         if not getattr(engine.tokenizer, "chat_template", None):

@@ -13,13 +13,7 @@ from shoal.errors import Unsupported
 
 @dataclass(frozen=True)
 class Refusal:
-    """A field that Shoal cannot honour.
-
-    Attributes:
-        why: the reason.
-        remedy: what to do instead.
-        neutral: values that ask for nothing, besides None.
-    """
+    """A field that Shoal cannot honour: why, what to do instead, and values besides None that ask for nothing."""
 
     why: str
     remedy: str

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
@@ -74,8 +73,7 @@ class RequestHandler:
         told, more = conversation(body.messages, self._tokenizer, self._settings.strict)
         ids = await apart(chat_ids, told, self._tokenizer, {**body.variables(tools), **body.opening(told)})
         self._check(body, 1)
-        bound = {} if tools is None or tools.constraint is None else {"constraint": tools.constraint}
-        answer = await self._start(request, body, [ids], limit, bound)
+        answer = await self._start(request, body, [ids], limit, tools)
         return self._noted(await self._answer(request, body, answer, wire(answer, tools)), [*ignored, *more])
 
     def _noted(self, answer: Response, ignored: Sequence[str]) -> Response:
@@ -130,8 +128,7 @@ class RequestHandler:
         return JSONResponse(wire.answer(choices, usage))
 
     async def _start(
-        self, request: Request, body: Body, prompts: Sequence[Any], limit: int,
-        bound: Mapping[str, Any] = MappingProxyType({}),
+        self, request: Request, body: Body, prompts: Sequence[Any], limit: int, tools: Tools | None = None
     ) -> Answer:
         """Queue a request."""
         method = policy.choose(body.method, body.method_args, self._settings)
@@ -139,9 +136,10 @@ class RequestHandler:
         if self._settings.log_prompts:
             note(request.scope, prompts=list(prompts))
         wanted = 0 if body.alternatives is None and body.answers > body.n else body.alternatives
-        options = {**body.options(self._scheduler.engine.sampling), **bound, "method": method, "max_new_tokens": limit,
+        options = {**body.options(self._scheduler.engine.sampling), "method": method, "max_new_tokens": limit,
                    "logprobs": wanted}
-        options["constraint"] = in_folder(options.get("constraint"), self._settings.members_folder)
+        bound = options["constraint"] if tools is None or tools.constraint is None else tools.constraint
+        options["constraint"] = in_folder(bound, self._settings.members_folder)
         await self._compiling(options["constraint"])
         answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas)
         await answer.start(prompts, options)

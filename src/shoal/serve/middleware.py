@@ -15,18 +15,15 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.serve.errors import LOG, ApiError
 from shoal.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from starlette.datastructures import Headers
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LAST_WORDS = 10.0
 """Seconds that a client has to receive the timeout error."""

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -27,9 +28,6 @@ from shoal.serve.app import ailment, create_app
 from shoal.serve.metrics import Metrics
 from shoal.serve.run import bind, log_to_stderr, url_of
 from shoal.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Make = Callable[[], tuple[Scheduler, Settings]]
 """Loads the model in the replica's process; must be importable there by its name."""

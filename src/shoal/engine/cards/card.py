@@ -17,18 +17,16 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.engine.loaded import LoadedModel
 from shoal.model.hf import HFRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import ModelRunner
 from shoal.user_cache import cache_folder
-
-if TYPE_CHECKING:
-    from shoal.engine.loaded import LoadedModel
 
 FILE = "shoal.json"
 FORMAT = 2

@@ -22,13 +22,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class DivergenceSums:
-    """Sums over judged tokens.
-
-    Attributes:
-        kl: sum of KL(full || shallow) in nats.
-        agreed: tokens at which the argmax is the full model's.
-        tokens: how many were judged.
-    """
+    """Sums over judged tokens: KL(full || shallow) in nats, how many argmaxes agree, and how many tokens they are."""
 
     kl: float = 0.0
     agreed: int = 0

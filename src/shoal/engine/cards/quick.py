@@ -24,7 +24,7 @@ from shoal.engine.cards import card as cards
 from shoal.engine.cards.card import BEARABLE, FORMAT, Card
 from shoal.engine.cards.divergence import DivergenceSums, Judged, Text
 from shoal.engine.engine import Engine
-from shoal.engine.request import chat_ids, prompt_ids
+from shoal.engine.request import prompt_ids
 from shoal.methods.d3 import D3
 
 log = logging.getLogger(__name__)
@@ -89,16 +89,13 @@ def measure_card(
     engine: Engine, texts: Sequence[Text] | None = None, effort: Effort | None = None, *, progress: bool | None = None,
     source: str = "its own answers",
 ) -> dict[str, Any]:
-    """Measure a card.
+    """Measure a card; returns its JSON.
 
     Args:
         engine: the model, at the precision in which it is to be judged.
         texts: prompts with answers in token ids; None lets the model answer a few prompts itself.
         progress: whether a bar is shown on stderr; None shows it on a terminal only.
         source: what the texts are, for the card.
-
-    Returns:
-        The card as JSON.
 
     Raises:
         OutOfTime: the time did not suffice for a single text.
@@ -154,11 +151,7 @@ def bearable(num_layers: int, curve: Sequence[Sequence[float]], most: float = BE
 def _layers(
     engine: Engine, texts: Sequence[Text], effort: Effort, wanted: Callable[[], bool], bar: Any
 ) -> tuple[list[DivergenceSums], Tensor, int]:
-    """Leave each layer out, text after text, until tokens suffice or time is up. Only whole texts count.
-
-    Returns:
-        The sums without each layer, its influence on a token, and the number of texts.
-    """
+    """Sums without each layer, its influence on a token, and the number of texts: whole ones, while time lasts."""
     layers = engine.runner.num_layers
     without, turns = [DivergenceSums() for _ in range(layers)], torch.zeros(layers, dtype=torch.float64)
     goal, turned, count = min(effort.tokens, sum(len(answer) - 1 for _, answer in texts)), 0, 0
@@ -239,11 +232,9 @@ def quick_card(engine: Engine, *, seconds: float = 60.0, keep: bool = True, prog
 
 def asked(engine: Engine, questions: Sequence[str] = ASKED, begun: Sequence[str] = BEGUN) -> list[list[int]]:
     """Token ids of prompts: questions where the tokenizer has a chat template, else beginnings of texts."""
-    tokenizer, runner = engine.tokenizer, engine.runner
+    tokenizer, runner, prompts = engine.tokenizer, engine.runner, list[Any](begun)
     if getattr(tokenizer, "chat_template", None):
-        prompts: list[Any] = [chat_ids([{"role": "user", "content": question}], tokenizer) for question in questions]
-    else:
-        prompts = list(begun)
+        prompts = [[{"role": "user", "content": question}] for question in questions]
     return [prompt_ids(one, tokenizer, runner.vocab_size, runner.max_positions) for one in prompts]
 
 

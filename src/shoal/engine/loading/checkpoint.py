@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from shoal.engine.loading.generation_config import of_file, recommended
 from shoal.engine.loading.gguf_checkpoint import GgufCheckpoint, is_gguf
@@ -20,9 +22,6 @@ from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 from shoal.model.packed.weights import check_names
 from shoal.model.transform import Transform
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NOTE = "shoal_prune"
 """Name, without its `.json`, of what `shoal prune` writes beside the weights; in a GGUF file a key of the metadata."""

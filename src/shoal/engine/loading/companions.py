@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -14,10 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shoal.engine.loaded import LoadedModel
 from shoal.errors import Unsupported
-
-if TYPE_CHECKING:
-    from shoal.engine.loaded import LoadedModel
 
 OpenModel = Callable[["LoadedModel", Any], "LoadedModel"]
 """The engine of a folder, Hub id, file or transformers model, in the dtype and on the device of another engine."""

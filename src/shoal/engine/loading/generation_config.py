@@ -41,15 +41,7 @@ FIELDS = ("sequence_bias", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size
 
 
 def filled(asked: Mapping[str, Any], recommended: Mapping[str, float]) -> dict[str, Any]:
-    """A request's sampling with what it leaves out.
-
-    Args:
-        asked: the fields of `Sampling` that the request sets; None counts as left out.
-        recommended: by the model's makers; see `recommended` and `of_file`.
-
-    Returns:
-        Fields of `Sampling`, a temperature among them.
-    """
+    """A request's sampling, a temperature too; what it leaves out, or None, comes from what is recommended."""
     asked = {name: value for name, value in asked.items() if value is not None}
     said = dict(recommended)
     if any(name in asked for name in DRAWING):

@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shoal.decode.recipe import Recipe
 from shoal.decode.worker import Paced
 from shoal.errors import Unsupported
-
-if TYPE_CHECKING:
-    from shoal.decode.recipe import Recipe
 
 T = TypeVar("T")
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}

@@ -19,31 +19,28 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.worker import Select
+from shoal.engine.loaded import LoadedModel
 from shoal.engine.memory.amounts import shown
 from shoal.engine.memory.shorter import guesses
 from shoal.heap import give_back, resident
+from shoal.methods.base import Method
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import GROWTH, slot_bytes
 from shoal.model.kv.layer import WINDOW_SLACK, KVLayer
 from shoal.model.kv.memory import SMALL, is_paged
+from shoal.model.packed.linear import Quant
 from shoal.model.packed.native.library import ROOM_BESIDE
 from shoal.model.packed.native_calls import LIMIT
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import ModelRunner
-
-if TYPE_CHECKING:
-    import torch
-
-    from shoal.engine.loaded import LoadedModel
-    from shoal.methods.base import Method
-    from shoal.model.packed.linear import Quant
 
 OVERHEAD = 3 << 20
 """Bytes of a request's small objects and of gaps between them, measured by `lab/benchmarks/memory.py`."""
@@ -262,7 +259,6 @@ def weights_on_disk(place: str, dtype: torch.dtype, quant: Quant | None) -> int:
     It is 0 where it is unknown: the files are not on this machine, or a GGUF file is to be quantised anew.
 
     Args:
-        place: folder or file.
         dtype: in which the weights are to be held. A GGUF file keeps its own types.
         quant: what they are quantised to. Its scales are not counted.
     """
@@ -371,12 +367,7 @@ def _grown(capacity: int, slots: int) -> int:
 
 @lru_cache(maxsize=256)
 def _pages(written: tuple[int, ...], heads: int, capacity: int, size: int) -> int:
-    """Bytes of the pages of a tensor [seqs, heads, capacity] that are written to; see `shoal.model.kv.memory.zeros`.
-
-    Args:
-        written: slots that are written of each sequence.
-        size: bytes of a slot.
-    """
+    """Bytes of pages that are written to of [seqs, heads, capacity] slots; see `shoal.model.kv.memory.zeros`."""
     whole = len(written) * heads * capacity * size
     if whole < SMALL:
         return whole

@@ -10,20 +10,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.decode.running_sequence import RunningSequence
+from shoal.engine.loaded import LoadedModel
 from shoal.engine.memory.amounts import parse, shown
 from shoal.engine.memory.footprint import Footprint, choosing_bytes, footprint, logits_bytes, standing, work_bytes
 from shoal.engine.memory.shorter import amount, guesses, shorter
+from shoal.engine.request import Request
 from shoal.errors import OutOfMemory
 from shoal.heap import resident
 from shoal.methods import make
-
-if TYPE_CHECKING:
-    from shoal.engine.loaded import LoadedModel
-    from shoal.engine.request import Request
-    from shoal.methods.base import Method
+from shoal.methods.base import Method
 
 SPARE = 0.05
 """Share of the limit that no plan uses, since totals are known only so well."""

@@ -12,19 +12,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.decode.batch import Batch, begin
+from shoal.decode.prefixes import Prefixes
 from shoal.decode.recipe import Loop, Recipe
 from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.sequence import SequenceState
 from shoal.engine.engine import Engine
 from shoal.errors import unknown
 from shoal.methods import make
-
-if TYPE_CHECKING:
-    from shoal.decode.prefixes import Prefixes
-    from shoal.model.runner import ModelRunner
+from shoal.model.runner import ModelRunner
 
 _KEPT = 64
 """Recipes of the last requests that are kept."""
@@ -73,7 +71,6 @@ class Batches:
     """The batches of a scheduler. The plain one is always there, another one as long as it has sequences.
 
     Args:
-        runner: the model.
         prefixes: where what sequences have stored is kept for later ones.
 
     Attributes:

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.decode.ledger import Clock
 from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.scheduling.stream import result_of
+from shoal.model.kv.room import Need
 from shoal.types import ModelInfo, Result, Step
-
-if TYPE_CHECKING:
-    from shoal.model.kv.room import Need
 
 
 @dataclass(frozen=True, slots=True)

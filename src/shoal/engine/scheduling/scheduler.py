@@ -16,9 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shoal.decode.batch import Batch
 from shoal.decode.prefixes import Prefixes
+from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.sampling import NotYet
 from shoal.engine.constraints.forbidden import check_ids
 from shoal.engine.engine import Engine
@@ -31,10 +33,6 @@ from shoal.engine.scheduling.worker import WorkerThread
 from shoal.errors import Closed, Interrupted, QueueFull, Unsupported
 from shoal.methods import make
 from shoal.model.kv.room import KVRoom, Need
-
-if TYPE_CHECKING:
-    from shoal.decode.batch import Batch
-    from shoal.decode.running_sequence import RunningSequence
 
 _CHUNK, _ALONE = 64, 256
 """Tokens of a forward that reads prompts: beside sequences that decode, and where no sequence decodes."""
@@ -164,15 +162,12 @@ class Scheduler:
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self, *, drain: bool = True, timeout: float | None = None, last: float | None = None) -> bool:
-        """Take no more requests and end.
+        """Take no more requests and end; returns whether everything was finished in time.
 
         Args:
             drain: whether what has been accepted is finished; otherwise it is cancelled.
             timeout: most seconds to wait for that; what is left is then cancelled.
             last: most seconds to wait then for the turn under way; None for as long as it takes.
-
-        Returns:
-            Whether everything was finished in time.
         """
         with self._wake:
             self._closing = True

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from shoal.decode.batch import begin, run
 from shoal.decode.ledger import Clock, SequenceLedger
 from shoal.decode.running_sequence import RunningSequence
+from shoal.engine.loaded import LoadedModel
 from shoal.engine.memory.amounts import naming
 from shoal.model.kv.cache import KVBytes, KVCache
 from shoal.types import ModelInfo, Result, Stats, Step
-
-if TYPE_CHECKING:
-    from shoal.engine.loaded import LoadedModel
 
 
 class Stream(Iterator[Step]):

@@ -24,12 +24,7 @@ _PIECE = 64
 
 
 class TokenNames:
-    """The names of tokens in one answer.
-
-    Args:
-        vocabulary: the bytes of tokens; None for a model without a tokenizer.
-        as_ids: whether to name tokens by their ids, `token_id:5`, as without a tokenizer.
-    """
+    """The names of tokens in one answer: their texts, or `token_id:5` without a vocabulary or `as_ids`."""
 
     def __init__(self, vocabulary: TokenBytes | None, as_ids: bool = False) -> None:
         self.vocabulary, self._as_ids = vocabulary, as_ids
@@ -145,13 +140,7 @@ def _added(prompt: str | Sequence[int], ids: Sequence[int], tokenizer: Any) -> s
 
 @dataclass(frozen=True)
 class Echo:
-    """The echo of a prompt, before the text of an answer.
-
-    Attributes:
-        text: the prompt; empty for no echo.
-        scored: the log-probabilities of its tokens; empty if they are not wanted.
-        offsets: where each token begins in the text.
-    """
+    """A prompt before an answer: its text, and of its tokens log-probabilities, if wanted, and where each begins."""
 
     text: str = ""
     scored: Sequence[TokenLogprob] = ()

@@ -93,12 +93,7 @@ class Calls(Constraint):
 
 
 def _calls(tools: Sequence[Mapping[str, Any]], forms: Sequence[bool], tagged: bool, several: bool) -> str:
-    """The rule for calls. The arguments of each have their own grammar, so that references in their schema stay in it.
-
-    Args:
-        forms: allowed forms of a call, with tags or without: a model with a choice often forgets the tags.
-        tagged: whether the template has tags.
-    """
+    """The rule for calls, with tags or without. Arguments have a grammar each: references in a schema stay in it."""
     functions = [tool["function"] for tool in tools]
     rules = [f"calls: call{_more(tagged) if several else ''}",
              "call: " + " | ".join(f"call_{place}" for place in range(len(functions)))]
@@ -127,10 +122,7 @@ def tools_of(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, several: bool | None, template: Any,
     final: Constraint | None = None, messages: Sequence[Mapping[str, Any]] = (),
 ) -> Tools | None:
-    """The tools of a request; None if it offers none, or none may be called.
-
-    Args:
-        final: the request's constraint on an answer that calls nothing.
+    """The tools of a request, None where none may be called; `final` is the constraint on an answer without a call.
 
     Raises:
         ApiError: 400 for a wrong tool or choice, and for a model whose template has no place for tools.

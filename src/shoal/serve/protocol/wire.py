@@ -52,9 +52,7 @@ class ChoicesWire(Wire):
     """An answer as a list of choices, whole or in chunks.
 
     Args:
-        body: the request.
         prefix, kind, chunk: the beginning of the answer's id, and the names of its type and of its chunks' type.
-        names: of tokens.
     """
 
     name: str
