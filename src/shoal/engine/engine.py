@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, overload
 
-from torch import Tensor
 from typing_extensions import Unpack
 
 from shoal.decode.recipe import Recipe
@@ -97,7 +96,6 @@ class Engine:
         self._memory: dict[Any, Any] = {}
         self._meters: dict[str, Meter] = {}
         self._said: set[str] = set()
-        self._cut: tuple[tuple[int, ...], Callable[[Tensor], Tensor]] | None = None
 
     def __reduce__(self) -> NoReturn:
         raise stays_here("an engine")
@@ -287,12 +285,6 @@ class Engine:
         if len(keeps) == len(seqs):
             reserve = [room + max(keep.most_slots(slots) for keep in keeps) for slots in reserve]
         return KVCache(self.runner.windows, len(seqs), reserve)
-
-    def cut_head(self, ids: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        """Logits of the ids alone, as `ModelRunner.cut_head` gives them; the last head is kept for the next request."""
-        if self._cut is None or self._cut[0] != ids:
-            self._cut = ids, self.runner.cut_head(ids)
-        return self._cut[1]
 
     def turn(self) -> AbstractContextManager[bool]:
         """The lock that a forward holds; a logits processor may use the engine itself."""

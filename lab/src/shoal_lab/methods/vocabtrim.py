@@ -64,8 +64,10 @@ class VocabTrim(SecondModelMethod):
         from shoal_lab.drafts.cut_head import CutHeadProposer
 
         ids, engine = self._ids(info), self.draft_engine(info)
-        name = engine.model_name or "the draft model"
-        return CutHeadProposer(engine.runner, self._shape(), name, engine.cut_head(ids), ids)
+        known, name = info.memory.get(self.name), engine.model_name or "the draft model"
+        if known is None or known[:2] != (engine.runner, ids):
+            known = info.memory[self.name] = engine.runner, ids, engine.runner.cut_head(ids)
+        return CutHeadProposer(engine.runner, self._shape(), name, known[2], ids)
 
     def _ids(self, info: ModelInfo) -> tuple[int, ...]:
         if self.text is None and self.tokens is None:
