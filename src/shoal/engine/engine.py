@@ -221,19 +221,15 @@ class Engine:
                 "several times the quality of a measured order. Measure them with shoal.quick_card(engine), a minute "
                 "once, or with `shoal calibrate`", chosen.name, self.model_name or "this model",
             )
-        return replace(recipe, horizon=recipe.horizon or max_new_tokens, meter=self._meter(chosen.name, recipe))
+        metered = recipe.scratch and not recipe.self_metered  # a warning is due where guessing loses time
+        meter = self._meters.setdefault(chosen.name, Meter(chosen.name, self._say_once)) if metered else None
+        return replace(recipe, horizon=recipe.horizon or max_new_tokens, meter=meter)
 
     def _say_once(self, message: str) -> None:
         """Log a warning that this engine has not given yet."""
         if message not in self._said:
             self._said.add(message)
             log.warning(message)
-
-    def _meter(self, name: str, recipe: Recipe) -> Meter | None:
-        """The meter that warns of a method that loses time by guessing; None where the method measures itself."""
-        if not recipe.scratch or recipe.self_metered:
-            return None
-        return self._meters.setdefault(name, Meter(name, self._say_once))
 
     def seqs(
         self, ids: Sequence[list[int]], request: Request, recipe: Recipe | None = None, *, patient: bool = True

@@ -54,14 +54,10 @@ class Session:
         tokenizer, runner = self._engine.tokenizer, self._engine.runner
         ids = prompt_ids(chat_ids(messages, tokenizer), tokenizer, runner.vocab_size, runner.max_positions)
         seqs = self._engine.seqs([ids], request)
-        self._rewind(ids)
+        # The cache keeps what the ids begin with, less what is shallow. The last token is always run.
+        del self._cached[self._cache.truncate(0, min(common(self._cached, ids), len(ids) - 1)) :]
         self._last = Turn(self, messages, self._engine, seqs, self._cache)
         return self._last
-
-    def _rewind(self, ids: Sequence[int]) -> None:
-        """Keep of the cache what `ids` begins with, less what is shallow. The last token is always run."""
-        kept = self._cache.truncate(0, min(common(self._cached, ids), len(ids) - 1))
-        del self._cached[kept:]
 
     def keep(self, messages: list[dict[str, str]], answer: str, tokens: Sequence[int]) -> None:
         """Take over a turn: the conversation, and the tokens that the cache now holds."""

@@ -173,7 +173,8 @@ def keep(data: Mapping[str, Any]) -> Path:
 
 def sizes_of(runner: ModelRunner) -> dict[str, int]:
     """Layers, vocabulary and width, which are the same for every backend."""
-    return {"layers": runner.num_layers, "vocab": runner.vocab_size, "hidden": _width(runner)}
+    hidden = runner.shape.hidden if isinstance(runner, PackedRunner) else max(map(len, _norms(runner, 0)), default=0)
+    return {"layers": runner.num_layers, "vocab": runner.vocab_size, "hidden": hidden}
 
 
 def norm_keys(runner: ModelRunner) -> tuple[str, ...]:
@@ -211,12 +212,6 @@ def _hash(layers: list[list[Tensor]]) -> str:
             digest.update(hashlib.sha256(part).digest())
         digest.update(b"layer")
     return digest.hexdigest()[:16]
-
-
-def _width(runner: ModelRunner) -> int:
-    if isinstance(runner, PackedRunner):
-        return runner.shape.hidden
-    return max((len(vector) for vector in _norms(runner, 0)), default=0)
 
 
 def _fingerprint(engine: LoadedModel) -> str | None:

@@ -179,7 +179,7 @@ async def apart(work: Callable[..., Made], *given: Any) -> Made:
 
 
 def conversation(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, strict: bool = False
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, strict: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Messages for the model's template, and the names of their fields without effect.
 

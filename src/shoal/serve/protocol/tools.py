@@ -95,7 +95,8 @@ class Calls(Constraint):
 def _calls(tools: Sequence[Mapping[str, Any]], forms: Sequence[bool], tagged: bool, several: bool) -> str:
     """The rule for calls, with tags or without. Arguments have a grammar each: references in a schema stay in it."""
     functions = [tool["function"] for tool in tools]
-    rules = [f"calls: call{_more(tagged) if several else ''}",
+    more = ' ("\\n" call)*' if tagged else ' ("; " call)*'
+    rules = [f"calls: call{more if several else ''}",
              "call: " + " | ".join(f"call_{place}" for place in range(len(functions)))]
     for place, function in enumerate(functions):
         head = f'{{"name": {json.dumps(function["name"])}, "{"arguments" if tagged else "parameters"}": '
@@ -104,10 +105,6 @@ def _calls(tools: Sequence[Mapping[str, Any]], forms: Sequence[bool], tagged: bo
         rules += [f"call_{place}: {' | '.join(ways)}",
                   f"arguments_{place}: {_arguments(function).grammar().removeprefix('start: ')}"]
     return "\n".join(rules)
-
-
-def _more(tagged: bool) -> str:
-    return ' ("\\n" call)*' if tagged else ' ("; " call)*'
 
 
 def _arguments(function: Mapping[str, Any]) -> JsonSchema:
@@ -329,16 +326,12 @@ class CallReader:
         if isinstance(said, dict) and isinstance(said.get("tool_calls"), list):
             said = said["tool_calls"]
         found = [self._call(one) for one in (said if isinstance(said, list) else [said])]
-        if not all(found) or not (marked or self.tools.constraint or self._news(found)):
-            return []
         calls = [{"index": self.calls + place, **call} for place, call in enumerate(found) if call is not None]
+        known = {key_of(call["function"]["name"], call["function"]["arguments"]) for call in calls} <= self.tools.made
+        if len(calls) < len(found) or (known and not (marked or self.tools.constraint)):
+            return []
         self.calls += len(calls)
         return calls
-
-    def _news(self, calls: Sequence[dict[str, Any] | None]) -> bool:
-        """Whether one of the calls was not made earlier in this turn."""
-        made = [key_of(call["function"]["name"], call["function"]["arguments"]) for call in calls if call is not None]
-        return not {*made} <= self.tools.made
 
     def _call(self, said: Any) -> dict[str, Any] | None:
         """A call, from its JSON; None if it is no call of an offered function."""
