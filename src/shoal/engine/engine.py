@@ -249,18 +249,12 @@ class Engine:
         asked = zip(ids, stops, request.constraints(len(ids)), strict=True)
         return [
             RunningSequence(
-                number=number,
-                seq_id=number,
-                tokens=list(tokens),
-                prompt_length=len(tokens),
-                stop=stop,
-                plan=recipe.plan,
+                number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
+                sampling=request.sampling, seed=seed, plan=recipe.plan,
                 recipe=recipe if wanted is None
                 else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens, patient)),
-                sampling=request.sampling,
                 processors=(*self._generation_processors(tokens, request.max_new_tokens), *forbid(len(tokens)),
                             *request.logits_processor),
-                seed=seed,
             )
             for number, (tokens, stop, wanted) in enumerate(asked)
         ]

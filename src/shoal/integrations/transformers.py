@@ -104,11 +104,10 @@ class BoundMethod:
         generation_config: Any = None, **model_kwargs: Any,
     ) -> Any:
         """Decode, called by `generate` as its `custom_generate`."""
-        return run_custom_generate(
-            self.method, model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-            generation_config=generation_config, streamer=self.streamer, tokenizer=self.tokenizer,
-            stop_strings=self.stop_strings, **model_kwargs,
-        )  # fmt: skip
+        return run_custom_generate(self.method, model, input_ids, logits_processor=logits_processor,
+                                   stopping_criteria=stopping_criteria, generation_config=generation_config,
+                                   streamer=self.streamer, tokenizer=self.tokenizer, stop_strings=self.stop_strings,
+                                   **model_kwargs)
 
 
 def attach(generation_config: Any, method: Method | str | Mapping[str, Any] | Sequence[Any]) -> Any:
@@ -123,10 +122,8 @@ def method_from(generation_config: Any) -> Method:
     """The method that `attach` stored; ValueError if there is none."""
     spec = getattr(generation_config, KEY, None)
     if spec is None:
-        raise ValueError(
-            f"the generation_config names no method under {KEY!r}; "
-            "use shoal.integrations.transformers.attach(generation_config, method), or name a method in the call"
-        )
+        raise ValueError(f"the generation_config names no method under {KEY!r}; use shoal.integrations.transformers."
+                         "attach(generation_config, method), or name a method in the call")
     return make(spec)
 
 
@@ -140,11 +137,9 @@ def generate(
     `model.generate(**inputs, custom_generate=generate)` uses the method that `attach` stored in the model's generation
     configuration; `method="d3", method_args={"alpha": 0.99}` in the same call takes precedence.
     """
-    return run_custom_generate(
-        named(method, method_args) or method_from(generation_config), model, input_ids,
-        logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config,
-        **model_kwargs,
-    )  # fmt: skip
+    chosen = named(method, method_args) or method_from(generation_config)
+    return run_custom_generate(chosen, model, input_ids, logits_processor=logits_processor,
+                               stopping_criteria=stopping_criteria, generation_config=generation_config, **model_kwargs)
 
 
 def named(method: Any, method_args: Mapping[str, Any] | None) -> Method | None:
@@ -203,9 +198,7 @@ class _GenerateCall:
                 if streamer is not None:
                     streamer.put(torch.tensor([step.token]))
         ids = _sequences.sequences(self.input_ids, seqs, self._pad() or 0)
-        if not self.config.return_dict_in_generate:
-            return ids
-        return _sequences.output(ids, seqs, records or (), self.config)
+        return _sequences.output(ids, seqs, records or (), self.config) if self.config.return_dict_in_generate else ids
 
     def _seqs(
         self, engine: Engine, ending: Ending, padding: Sequence[int], records: Sequence[Record] | None

@@ -152,18 +152,14 @@ class TokenRoutes:
         """The model, the server's defaults, and what is known about the model's layers."""
         engine, card = self._engine, self._engine.card
         return {
-            "model_alias": self._settings.model_name,
-            "build_info": f"shoal {__version__}",
+            "model_alias": self._settings.model_name, "build_info": f"shoal {__version__}",
             "total_slots": self._scheduler.max_seqs,
             "chat_template": getattr(self._tokenizer, "chat_template", None),
             "modalities": {"vision": False, "audio": False},
-            "default_generation_settings": {
-                "n_ctx": engine.runner.max_positions, "params": filled({}, engine.sampling),
-            },
-            "num_layers": engine.runner.num_layers,
-            "vocab_size": engine.runner.vocab_size,
-            "eos_token_ids": sorted(engine.eos_token_ids),
-            "changes": engine.changes,
+            "default_generation_settings": {"n_ctx": engine.runner.max_positions,
+                                            "params": filled({}, engine.sampling)},
+            "num_layers": engine.runner.num_layers, "vocab_size": engine.runner.vocab_size,
+            "eos_token_ids": sorted(engine.eos_token_ids), "changes": engine.changes,
             "card": {"layer_scores": {kind: list(found) for kind, found in card.layer_scores.items()},
                      "order": card.order, "bears": card.bears, "skips": card.skips, "origin": card.origin},
         }
