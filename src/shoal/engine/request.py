@@ -214,10 +214,8 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, max_length: int | N
     if wrong is not None:
         raise ValueError(f"the prompt holds token id {wrong}; the model's ids are 0..{vocab_size - 1}")
     if max_length is not None and len(ids) >= max_length:
-        raise ValueError(
-            f"the prompt has {len(ids)} tokens and the model's context {max_length}, which must also hold the answer; "
-            "shorten the prompt"
-        )
+        raise ValueError(f"the prompt has {len(ids)} tokens and the model's context {max_length}, which must also hold "
+                         "the answer; shorten the prompt")
     return ids
 
 

@@ -122,10 +122,9 @@ def find(unsafe: bool = False) -> Kind:
         reasons.append(f"{kind}: {why}")
     if unsafe:
         return "none"
-    raise Unsupported(
-        "running code that a model wrote", "; ".join(reasons) or "there is a sandbox on Linux only",
-        "Install bubblewrap or allow user namespaces, or give --unsafe where the whole machine may be lost",
-    )
+    raise Unsupported("running code that a model wrote", "; ".join(reasons) or "there is a sandbox on Linux only",
+                      "Install bubblewrap or allow user namespaces, or give --unsafe where the whole machine may be "
+                      "lost")
 
 
 def _command(kind: Kind, home: str) -> list[str]:

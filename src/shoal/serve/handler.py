@@ -71,7 +71,7 @@ class RequestHandler:
         limit = body.limit(self._settings.default_max_tokens, self._settings.max_tokens)
         tools = body.tools_for(getattr(self._tokenizer, "chat_template", None))
         told, more = conversation(body.messages, self._tokenizer, self._settings.strict)
-        ids = await apart(chat_ids, told, self._tokenizer, {**body.variables(tools), **body.opening(told)})
+        ids = await apart(chat_ids, told, self._tokenizer, body.variables(tools, told))
         self._check(body, 1)
         answer = await self._start(request, body, [ids], limit, tools)
         return self._noted(await self._answer(request, body, answer, wire(answer, tools)), [*ignored, *more])

@@ -78,10 +78,8 @@ class Card:
             raise ValueError(why) from error
         for kind, values in scores.items():
             if len(values) != num_layers:
-                raise ValueError(
-                    f"{name} holds {len(values)} scores of kind {kind!r}, but the model has {num_layers} layers; "
-                    "calibrate this model or remove the file"
-                )
+                raise ValueError(f"{name} holds {len(values)} scores of kind {kind!r}, but the model has {num_layers} "
+                                 "layers; calibrate this model or remove the file")
         real = isinstance(bears, int | float) and not isinstance(bears, bool)
         if bears is not None and not (real and 0 < bears <= num_layers):
             raise ValueError(f"{name} says the model bears {bears!r} layers; it must be in (0, {num_layers}]")

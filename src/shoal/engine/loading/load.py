@@ -101,10 +101,8 @@ def load(
         remedy = "Give its folder, Hub id or GGUF file"
         raise Unsupported("a transform of a loaded model", "it is never changed, and would be held twice", remedy)
     if dtype is not None or device is not None:
-        raise ValueError(
-            "dtype and device belong to models that Shoal loads itself; a model that you hand over is never changed. "
-            "Convert it before, with model.to(...)"
-        )
+        raise ValueError("dtype and device belong to models that Shoal loads itself; a model that you hand over is "
+                         "never changed. Convert it before, with model.to(...)")
     return _limited(engine_for(model, tokenizer, quant=quant, backend=backend), limit)
 
 

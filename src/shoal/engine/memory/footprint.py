@@ -79,11 +79,6 @@ class Footprint:
         """The whole process."""
         return sum(asdict(self).values())
 
-    @property
-    def request(self) -> int:
-        """What the request adds to the process as it stands."""
-        return self.total - self.process - self.weights
-
     def to_dict(self) -> dict[str, int]:
         """Parts and total."""
         return {**asdict(self), "total": self.total}

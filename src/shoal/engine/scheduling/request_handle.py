@@ -126,9 +126,7 @@ class RequestHandle(Iterator[Step]):
         entries: the request's sequences.
     """
 
-    def __init__(
-        self, info: ModelInfo, cancel: Callable[[RequestHandle], None], deliver: Deliver | None = None
-    ) -> None:
+    def __init__(self, info: ModelInfo, cancel: Callable[[RequestHandle], None], deliver: Deliver | None) -> None:
         self._info, self._cancel = info, cancel
         self._items: SimpleQueue[Item] = SimpleQueue()
         self.deliver: Deliver = deliver or self._items.put

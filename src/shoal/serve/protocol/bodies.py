@@ -189,24 +189,21 @@ class ChatBody(Body):
     reasoning: dict[str, Any] | None = None
     enable_thinking: bool | None = None
 
-    def opening(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Options of the chat template that say where the answer begins."""
-        return opening(messages, self.add_generation_prompt, self.continue_final_message)
-
     def tools_for(self, template: Any) -> Tools | None:
         """The tools that a model with that chat template may call; ApiError 400 if the request for them is wrong."""
         asked = constraint_of(dict(self)) if self.tools else None
         final = asked if isinstance(asked, Constraint) else None
         return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, template, final, self.messages)
 
-    def variables(self, tools: Tools | None) -> dict[str, Any]:
-        """Variables of the chat template, in addition to the messages."""
+    def variables(self, tools: Tools | None, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Variables of the chat template, in addition to the messages, and where the answer to these begins."""
         told = self.reasoning_effort or (self.reasoning or {}).get("effort")
         effort: dict[str, Any] = {} if told is None else {"reasoning_effort": told}
         if self.enable_thinking is not None:
             effort["enable_thinking"] = self.enable_thinking
         offered = {} if tools is None else {"tools": list(tools.offered)}
-        return {**effort, **self.chat_template_kwargs, **offered}
+        begins = opening(messages, self.add_generation_prompt, self.continue_final_message)
+        return {**effort, **self.chat_template_kwargs, **offered, **begins}
 
     @property
     @override
