@@ -103,7 +103,6 @@ class BatchRunner:
 
     Args:
         scheduler: decodes the lines. Nothing else should use it: its queue is kept short.
-        defaults: options of lines that do not give their own.
     """
 
     def __init__(self, scheduler: Scheduler, defaults: Mapping[str, Any]) -> None:

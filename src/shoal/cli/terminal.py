@@ -80,13 +80,7 @@ def _guesses(stats: Stats) -> str:
 
 @dataclass(frozen=True)
 class Tint:
-    """Colours text by depth, on a ramp from blue (deep) to sand (shallow); drafted tokens on one of greens.
-
-    Attributes:
-        shallow: number of layers at the light end of the ramp.
-        deep: number of layers at the dark end.
-        truecolor: use 24-bit colours, else the 256 of xterm.
-    """
+    """Colours text from blue (`deep` layers) to sand (`shallow`), drafted tokens in greens; else of xterm's 256."""
 
     shallow: float
     deep: float

@@ -27,7 +27,6 @@ class Answer:
     """Yields the steps of all choices as they come. Choice `i * n + j` is answer j to prompt i.
 
     Args:
-        scheduler: decodes the request.
         n: answers per prompt.
         timeout: seconds until the request fails; None for no limit.
         most: most answers, over all prompts; a search counts once per possible branch.

@@ -15,15 +15,7 @@ _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503:
 
 
 class ApiError(Exception):
-    """An error to send to the client.
-
-    Args:
-        status: HTTP status.
-        message: what is wrong and what to do.
-        param: the field in error.
-        code: a short code for programs.
-        headers: of the response; by default those of the status.
-    """
+    """An error for the client: `param` is the field in error, `code` is for programs; `headers` follow the status."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,

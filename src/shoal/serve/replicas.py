@@ -51,8 +51,6 @@ class Fleet:
     """The operator's options for all replicas together.
 
     Attributes:
-        replicas: how many.
-        host: the address to listen on.
         port: its port; 0 takes a free one.
         device: where they compute; None for CUDA if there is a GPU.
         grace: seconds that requests have to finish when the server shuts down.

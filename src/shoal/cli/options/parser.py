@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -61,16 +61,11 @@ class Parser(argparse.ArgumentParser):
         args, rest = self.parse_known_args(list(argv))
         wrong = next((arg.split("=")[0] for arg in rest if arg.startswith("-")), None)
         if wrong is not None:
-            self.error(f"there is no option {wrong}{suggest(wrong, self._option_string_actions)}")
+            near = get_close_matches(wrong, self.options, n=1, cutoff=_NEAR)
+            self.error(f"there is no option {wrong}.{f' Did you mean {near[0]}?' if near else ''}")
         if rest:
             self.error(f"unexpected argument {rest[0]!r}; put quotes around a text with spaces")
         return args
-
-
-def suggest(option: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown option: a question with the nearest known one, or a full stop."""
-    near = get_close_matches(option, list(known), n=1, cutoff=_NEAR)
-    return f". Did you mean {near[0]}?" if near else "."
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
@@ -90,7 +85,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     choice.add_options(parser.method_options)
     _refuse_foreign_options(parser, choice, argv)
     args = parser.parse_all(argv)
-    args.method = choice.make(args)
+    args.method = methods.make([choice.make(args), *getattr(args, "with", ())])
     return args
 
 
@@ -117,7 +112,6 @@ class Choice:
     """The method named on a command line, before its options are read.
 
     Attributes:
-        cls: the method's class.
         card: the method of a JSON card; options override single fields of it.
         tuned: the wrapper that binds the card's method to the model that it was tuned for; its fields are no options.
         flags: the method's options, set by `add_options`.
@@ -167,10 +161,7 @@ class Choice:
         return f" (default: {value if len(str(value)) <= 60 else 'as the card says'})"
 
     def make(self, args: argparse.Namespace) -> Method:
-        """The method with the given options, combined with the methods given by `--with`."""
-        return methods.make([self._make(args), *getattr(args, "with", ())])
-
-    def _make(self, args: argparse.Namespace) -> Method:
+        """The method with the given options."""
         given = {name[len(_PREFIX) :]: value for name, value in vars(args).items() if name.startswith(_PREFIX)}
         if self.card is not None:
             changed = dataclasses.replace(self.card, **given)

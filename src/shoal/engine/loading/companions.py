@@ -69,13 +69,10 @@ def check_tokens(home: LoadedModel, other: LoadedModel) -> None:
     """Refuse a draft model whose tokens are not the home engine's; see `same_tokens`."""
     if same_tokens(home, other):
         return
-    name = other.model_name or "the draft model"
+    why = f"it has {other.runner.vocab_size} tokens and the model {home.runner.vocab_size}, so their ids differ"
     if home.tokenizer is not None and other.tokenizer is not None:
-        raise Unsupported(f"drafting with {name!r}", "its tokenizer has another vocabulary", _REMEDY)
-    raise Unsupported(
-        f"drafting with {name!r}",
-        f"it has {other.runner.vocab_size} tokens and the model {home.runner.vocab_size}, so their ids differ", _REMEDY,
-    )
+        why = "its tokenizer has another vocabulary"
+    raise Unsupported(f"drafting with {other.model_name or 'the draft model'!r}", why, _REMEDY)
 
 
 class TrainedTensors:

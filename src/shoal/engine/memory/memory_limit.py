@@ -32,7 +32,6 @@ class MemoryPlan:
     """How a request is decoded.
 
     Attributes:
-        method: by which method.
         seqs: prompts at a time.
         sizes: memory of the largest group of that many prompts.
         changed: what was given up for the memory, in words; empty for nothing.

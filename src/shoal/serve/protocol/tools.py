@@ -183,13 +183,7 @@ def _opening(bound: bool) -> regex.Pattern[str]:
 
 @dataclass
 class _Brackets:
-    """Finds the end of a JSON value in a growing text; reads no character twice.
-
-    Attributes:
-        at: how far the text was read.
-        missing: the closing brackets still to come.
-        quoted: whether a string is open.
-    """
+    """Finds the end of a JSON value in a growing text, read until `at`; `missing` are closing brackets to come."""
 
     at: int
     missing: str = ""
@@ -218,12 +212,7 @@ class _Brackets:
 
 @dataclass
 class CallReader:
-    """Parses calls from an answer; text that may be part of a call is held back.
-
-    Attributes:
-        tools: those that may be called.
-        calls: number of calls so far.
-    """
+    """Parses calls of these tools from an answer, and counts them; what may be part of a call is held back."""
 
     tools: Tools
     calls: int = 0
