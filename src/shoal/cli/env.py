@@ -28,12 +28,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the facts."""
     facts = {**collect(), "config_files": [str(path) for path in config.files()]}
-    if args.json:
-        common.print_json(facts)
-    else:
-        width = max(map(len, facts))
-        print("\n".join(f"{name:<{width}}  {_text(value)}" for name, value in facts.items()))
-    return 0
+    width = max(map(len, facts))
+    return common.show(args, facts, "\n".join(f"{name:<{width}}  {_text(value)}" for name, value in facts.items()))
 
 
 def collect() -> dict[str, Any]:

@@ -48,16 +48,11 @@ def run(args: argparse.Namespace) -> int:
     engine = common.load_engine(args) if args.model else None
     info = None if engine is None else engine.info()
     rows = table(info)
-    if args.json:
-        common.print_json({"methods": rows, "model": args.model, "card": None if engine is None else _card(engine),
-                           "changes": engine.changes if engine else ""})
-    else:
-        print("\n\n".join(_text(row, rows) for row in rows))
-        if engine is not None:
-            print(f"\n{_layers(engine)}")
-            if engine.changes:
-                print(f"It was made of another model ({engine.changes}): exact means equal to this one, not to that.")
-    return 0
+    text = "\n\n".join([*(_text(row, rows) for row in rows), *([] if engine is None else [_layers(engine)])])
+    if engine is not None and engine.changes:
+        text += f"\nIt was made of another model ({engine.changes}): exact means equal to this one, not to that."
+    return common.show(args, {"methods": rows, "model": args.model, "card": None if engine is None else _card(engine),
+                              "changes": engine.changes if engine else ""}, text)
 
 
 def _card(engine: Engine) -> dict[str, Any]:

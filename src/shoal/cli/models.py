@@ -42,12 +42,8 @@ def run(args: argparse.Namespace) -> int:
     found = held()
     room = memory.free(torch.device("cpu"))
     absent = {name: catalog.remedy(name) for name in catalog.KNOWN if name not in {model.name for model in found}}
-    if args.json:
-        rows = [{**asdict(model), "fits": fits(model, room)} for model in found]
-        common.print_json({"models": rows, "free_bytes": room, "absent": absent})
-    else:
-        print(_text(found, room, absent))
-    return 0
+    rows = [{**asdict(model), "fits": fits(model, room)} for model in found]
+    return common.show(args, {"models": rows, "free_bytes": room, "absent": absent}, _text(found, room, absent))
 
 
 def fits(model: HeldModel, room: int | None) -> bool | None:

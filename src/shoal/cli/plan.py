@@ -64,11 +64,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = args.method.recipe(info)
     if args.plot is not None:
         draw(recipe.plan, info.max_new_tokens, args.plot)
-    if args.json:
-        common.print_json(report(args.method.to_dict(), recipe, info))
-    else:
-        print(text(args.method.name, recipe.plan, info, head_known=args.layers is None))
-    return 0
+    drawn = text(args.method.name, recipe.plan, info, head_known=args.layers is None)
+    return common.show(args, report(args.method.to_dict(), recipe, info), drawn)
 
 
 def _info(args: argparse.Namespace) -> ModelInfo:
@@ -96,13 +93,10 @@ def _memory(args: argparse.Namespace) -> int:
     assert engine.limit is not None
     request = Request.from_options({"method": args.method, "max_new_tokens": args.max_new_tokens})
     plan = engine.limit.plan(engine, [[0] * args.prompt_tokens] * args.rows, request)
-    if args.json:
-        common.print_json({**plan.method.to_dict(), "memory": engine.limit.memory, "rows": plan.seqs,
-                           "changed": plan.changed, "bytes": plan.sizes.to_dict()})
-    else:
-        fits = f"{plan.method.name}, {plan.seqs} of {args.rows} prompts at a time: fits into {args.memory}"
-        print("\n".join([fits, plan.sizes.table(), *([f"given up: {plan.changed}"] if plan.changed else [])]))
-    return 0
+    fits = f"{plan.method.name}, {plan.seqs} of {args.rows} prompts at a time: fits into {args.memory}"
+    lines = [fits, plan.sizes.table(), *([f"given up: {plan.changed}"] if plan.changed else [])]
+    return common.show(args, {**plan.method.to_dict(), "memory": engine.limit.memory, "rows": plan.seqs,
+                              "changed": plan.changed, "bytes": plan.sizes.to_dict()}, "\n".join(lines))
 
 
 def bands(plan: DepthPlan, num_tokens: int) -> list[Band]:

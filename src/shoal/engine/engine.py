@@ -155,10 +155,7 @@ class Engine:
         Raises:
             ValueError: an unknown or impossible option, or a prompt that is empty or too long.
         """
-        request, ids = self._asked(prompt, options)
-        size = len(ids)
-        if self.limit is not None:
-            request, size = self._planned(ids, request)
+        request, ids, size = self._asked(prompt, options)
         seqs, results = self.seqs(ids, request), list[Result]()
         for first in range(0, len(seqs), size):
             group = seqs[first : first + size]
@@ -175,29 +172,24 @@ class Engine:
 
         Takes what `generate` takes. Leaving the loop early, or `close`, ends the generation and frees its memory.
         """
-        request, ids = self._asked(prompt, options)
-        if self.limit is not None:
-            request, size = self._planned(ids, request)
-            if size < len(ids):
-                raise OutOfMemory(f"a stream of {len(ids)} prompts at once", f"{size} fit into the memory of "
-                                  f"{shown(int(self.limit.memory))}", "Stream fewer prompts, or use engine.generate")
+        request, ids, size = self._asked(prompt, options)
+        if self.limit is not None and size < len(ids):
+            raise OutOfMemory(f"a stream of {len(ids)} prompts at once", f"{size} fit into the memory of "
+                              f"{shown(int(self.limit.memory))}", "Stream fewer prompts, or use engine.generate")
         seqs = self.seqs(ids, request)
         return Stream(self, seqs, self.cache_for(seqs, request.max_new_tokens))
 
-    def _asked(self, prompt: Any, options: Mapping[str, Any]) -> tuple[Request, list[list[int]]]:
-        """Options and prompts, checked."""
+    def _asked(self, prompt: Any, options: Mapping[str, Any]) -> tuple[Request, list[list[int]], int]:
+        """Options, as they fit into the memory, and prompts, checked, and how many of these fit at a time."""
         request = Request.from_options(options)
-        prompts = list(prompt) if is_batch(prompt) else [prompt]
-        return request, [prompt_ids(p, self.tokenizer, self.runner.vocab_size, self.runner.max_positions)
-                         for p in prompts]
-
-    def _planned(self, ids: Sequence[list[int]], request: Request) -> tuple[Request, int]:
-        """The request as it fits into the memory, and how many of its prompts at a time."""
-        assert self.limit is not None
+        ids = [prompt_ids(one, self.tokenizer, self.runner.vocab_size, self.runner.max_positions)
+               for one in (prompt if is_batch(prompt) else [prompt])]
+        if self.limit is None:
+            return request, ids, len(ids)
         plan = self.limit.plan(self, ids, request)
         if plan.changed:
             self._say_once(f"to stay within {shown(int(self.limit.memory))}: {plan.changed}")
-        return replace(request, method=plan.method), plan.seqs
+        return replace(request, method=plan.method), ids, plan.seqs
 
     def plan(self, method: Any = "full", *, max_new_tokens: int = 256) -> list[tuple[int, ...]]:
         """The layers that each step runs; entry 0 is the token that comes from the prefill: all layers."""

@@ -266,6 +266,15 @@ def _know_layers(engine: Engine, args: argparse.Namespace) -> None:
               file=sys.stderr)
 
 
+def show(args: argparse.Namespace, value: dict[str, Any], text: str) -> int:
+    """Print a text, or the value as JSON where that was asked for; returns 0, the exit code."""
+    if args.json:
+        print_json(value)
+    else:
+        print(text)
+    return 0
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on one line of stdout."""
     print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
