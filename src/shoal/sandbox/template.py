@@ -51,12 +51,11 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options
             return str(tokenizer.apply_chat_template(messages, **options, tokenize=False))
         template = tokenizer.get_chat_template(None, options.get("tools"))
         spoken = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        text: str = _helpers.ask([template, spoken, {**tokenizer.special_tokens_map, **options}])
+        return str(_helpers.ask([template, spoken, {**tokenizer.special_tokens_map, **options}]))
     except OverLimit as error:
         raise TakesTooMuch(_REFUSED + str(error)) from None
     except Exception as error:  # templates raise anything, mostly about the order of roles
         raise ValueError(_REFUSED + _reason(error)) from None
-    return text
 
 
 def answer(question: tuple[str, list[dict[str, Any]], dict[str, Any]]) -> str:

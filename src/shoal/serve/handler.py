@@ -186,8 +186,9 @@ class RequestHandler:
         try:
             if told := wire.opening(len(answer.entries)):
                 yield told
+            each = body.include_usage and body.stream_options.get("continuous_usage_stats")  # as in vLLM
             async for came in answer.items():
-                if told := wire.events(came, answer.usage if body.usage_of_each else None):
+                if told := wire.events(came, answer.usage if each else None):
                     yield told  # one piece, since each has to pass all middleware
             yield wire.closing(answer.results, answer.usage, _metrics(body, answer))
         except Exception as error:

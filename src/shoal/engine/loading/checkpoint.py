@@ -141,8 +141,7 @@ class Checkpoint:
         from transformers import GenerationConfig
 
         try:
-            options = {} if self.revision is None else {"revision": self.revision}
-            return GenerationConfig.from_pretrained(self.place, **options)
+            return GenerationConfig.from_pretrained(self.place, revision=self.revision or "main")
         except OSError:
             return None
 

@@ -134,8 +134,7 @@ def engine_for(
     runner: ModelRunner | None = None
     if backend != "hf":
         embedding = model.get_input_embeddings().weight
-        source = ModelSource(model)
-        runner = _pack(model.config, source, embedding.dtype, embedding.device, quant, backend, reference=model)
+        runner = _pack(model.config, ModelSource(model), embedding.dtype, embedding.device, quant, backend, model)
     if runner is None:
         with in_transformers(model.config, "it cannot be taken apart into layers, which ends in"):
             runner = HFRunner(model)

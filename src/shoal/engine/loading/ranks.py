@@ -54,11 +54,7 @@ ALONE = Ranks()
 
 
 def join(device: torch.device) -> Ranks:
-    """Join the other processes; on CUDA this one takes the device of its own number.
-
-    Raises:
-        Unsupported: torchrun did not start this process, or the device has no way to talk to others.
-    """
+    """Join the other processes, on CUDA by the device of this one's number; Unsupported where there is no way."""
     what = "tensor parallelism"
     if "LOCAL_RANK" not in os.environ and not dist.is_initialized():
         remedy = "Start it by torchrun: torchrun --nproc-per-node 2 -m shoal generate --tensor-parallel ..."

@@ -124,11 +124,6 @@ class Body(Extras):
         """Whether a stream ends with a chunk with its usage."""
         return bool(self.stream_options.get("include_usage"))
 
-    @property
-    def usage_of_each(self) -> bool:
-        """Whether every chunk of a stream has the usage so far, as in vLLM."""
-        return self.include_usage and bool(self.stream_options.get("continuous_usage_stats"))
-
     def options(self, defaults: Mapping[str, float]) -> dict[str, Any]:
         """The engine's options, except method, length and log-probabilities; `defaults` are the model's."""
         given = self.model_fields_set
