@@ -56,9 +56,7 @@ def answers(lines: Iterable[Line], make: Make, defaults: Mapping[str, Any], acto
         pool = data.ActorPoolStrategy(size=actors.number, max_tasks_in_flight_per_actor=actors.blocks,
                                       max_concurrent_calls_per_actor=actors.blocks, enable_true_multi_threading=True)
         done = data.from_items(items, override_num_blocks=-(-len(items) // _BLOCK)).map_batches(
-            Actor,
-            batch_size=None,
-            compute=pool,
+            Actor, batch_size=None, compute=pool,
             fn_constructor_args=(make, defaults, actors.blocks * _BLOCK, local_ray.threads(actors.number)),
             **local_ray.actor_options(actors.number, actors.device),
         )

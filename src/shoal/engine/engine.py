@@ -239,17 +239,16 @@ class Engine:
         stops = [StopState(rules, self.tokenizer, tokens) for tokens in ids]
         forbid = request.forbids(rules, self.tokenizer, self.runner.vocab_size)
         asked = zip(ids, stops, request.constraints(len(ids)), strict=True)
-        return [
-            RunningSequence(
+        seqs = []
+        for number, (tokens, stop, wanted) in enumerate(asked):
+            bound = None if wanted is None else self.constraints(wanted, stop.room, tokens, patient)
+            own = self._generation_processors(tokens, request.max_new_tokens)
+            seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
                 sampling=request.sampling, seed=seed, plan=recipe.plan,
-                recipe=recipe if wanted is None
-                else replace(recipe, constraint=self.constraints(wanted, stop.room, tokens, patient)),
-                processors=(*self._generation_processors(tokens, request.max_new_tokens), *forbid(len(tokens)),
-                            *request.logits_processor),
-            )
-            for number, (tokens, stop, wanted) in enumerate(asked)
-        ]
+                recipe=recipe if bound is None else replace(recipe, constraint=bound),
+                processors=(*own, *forbid(len(tokens)), *request.logits_processor)))
+        return seqs
 
     @cached_property
     def constraints(self) -> Compiler:

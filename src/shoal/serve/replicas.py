@@ -132,16 +132,11 @@ def _deploy(serve: Any, make: Make, fleet: Fleet) -> None:
 
     board = ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote()
     replica = serve.deployment(
-        serve.ingress()(Replica),
-        name="Replica",
-        num_replicas=fleet.replicas,
+        serve.ingress()(Replica), name="Replica", num_replicas=fleet.replicas, logging_config=_QUIET,
         ray_actor_options=local_ray.actor_options(fleet.replicas, fleet.device),
-        max_ongoing_requests=fleet.most + _SPARE,
-        graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=fleet.grace + _LAST_STEPS,
-        health_check_period_s=1.0,
+        max_ongoing_requests=fleet.most + _SPARE, health_check_period_s=1.0,
+        graceful_shutdown_wait_loop_s=0.1, graceful_shutdown_timeout_s=fleet.grace + _LAST_STEPS,
         max_constructor_retry_count=1,  # report a failed start at once; a running fleet keeps trying
-        logging_config=_QUIET,
     )
     try:
         serve.run(replica.bind(make, local_ray.threads(fleet.replicas), board), name=_APP, route_prefix="/")

@@ -333,11 +333,8 @@ class Scheduler:
 
     def _fits(self, entries: list[ScheduledSequence], new: ScheduledSequence) -> bool:
         needs = _needs([*entries, new])
-        return (
-            len(needs) <= self.max_seqs
-            and self._policy.admits(self._batches.seqs, time.monotonic() - new.arrived)
-            and self._room.bytes(needs) <= self.kv_bytes
-        )
+        return (len(needs) <= self.max_seqs and self._policy.admits(self._batches.seqs, time.monotonic() - new.arrived)
+                and self._room.bytes(needs) <= self.kv_bytes)
 
     def _forward(self) -> bool:
         """Run a step of each loop; False where all sequences wait for answers."""
