@@ -122,11 +122,9 @@ def describe(name: str, info: ModelInfo | None) -> dict[str, Any]:
             "parts": None if parts is None else list(parts),
             "excludes": [] if recipe is None else list(recipe.excludes),
             "summary": (cls.__doc__ or "").strip().split("\n")[0],
-            "paper": cls.paper,
-            "needs": list(cls.needs),
+            "paper": cls.paper, "needs": list(cls.needs),
             "exact": None if recipe is None else recipe.exact_to == "full",
-            "exact_to": None if recipe is None else recipe.exact_to,
-            "options": _options(cls),
+            "exact_to": None if recipe is None else recipe.exact_to, "options": _options(cls),
         }
     except Exception as error:  # a broken method of another package must not break the list
         return {"name": name, "family": None, "parts": None, "excludes": [], "summary": "", "paper": "", "needs": [],

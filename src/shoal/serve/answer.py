@@ -138,13 +138,12 @@ class Answer:
         firsts = [handle.entries[0].seq for handle in self.handles]
         read = sum(seq.prompt_length for seq in firsts)
         made = sum(len(entry.seq.steps) for entry in self.entries)
-        cached = {"cached_tokens": sum(seq.cached for seq in firsts)}
         drafted = sum(entry.seq.ledger.drafted for entry in self.entries)
         kept = sum(entry.seq.ledger.accepted for entry in self.entries)
         guessed = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": drafted - kept}
         return {
             "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
-            "prompt_tokens_details": cached,
+            "prompt_tokens_details": {"cached_tokens": sum(seq.cached for seq in firsts)},
             **({"completion_tokens_details": guessed, "draft_n": drafted, "draft_n_accepted": kept} if drafted else {}),
         }
 

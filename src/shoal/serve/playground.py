@@ -84,17 +84,14 @@ class Playground:
         hints, docs = get_type_hints(cls), field_docs(cls)
         hidden = cls.reads if self._settings.methods is None else ()
         return {
-            "name": cls.name,
-            "summary": (cls.__doc__ or "").strip().split("\n")[0],
-            "paper": cls.paper,
+            "name": cls.name, "summary": (cls.__doc__ or "").strip().split("\n")[0], "paper": cls.paper,
             "why_not": self._refusal(cls),
             "knobs": [
                 {"name": field.name, "own": field.name in vars(cls)["__annotations__"],
                  "about": docs.get(field.name, ""), "type": describe(hints[field.name]),
                  "choices": list(choices(hints[field.name])),
                  "default": None if field.default is dataclasses.MISSING else plain(field.default)}
-                for field in dataclasses.fields(cls)
-                if field.name not in hidden
+                for field in dataclasses.fields(cls) if field.name not in hidden
             ],
         }
 

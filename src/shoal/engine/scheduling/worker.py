@@ -15,7 +15,6 @@ class WorkerThread:
     """Works until there is nothing more to do.
 
     Args:
-        work: returns when all is done.
         died: called on the same thread before the next attempt, and again if it is interrupted.
         pause: seconds before the next attempt, so that a lasting fault does not keep the machine busy.
     """

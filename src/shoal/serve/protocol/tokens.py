@@ -153,8 +153,7 @@ class TokenRoutes:
         engine, card = self._engine, self._engine.card
         return {
             "model_alias": self._settings.model_name, "build_info": f"shoal {__version__}",
-            "total_slots": self._scheduler.max_seqs,
-            "chat_template": getattr(self._tokenizer, "chat_template", None),
+            "total_slots": self._scheduler.max_seqs, "chat_template": getattr(self._tokenizer, "chat_template", None),
             "modalities": {"vision": False, "audio": False},
             "default_generation_settings": {"n_ctx": engine.runner.max_positions,
                                             "params": filled({}, engine.sampling)},
