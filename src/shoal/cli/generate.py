@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, prompt: str) -> int:
     engine = common.load_engine(args, tensor_parallel=args.tensor_parallel, chats=not args.raw)
-    silent = engine.ranks.rank > 0
-    interrupted = False
+    silent, interrupted = engine.ranks.rank > 0, False
     with held_back():
         options = {**common.sampling(args, engine), "logprobs": args.logprobs, "constraint": common.constraint(args)}
         stream = engine.stream(common.encode(engine, prompt, args.raw), method=args.method, **options)

@@ -113,9 +113,8 @@ def _replicas(args: argparse.Namespace, settings: Settings) -> int:
     from shoal.serve.replicas import Fleet
     from shoal.serve.replicas import run as serve
 
-    most = args.max_seqs + args.max_waiting
-    serve(partial(_parts, args, settings),
-          Fleet(args.replicas, args.host, args.port, args.device, settings.grace, most))
+    fleet = Fleet(args.replicas, args.host, args.port, args.device, settings.grace, args.max_seqs + args.max_waiting)
+    serve(partial(_parts, args, settings), fleet)
     return 0
 
 

@@ -82,8 +82,7 @@ class Engine:
         self.runner, self.tokenizer, self.model, self.model_name = runner, tokenizer, model, model_name
         self.eos_token_ids = eos_token_ids
         self._card, self._looked = card or Card(), False
-        self.misses_card = True
-        self.ranks = ALONE
+        self.misses_card, self.ranks = True, ALONE
         self.changed: Source | None = None
         self.changes = ""
         self.masked: MaskedModel | None = None

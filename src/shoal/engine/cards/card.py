@@ -88,14 +88,13 @@ class Card:
 
 def load_json(path: Path) -> dict[str, Any]:
     """The object in a card's file; the ValueError where it cannot be read, or holds none, names the file."""
+    remedy = "remove it, or calibrate this model anew"
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"the calibration card {str(path)!r} cannot be read ({error}); remove it, or calibrate this "
-                         "model anew") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the calibration card {str(path)!r} cannot be read ({error}); {remedy}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"the calibration card {str(path)!r} holds no JSON object; remove it, or calibrate this model "
-                         "anew")
+        raise ValueError(f"the calibration card {str(path)!r} holds no JSON object; {remedy}")
     return data
 
 

@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 
 _LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Mean numbers of layers left out at which the model's tolerance is measured, gentlest first."""
-_ANSWERING = 0.3
-_BEARING = 0.25
+_ANSWERING, _BEARING = 0.3, 0.25
 """Shares of the time for the answers and, after the layers, for the tolerance."""
 ASKED = (
     "Why do leaves change their colour in autumn?",

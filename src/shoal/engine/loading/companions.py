@@ -29,8 +29,7 @@ class DraftModels:
     def __init__(self, home: LoadedModel, open_model: OpenModel) -> None:
         self._home, self._open = ref(home), open_model  # a cycle would keep an engine's memory after its last user
         self._known: dict[object, tuple[Any, LoadedModel]] = {}
-        self._fit = set[object]()
-        self._lock = threading.Lock()
+        self._fit, self._lock = set[object](), threading.Lock()
 
     def __call__(self, model: Any, *, same: bool = True) -> LoadedModel:
         """The engine of a companion, made when it is first asked for.

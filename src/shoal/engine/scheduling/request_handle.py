@@ -127,11 +127,10 @@ class RequestHandle(Iterator[Step]):
     """
 
     def __init__(self, info: ModelInfo, cancel: Callable[[RequestHandle], None], deliver: Deliver | None) -> None:
-        self._info, self._cancel = info, cancel
+        self._info, self._cancel, self._over = info, cancel, False
         self._items: SimpleQueue[Item] = SimpleQueue()
         self.deliver: Deliver = deliver or self._items.put
         self.entries: list[ScheduledSequence] = []
-        self._over = False
 
     def __next__(self) -> Step:
         item = None if self._over else self._items.get()

@@ -90,9 +90,8 @@ class Scheduler:
         self._wake = threading.Condition()
         self._waiting: deque[ScheduledSequence] = deque()
         self._unwanted: set[RequestHandle] = set()
-        self._closing = False
+        self._closing = self._moved = False
         self._open: set[ScheduledSequence] = set()
-        self._moved = False
         self._turn_began: float | None = None
         self.worker = WorkerThread("shoal-scheduler", self._work, self._died)
         if start:
@@ -198,11 +197,11 @@ class Scheduler:
         if branches > self.max_seqs:
             raise Unsupported(f"a search of {branches} branches", f"there is room for {self.max_seqs} sequences",
                               "Search fewer at a time")
-        if self._room.bytes([need] * branches) > self.kv_bytes:
+        if (size := self._room.bytes([need] * branches)) > self.kv_bytes:
             together = f" in {branches} branches" if branches > 1 else ""
             raise Unsupported(
                 f"a prompt of {seq.prompt_length} tokens with an answer of up to {seq.stop.room}{together}",
-                f"its KV can take {self._room.bytes([need] * branches)} bytes, and there are {self.kv_bytes}",
+                f"its KV can take {size} bytes, and there are {self.kv_bytes}",
                 f"Use a smaller max_new_tokens or a shorter prompt{', or fewer branches' if together else ''}"
                 f"{'' if recipe.store else ', or method kv_int8, which is lossy and stores less'}",
             )

@@ -35,8 +35,7 @@ class Stream(Iterator[Step]):
         most = {} if prefill_chunk is None else {"most": prefill_chunk}
         self._steps, self._clock = run(batch, engine.runner.prefill_chunk, **most), batch.clock
         self._ready: list[Step] = []
-        self._started = time.perf_counter()
-        self._seconds = 0.0
+        self._started, self._seconds = time.perf_counter(), 0.0
 
     def __next__(self) -> Step:
         while not self._ready:

@@ -70,9 +70,8 @@ OF_PEERS: dict[str, Unread] = {
     "watermarking": Refused("answers have no watermark", (False,)),
     "repetition_detection": Refused("use `repetition_penalty`, or `stop`"),
     "stop_regex": Refused("use `stop`, or bind the answer by `guided_regex`", ([], "")),
-    **dict.fromkeys(
-        ("thinking_token_budget", "reasoning_budget_tokens"),
-        Refused("thoughts are not counted apart; use `max_tokens`", (-1,))),
+    **dict.fromkeys(("thinking_token_budget", "reasoning_budget_tokens"),
+                    Refused("thoughts are not counted apart; use `max_tokens`", (-1,))),
     **dict.fromkeys(("custom_logit_processor", "logits_processors"), Refused("a request brings no code", ([], ""))),
     "custom_params": Ignored("read by a request's own code, which is refused", ({},)),
     "vllm_xargs": Refused("there are no extensions; see `method_args`", ({},)),
@@ -164,9 +163,8 @@ _STATELESS: dict[str, Unread] = {
     "moderation": Refused("the server moderates nothing"),
     "safety_identifier": Ignored("the server keeps no account of users; `user` goes to its log"),
     "service_tier": Ignored("there is one tier", ("auto", "default")),
-    **dict.fromkeys(
-        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        Ignored("the cache matches prompts by their beginnings only")),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+                    Ignored("the cache matches prompts by their beginnings only")),
 }
 CHAT: dict[str, Unread] = {
     **OF_PEERS,
