@@ -1,17 +1,20 @@
-"""KV vectors in 8 or 4 bits, with one float16 scale per 32 numbers: q8_0 and q4_0 of llama.cpp."""
+"""KV vectors in 8 or 4 bits, with one float16 scale per 32 numbers: q8_0 and q4_0 of llama.cpp.
+
+torch is imported only when needed, since methods name their forms.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
 from shoal.model.kv.form import KVForm
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 32
 
@@ -60,13 +63,17 @@ class Int4(KVForm):
 
     @override
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        from torch import cat
+
         halves, scale = parts
-        whole = torch.cat([halves & 15, halves >> 4], -1).float() - 8
+        whole = cat([halves & 15, halves >> 4], -1).float() - 8
         return (whole * scale.float()[..., None]).flatten(-2)
 
 
 def _blocks(values: Tensor) -> Tensor:
     """[..., dim] as float32 [..., blocks, 32], zero-padded."""
+    from torch.nn.functional import pad
+
     blocks: Tensor = pad(values.float(), (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     return blocks
 
