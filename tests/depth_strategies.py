@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shoal.depth.budget import Constant, LinearFall, PowerLaw, StepDown
+from shoal.depth.budget import Constant, PowerLaw, StepDown
 
 shares = st.floats(0.05, 1.0)
 power_laws = st.builds(
@@ -13,7 +13,6 @@ power_laws = st.builds(
     st.one_of(st.floats(0.0, 1.0), st.integers(0, 100)),
     st.sampled_from(["floor", "ceil", "round"]),
 )
-spans = st.tuples(shares, shares).map(lambda pair: (max(pair), min(pair)))
 stairs = st.lists(st.tuples(st.integers(1, 150), shares), max_size=5).map(
     lambda pairs: tuple(
         zip(sorted({s for s, _ in pairs}), sorted((c for _, c in pairs), reverse=True), strict=False)
@@ -21,7 +20,6 @@ stairs = st.lists(st.tuples(st.integers(1, 150), shares), max_size=5).map(
 )
 budgets = st.one_of(
     power_laws,
-    spans.map(lambda span: LinearFall(*span)),
     shares.map(Constant),
     stairs.map(StepDown),
 )

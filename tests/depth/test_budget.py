@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from depth_strategies import budgets
 from shoal.depth.budget import (
     Constant,
-    LinearFall,
     PowerLaw,
     StepDown,
     as_layers,
@@ -83,21 +82,6 @@ def test_alpha_one_keeps_every_layer(num_layers: int, step: int) -> None:
     assert PowerLaw(1.0).layers(step, num_layers, 128) == num_layers
 
 
-@given(st.integers(2, 80), st.integers(2, 300), st.data())
-def test_linear_and_cosine_hit_their_ends_and_stay_there(num_layers: int, horizon: int, data: st.DataObject) -> None:
-    high = data.draw(st.integers(1, num_layers))
-    low = data.draw(st.integers(1, high))
-    budget = LinearFall(high, low)
-    assert budget.layers(0, num_layers, horizon) == high
-    assert budget.layers(horizon - 1, num_layers, horizon) == low
-    assert budget.layers(horizon + 50, num_layers, horizon) == low
-
-
-def test_linear_follows_its_formula() -> None:
-    got = [LinearFall(22, 11).layers(i, 32, 100) for i in range(100)]
-    assert got == [round(22 - (22 - 11) * i / 99) for i in range(100)]
-
-
 def test_a_staircase_holds_from_each_step_on() -> None:
     budget = StepDown(((3, 20), (5, 0.25)))
     assert counts(budget, 32, 4, 8, 7) == (32, 32, 32, 20, 20, 8, 8)
@@ -125,9 +109,6 @@ def test_every_table_begins_full_never_grows_and_keeps_the_core(
         (lambda: PowerLaw(0.9, -1), "start"),
         (lambda: PowerLaw(0.9, math.nan), "start"),
         (lambda: PowerLaw(0.9, 0.0, "up"), "rounding"),  # type: ignore[arg-type]
-        (lambda: LinearFall(10, 20), "minimum"),
-        (lambda: LinearFall(0, 0), "maximum"),
-        (lambda: LinearFall(10, 0.9).layers(1, 32, 8), "minimum"),
         (lambda: Constant(0), "constant"),
         (lambda: Constant(1.5), "constant"),
         (lambda: StepDown(((0, 3),)), "stairs"),

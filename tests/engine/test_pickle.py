@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,10 +46,3 @@ def test_what_goes_in_and_comes_out_is_pickled() -> None:
     assert again.tokens == result.tokens and again.stats.new_tokens == 2
     for method in (shoal.D3(alpha=0.9), shoal.Full()):
         assert pickle.loads(pickle.dumps(method)) == method
-
-
-def test_a_stack_with_other_layers_still_shares_the_rest(tmp_path: Path) -> None:
-    runner: Any = engine("packed").runner
-    other = runner.with_layers(runner.weights.layers[:3])
-    assert type(other) is type(runner) and len(other.weights.layers) == 3 and len(runner.weights.layers) == 6
-    assert other.weights.embedding is runner.weights.embedding

@@ -15,7 +15,7 @@ from backends import BACKENDS, Backend, on_backends, reference
 from drive import decode, gap, oracle_logits, prompt
 from families import FAMILIES, fingerprint, tiny
 from oracle import greedy_under_plan
-from shoal.depth.budget import Constant, LinearFall, PowerLaw, StepDown, lay_out
+from shoal.depth.budget import Constant, PowerLaw, StepDown, lay_out
 from shoal.depth.order import ORDERS, removal_order
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.errors import Unsupported
@@ -25,7 +25,6 @@ LAYERS, NEW, EXACT = 6, 12, 1e-10
 BUDGETS = {
     "power law": PowerLaw(0.88),
     "power law, late": PowerLaw(0.7, start=5, rounding="round"),
-    "linear": LinearFall(1.0, 0.4),
     "constant": Constant(3),
     "step": StepDown(((2, 5), (5, 3), (9, 2))),
 }

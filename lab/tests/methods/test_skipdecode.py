@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.depth.plan import DepthPlan
 from shoal.types import ModelInfo
-from shoal_lab.methods.skipdecode import SkipDecode
+from shoal_lab.methods.skipdecode import LinearFall, SkipDecode
 
 
 def info(num_layers: int = 32, max_new_tokens: int = 64) -> ModelInfo:
@@ -52,4 +54,32 @@ def test_it_reaches_its_minimum_at_the_end_of_its_horizon() -> None:
 ])
 def test_bad_options_are_named(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        build()
+
+
+@given(st.integers(2, 80), st.integers(2, 300), st.data())
+def test_a_linear_budget_hits_its_ends_and_stays_there(num_layers: int, horizon: int, data: st.DataObject) -> None:
+    high = data.draw(st.integers(1, num_layers))
+    low = data.draw(st.integers(1, high))
+    budget = LinearFall(high, low)
+    assert budget.layers(0, num_layers, horizon) == high
+    assert budget.layers(horizon - 1, num_layers, horizon) == low
+    assert budget.layers(horizon + 50, num_layers, horizon) == low
+
+
+def test_linear_follows_its_formula() -> None:
+    got = [LinearFall(22, 11).layers(i, 32, 100) for i in range(100)]
+    assert got == [round(22 - (22 - 11) * i / 99) for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("build", "word"),
+    [
+        (lambda: LinearFall(10, 20), "minimum"),
+        (lambda: LinearFall(0, 0), "maximum"),
+        (lambda: LinearFall(10, 0.9).layers(1, 32, 8), "minimum"),
+    ],
+)
+def test_ends_that_do_not_fit_are_refused(build: Callable[[], object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
         build()

@@ -11,6 +11,8 @@ from shoal.depth.plan import DepthPlan
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from typing_extensions import Self
+
     from shoal.decode.rules.accept import Outcome
     from shoal.decode.sequence import SequenceState
     from shoal.decode.tree import TokenTree
@@ -110,6 +112,11 @@ class Drafter(Worker, ABC):
 
 class DraftLengthPolicy(Worker, ABC):
     """Decides how much is guessed. A proposer that is `Paced` has one."""
+
+    @classmethod
+    def begin(cls, runner: Any, cache: Any) -> Self:
+        """The policy of one batch of sequences."""
+        return cls()
 
     @abstractmethod
     def limits(self, seqs: Sequence[SequenceState]) -> list[int]:

@@ -65,33 +65,13 @@ class PowerLaw(Budget):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearFall(Budget):
-    """SkipDecode's budget: falls from `maximum` to `minimum` over the horizon and stays there (arXiv 2307.02628)."""
-
-    maximum: float | int
-    minimum: float | int
-
-    def __post_init__(self) -> None:
-        _check_layers("maximum", self.maximum)
-        _check_layers("minimum", self.minimum)
-        if type(self.maximum) is type(self.minimum):
-            _check_order(self.maximum, self.minimum)
-
-    @override
-    def layers(self, step: int, num_layers: int, horizon: int) -> int:
-        high, low = as_layers(self.maximum, num_layers), as_layers(self.minimum, num_layers)
-        _check_order(high, low)
-        return round(high - (high - low) * min(step, horizon - 1) / max(horizon - 1, 1))
-
-
-@dataclass(frozen=True, slots=True)
 class Constant(Budget):
     """The same number of layers at every step."""
 
     layer_count: float | int
 
     def __post_init__(self) -> None:
-        _check_layers("a constant budget", self.layer_count)
+        check_layers("a constant budget", self.layer_count)
 
     @override
     def layers(self, step: int, num_layers: int, horizon: int) -> int:
@@ -113,7 +93,7 @@ class StepDown(Budget):
         if any(step < 1 for step in steps) or steps != sorted(set(steps)):
             raise ValueError(f"the stairs begin at steps {steps}; these must be >= 1 and strictly ascending")
         for _, layers in self.stairs:
-            _check_layers("a stair", layers)
+            check_layers("a stair", layers)
         for (_, before), (step, after) in zip(self.stairs, self.stairs[1:], strict=False):
             if type(before) is type(after) and after > before:
                 raise ValueError(f"the stair at step {step} rises from {before} to {after}; a budget must not increase")
@@ -137,7 +117,7 @@ def counts(budget: Budget, num_layers: int, core: int, horizon: int, steps: int)
 
 def as_layers(value: float | int, num_layers: int) -> int:
     """A layer count as an int: an int unchanged, a share of L rounded to at least 1; ValueError if it exceeds L."""
-    _check_layers("a layer count", value)
+    check_layers("a layer count", value)
     count = max(1, round(value * num_layers)) if isinstance(value, float) else value
     if count > num_layers:
         raise ValueError(f"{count} layers were asked for; the model has {num_layers}. Ask for 1..{num_layers}")
@@ -151,15 +131,11 @@ def _to_count(exact: float, rounding: Rounding) -> int:
     return math.ceil(exact - _GUARD) if rounding == "ceil" else round(exact)
 
 
-def _check_layers(name: str, value: float | int) -> None:
+def check_layers(name: str, value: float | int) -> None:
+    """Refuse, by a ValueError, what is neither a number of layers nor a share of them."""
     good = 0 < value <= 1 if isinstance(value, float) else value >= 1
     if not good:
         raise ValueError(f"{name} is {value!r}; it must be an int >= 1 (layers) or a float in (0, 1] (share of them)")
-
-
-def _check_order(maximum: float | int, minimum: float | int) -> None:
-    if minimum > maximum:
-        raise ValueError(f"minimum is {minimum} and maximum {maximum}; minimum must not exceed maximum")
 
 
 # typed=True keeps start=1 (one token) and start=1.0 (the whole horizon) apart.

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.depth.budget import Budget, LinearFall, PowerLaw, counts
+from shoal.depth.budget import Budget, PowerLaw, counts
 from shoal.depth.plan import DepthPlan
 from shoal_lab.eval.rising import RisingPlan
+from shoal_lab.methods.skipdecode import LinearFall
 
 Counts = tuple[int, ...]
 _HALVINGS = 40

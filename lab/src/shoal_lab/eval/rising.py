@@ -116,7 +116,9 @@ class RisingStack(PackedRunner):
             gone, layers = self._plan.removal[: self.num_layers - depth], list(self.weights.layers)
             for number in gone:
                 layers[number] = self._idle(layers[number])
-            self._at[depth] = self._at[self.num_layers].with_layers(layers)
+            whole = self._at[self.num_layers]
+            weights = replace(self.weights, layers=layers)
+            self._at[depth] = type(whole)(whole.shape, weights, whole.rotary, whole.dtype, whole.device)
         return self._at[depth]
 
     def _idle(self, layer: Layer) -> Layer:

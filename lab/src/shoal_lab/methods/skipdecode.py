@@ -5,12 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from typing_extensions import override
+
 from shoal.decode.recipe import Recipe
-from shoal.depth.budget import LinearFall, as_layers, lay_out
+from shoal.depth.budget import Budget, as_layers, check_layers, lay_out
 from shoal.depth.order import removal_order
 from shoal.methods.base import Method
 from shoal.methods.common.limits import Horizon, Layers, Most
 from shoal.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFall(Budget):
+    """SkipDecode's budget: falls from `maximum` to `minimum` over the horizon and stays there."""
+
+    maximum: float | int
+    minimum: float | int
+
+    def __post_init__(self) -> None:
+        check_layers("maximum", self.maximum)
+        check_layers("minimum", self.minimum)
+        if type(self.maximum) is type(self.minimum):
+            _check_order(self.maximum, self.minimum)
+
+    @override
+    def layers(self, step: int, num_layers: int, horizon: int) -> int:
+        high, low = as_layers(self.maximum, num_layers), as_layers(self.minimum, num_layers)
+        _check_order(high, low)
+        return round(high - (high - low) * min(step, horizon - 1) / max(horizon - 1, 1))
+
+
+def _check_order(maximum: float | int, minimum: float | int) -> None:
+    if minimum > maximum:
+        raise ValueError(f"minimum is {minimum} and maximum {maximum}; minimum must not exceed maximum")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,7 @@ from shoal.model.packed.linear import Quant, quant_for
 from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import RotaryTable, Shape
-from shoal.model.packed.weights import Layer, Role, Weights
+from shoal.model.packed.weights import Role, Weights
 from shoal.model.runner import (
     HiddenStateHook,
     SequenceChunk,
@@ -41,9 +41,6 @@ from shoal.model.runner import (
     mark_shallow,
     missing_kv,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLOATS = ("fp32", "fp16", "bf16")
@@ -99,12 +96,6 @@ class NativeRunner(PackedRunner):
         self._reach = rotary.positions
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
-
-    @override
-    def with_layers(self, layers: list[Layer]) -> Self:
-        other = super().with_layers(layers)
-        other._bindings, other.decoder = WeakKeyDictionary(), other._native_model()
-        return other
 
     @override
     def forward(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -19,7 +18,7 @@ from shoal.model.packed import block, cuda
 from shoal.model.packed.cuda.form import MOST_TOKENS
 from shoal.model.packed.linear import Dense
 from shoal.model.packed.shape import RotaryTable, Shape
-from shoal.model.packed.weights import Layer, Weights
+from shoal.model.packed.weights import Weights
 from shoal.model.runner import (
     HiddenStateHook,
     LayerWork,
@@ -34,8 +33,6 @@ from shoal.model.runner import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from shoal.model.packed.cuda.graphs import GraphRunner
 
 _PIECE = 256
@@ -75,15 +72,6 @@ class PackedRunner(ModelRunner):
         from shoal.model.packed.cuda.graphs import GraphRunner
 
         self.graphs = GraphRunner(self.shape, self.weights, self.rotary, self.dtype, capture=capture)
-
-    def with_layers(self, layers: list[Layer]) -> Self:
-        """A runner with other layers of the same shape that shares everything else but the graphs."""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other.weights = replace(self.weights, layers=layers)
-        if other.graphs is not None:
-            other.use_graphs(capture=other.graphs.capture)
-        return other
 
     @override
     @torch.no_grad()

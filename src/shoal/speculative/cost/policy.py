@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.decode.worker import DraftLengthPolicy, StepReport, Worker
 from shoal.speculative.cost.model import (
@@ -92,11 +92,6 @@ class Goodput(DraftLengthPolicy):
         self._states: dict[int, tuple[Acceptance, Backoff]] = {}
         self._steps = self._planned = 0
         self._lengths: list[int] = []
-
-    @classmethod
-    def begin(cls, runner: Any, cache: Any) -> Goodput:
-        """The policy of one batch of sequences."""
-        return cls()
 
     def limits(self, seqs: Sequence[SequenceState]) -> list[int]:
         """The first steps measure: one plain, one with all guesses."""
@@ -193,11 +188,6 @@ class Width(DraftLengthPolicy):
         self._waiting = self._plan.copy()
         self._found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._length, self._left = 0, 0
-
-    @classmethod
-    def begin(cls, runner: Any, cache: Any) -> Width:
-        """The policy of one batch of sequences."""
-        return cls()
 
     def limits(self, seqs: Sequence[SequenceState]) -> list[int]:
         """The same limit for all sequences."""
