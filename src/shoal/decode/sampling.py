@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
@@ -143,19 +143,14 @@ def biased(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits [..., V] with `sampling.logit_bias` added, as in `scores`; ValueError for a token that there is not."""
     if not sampling.logit_bias:
         return logits
-    _check_bias(sampling.logit_bias, logits.shape[-1])
+    wrong = next((token for token in sampling.logit_bias if not 0 <= token < logits.shape[-1]), None)
+    if wrong is not None:
+        raise ValueError(f"logit_bias names token {wrong}; the model's logits have tokens 0..{logits.shape[-1] - 1}. "
+                         "Remove the entry")
     result = _upcast(logits)
     ids = torch.tensor(list(sampling.logit_bias), device=result.device)
     values = torch.tensor(list(sampling.logit_bias.values()), dtype=result.dtype, device=result.device)
     return result.index_add(-1, ids, values.expand(*result.shape[:-1], -1))
-
-
-def _check_bias(bias: Mapping[int, float], vocabulary: int) -> None:
-    for token in bias:
-        if not 0 <= token < vocabulary:
-            raise ValueError(
-                f"logit_bias names token {token}; the model's logits have tokens 0..{vocabulary - 1}. Remove the entry"
-            )
 
 
 def _upcast(tensor: Tensor) -> Tensor:
@@ -206,7 +201,8 @@ def probs_of(scores: Tensor, sampling: Sampling) -> Tensor:
         return torch.zeros_like(result).scatter_(-1, result.argmax(-1)[..., None], 1.0)
     result = _divided(result, max(sampling.temperature, _COLDEST))
     if sampling.top_k:
-        result = _top_k(result, sampling.top_k)
+        least = result.topk(min(sampling.top_k, result.shape[-1])).values[..., -1:]
+        result = result.masked_fill(result < least, -torch.inf)
     if sampling.top_p < 1:
         result = _top_p(result, sampling.top_p)
     probs = _softmax(result)
@@ -233,11 +229,6 @@ def _softmax(values: Tensor) -> Tensor:
         powers = np.exp(given - given.max(-1, keepdims=True))
         powers /= powers.sum(-1, keepdims=True)
     return torch.from_numpy(powers)
-
-
-def _top_k(result: Tensor, k: int) -> Tensor:
-    smallest = result.topk(min(k, result.shape[-1])).values[..., -1:]
-    return result.masked_fill(result < smallest, -torch.inf)
 
 
 def _top_p(result: Tensor, p: float) -> Tensor:

@@ -112,23 +112,21 @@ class Threshold:
         value: confidence below which a guess is the last one.
         wanted: share of the guesses that should be accepted.
         accepted: moving mean of the share that was.
-        step: by how much the threshold would move, up when too little is accepted, else down.
-        memory: weight of the old mean; `inertia`: of the old threshold.
     """
 
     value: float
     wanted: float = 0.9
     accepted: float | None = None
-    step: float = 0.01
-    memory: float = 0.5
-    inertia: float = 0.9
+
+    _STEP, _MEMORY, _INERTIA = 0.01, 0.5, 0.9
+    """By how much it would move, up when too little is accepted, else down; weights of the old mean and threshold."""
 
     def update(self, share: float) -> None:
         """Learn which share of a draft was accepted."""
         old = share if self.accepted is None else self.accepted
-        self.accepted = self.memory * old + (1 - self.memory) * share
-        moved = self.value + (self.step if self.accepted < self.wanted else -self.step)
-        self.value = min(1.0, max(0.0, self.inertia * self.value + (1 - self.inertia) * moved))
+        self.accepted = self._MEMORY * old + (1 - self._MEMORY) * share
+        moved = self.value + (self._STEP if self.accepted < self.wanted else -self._STEP)
+        self.value = min(1.0, max(0.0, self._INERTIA * self.value + (1 - self._INERTIA) * moved))
 
 
 class AdaptiveDrafter(OwnLayersDrafter):

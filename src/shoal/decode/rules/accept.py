@@ -108,12 +108,21 @@ class Match(TargetStream):
 
 def descend(tree: TokenTree, choice: Callable[[int], int]) -> Outcome:
     """Down the guesses that are what is chosen after the node before them."""
-    path = [0]
     if len(tree) == 1:
         return Outcome((0,), choice(0))
+
+    def step(node: int) -> tuple[int | None, int]:
+        token = choice(node)
+        return tree.child(node, token), token
+
+    return follow(step)
+
+
+def follow(step: Callable[[int], tuple[int | None, int]]) -> Outcome:
+    """Down from the root, by what `step` gives for a node: its child that is kept, if any, and the token after it."""
+    path = [0]
     while True:
-        token = choice(path[-1])
-        child = tree.child(path[-1], token)
+        child, token = step(path[-1])
         if child is None:
             return Outcome(tuple(path), token)
         path.append(child)

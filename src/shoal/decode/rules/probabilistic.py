@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from shoal.decode.rules.accept import Match, Outcome, Rule, Target, TargetStream
+from shoal.decode.rules.accept import Match, Outcome, Rule, Target, TargetStream, follow
 from shoal.decode.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -44,12 +44,7 @@ class Rejection(Rule):
         """
         if target.greedy:
             return _MATCH.walk(tree, target)
-        path = [0]
-        while True:
-            child, token = _descend(tree, target, path[-1])
-            if child is None:
-                return Outcome(tuple(path), token)
-            path.append(child)
+        return follow(lambda node: _descend(tree, target, node))
 
 
 def _descend(tree: TokenTree, target: Target, node: int) -> tuple[int | None, int]:
@@ -131,16 +126,13 @@ class Lenient(TargetStream):
 
     def walk(self, tree: TokenTree, target: Target) -> Outcome:
         """The path of near enough guesses, and the target's own token after it."""
-        path = [0]
-        while True:
-            node = path[-1]
+
+        def step(node: int) -> tuple[int | None, int]:
             choice = target.choice(node)
             child = tree.child(node, choice)
-            if child is None and not self.exact:
-                child = self._near(tree, target, node)
-            if child is None:
-                return Outcome(tuple(path), choice)
-            path.append(child)
+            return self._near(tree, target, node) if child is None and not self.exact else child, choice
+
+        return follow(step)
 
     def _near(self, tree: TokenTree, target: Target, node: int) -> int | None:
         """The most likely child of `node`, if it is near enough."""

@@ -121,8 +121,10 @@ class StopState:
             if cut is not None:
                 self.finish_reason = "stop"
                 return visible[:cut]
-        if self._rules.criteria and self._criteria_met():
-            return self._finish("stop")
+        if self._rules.criteria:
+            ids = torch.tensor([self._ids])
+            if any(_truth(criterion, criterion(ids, None)) for criterion in self._rules.criteria):
+                return self._finish("stop")
         return self._release() if self.room else self._finish("length")
 
     def _finish(self, reason: FinishReason) -> str:
@@ -143,10 +145,6 @@ class StopState:
         """Index at which the first stop string cuts the text; None without one."""
         found = [(at, at + len(stop)) for stop in self._rules.stop_strings if (at := text.find(stop)) >= 0]
         return min(found)[self._rules.keep_stop] if found else None
-
-    def _criteria_met(self) -> bool:
-        ids = torch.tensor([self._ids])
-        return any(_truth(criterion, criterion(ids, None)) for criterion in self._rules.criteria)
 
 
 def _truth(criterion: Criterion, found: Any) -> bool:

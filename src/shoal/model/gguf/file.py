@@ -24,12 +24,12 @@ class GgufFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        with mapped(path) as buffer:
-            self._buffer: mmap.mmap | None = buffer
-            self.header: Header = parse(buffer, self.path.name)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                self._bytes: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
+        buffer = mapped(path)
+        self._buffer: mmap.mmap | None = buffer
+        self.header: Header = parse(buffer, self.path.name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            self._bytes: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def has(self, name: str) -> bool:
         """Whether the file has a tensor of that name."""

@@ -161,8 +161,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         ValueError: the file is missing, a folder, not readable, no GGUF file, or damaged.
         Unsupported: the version of the format, or the type of a tensor, is one that Shoal does not read.
     """
-    with mapped(path) as buffer:
-        return parse(buffer, Path(path).name)
+    return parse(mapped(path), Path(path).name)
 
 
 def read_said(path: str | os.PathLike[str]) -> tuple[Header, dict[str, int]]:
@@ -170,12 +169,12 @@ def read_said(path: str | os.PathLike[str]) -> tuple[Header, dict[str, int]]:
 
     For files that another library will load.
     """
-    with mapped(path) as buffer, _whole(buffer, Path(path).name):
-        return _Reader(buffer, Path(path).name).said()
+    buffer, name = mapped(path), Path(path).name
+    with _whole(buffer, name):
+        return _Reader(buffer, name).said()
 
 
-@contextmanager
-def mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
+def mapped(path: str | os.PathLike[str]) -> mmap.mmap:
     """Map a file read-only, for as long as anything made from it lives; ValueError if it is missing or unreadable."""
     name = os.fspath(path)
     if os.path.isdir(name):
@@ -184,12 +183,11 @@ def mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
         with open(name, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise ValueError(f"{name!r} is empty; it must be a GGUF file. {_AGAIN}")
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise ValueError(f"there is no file {name!r}") from None
     except OSError as error:
         raise ValueError(f"{name!r} cannot be read: {error.strerror}; see its permissions and its disk") from None
-    yield buffer
 
 
 def parse(buffer: mmap.mmap, name: str) -> Header:

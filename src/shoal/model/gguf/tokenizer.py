@@ -158,7 +158,9 @@ def _made(header: Header) -> Any | None:
         tokens = _distinct(vocabulary)
         backend, add_bos = _byte_level(tokens, vocabulary, rules), rules.add_bos
     elif vocabulary.kind == "llama":
-        tokens = _spelled(_distinct(vocabulary))
+        # Some files write tokens of spaces alone with real ones in place of SentencePiece's character.
+        tokens = [SPACE * len(token) if token.isspace() and not token.strip(" ") else token
+                  for token in _distinct(vocabulary)]
         backend, add_bos = _sentencepiece(tokens, vocabulary, metadata.architecture), True
     else:
         raise Unsupported(f"a GGUF tokenizer of model {vocabulary.kind!r}", "Shoal reads gpt2 and llama", _REMEDY)
@@ -181,11 +183,6 @@ def _distinct(vocabulary: Vocabulary) -> list[str]:
         double = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
         raise ValueError(f"the GGUF tokenizer has the token {double!r:.80} twice; each must occur once. {_REMEDY}")
     return tokens
-
-
-def _spelled(tokens: list[str]) -> list[str]:
-    """The tokens, with real spaces in tokens of spaces alone replaced by SentencePiece's character."""
-    return [SPACE * len(token) if token.isspace() and not token.strip(" ") else token for token in tokens]
 
 
 def _byte_level(tokens: list[str], vocabulary: Vocabulary, rules: PreTokenizer) -> Tokenizer:

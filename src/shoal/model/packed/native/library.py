@@ -36,9 +36,9 @@ class LayerStruct(ctypes.Structure):
     """A decoder layer; a null pointer stands for an absent part."""
 
     _fields_ = [
-        ("qkv", Weight * 3), ("gate_up", Weight * 2), ("o", Weight), ("down", Weight), ("input_norm", c_void_p),
-        ("post_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("attention_out_norm", c_void_p),
-        ("mlp_out_norm", c_void_p), ("qkv_bias", c_void_p), ("o_bias", c_void_p), ("gate_up_bias", c_void_p),
+        ("qkv", Weight * 3), ("gate_up", Weight * 2), ("out", Weight), ("down", Weight), ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("attention_out_norm", c_void_p),
+        ("mlp_out_norm", c_void_p), ("qkv_bias", c_void_p), ("out_bias", c_void_p), ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("window", c_int32), ("positions", c_int32),
         ("wide_norms", c_int32),
     ]
@@ -175,14 +175,9 @@ def _prebuilt(vectors: str) -> ctypes.CDLL | None:
         return None
 
 
-def load() -> ctypes.CDLL | None:
-    """The library, built on the first call; None if it cannot be had. Never raises."""
-    return _open()[0]
-
-
 def available() -> bool:
-    """Whether the kernels can run here."""
-    return load() is not None
+    """Whether the kernels can run here; the first call builds the library."""
+    return _open()[0] is not None
 
 
 def vector_set() -> str:
@@ -198,7 +193,7 @@ def why_not() -> str:
 
 def require() -> ctypes.CDLL:
     """The library; RuntimeError if it cannot be had (see `available`)."""
-    library = load()
+    library, reason = _open()
     if library is None:
-        raise RuntimeError(f"the native kernels cannot run here: {why_not()}; use the torch path instead")
+        raise RuntimeError(f"the native kernels cannot run here: {reason}; use the torch path instead")
     return library

@@ -331,21 +331,17 @@ class NativeModel:
         hidden, ffn = shape.hidden, shape.ffns[index]
         query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         struct.qkv = self._qkv(parts_of(layer.qkv), query + 2 * kv)
-        struct.o = self._matrix("out", layer.out, hidden, query)
+        struct.out = self._matrix("out", layer.out, hidden, query)
         struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
         struct.down = self._matrix("down", layer.down, hidden, ffn)
         struct.wide_norms = wide = layer.q_norm is not None and shape.heads > 1 and len(layer.q_norm) == query
-        struct.input_norm = self._vector("attention_norm", layer.attention_norm, hidden)
-        struct.post_norm = self._vector("mlp_norm", layer.mlp_norm, hidden)
-        struct.attention_out_norm = self._vector("attention_out_norm", layer.attention_out_norm, hidden)
-        struct.mlp_out_norm = self._vector("mlp_out_norm", layer.mlp_out_norm, hidden)
-        struct.q_norm = self._vector("q_norm", layer.q_norm, query if wide else shape.head_dim)
-        struct.k_norm = self._vector("k_norm", layer.k_norm, kv if wide else shape.head_dim)
-        struct.qkv_bias = self._vector("qkv_bias", layer.qkv_bias, query + 2 * kv)
-        struct.o_bias = self._vector("out_bias", layer.out_bias, hidden)
-        struct.gate_up_bias = self._vector("gate_up_bias", layer.gate_up_bias, 2 * ffn)
-        struct.down_bias = self._vector("down_bias", layer.down_bias, hidden)
-        if None in (struct.input_norm or struct.attention_out_norm, struct.post_norm or struct.mlp_out_norm):
+        lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
+                                 "down_bias"), hidden)
+        lengths |= {"q_norm": query if wide else shape.head_dim, "k_norm": kv if wide else shape.head_dim,
+                    "qkv_bias": query + 2 * kv, "gate_up_bias": 2 * ffn}
+        for name, length in lengths.items():
+            setattr(struct, name, self._vector(name, vars(layer)[name], length))
+        if None in (struct.attention_norm or struct.attention_out_norm, struct.mlp_norm or struct.mlp_out_norm):
             raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
         return struct
 
