@@ -19,7 +19,10 @@ def fits(value: object, hint: Any) -> bool:
     if origin is Literal:
         return value in args
     if origin is tuple:
-        return isinstance(value, tuple) and _tuple_fits(value, args)
+        if not isinstance(value, tuple):
+            return False
+        hints = args[:1] * len(value) if Ellipsis in args else args
+        return len(hints) == len(value) and all(map(fits, value, hints))
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)
@@ -75,8 +78,3 @@ def unbounded(value: Any, hint: Any) -> Any:
         found = tuple(math.inf if item == INFINITE else item for item in value)
         return found if fits(found, hint) else value
     return math.inf if value == INFINITE and fits(math.inf, hint) and not fits(value, hint) else value
-
-
-def _tuple_fits(value: tuple[object, ...], args: tuple[Any, ...]) -> bool:
-    hints = args[:1] * len(value) if Ellipsis in args else args
-    return len(hints) == len(value) and all(fits(item, hint) for item, hint in zip(value, hints, strict=True))

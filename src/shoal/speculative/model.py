@@ -74,8 +74,13 @@ class ModelDrafter(Drafter):
         allowed = {seq: min(limit, self._shape.length) for seq, limit in zip(seqs, limits, strict=True)}
         grown = [self._begun(seq, seq_id, allowed[seq]) for seq_id, seq in enumerate(self._seqs)]
         busy = [one for one in grown if one.goes_on and self._readable(one)]
-        if busy:
-            self._grow(busy)
+        try:  # the first level follows the unread tokens, each further one the level before
+            while alive := [one for one in busy if one.goes_on]:
+                extend(alive, self._after(alive), self._shape)
+        except BaseException:
+            for one in busy:
+                self._cache.rollback(one.seq_id)
+            raise
         trees = {one.seq: one.tree() for one in grown}
         self._drafts = [trees[seq] for seq in self._seqs]
         return [trees[seq] for seq in seqs]
@@ -121,16 +126,6 @@ class ModelDrafter(Drafter):
             path.append(child - 1)  # the root is no node of the chunk
             node = child
         self._cache.commit(seq_id, path)
-
-    def _grow(self, grown: list[SequenceTree]) -> None:
-        """Grow the trees: the first level follows the unread tokens, each further one the level before."""
-        try:
-            while alive := [one for one in grown if one.goes_on]:
-                extend(alive, self._after(alive), self._shape)
-        except BaseException:
-            for one in grown:
-                self._cache.rollback(one.seq_id)
-            raise
 
     def _after(self, grown: list[SequenceTree]) -> Tensor:
         """Logits [leaves of all trees, V] after the last level, which is equally deep in all."""

@@ -280,9 +280,8 @@ class Packer:
 
     def _joined(self, fused: str, parts: dict[str, int], role: Role) -> Linear:
         """Pack a matrix of `hidden` columns that the checkpoint has fused (Phi-3) or in parts with so many rows."""
-        if self._source.has(fused + ".weight"):
-            return self._pack({fused + ".weight": sum(parts.values())}, self._shape.hidden, role)
-        return self._pack({part + ".weight": rows for part, rows in parts.items()}, self._shape.hidden, role)
+        held = {fused: sum(parts.values())} if self._source.has(fused + ".weight") else parts
+        return self._pack({name + ".weight": rows for name, rows in held.items()}, self._shape.hidden, role)
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._tensor(name, size).to(self._device, self._vectors, copy=True)

@@ -102,7 +102,10 @@ class Goodput(DraftLengthPolicy):
         if self._steps <= self._MEASURED:
             return [0 if self._steps < self._MEASURED else self._most] * len(seqs)
         if self._planned <= 0 or before != list(self._states):
-            self._plan([self._states[id(seq)][0].rate for seq in seqs])
+            rates = [self._states[id(seq)][0].rate for seq in seqs]
+            self._lengths = goodput_lengths(rates, self._most, self._target, self._draft)
+            # If no sequence is to guess, that holds until a probe has measured something.
+            self._planned = self._PLANNED if any(self._lengths) else self._RAREST_PROBE
         self._planned -= 1
         return [self._waking(self._states[id(seq)][1], length) for seq, length in zip(seqs, self._lengths, strict=True)]
 
@@ -111,11 +114,6 @@ class Goodput(DraftLengthPolicy):
             pause.end()
             return length
         return int(pause.passed(self._FIRST_PROBE))
-
-    def _plan(self, rates: Sequence[float]) -> None:
-        """Choose the lengths. If no sequence is to guess, that holds until a probe has measured something."""
-        self._lengths = goodput_lengths(rates, self._most, self._target, self._draft)
-        self._planned = self._PLANNED if any(self._lengths) else self._RAREST_PROBE
 
     def observe(self, report: StepReport) -> None:
         """Learn the times of guessing and verifying, and what was kept."""
