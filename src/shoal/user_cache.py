@@ -37,16 +37,21 @@ def expanded(path: str) -> Path | None:
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file atomically; without room or permission, write nothing."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            part = Path(file.name)
-        try:
-            with part.open("wb") as file:
-                write(file)
-            os.replace(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        replace_whole(path, write)
+
+
+def replace_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file and its folder atomically; OSError where that cannot be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        part = Path(file.name)
+    try:
+        with part.open("wb") as file:
+            write(file)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def sha256(path: Path) -> str:

@@ -149,7 +149,7 @@ def test_a_row_waits_for_its_answer_and_its_neighbours_go_on(method: Any) -> Non
     options = {"max_new_tokens": 12, "method": method}
     alone = engine.generate("x = []\nx.", constraint=Slow(), **options).tokens
     plain = engine.generate("x = []\nx.", max_new_tokens=200).tokens
-    engine.constraints._marks.clear()
+    engine.constraints._vocabulary.cache_clear()
     told: list[float] = []
     with Scheduler(engine) as scheduler:
         def deliver(item: Any) -> None:

@@ -171,7 +171,7 @@ def test_the_board_forgets_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(replicas.time, "monotonic", lambda: now[0])
     board, one, two = Board(), [*registry(1).collect()], [*registry(2).collect()]
-    board.leave("one", one)
+    board.swap("one", one)
     assert board.swap("two", two) == {"one": one, "two": two}
     now[0] += 6
     assert board.swap("two", one) == {"one": one, "two": one}

@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = argv[0] if argv and argv[0] in known() else None
     try:
         return _call(name, argv[1:]) if name else _top(argv)
+    except SystemExit as leave:  # argparse ends the process after --help
+        return int(leave.code or 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -101,10 +103,7 @@ def _call(name: str, argv: list[str]) -> int:
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     argv = [*config.arguments(name, {*known(), *LAB}, parser.options, argv), *argv]
-    try:
-        args = parse(parser, argv)
-    except SystemExit as leave:  # argparse ends the process after --help
-        return int(leave.code or 0)
+    args = parse(parser, argv)
     args.argv = ["shoal", name, *argv]
     return int(command.run(args))
 
@@ -117,11 +116,7 @@ def _top(argv: list[str]) -> int:
     parser = Parser(prog="shoal", description=_overview(), epilog="shoal COMMAND --help shows a command's options.")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands above")
-    try:
-        args = parser.parse_all(argv)
-    except SystemExit as leave:
-        return int(leave.code or 0)
-    if args.version:
+    if parser.parse_all(argv).version:
         from shoal import __version__
 
         print(f"shoal {__version__}")

@@ -46,19 +46,16 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
     engine = common.load_engine(args) if args.model else None
-    info = None if engine is None else engine.info()
-    rows = table(info)
-    text = "\n\n".join([*(_text(row, rows) for row in rows), *([] if engine is None else [_layers(engine)])])
-    if engine is not None and engine.changes:
-        text += f"\nIt was made of another model ({engine.changes}): exact means equal to this one, not to that."
-    return common.show(args, {"methods": rows, "model": args.model, "card": None if engine is None else _card(engine),
-                              "changes": engine.changes if engine else ""}, text)
-
-
-def _card(engine: Engine) -> dict[str, Any]:
-    """What is known about the model's layers, for JSON."""
-    card = engine.card
-    return {"origin": card.origin or None, "borrowed": card.borrowed, "bears": card.bears, "empty": card.empty}
+    rows = table(None if engine is None else engine.info())
+    text = "\n\n".join(_text(row, rows) for row in rows)
+    told: dict[str, Any] = {"methods": rows, "model": args.model, "card": None, "changes": ""}
+    if engine is not None:
+        card, text = engine.card, f"{text}\n\n{_layers(engine)}"
+        told |= {"changes": engine.changes, "card": {"origin": card.origin or None, "borrowed": card.borrowed,
+                                                     "bears": card.bears, "empty": card.empty}}
+        if engine.changes:
+            text += f"\nIt was made of another model ({engine.changes}): exact means equal to this one, not to that."
+    return common.show(args, told, text)
 
 
 def _layers(engine: Engine) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -136,16 +137,12 @@ class Ending:
             record: scores of the sequence's tokens, if the caller asked `generate` for scores.
         """
 
-        def bound(criterion: Any) -> Callable[..., Any]:
-            def call(ids: Tensor, _: None) -> Any:
-                if record is None:
-                    return criterion(ids.to(device), None)
-                scores = record.scores[: ids.shape[1] - width]
-                return criterion(ids.to(device), tuple(score[None] for score in scores))
+        def call(criterion: Any, ids: Tensor, _: None) -> Any:
+            if record is None:
+                return criterion(ids.to(device), None)
+            return criterion(ids.to(device), tuple(score[None] for score in record.scores[: ids.shape[1] - width]))
 
-            return call
-
-        return tuple(map(bound, self.criteria))
+        return tuple(partial(call, criterion) for criterion in self.criteria)
 
 
 def _is_plain(criterion: Any) -> bool:

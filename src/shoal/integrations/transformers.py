@@ -99,15 +99,10 @@ class BoundMethod:
         given = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": _as_tuple(stop_strings) or None}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
-    def __call__(
-        self, model: Any, input_ids: Any, logits_processor: Any = None, stopping_criteria: Any = None,
-        generation_config: Any = None, **model_kwargs: Any,
-    ) -> Any:
+    def __call__(self, model: Any, input_ids: Any, **model_kwargs: Any) -> Any:
         """Decode, called by `generate` as its `custom_generate`."""
-        return run_custom_generate(self.method, model, input_ids, logits_processor=logits_processor,
-                                   stopping_criteria=stopping_criteria, generation_config=generation_config,
-                                   streamer=self.streamer, tokenizer=self.tokenizer, stop_strings=self.stop_strings,
-                                   **model_kwargs)
+        return run_custom_generate(self.method, model, input_ids, streamer=self.streamer, tokenizer=self.tokenizer,
+                                   stop_strings=self.stop_strings, **model_kwargs)
 
 
 def attach(generation_config: Any, method: Method | str | Mapping[str, Any] | Sequence[Any]) -> Any:
@@ -128,9 +123,8 @@ def method_from(generation_config: Any) -> Method:
 
 
 def generate(
-    model: Any, input_ids: Any, logits_processor: Any = None, stopping_criteria: Any = None,
-    generation_config: Any = None, method: Any = None, method_args: Mapping[str, Any] | None = None,
-    **model_kwargs: Any,
+    model: Any, input_ids: Any, generation_config: Any = None, method: Any = None,
+    method_args: Mapping[str, Any] | None = None, **model_kwargs: Any,
 ) -> Any:
     """A `custom_generate` that takes its method from the call or from the generation configuration.
 
@@ -138,8 +132,7 @@ def generate(
     configuration; `method="d3", method_args={"alpha": 0.99}` in the same call takes precedence.
     """
     chosen = named(method, method_args) or method_from(generation_config)
-    return run_custom_generate(chosen, model, input_ids, logits_processor=logits_processor,
-                               stopping_criteria=stopping_criteria, generation_config=generation_config, **model_kwargs)
+    return run_custom_generate(chosen, model, input_ids, generation_config=generation_config, **model_kwargs)
 
 
 def named(method: Any, method_args: Mapping[str, Any] | None) -> Method | None:

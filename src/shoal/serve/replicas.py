@@ -170,14 +170,10 @@ class Board:
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, list[Metric]]] = {}
 
-    def leave(self, replica: str, families: list[Metric]) -> None:
-        """Replace the metrics of one replica."""
-        self._last[replica] = time.monotonic(), families
-
     def swap(self, replica: str, families: list[Metric]) -> dict[str, list[Metric]]:
         """Replace the metrics of one replica and return those of all."""
-        self.leave(replica, families)
         now = time.monotonic()
+        self._last[replica] = now, families
         self._last = {name: one for name, one in self._last.items() if now - one[0] < _FORGET}
         return {name: families for name, (_, families) in self._last.items()}
 
@@ -198,7 +194,7 @@ class FleetMetrics(Metrics):
 
     def _tell(self) -> None:
         while True:
-            self._board.leave.remote(self._replica, [*self.registry.collect()])
+            self._board.swap.remote(self._replica, [*self.registry.collect()])
             time.sleep(_PERIOD)
 
 

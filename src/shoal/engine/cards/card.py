@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from shoal.engine.loaded import LoadedModel
 from shoal.model.hf import HFRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.runner import ModelRunner
-from shoal.user_cache import cache_folder
+from shoal.user_cache import cache_folder, replace_whole
 
 FILE = "shoal.json"
 FORMAT = 2
@@ -123,14 +122,14 @@ def find(engine: LoadedModel) -> Card:
     if not like:
         return Card()
     print_ = _fingerprint(engine)
-    for path, data in like:
-        if print_ is not None and print_ in data["model"].get("fingerprints", ()):
-            return replace(Card.from_dict(data, engine.runner.num_layers, str(path)), origin=_origin(path, data))
-    path, data = like[0]
-    weights = data["model"].get("weights") or "other weights"
-    log.info("%s: its card was calibrated on %s", engine.model_name or "the model", weights)
-    origin = f"{_origin(path, data)}, calibrated on {weights}"
-    return replace(Card.from_dict(data, engine.runner.num_layers, str(path)), origin=origin, borrowed=True)
+    own = [one for one in like if print_ is not None and print_ in one[1]["model"].get("fingerprints", ())]
+    path, data = (own or like)[0]
+    origin = _origin(path, data)
+    if not own:
+        weights = data["model"].get("weights") or "other weights"
+        log.info("%s: its card was calibrated on %s", engine.model_name or "the model", weights)
+        origin += f", calibrated on {weights}"
+    return replace(Card.from_dict(data, engine.runner.num_layers, str(path)), origin=origin, borrowed=not own)
 
 
 def evidence(engine: LoadedModel) -> dict[str, Any]:
@@ -159,12 +158,8 @@ def keep(data: Mapping[str, Any]) -> Path:
     keys = [*data["model"]["fingerprints"], *data["model"]["norms"]]
     if not keys:
         raise ValueError("the model has neither a fingerprint nor norm vectors, so its card could not be found again")
-    folder = cached()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{keys[0]}.json"
-    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as file:
-        file.write(json.dumps(data) + "\n")
-    os.replace(file.name, path)
+    path, text = cached() / f"{keys[0]}.json", json.dumps(data) + "\n"
+    replace_whole(path, lambda file: file.write(text.encode()))
     return path
 
 

@@ -13,7 +13,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -273,7 +273,7 @@ class Compiler:
             raise Unsupported("a constraint", missing, "Load the model with a tokenizer that names one")
         self._eos, self._size, self._trial = eos, vocab_size, grammar_trial
         self._known = lru_cache(_KEPT)(self._made)
-        self._marks: dict[str, MarkedTokens] = {}
+        self._vocabulary = cache(self._marked)
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         try:
             self._words = hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos))
@@ -298,19 +298,18 @@ class Compiler:
         """
         if isinstance(wanted, Monitor):
             return partial(Watched, wanted, self._vocabulary(wanted.mark), prompt, patient)
-        matcher, patience = self._compiled(wanted)
+        matcher, patience = self.prepare(wanted)
         end = None
         if wanted.wind_up and limit is not None:
             reserve = min(max(_RESERVE[0], len(wanted.text) // 4), _RESERVE[1])
             end = partial(LengthAwareEnd, matcher, patience, self._spelling, limit, reserve)
         return partial(Mask, matcher, wanted, self._eos, self._size, end)
 
-    def prepare(self, wanted: Constraint) -> None:
-        """Compile a constraint ahead of its use, which takes seconds where it is large; Unsupported as for a call."""
-        self._compiled(wanted)
+    def prepare(self, wanted: Constraint) -> tuple[Any, Patience]:
+        """The matcher of a constraint, at its beginning, and the time that its answers may take to wind up.
 
-    def _compiled(self, wanted: Constraint) -> tuple[Any, Patience]:
-        """The matcher of a constraint, at its beginning, and the time that its answers may take to wind up."""
+        A large one takes seconds to compile, once. Unsupported as for a call.
+        """
         found = self._known(wanted)
         if isinstance(found, Unsupported):
             raise Unsupported(found.what, found.why, found.remedy)
@@ -337,12 +336,10 @@ class Compiler:
     def _stand_in(self) -> list[Any]:
         return self._trial.stand_in(self._words, self._size, self._eos)
 
-    def _vocabulary(self, mark: str) -> MarkedTokens:
-        if mark not in self._marks:
-            said = self._words.decode_bytes
-            texts = [b"" if token in self._special else said([token]) for token in range(self._size)]
-            self._marks[mark] = MarkedTokens(texts, self._eos, mark)
-        return self._marks[mark]
+    def _marked(self, mark: str) -> MarkedTokens:
+        said = self._words.decode_bytes
+        texts = [b"" if token in self._special else said([token]) for token in range(self._size)]
+        return MarkedTokens(texts, self._eos, mark)
 
     @cached_property
     def _spelling(self) -> Spelling:

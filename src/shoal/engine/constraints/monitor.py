@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import math
 import re
 import threading
 import time
@@ -76,23 +77,10 @@ class Continuations(NamedTuple):
         return name in (self.whole if ended else self.begun)
 
 
-class _Question:
-    """A question to a monitor.
+class _Answer(Future["Continuations | None"]):
+    """What a monitor says; `failed` is when it said nothing instead, in seconds on the monotonic clock."""
 
-    Attributes:
-        monitor: the monitor that is asked.
-        answer: what the monitor says.
-        ended: when it answered, in seconds on the monotonic clock.
-    """
-
-    def __init__(self, monitor: Monitor) -> None:
-        self.monitor, self.answer = monitor, Future[Continuations | None]()
-        self.ended = 0.0
-
-    def is_old(self) -> bool:
-        """Whether it failed so long ago that it may be asked again."""
-        failed = self.answer.done() and self.answer.exception() is not None
-        return failed and time.monotonic() - self.ended > self.monitor.seconds
+    failed = math.inf
 
 
 class MarkedTokens:
@@ -124,7 +112,7 @@ class MarkedTokens:
             for head, name, ended in self.allowed(token):
                 self.marked[head].append((token, name, ended))
         self._by_first = {key: np.array(tokens) for key, tokens in first.items()}
-        self._questions: OrderedDict[tuple[Monitor, str], _Question] = OrderedDict()
+        self._answers: OrderedDict[tuple[Monitor, str], _Answer] = OrderedDict()
         self._lock = threading.Lock()
 
     def answer(self, monitor: Monitor, text: str) -> Future[Continuations | None]:
@@ -135,21 +123,21 @@ class MarkedTokens:
         """
         key = (monitor, text)
         with self._lock:
-            question = self._questions.get(key)
-            if question is None or question.is_old():
-                question = self._questions[key] = _Question(monitor)
-                threading.Thread(target=self._ask, args=(question, text), daemon=True).start()
-            self._questions.move_to_end(key)
-            while len(self._questions) > _ASKED:
-                self._questions.popitem(last=False)
-            return question.answer
+            answer = self._answers.get(key)
+            if answer is None or time.monotonic() - answer.failed > monitor.seconds:
+                answer = self._answers[key] = _Answer()
+                threading.Thread(target=self._ask, args=(monitor, text, answer), daemon=True).start()
+            self._answers.move_to_end(key)
+            if len(self._answers) > _ASKED:
+                self._answers.popitem(last=False)
+            return answer
 
-    def _ask(self, question: _Question, text: str) -> None:
+    def _ask(self, monitor: Monitor, text: str, answer: _Answer) -> None:
         try:
-            question.answer.set_result(self._known(question.monitor, text))
+            answer.set_result(self._known(monitor, text))
         except BaseException as error:  # whatever it is, it is the request's, and not this thread's
-            question.answer.set_exception(error)
-        question.ended = time.monotonic()
+            answer.failed = time.monotonic()
+            answer.set_exception(error)
 
     def spelled(self, tokens: Sequence[int]) -> bytes:
         """The bytes of tokens, without ends of sequence."""

@@ -17,6 +17,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -129,12 +130,8 @@ def weight_bytes(engine: LoadedModel) -> int:
 
 def second_bytes(seqs: Sequence[RunningSequence], extra: int) -> int:
     """Keys and values that a second model stores of the sequences."""
-    total = 0
-    for seq in seqs:
-        if (other := seq.recipe.second_runner) is not None:
-            length = seq.recipe.second_reads or seq.prompt_length + seq.stop.room - 1 + extra
-            total += length * sum(other.position_bytes)
-    return total
+    return sum((seq.recipe.second_reads or seq.prompt_length + seq.stop.room - 1 + extra) * sum(other.position_bytes)
+               for seq in seqs if (other := seq.recipe.second_runner) is not None)
 
 
 def logits_bytes(runner: ModelRunner, nodes: Sequence[int]) -> int:
@@ -204,7 +201,7 @@ def choosing_bytes(engine: LoadedModel, select: Select | None, lengths: Sequence
 
 def _masks(runner: ModelRunner, seqs: Sequence[RunningSequence], nodes: Sequence[int]) -> int:
     """Bytes of the masks of the largest forward: in the kernels 8 for each token, else 1 for each slot."""
-    reads = [*_reads([seq.prompt_length for seq in seqs], runner.prefill_chunk)]
+    reads = _reads([seq.prompt_length for seq in seqs], runner.prefill_chunk)
     if isinstance(runner, NativeRunner):
         sizes = [sum(size for _, _, size in read) for read in reads] + [sum(nodes)]
         return 8 * min(max(sizes), LIMIT)
@@ -234,18 +231,12 @@ def _seen(first: int, size: int, window: int | None, explicit: bool) -> int:
     return 0 if free else size * (first + size)
 
 
-def _reads(lengths: Sequence[int], budget: int) -> Sequence[Sequence[tuple[int, int, int]]]:
-    """Forwards that read prompts of these lengths: of each the sequence, the first position and how many tokens."""
-    found, at = [], [0] * len(lengths)
-    while any(place < length for place, length in zip(at, lengths, strict=True)):
-        left, pieces = budget, []
-        for seq, length in enumerate(lengths):
-            size = min(length - at[seq], left)
-            if size:
-                pieces.append((seq, at[seq], size))
-                at[seq], left = at[seq] + size, left - size
-        found.append(pieces)
-    return found
+def _reads(lengths: Sequence[int], budget: int) -> list[list[tuple[int, int, int]]]:
+    """Forwards that read prompts one after the other: of each piece the sequence, the first position and the size."""
+    places = list(pairwise(accumulate(lengths, initial=0)))
+    return [[(seq, max(begin - start, 0), min(begin + budget, end) - max(begin, start))
+             for seq, (start, end) in enumerate(places) if start < begin + budget and begin < end]
+            for begin in range(0, sum(lengths), budget)]
 
 
 def weights_on_disk(place: str, dtype: torch.dtype, quant: Quant | None) -> int:

@@ -15,22 +15,20 @@ from shoal.serve.errors import ApiError, refused
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A field that is answered 400, unless its value is neutral: it asks for nothing."""
+class Unread:
+    """A field that is not read: what to do instead or why, and values besides null that ask for nothing."""
 
     note: str
     neutral: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class Ignored:
+class Refused(Unread):
+    """A field that is answered 400, unless its value is neutral."""
+
+
+class Ignored(Unread):
     """A field without effect; a response header names it, and a strict server refuses it."""
 
-    note: str
-    neutral: tuple[Any, ...] = ()
-
-
-Unread = Refused | Ignored
 
 _SAMPLERS = "there is no such step of sampling; leave it out, or use `min_p`, `top_p`, `top_k`, `typical_p`"
 _ADAPTERS = "adapters belong to the model; start a server with the one that is wanted"

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import regex
@@ -32,6 +32,10 @@ _KEYS = "name|function|arguments|parameters|type|id|tool_calls"
 _FENCE = "```"
 _OBJECT = rf'\{{\s*"(?:{_KEYS})"\s*:'
 """The beginning of JSON that may be a call."""
+_BOUND = regex.compile(rf"[\s;]*(?:<tool_call>\s*)?(?P<value>{_OBJECT})")
+"""The beginning of a constrained answer, in the constraint's forms."""
+_FREE = regex.compile(rf"(?:(?:<(?:{_TAGS})>|{_FENCE}\w*)\s*){{0,4}}(?:\{{\s*)?(?P<value>(?:\[\s*)?{_OBJECT})")
+"""The beginning of a call in a free answer."""
 _CLOSING = regex.compile(rf"[\s;,]*(?:</(?:{_TAGS})>|{_FENCE}|\}})")
 """What may close a call; one brace too many is common, before it or after it."""
 _PLAIN, _QUOTED = re.compile(r'["\[\]{}<`]'), re.compile(r'\\.|\\$|"', re.S)
@@ -173,14 +177,6 @@ def _is_function(value: Any) -> bool:
             and bool(function["name"]) and isinstance(function.get("parameters", {}), Mapping | None))
 
 
-@cache
-def _opening(bound: bool) -> regex.Pattern[str]:
-    """The pattern of a call's beginning; a constrained answer begins with it, in the constraint's forms."""
-    if bound:
-        return regex.compile(rf"[\s;]*(?:<tool_call>\s*)?(?P<value>{_OBJECT})")
-    return regex.compile(rf"(?:(?:<(?:{_TAGS})>|{_FENCE}\w*)\s*){{0,4}}(?:\{{\s*)?(?P<value>(?:\[\s*)?{_OBJECT})")
-
-
 @dataclass
 class _Brackets:
     """Finds the end of a JSON value in a growing text, read until `at`; `missing` are closing brackets to come."""
@@ -274,13 +270,11 @@ class CallReader:
 
     def _begun(self, last: bool) -> Any:
         """The match of a beginning of a call, perhaps partial; None if there is none."""
-        bound = self.tools.constraint is not None
         if self._final or self._tries > _TRIES:
             return None
-        pattern = _opening(bound)
-        if not bound:
-            return pattern.search(self._text, partial=not last)
-        found = pattern.match(self._text, partial=not last)
+        if self.tools.constraint is None:
+            return _FREE.search(self._text, partial=not last)
+        found = _BOUND.match(self._text, partial=not last)
         self._final = found is None and not self.calls
         return found
 
