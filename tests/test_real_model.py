@@ -166,4 +166,4 @@ def test_the_part_that_ships_is_for_this_model_and_changes_no_token(loaded: Any)
     plain, eagle, auto = (loaded.generate(ask, method=name, max_new_tokens=64) for name in ("full", "eagle", "auto"))
     assert eagle.tokens == plain.tokens == auto.tokens
     assert eagle.stats.accepted > 0 and eagle.stats.tokens_per_forward > 1.4
-    assert loaded.recipe("auto", 64).proposer.helper.part.name.endswith("smollm2-135m-instruct")
+    assert loaded.recipe("auto", 64).proposer.drafter.part.name.endswith("smollm2-135m-instruct")

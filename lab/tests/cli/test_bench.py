@@ -104,7 +104,7 @@ def test_a_model_from_files(capsys, quick, tiny_folder):
 
 @pytest.mark.slow
 def test_in_processes_of_their_own(capsys, monkeypatch):
-    monkeypatch.setattr("shoal_lab.bench.speed.run._ROOF_SECONDS", 0.0)
+    monkeypatch.setattr("shoal_lab.bench.speed.run._BANDWIDTH_SECONDS", 0.0)
     argv = ["--shape", "tiny", "--dtype", "float32", "--threads", "1", "--context", "8", "--new-tokens", "4"]
     assert main(["bench", *argv, "--rounds", "1", "--peer", "hf", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
