@@ -27,7 +27,6 @@ import shoal
 from shoal.engine.engine import Engine
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import slot_bytes
 from shoal.model.runner import SequenceChunk
 from shoal_lab.bench import idle
@@ -59,7 +58,7 @@ class Ours:
         """Make a context; the returned function runs one step on it."""
         runner = self._engine.runner
         rooms = [context + 1] * runner.num_layers
-        cache = KVCache(runner.windows, 1, rooms)
+        cache = runner.new_cache(1, rooms)
         cache.set_store(0, self._store, rooms)
         plan = self._engine.recipe("full", 2).plan
         tokens = prompt(min(READ, context))

@@ -28,7 +28,6 @@ import script
 import shoal
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 
 KINDS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"))
@@ -126,7 +125,7 @@ def windows(engine: Engine, text: Path, limit: int) -> Iterator[tuple[list[int],
 
 def loss(engine: Engine, ids: list[int], judged: int) -> float:
     """Summed negative log-likelihood (nats) of the last `judged` tokens."""
-    plan, cache, pieces = DepthPlan.full(engine.runner.num_layers), KVCache(engine.runner.windows, seqs=1), []
+    plan, cache, pieces = DepthPlan.full(engine.runner.num_layers), engine.runner.new_cache(1), []
     for first in range(0, len(ids) - 1, engine.runner.prefill_chunk):
         tokens = ids[first : min(first + engine.runner.prefill_chunk, len(ids) - 1)]
         chunk = SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))

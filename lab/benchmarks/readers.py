@@ -13,7 +13,6 @@ from torch import Tensor
 from shoal.engine.engine import Engine
 from shoal.engine.loading.device import default_dtype
 from shoal.errors import unknown
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 from shoal_lab.bench import gguf_facts
 from shoal_lab.bench.baselines.gguf_file import FTYPES, requantise
@@ -74,7 +73,7 @@ class _Shoal:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         runner, plan = self._engine.runner, self._engine.recipe("full", 1).plan
-        cache, pieces = KVCache(runner.windows, seqs=1), []
+        cache, pieces = runner.new_cache(1), []
         for first in range(0, len(ids), runner.prefill_chunk):
             tokens = list(ids[first : first + runner.prefill_chunk])
             chunk = SequenceChunk(0, tokens, [0] * len(tokens), plan, wanted=len(tokens))

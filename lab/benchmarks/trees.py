@@ -23,7 +23,6 @@ from torch import Tensor
 import script
 import shoal
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
 from shoal.model.runner import SequenceChunk
 from shoal_lab.bench import idle
@@ -38,7 +37,7 @@ class Text:
 
     def __init__(self, engine: Any, form: str, ids: Sequence[int]) -> None:
         self.runner, self.plan = engine.runner, DepthPlan.full(engine.runner.num_layers)
-        self.cache = KVCache(self.runner.windows, 1)
+        self.cache = self.runner.new_cache(1)
         if form != "none":
             method = methods_from(form).popitem()[1]
             self.cache.set_store(0, method.recipe(engine.info(64)).store)

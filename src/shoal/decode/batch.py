@@ -59,7 +59,7 @@ class Batch:
     ) -> None:
         self.runner, self.searches = runner, list[SearchRun]()
         self.seqs = [self._begun(seq) for seq in seqs if seq.finish_reason is None]
-        self.cache = KVCache(runner.windows, 0) if cache is None else cache
+        self.cache = runner.new_cache(0) if cache is None else cache
         self.clock = Clock()
         self._owns_cache, self._release = cache is None, release
         self._prefixes = prefixes or Prefixes(0)

@@ -264,7 +264,7 @@ class Engine:
         keeps = [seq.recipe.keep for seq in seqs if seq.recipe.keep is not None]
         if len(keeps) == len(seqs):
             reserve = [room + max(keep.most_slots(slots) for keep in keeps) for slots in reserve]
-        return KVCache(self.runner.windows, len(seqs), reserve)
+        return self.runner.new_cache(len(seqs), reserve)
 
     def turn(self) -> AbstractContextManager[bool]:
         """The lock that a forward holds; a logits processor may use the engine itself."""

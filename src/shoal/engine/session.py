@@ -30,7 +30,7 @@ class Session:
         self._engine, self._options = engine, dict(options)
         Request.from_options(self._options)
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._cache = KVCache(engine.runner.windows, seqs=1)
+        self._cache = engine.runner.new_cache(1)
         self._cached: list[int] = []
         self._last: Turn | None = None
 

@@ -9,7 +9,9 @@ from typing import Any
 from shoal.errors import Unsupported
 from shoal.types import MaskedModel
 
-_KNOWN = {"full_attention", "sliding_attention"}
+_SLIDING = {"sliding_attention", "hybrid_sliding"}
+_KNOWN = {*_SLIDING, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+"""Types of layers, as transformers names them. A hybrid layer has attention beside a recurrence."""
 MASKED = ("llama", "qwen2", "qwen3")
 """Model types that are masked-diffusion models if their config has a `mask_token_id`."""
 WIDTHS = "layer_intermediate_sizes"
@@ -25,7 +27,7 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     """Sliding window of each layer in positions, or None; from the layer's type, or from the config's single window.
 
     Raises:
-        Unsupported: a layer is neither full nor sliding-window attention.
+        Unsupported: a layer is of a type that Shoal does not run.
     """
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise Unsupported(f"local attention of {config.model_type}",
@@ -37,10 +39,9 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
         return (window,) * layers_of(config)
     unknown = set(types) - _KNOWN
     if unknown:
-        raise Unsupported(f"layers of type {', '.join(sorted(unknown))}",
-                          "Shoal runs full and sliding-window attention; recurrent and chunked layers keep another "
-                          "kind of state", "Use a model whose layers are all of those two types")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+        raise Unsupported(f"layers of type {', '.join(sorted(unknown))}", f"Shoal runs {', '.join(sorted(_KNOWN))}",
+                          "Use a model whose layers are all of these types")
+    return tuple(window if kind in _SLIDING else None for kind in types)
 
 
 def context_of(config: Any) -> int | None:

@@ -6,8 +6,8 @@ which layers run on which tokens. The model itself, its config included, is neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -47,6 +47,8 @@ from shoal.model.runner import (
     run_layers,
     wanted_states,
 )
+from shoal.model.state.layer import Run, State, StateLayer
+from shoal.model.state.modules import Append, ModuleCache, ModuleState
 
 T = TypeVar("T")
 
@@ -57,6 +59,7 @@ class HFRunner(ModelRunner):
     Attributes:
         prepacks: whether sequences of different lengths run together without padding.
         alone: whether each sequence runs by itself, for attention that derives positions from slots.
+        singly: whether recurrent layers are given one token at a time, once they have a state.
     """
 
     most_nodes: int | None = None
@@ -77,13 +80,15 @@ class HFRunner(ModelRunner):
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
         self.parts = take_apart(model, layers, ids)
         self.position_bytes, self.kv_sizes = self.parts.position_bytes, self.parts.kv_sizes
+        self.state_bytes = self.parts.state_bytes
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self.adds_masks = model.config._attn_implementation != "sdpa"
         self.prepacks = self.shows_queries = all(map(can_ask_by_seqs, layers))
-        self.alone = False
+        self.alone = self.singly = False
         scales = (getattr(module, "scaling", None) for layer in layers for module in layer.modules())
-        self.score_scale = next((one for one in scales if isinstance(one, float)), self.kv_sizes[0][1] ** -0.5)
+        head_dim = max(dim for _, dim, _ in self.kv_sizes)
+        self.score_scale = next((one for one in scales if isinstance(one, float)), max(head_dim, 1) ** -0.5)
         self.score_cap: float | None = getattr(config, "attn_logit_softcapping", None)
         self._copies: dict[tuple[int, Part, bool], nn.Module] = {}
 
@@ -91,12 +96,12 @@ class HFRunner(ModelRunner):
     @override
     def can_split(self) -> bool:
         """Whether a layer without its attention and its MLP is the identity, which a split needs."""
-        layer = without(self.parts.layers[0], ATTENTION)
+        layer = None if self.state_bytes else without(self.parts.layers[0], ATTENTION)
         rest = None if layer is None else without(layer, MLP)
         if rest is None:
             return False
         chunk = SequenceChunk(0, [0, 1], [0, 0], DepthPlan.full(self.num_layers))
-        cache = KVCache(self.windows, seqs=1)
+        cache = self.new_cache(1)
         with torch.no_grad():
             call = _PaddedCall(self, [chunk], cache)
             try:
@@ -191,7 +196,9 @@ class HFRunner(ModelRunner):
             key: identifies the positions in `tables`.
         """
         call = self.parts.calls[layer]
-        arguments = {**call.constants, call.mask: seen, call.cache: cache}
+        arguments = {**call.constants, call.mask: seen}
+        if call.cache is not None:
+            arguments[call.cache] = cache
         if call.positions is not None:
             arguments[call.positions] = places
         if call.cache_position is not None:
@@ -222,7 +229,7 @@ def positions(chunk: SequenceChunk, cache: KVCache, first: int, last: int, width
     return places + places[-1:] * (width - len(places))
 
 
-class _Slot:
+class _LayerCache:
     """Passed to a layer as its cache: writes and reads the KV of some sequences."""
 
     def __init__(self, layer: KVLayer, seqs: Sequence[int], counts: Sequence[int]) -> None:
@@ -277,7 +284,10 @@ class _PaddedCall(_Call):
 
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and update the hidden states."""
-        if self.runner.alone and len(self.chunks) > 1:
+        if layer in self.runner.parts.states:
+            for index in piece.chunks:
+                self._run_recurrent(layer, piece, index)
+        elif self.runner.alone and len(self.chunks) > 1:
             for index in range(len(self.chunks)):
                 self._run(layer, piece.of_seq(index))
         else:
@@ -286,25 +296,86 @@ class _PaddedCall(_Call):
     def _run(self, layer: int, piece: LayerWork) -> None:
         if piece.first == piece.last:
             return
-        output = self.through(self.runner.module(layer, piece.part), layer, piece)
+        self._take(piece, self.through(self.runner.module(layer, piece.part), layer, piece))
+
+    def _run_recurrent(self, layer: int, piece: LayerWork, index: int) -> None:
+        """Run tokens of one chunk, those that follow one another together, from the state after their parent."""
+        chunk, store, module = self.chunks[index], self.cache.layers[layer], self.runner.module(layer, piece.part)
+        assert isinstance(store, StateLayer)
+        for parent, first, last in self._runs(chunk, store, piece.first[index], piece.last[index]):
+            work, begin = piece.of_tokens(index, first, last), store.after(chunk.seq, parent)
+            hidden = self._inputs(work)
+            cache = self._state_cache(layer, begin, partial(store.append, seqs=[chunk.seq], counts=[last - first]))
+            self._take(work, self.through(module, layer, work, hidden, cache))
+            again = partial(self._again, module, layer, work, index, hidden, begin)
+            store.hold(chunk.seq, Run(chunk.fed + first, chunk.fed + last, cache.state, again))
+
+    def _runs(
+        self, chunk: SequenceChunk, store: StateLayer, first: int, last: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """The runs of `SequenceChunk.runs`, or single tokens where the modules need that."""
+        for parent, start, end in chunk.runs(first, last):
+            if not self.runner.singly or store.after(chunk.seq, parent) is None:
+                yield parent, start, end
+                continue
+            for token in range(start, end):
+                yield (parent if token == start else chunk.fed + token - 1), token, token + 1
+
+    def _state_cache(self, layer: int, begin: State | None, append: Append) -> ModuleCache:
+        """What a recurrent layer is given as its cache: its state, and how to append keys and values."""
+        state = self.runner.parts.states[layer] if begin is None else begin
+        assert isinstance(state, ModuleState)
+        return state.cache(self.runner.num_layers, append)
+
+    def _again(
+        self, module: nn.Module, layer: int, work: LayerWork, index: int, hidden: Tensor, begin: State | None,
+        count: int,
+    ) -> State:
+        """The state after the first `count` tokens of a run; their keys and values are in scratch."""
+        chunk, store = self.chunks[index], self.cache.layers[layer]
+        fewer = work.of_tokens(index, work.first[index], work.first[index] + count)
+        slots = store.stored(chunk.seq) + chunk.fed + fewer.last[index]
+
+        def stored(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = store.read(chunk.seq, slots, keys.dtype)
+            return keys[None], values[None]
+
+        cache = self._state_cache(layer, begin, stored)
+        self.through(module, layer, fewer, hidden[:, :count], cache)
+        return cache.state
+
+    def _take(self, piece: LayerWork, output: Tensor) -> None:
+        """Write the output [sequences of the piece, widest, D] to the hidden states."""
         if self._whole(piece):
             self.hidden = output
             return
         chosen, nodes, real = self._picked(piece)
         self.hidden[chosen[:, None].expand_as(nodes)[real], nodes[real]] = output[real]
 
-    def through(self, module: nn.Module, layer: int, piece: LayerWork) -> Tensor:
-        """The output of `module` for the nodes of `piece`: [sequences of the piece, widest, D]."""
+    def through(
+        self, module: nn.Module, layer: int, piece: LayerWork, hidden: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        """The output of `module` for the nodes of `piece`: [sequences of the piece, widest, D].
+
+        Args:
+            hidden: the input; None for the piece's hidden states.
+            cache: what the layer is given as its cache; None for the KV of the piece's sequences.
+        """
         store, (numbers, counts) = self.cache.layers[layer], self._seqs(piece)
-        store.make_room(numbers, counts)
-        hidden, slot = self._inputs(piece), _Slot(store, numbers, counts)
+        if hidden is None:
+            hidden = self._inputs(piece)
+        if cache is None:
+            store.make_room(numbers, counts)
+            cache = _LayerCache(store, numbers, counts)
+            if not self.runner.kv_sizes[layer][0]:
+                store.count(numbers, counts)
         places = self._shared("positions", piece, lambda: self._positions(piece))
-        (seen,) = self._masks(piece, store, each=False)
+        seen = self._masks(piece, store, each=False)[0] if self.runner.kv_sizes[layer][0] else None
         key = (piece.first, piece.last)
         opened = None if piece.part == "attention" else opened_in(self.chunks, layer, piece, hidden.shape[1])
         if opened is not None:
             module = self.runner.mixing(module, layer, opened)
-        output = module(hidden, **self.runner.arguments(layer, hidden, places, slot, seen, self._memo, key))
+        output = module(hidden, **self.runner.arguments(layer, hidden, places, cache, seen, self._memo, key))
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
     def padded(self) -> Tensor:

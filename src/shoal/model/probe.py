@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from shoal import compat
 from shoal.errors import Unsupported
 from shoal.model.kv.form import KVSizes
+from shoal.model.state import modules
+from shoal.model.state.modules import ModuleState
 
 _MASKS = ("attention_mask", "causal_mask")
 _FAILS = "transformers itself cannot run it as configured, and says"
@@ -86,7 +88,7 @@ class LayerCall:
     """How the model calls one layer: names of the arguments that the engine supplies, and the constant ones."""
 
     mask: str
-    cache: str
+    cache: str | None
     positions: str | None
     cache_position: str | None
     rotary: str | None
@@ -106,7 +108,9 @@ class Parts:
         head: maps hidden states [N, D] of the last layer to logits [N, V].
         head_module: the module whose weights the head reads.
         position_bytes: bytes of one position in the model's own KV cache, per layer.
-        kv_sizes: heads, and head_dim of keys and of values, per layer.
+        kv_sizes: heads, and head_dim of keys and of values, per layer; zeros without attention.
+        states: the state before the first token, per recurrent layer.
+        state_bytes: bytes of a sequence's state, per recurrent layer.
     """
 
     layers: list[nn.Module]
@@ -117,6 +121,8 @@ class Parts:
     head_module: nn.Module
     position_bytes: tuple[int, ...]
     kv_sizes: tuple[KVSizes, ...]
+    states: dict[int, ModuleState]
+    state_bytes: dict[int, int]
 
 
 def find_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -141,13 +147,48 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
                           "Shoal must run each of them once, in order", _REMEDY)
     rotary: dict[int, Call] = {}
     calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
-    cache = recording.layers[-1].arguments[calls[-1].cache]
-    stores = getattr(cache, "self_attention_cache", cache).layers[: len(layers)]  # there may be an encoder's layers too
+    stores = _stores(recording, calls)
     embed, head = _embedding(model, recording, ids, positions), _head(recording, head_module, model.config)
-    sizes = tuple((s.keys.shape[1], s.keys.shape[3], s.values.shape[3]) for s in stores)
-    position_bytes = tuple(sum(t.shape[1] * t.shape[3] * t.element_size() for t in (s.keys, s.values)) for s in stores)
-    tables = list(map(_replay_rotary, rotary.values()))
-    return Parts(layers, calls, embed, tables, head, head_module, position_bytes, sizes)
+    recurrent = {number: store for number, store in enumerate(stores) if modules.has_state(store)}
+    return Parts(
+        layers, calls, embed, list(map(_replay_rotary, rotary.values())), head, head_module,
+        tuple(map(_position_bytes, stores)), tuple(map(_kv_sizes, stores)),
+        states={number: modules.empty(store) for number, store in recurrent.items()},
+        state_bytes={number: modules.bytes_of(store) for number, store in recurrent.items()},
+    )
+
+
+def _stores(recording: Recording, calls: list[LayerCall]) -> list[Any]:
+    """The layers of the model's own cache."""
+    pairs = zip(recording.layers, calls, strict=True)
+    found = (call.arguments[names.cache] for call, names in pairs if names.cache is not None)
+    cache: Any = next(found, None)
+    cache = getattr(cache, "self_attention_cache", cache)
+    if not hasattr(cache, "layers"):
+        raise _no_cache(recording.layers[0])
+    stores = modules.layers_of(cache, len(calls))
+    for call, names, store in zip(recording.layers, calls, stores, strict=True):
+        if names.cache is None and (_has_kv(store) or modules.has_state(store)):
+            raise _no_cache(call)
+    return stores
+
+
+def _no_cache(call: Call) -> Unsupported:
+    what = f"{type(call.module).__name__} is given no KV cache"
+    return Unsupported(what, "Shoal keeps the KV in its own", _REMEDY)
+
+
+def _has_kv(store: Any) -> bool:
+    return getattr(store, "keys", None) is not None
+
+
+def _kv_sizes(store: Any) -> KVSizes:
+    return (store.keys.shape[1], store.keys.shape[3], store.values.shape[3]) if _has_kv(store) else (0, 0, 0)
+
+
+def _position_bytes(store: Any) -> int:
+    """Bytes of one position of a layer's keys and values [1, heads, positions, head_dim]."""
+    return sum(t.shape[1] * t.shape[3] * t.element_size() for t in (store.keys, store.values)) if _has_kv(store) else 0
 
 
 def _record(model: Any, layers: list[nn.Module], ids: Tensor, positions: Tensor) -> Recording:
@@ -222,7 +263,7 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: dict[
     for name, value in list(call.arguments.items())[1:]:
         source = _source(value, before)
         if name in _MASKS:
-            found["mask"] = name
+            found["mask"] = name if "mask" not in found or value is not None else found["mask"]
         elif compat.is_cache(value):
             found["cache"] = name
         elif name == "cache_position":
@@ -238,12 +279,9 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: dict[
             raise Unsupported(what, "Shoal does not know what it means", _REMEDY)
         else:
             constants[name] = value
-    if "cache" not in found:
-        what = f"{type(call.module).__name__} is given no KV cache"
-        raise Unsupported(what, "Shoal keeps the KV in its own", _REMEDY)
-    return LayerCall(mask=found.get("mask", "attention_mask"), cache=found["cache"], positions=found.get("positions"),
-                     cache_position=found.get("cache_position"), rotary=found.get("rotary"), rotary_call=rotary_call,
-                     constants=constants)
+    return LayerCall(mask=found.get("mask", "attention_mask"), cache=found.get("cache"),
+                     positions=found.get("positions"), cache_position=found.get("cache_position"),
+                     rotary=found.get("rotary"), rotary_call=rotary_call, constants=constants)
 
 
 def _source(value: Any, before: list[Call]) -> Call | None:
@@ -319,7 +357,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _explain(before: Tensor, after: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
     """The simple function from `before` to `after`: identity, or a factor or soft cap with a number of the config."""
-    if torch.equal(before, after.to(before.dtype)):
+    if torch.equal(before, after.to(before.dtype)) or torch.equal(before.to(after.dtype), after):
         return lambda x: x
     changes = [change for number in _numbers(config) for change in _changes(number)]
     exact = (change for change in changes if torch.equal(change(before), after.to(before.dtype)))

@@ -6,9 +6,10 @@ A `SequenceChunk` holds tokens of one sequence. Its plan and a token's step inde
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -121,6 +122,15 @@ class SequenceChunk:
         """What tokens first..last-1 may attend to after `base` positions, of which the first `start` are not stored."""
         return SequenceView(base, start, self.fed + first, self.fed + last, self.parents, self.depths, self.mutual)
 
+    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Tokens first..last-1 in runs that follow one another: of each the parent node, first token, and end."""
+        if self.parents is None:
+            yield self.fed + first - 1, first, last
+            return
+        starts = [i for i in range(first, last) if i == first or self.parents[self.fed + i] != self.fed + i - 1]
+        for start, end in zip(starts, [*starts[1:], last], strict=True):
+            yield self.parents[self.fed + start], start, end
+
     def running(self, drop_step: int) -> int:
         """Length of the prefix of tokens that run a sublayer which is dropped from `drop_step` on."""
         return bisect_left(self.steps, drop_step)
@@ -162,8 +172,13 @@ class LayerWork:
 
     def of_seq(self, index: int) -> LayerWork:
         """The work of one chunk alone."""
-        last = tuple(b if i == index else a for i, (a, b) in enumerate(zip(self.first, self.last, strict=True)))
-        return LayerWork(self.part, self.first, last)
+        return self.of_tokens(index, self.first[index], self.last[index])
+
+    def of_tokens(self, index: int, first: int, last: int) -> LayerWork:
+        """The same part for tokens first..last-1 of one chunk alone."""
+        firsts, lasts = [*self.first], [*self.first]
+        firsts[index], lasts[index] = first, last
+        return LayerWork(self.part, tuple(firsts), tuple(lasts))
 
     def flat(self, sizes: Sequence[int]) -> list[int] | None:
         """Indices of its tokens among all tokens of chunks of these sizes, one after the other; None for all tokens."""
@@ -197,7 +212,8 @@ class ModelRunner(Protocol):
         prefill_chunk: tokens per forward, of all sequences together, at which prefill is fastest.
         most_nodes: most nodes of a tree that is computed exactly like a chain; None for any number.
         position_bytes: bytes of the keys and values of one position, per layer.
-        kv_sizes: heads, and head_dim of keys and of values, per layer.
+        kv_sizes: heads, and head_dim of keys and of values, per layer; zeros without attention.
+        state_bytes: bytes of a sequence's state, per recurrent layer.
         adds_masks: whether attention adds its mask to the scores, instead of taking bools.
         shows_queries: whether chunks may have a `query_hook`.
         score_scale: factor of the products of queries and keys before softmax.
@@ -214,6 +230,7 @@ class ModelRunner(Protocol):
     most_nodes: int | None
     position_bytes: tuple[int, ...]
     kv_sizes: tuple[KVSizes, ...]
+    state_bytes: Mapping[int, int] = MappingProxyType({})
     device: torch.device
     dtype: torch.dtype
     activation_dtype: torch.dtype
@@ -221,6 +238,10 @@ class ModelRunner(Protocol):
     shows_queries: bool
     score_scale: float
     score_cap: float | None
+
+    def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:
+        """An empty cache for `seqs` sequences; `reserve` as for `KVCache`."""
+        return KVCache(self.windows, seqs, reserve, self.state_bytes)
 
     @property
     def can_split(self) -> bool:

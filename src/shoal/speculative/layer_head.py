@@ -192,7 +192,7 @@ class EagleHead:
 
     def cache(self) -> KVCache:
         """An empty cache for the layer."""
-        return KVCache(self._layer.windows, 0)
+        return self._layer.new_cache(0)
 
     def run(self, chunks: Sequence[SequenceChunk], cache: KVCache, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Feed vectors.

@@ -14,7 +14,6 @@ from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.speculative.choose import SequenceTree, extend
 from shoal.speculative.growth import TreeShape
@@ -63,7 +62,7 @@ class ModelDrafter(Drafter):
         self._runner, self._shape, self._name = proposer.runner, proposer.shape, proposer.name
         self._vocabulary = vocabulary
         self._plan = DepthPlan.full(self._runner.num_layers)
-        self._cache = KVCache(self._runner.windows, 0)
+        self._cache = self._runner.new_cache(0)
         self._seqs: list[SequenceState] = []
         self._drafts: list[TokenTree] = []
 

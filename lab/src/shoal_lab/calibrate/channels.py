@@ -14,7 +14,6 @@ from shoal.engine.engine import Engine
 from shoal.errors import Unsupported
 from shoal.methods.calibrated import Calibrated
 from shoal.methods.double_sparsity import DoubleSparsity, Ranking
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 from shoal_lab.calibrate.calibration import data_hash
 from shoal_lab.eval.items import Item
@@ -53,7 +52,7 @@ def rank_channels(engine: Engine, texts: Sequence[Sequence[int]], *, progress: b
         totals[layer] += (shared.double() * own[:, None].double()).abs().sum((1, 2)).cpu()
 
     for text in tqdm(texts, desc="channels", disable=None if progress is None else not progress):
-        cache, size = KVCache(runner.windows, 1), min(runner.prefill_chunk, BLOCK)
+        cache, size = runner.new_cache(1), min(runner.prefill_chunk, BLOCK)
         for first in range(0, min(len(text), BLOCK), size):
             piece = list(text[first : min(first + size, BLOCK)])
             runner.forward([SequenceChunk(0, piece, [0] * len(piece), plan, query_hook=note)], cache)

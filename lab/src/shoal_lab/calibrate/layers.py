@@ -19,7 +19,6 @@ from tqdm import tqdm
 from shoal.depth.plan import NEVER, DepthPlan
 from shoal.engine.cards.card import FILE, Card
 from shoal.engine.engine import Engine
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 from shoal_lab.eval import scoring
 
@@ -118,7 +117,7 @@ def _turns(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> Tens
     states: list[Tensor] = []
     tokens = [*prompt, *answer[:-1]]
     chunk = SequenceChunk(0, tokens, [0] * len(tokens), DepthPlan.full(engine.runner.num_layers))
-    cache = KVCache(engine.runner.windows, seqs=1)
+    cache = engine.runner.new_cache(1)
     engine.runner.forward([chunk], cache, lambda _, hidden: states.append(hidden[0, -len(answer) :].float()))
     turns = [1 - torch.cosine_similarity(a, b, dim=-1) for a, b in zip(states, states[1:], strict=False)]
     return torch.stack(turns).sum(-1).double()

@@ -18,7 +18,6 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
 from shoal.errors import Unsupported
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 from shoal_lab.components.rewind import earliest, rewound
 from shoal_lab.drafts.agreement import agreements
@@ -137,7 +136,7 @@ def measure_sublayers(engine: Engine) -> SublayerCosts:
 
 
 def _seconds(engine: Engine, plan: DepthPlan) -> float:
-    runner, cache, times = engine.runner, KVCache(engine.runner.windows, seqs=1), list[float]()
+    runner, cache, times = engine.runner, engine.runner.new_cache(1), list[float]()
     runner.forward([SequenceChunk(0, [0], [0], DepthPlan.full(runner.num_layers))], cache)
     cache.commit(0, [0])
     for _ in range(_REPEATS):
@@ -170,7 +169,7 @@ class _SkipJudge:
         ids = [prompt_ids(one, engine.tokenizer, runner.vocab_size, runner.max_positions) for one in prompts]
         answers = engine.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
         self._texts = [[*one, *answer.tokens] for one, answer in zip(ids, answers, strict=True)]
-        self._cache = KVCache(self._runner.windows, len(self._texts))
+        self._cache = self._runner.new_cache(len(self._texts))
         for row, tokens in enumerate(self._texts):
             self._fill(row, tokens[:-1])
         self._places = [

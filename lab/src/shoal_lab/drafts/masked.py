@@ -13,7 +13,6 @@ from typing_extensions import override
 from shoal.decode.tree import TokenTree
 from shoal.decode.worker import Drafter, Proposer
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.speculative.choose import Place, choose
 from shoal.speculative.growth import Growth
@@ -133,7 +132,7 @@ class MaskedDrafter(Drafter):
             chunks.append(SequenceChunk(seq_id, tokens, [0] * len(tokens), self._plan, wanted=block.masks + shift,
                                         mutual=True))
             block.seq.ledger.draft_forwards += 1
-        logits = self._runner.forward(chunks, KVCache(self._runner.windows, len(blocks)))
+        logits = self._runner.forward(chunks, self._runner.new_cache(len(blocks)))
         logits = torch.nn.functional.pad(logits, (0, self._vocabulary - logits.shape[-1]), value=-torch.inf)
         if mask < self._vocabulary:
             logits[:, mask] = -torch.inf

@@ -24,7 +24,6 @@ from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported, unknown
 from shoal.methods import make
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 from shoal_lab.eval.decoders import check_scored
 
@@ -115,7 +114,7 @@ class ShoalLM(HFLM):  # type: ignore[misc]
             self.layer_tokens += plan.layer_tokens(len(target))
             self.tokens += len(target)
         with self.engine.turn(), torch.no_grad():
-            logits = runner.forward(chunks, KVCache(runner.windows, seqs=len(chunks)))
+            logits = runner.forward(chunks, runner.new_cache(len(chunks)))
         scored = []
         for values, target_ids in zip(logits.split([len(t) for t in targets]), targets, strict=True):
             log_probs = log_softmax(values.float(), -1)

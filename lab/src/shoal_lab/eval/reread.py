@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shoal.decode.worker import Experts, Worker
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal_lab.eval.rising import Executor
 
@@ -36,7 +35,7 @@ class Reread:
     def __init__(self, runner: ModelRunner, texts: Sequence[Text]) -> None:
         self._runner, self._texts = runner, texts
         longest = max(len(prompt) + len(answer) for prompt, answer in texts)
-        self._cache = KVCache(runner.windows, len(texts), [longest] * runner.num_layers)
+        self._cache = runner.new_cache(len(texts), [longest] * runner.num_layers)
         self._read_prompts()
 
     def under(self, executor: Executor, take: Take, experts: Experts | None = None) -> None:

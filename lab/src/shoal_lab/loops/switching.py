@@ -68,7 +68,7 @@ class SwitchingBatch(Batch):
 
     def __init__(self, *args: Any, policy: TurnPolicy, second: ModelRunner, plan: DepthPlan, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._policy, self._second, self._plan, self._small = policy, second, plan, KVCache(second.windows, 0)
+        self._policy, self._second, self._plan, self._small = policy, second, plan, second.new_cache(0)
         self._cached: list[RunningSequence] = []
         self._turns: dict[int, tuple[RunningSequence, Turns]] = {}  # keeps the sequence's id taken
         self._wrote: dict[int, bool] = {}  # who wrote a sequence's last token that was not forced: the large one?

@@ -12,7 +12,6 @@ from shoal.decode.batch import Batch
 from shoal.decode.branches.verifier import Awaited, NoVerdict
 from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 from shoal.sandbox.template import rendered
 from shoal.types import Step
@@ -192,7 +191,7 @@ class ModelJudge(ThoughtJudge):
     def __init__(self, engine: Any, own: Any, most: int) -> None:
         self._most = min(most, (engine.runner.max_positions or most + 1) - 1)
         self._runner, self._tokenizer = engine.runner, engine.tokenizer or own
-        self._plan, self._cache = DepthPlan.full(engine.runner.num_layers), KVCache(engine.runner.windows, 0)
+        self._plan, self._cache = DepthPlan.full(engine.runner.num_layers), engine.runner.new_cache(0)
         self._cached: list[tuple[SequenceState, list[int]]] = []
         yes, no = (self._begins(word) for word in ("yes", "no"))
         self._yes, self._no = sorted(yes - no), sorted(no - yes)

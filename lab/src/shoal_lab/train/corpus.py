@@ -22,7 +22,6 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.scheduling.request_handle import RequestHandle
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.types import Result
 from shoal_lab.train import files
@@ -246,7 +245,7 @@ def _write_shard(path: Path, engine: Engine, texts: Sequence[tuple[list[int], li
 @torch.no_grad()
 def states(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
     """The LM head's inputs at every token of a text, [n, D] in bfloat16."""
-    cache, plan, found = KVCache(runner.windows, 1), DepthPlan.full(runner.num_layers), []
+    cache, plan, found = runner.new_cache(1), DepthPlan.full(runner.num_layers), []
 
     def hook(layer: int, hidden: Tensor) -> None:
         if layer == runner.num_layers:

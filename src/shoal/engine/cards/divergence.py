@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import ModelRunner, SequenceChunk, Start
 
 Text = tuple[Sequence[int], Sequence[int]]
@@ -56,7 +55,7 @@ class Judged:
         self._runner, self._every = runner, every
         self._answer, self._full = list(answer[:-1]), DepthPlan.full(runner.num_layers)
         self._steps = list(range(1, len(answer)))
-        self._cache = KVCache(runner.windows, seqs=1)
+        self._cache = runner.new_cache(1)
         for first in range(0, len(prompt), runner.prefill_chunk):
             part = list(prompt[first : first + runner.prefill_chunk])
             runner.forward([SequenceChunk(0, part, [0] * len(part), self._full)], self._cache)

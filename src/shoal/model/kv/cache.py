@@ -7,7 +7,7 @@ into its place. Places and slots grow geometrically. The cache knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.model.kv.form import GROWTH, Store
 from shoal.model.kv.layer import ENDLESS, KVLayer, oldest_seen
+from shoal.model.state.layer import State, StateLayer, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,23 @@ class KVCache:
     """The KV of a batch of sequences.
 
     Attributes:
-        layers: one `KVLayer` per decoder layer.
+        layers: one `KVLayer` per decoder layer; a `StateLayer` for a recurrent one.
         positions: committed positions of each sequence, whichever layers ran them.
         most_seqs: most sequences to make room for ahead; if free places take no memory, all are allocated at once.
 
     Args:
         windows: sliding window of each layer, or None.
         reserve: positions per layer for which memory is allocated at once; it grows on demand.
+        recurrent: numbers of the layers that keep a state.
     """
 
-    def __init__(self, windows: Sequence[int | None], seqs: int, reserve: Sequence[int] | None = None) -> None:
-        reserves = reserve or [0] * len(windows)
-        self.layers = [KVLayer(seqs, window, room) for window, room in zip(windows, reserves, strict=True)]
+    def __init__(
+        self, windows: Sequence[int | None], seqs: int, reserve: Sequence[int] | None = None,
+        recurrent: Container[int] = (),
+    ) -> None:
+        sizes = enumerate(zip(windows, reserve or [0] * len(windows), strict=True))
+        self.layers = [(StateLayer if number in recurrent else KVLayer)(seqs, *size) for number, size in sizes]
+        self.recurrent = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         self.positions = [0] * seqs
         self.most_seqs = ENDLESS
         self._marks: list[int | None] = [None] * seqs
@@ -92,6 +98,8 @@ class KVCache:
     def commit(self, seq: int, path: Sequence[int]) -> None:
         """Commit the nodes of `path` in every layer that ran them."""
         count, straight = len(path), not path or path[-1] == len(path) - 1
+        for state in self.recurrent:
+            state.accept(seq, path)
         for layer in self.layers:
             if straight and layer.scratch[seq] == count:  # the usual case, in which a step has no time for a call
                 layer.lengths[seq] += count
@@ -105,6 +113,8 @@ class KVCache:
 
     def rollback(self, seq: int) -> None:
         """Forget the sequence's scratch entries."""
+        for state in self.recurrent:
+            state.accept(seq, ())
         for layer in self.layers:
             layer.keep(seq, 0)
         self._forget_marks(seq)
@@ -189,21 +199,34 @@ class KVCache:
 
 @dataclass(frozen=True)
 class LayerCopy:
-    """Keys and values [heads, positions, head_dim] of one layer, from position `start` on."""
+    """What one layer stores of a sequence.
 
-    keys: Tensor
-    values: Tensor
+    Attributes:
+        keys, values: [heads, positions, head_dim], from position `start` on; None for a layer without attention.
+        window: sliding window in positions, or None.
+        state: of a recurrent layer, after the copy's last position; else None.
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
     start: int
     window: int | None
+    state: State | None = None
 
     def restorable(self, length: int) -> bool:
-        """Whether decoding could continue from `length` positions."""
-        return self.start <= oldest_seen(self.window, length) and length <= self.start + self.keys.shape[1]
+        """Whether keys and values suffice to continue from `length` positions."""
+        stored = self.keys is None or length <= self.start + self.keys.shape[1]
+        return stored and self.start <= oldest_seen(self.window, length)
 
     @property
     def bytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of all tensors."""
+        return state_bytes(self.state) + sum(one.nbytes for one in (self.keys, self.values) if one is not None)
+
+    def copied(self) -> LayerCopy:
+        """A copy in memory of its own; states never change, so they are shared."""
+        keys, values = (None if one is None else one.clone() for one in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
 
 
 @dataclass(frozen=True)
@@ -220,11 +243,15 @@ class SequenceCopy:
 
     def copied(self) -> SequenceCopy:
         """A copy in memory of its own."""
-        layers = (replace(one, keys=one.keys.clone(), values=one.values.clone()) for one in self.layers)
-        return SequenceCopy(tuple(layers), self.length)
+        return SequenceCopy(tuple(layer.copied() for layer in self.layers), self.length)
 
     def restorable(self, length: int) -> bool:
-        """Whether decoding could continue from `length` positions; a sliding window keeps only the last ones."""
+        """Whether decoding could continue from `length` positions.
+
+        A sliding window keeps only the last ones, and a state is that after all of them.
+        """
+        if length != self.length and any(layer.state is not None for layer in self.layers):
+            return False
         return length <= self.length and all(layer.restorable(length) for layer in self.layers)
 
 
@@ -237,22 +264,29 @@ def look(cache: KVCache, seq: int) -> SequenceCopy | None:
 
 
 def _look(layer: KVLayer, seq: int, length: int) -> LayerCopy:
-    assert layer.keys is not None and layer.values is not None
-    start = layer.starts[seq]
+    start, state = layer.starts[seq], layer.states[seq] if isinstance(layer, StateLayer) else None
+    if layer.keys is None or layer.values is None:
+        return LayerCopy(None, None, start, layer.window, state)
     keys, values = (store[seq, :, : length - start] for store in (layer.keys, layer.values))
-    return LayerCopy(keys, values, start, layer.window)
+    return LayerCopy(keys, values, start, layer.window, state)
 
 
 def copy_in(cache: KVCache, seq: int, held: SequenceCopy, length: int) -> None:
     """Fill an empty sequence with the first `length` positions of a copy; `held.restorable(length)` must be true."""
     for layer, copied in zip(cache.layers, held.layers, strict=True):
-        count = length - copied.start
-        if layer.keys is None:
-            layer.allocate(copied.keys, (len(copied.keys), copied.keys.shape[2], copied.values.shape[2]), count)
-        layer.lengths[seq] = layer.starts[seq] = copied.start
-        layer.make_room([seq], [count])
-        assert layer.keys is not None and layer.values is not None
-        layer.keys[seq, :, :count] = copied.keys[:, :count]
-        layer.values[seq, :, :count] = copied.values[:, :count]
+        if isinstance(layer, StateLayer):
+            layer.states[seq] = copied.state
+        if copied.keys is not None and copied.values is not None:
+            _fill(layer, seq, copied.keys, copied.values, copied.start, length - copied.start)
         layer.lengths[seq] = length
     cache.positions[seq] = length
+
+
+def _fill(layer: KVLayer, seq: int, keys: Tensor, values: Tensor, start: int, count: int) -> None:
+    """Write the first `count` of keys and values [heads, positions, head_dim] to a sequence, from position `start`."""
+    if layer.keys is None:
+        layer.allocate(keys, (len(keys), keys.shape[2], values.shape[2]), count)
+    layer.lengths[seq] = layer.starts[seq] = start
+    layer.make_room([seq], [count])
+    assert layer.keys is not None and layer.values is not None
+    layer.keys[seq, :, :count], layer.values[seq, :, :count] = keys[:, :count], values[:, :count]

@@ -119,6 +119,11 @@ class KVLayer:
             all_keys[index, :, :end], all_values[index, :, :end] = self.read(seq, end, keys.dtype)
         return all_keys, all_values
 
+    def count(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
+        """Note scratch entries of a layer without attention, which stores nothing of them."""
+        for seq, count in zip(seqs, counts, strict=True):
+            self.scratch[seq] += count
+
     def _put(self, seq: int, at: int, keys: Tensor, values: Tensor) -> None:
         """Write [heads, n, head_dim] to the sequence's slots from `at` on; there must be room."""
         own = self.encoded[seq]

@@ -15,7 +15,6 @@ from shoal.decode.text.pieces import Detokenizer, TokenBytes
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.request import prompt_ids
-from shoal.model.kv.cache import KVCache
 from shoal.model.runner import SequenceChunk
 from shoal.types import TokenLogprob, finite_logprob
 
@@ -172,7 +171,7 @@ def prompt_logprobs(engine: Engine, ids: Sequence[int], top: int) -> list[TokenL
     The prompt is read a second time for it, in turns with the scheduler.
     """
     runner, found = engine.runner, [TokenLogprob(ids[0], 0.0)]
-    cache, plan = KVCache(runner.windows, 1), DepthPlan.full(runner.num_layers)
+    cache, plan = runner.new_cache(1), DepthPlan.full(runner.num_layers)
     size = min(_PIECE, runner.prefill_chunk)
     for first in range(0, len(ids) - 1, size):
         tokens = ids[first : first + size]

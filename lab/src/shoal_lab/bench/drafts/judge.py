@@ -10,7 +10,7 @@ import torch
 
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
-from shoal.model.kv.cache import KVCache, copy_in
+from shoal.model.kv.cache import copy_in
 from shoal.model.runner import SequenceChunk
 from shoal_lab.bench.drafts.suite import DraftTask
 from shoal_lab.eval.agreement import agreement
@@ -68,7 +68,7 @@ def scores(engine: Engine, task: DraftTask, tokens: Sequence[int]) -> torch.Tens
     """The full model's logits [len(tokens), V] float32 that decide each of `tokens`, which follow the prompt."""
     runner = engine.runner
     text = [*task.prompt, *tokens]
-    cache = KVCache(runner.windows, 1, [len(text)] * len(runner.windows))
+    cache = runner.new_cache(1, [len(text)] * len(runner.windows))
     if task.held is not None:
         copy_in(cache, 0, task.held, len(task.prompt) - 1)
     fed = text[cache.positions[0] : -1]

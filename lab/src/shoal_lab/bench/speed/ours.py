@@ -78,7 +78,7 @@ class Shoal(System):
     @override
     def forward(self, prompt: Sequence[int], positions: int, repeats: int) -> list[float]:
         runner, plan = self.engine.runner, self._model.full_plan()
-        cache = KVCache(runner.windows, 1, [len(prompt) + positions] * runner.num_layers)
+        cache = runner.new_cache(1, [len(prompt) + positions] * runner.num_layers)
         for first in range(0, len(prompt), _CHUNK):
             piece = prompt[first : first + _CHUNK]
             runner.forward([SequenceChunk(0, piece, [0] * len(piece), plan)], cache)
