@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel, cache_utils
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 VOCAB = 97
@@ -68,10 +68,36 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """More of them, close to those above, for tests of what they add to the packed block."""
 
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", {**_GROUPED, **_HEAD_DIM, **_LINEAR}),
+    "kimi_linear": ("kimi_linear", {**_UNGROUPED, "linear_num_heads": 4, "linear_head_dim": 8, "kv_lora_rank": 16,
+                                    "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+                                    "v_head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4,
+                                    "num_experts_per_token": 2,
+                                    "layer_types": ["linear_attention", "full_attention"] * 2}),
+    "mamba": ("mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
+    "mamba2": ("mamba2", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_heads": 8, "head_dim": 8, "n_groups": 2,
+                          "state_size": 16}),
+    "granite4": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "shared_intermediate_size": 48, "num_local_experts": 0,
+                                      "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
+    "nemotron_h": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, "mamba_num_heads": 8, "mamba_head_dim": 8,
+                                  "ssm_state_size": 16, "n_groups": 2,
+                                  "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
+    "falcon_h1": ("falcon_h1", {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
+                                "mamba_d_state": 16, "mamba_chunk_size": 8}),
+    "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [2], "block_multiple_of": 8}),
+    "minimax": ("minimax", {**_GROUPED, "num_local_experts": 2}),
+}
+"""Families with recurrent layers, which transformers 5.0 keeps in caches of many kinds; a model has four layers."""
+if not hasattr(cache_utils, "LinearAttentionLayer"):
+    RECURRENT = {}
+
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
-_ATTENTION = {"gemma2": "eager_in_full_precision"}
+_ATTENTION = {"gemma2": "eager_in_full_precision", "mamba": "eager", "mamba2": "eager"}
 _EXTRA = {"mixtral": {"experts_implementation": "eager"}}
 _HYBRID_PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
 
@@ -81,7 +107,7 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, layers:
     """A tiny random causal LM with sdpa attention, in eval mode, without EOS.
 
     Args:
-        family: a key of `FAMILIES` or `RELATIVES`.
+        family: a key of `FAMILIES`, `RELATIVES` or `RECURRENT`.
         seed: of the weights; the caller's random state is left as it was.
         dtype: the weights' dtype. The same seed gives the same weights up to rounding.
         layers: number of decoder layers.
@@ -99,7 +125,7 @@ def _cached(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: 
 
 
 def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: dict[str, Any]) -> PreTrainedModel:
-    model_type, own = {**FAMILIES, **RELATIVES}[family]
+    model_type, own = {**FAMILIES, **RELATIVES, **RECURRENT}[family]
     settings = {**_NO_SPECIAL, **own, **_depth(family, model_type, layers), **overrides}
     config = AutoConfig.for_model(model_type, **settings)
     for name, value in _NO_DROPOUT.items():
@@ -128,7 +154,9 @@ def _sharpen(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, dtype=parameter.dtype)
         inside = re.search(r"\.\d+\.", name)
-        if parameter.dim() == 1:
+        if name.endswith("dt_bias"):  # with long steps transformers' chunked recurrences lose digits
+            parameter.data = noise
+        elif parameter.dim() == 1:
             parameter.data += 0.1 * noise + bool(re.search(r"[qk]_norm\.weight$", name))
         elif re.search(r"\b(wpe|embed_positions)\b", name):
             parameter.data = 0.3 * noise

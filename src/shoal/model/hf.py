@@ -84,7 +84,7 @@ class HFRunner(ModelRunner):
         self.dtype = self.activation_dtype = next(self.parts.head_module.parameters()).dtype
         self.head_layers = _bytes(self.parts.head_module) / (sum(map(_bytes, layers)) / len(layers))
         self.adds_masks = model.config._attn_implementation != "sdpa"
-        self.prepacks = self.shows_queries = all(map(can_ask_by_seqs, layers))
+        self.prepacks = self.shows_queries = not self.state_bytes and all(map(can_ask_by_seqs, layers))
         self.alone = self.singly = False
         scales = (getattr(module, "scaling", None) for layer in layers for module in layer.modules())
         head_dim = max(dim for _, dim, _ in self.kv_sizes)
