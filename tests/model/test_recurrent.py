@@ -6,7 +6,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,17 @@ import torch
 
 from drive import gap, stack_of
 from families import RECURRENT, VOCAB, tiny
+from kv_peaks import run as run_watched
 from shoal import compat
 from shoal.depth.plan import DepthPlan
+from shoal.engine.engine import Engine
+from shoal.engine.loading.load import engine_for
+from shoal.methods.aded import ADED
+from shoal.methods.d3 import D3
+from shoal.methods.d3_spec import D3Spec
+from shoal.methods.draft_model import DraftModel
+from shoal.methods.kv_int8 import KVInt8
+from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.cache import KVCache, copy_in, look
 from shoal.model.runner import SequenceChunk
 from shoal.model.state.layer import StateLayer
@@ -194,3 +203,34 @@ def test_a_released_layer_forgets_its_state() -> None:
     assert cache.layers[number].seq_bytes(0) == runner.state_bytes[number]
     cache.release(0, [number])
     assert cache.layers[number].seq_bytes(0) == 0 < cache.layers[number].seq_bytes(1)
+
+
+@pytest.mark.parametrize("method", ["full", D3(alpha=0.8, core=2), PromptLookup(min_ngram=1), KVInt8()], ids=repr)
+def test_the_peak_of_memory_is_known_before(method: Any) -> None:
+    engine, found = Engine(stack_of(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS))), list[int]()
+    predicted = run_watched(engine, [20, 9], 12, method, lambda cache: found.append(cache.bytes().allocated))
+    assert predicted.counted >= max(found) and predicted.resident >= predicted.counted
+    assert predicted.counted == max(found) or isinstance(method, D3 | PromptLookup)
+
+
+METHODS: list[Any] = [PromptLookup(min_ngram=1), ADED(), DraftModel(branching=(3, 2, 2)), D3Spec(mean=0.5, core=1),
+                      [D3(alpha=0.95, core=2), PromptLookup(min_ngram=1)], [KVInt8(), ADED()]]
+"""The last of a list is the drafter."""
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_drafts_do_not_change_a_text(family: str, method: Any) -> None:
+    model = tiny(family, dtype=torch.float32, layers=LAYERS)
+    engine = engine_for(model, None, backend="hf")
+    engine.runner.singly = True  # type: ignore[attr-defined]
+    if isinstance(method, DraftModel):
+        method = replace(method, draft=model)
+    plain = method[:-1] or "full" if isinstance(method, list) else "full"
+    prompts = [[5, 9, 13, 5, 9, 13, 40, 41, 5, 9], [7, 8, 9, 10, 7, 8]]
+    for options in ({}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2}):
+        drafted = engine.generate(prompts, method=method, max_new_tokens=24, **options)
+        alone = [engine.generate([one], method=plain, max_new_tokens=24, **options)[0] for one in prompts]
+        assert drafted[0].tokens == alone[0].tokens
+        assert "seed" in options or drafted[1].tokens == alone[1].tokens  # draws are keyed by the place in the batch
+        assert sum(one.stats.accepted for one in drafted) > 0 or not isinstance(method, DraftModel)

@@ -129,9 +129,10 @@ def weight_bytes(engine: LoadedModel) -> int:
 
 
 def second_bytes(seqs: Sequence[RunningSequence], extra: int) -> int:
-    """Keys and values that a second model stores of the sequences."""
+    """Keys, values and states that a second model stores of the sequences."""
+    pairs = [(seq, other) for seq in seqs if (other := seq.recipe.second_runner) is not None]
     return sum((seq.recipe.second_reads or seq.prompt_length + seq.stop.room - 1 + extra) * sum(other.position_bytes)
-               for seq in seqs if (other := seq.recipe.second_runner) is not None)
+               + 2 * sum(other.state_bytes.values()) for seq, other in pairs)
 
 
 def logits_bytes(runner: ModelRunner, nodes: Sequence[int]) -> int:
@@ -317,7 +318,8 @@ def _at(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence], st
             pages = sum(_pages(tuple(written), heads, capacity, dim * runner.dtype.itemsize) for dim in dims)
         elif any(written):
             held = pages = len(seqs) * capacity * runner.position_bytes[number]
-        counted, resident = counted + held + outside, resident + pages + outside
+        states = sum(map(bool, ends)) * runner.state_bytes.get(number, 0)
+        counted, resident = counted + held + outside + states, resident + pages + outside + 2 * states
         moving = max(moving, held if capacity > first and layer.window is None else 0)
     return KVPeak(counted, resident, moving)
 

@@ -48,6 +48,7 @@ class KVRoom:
 
     def __init__(self, runner: ModelRunner, most: int, seqs: int) -> None:
         self._windows, self._sizes, self._kv_sizes = runner.windows, runner.position_bytes, runner.kv_sizes
+        self._states = 2 * sum(runner.state_bytes.values())  # the committed ones and those of a forward
         self._most, self._seqs, self._dtype, self._paged = most, seqs, runner.dtype, is_paged(runner.device)
 
     def need(
@@ -78,7 +79,8 @@ class KVRoom:
         own = [0 if form is None or (self._paged and form.late) else slot_bytes(form, sizes, self._dtype)
                for form, sizes in zip(forms, self._kv_sizes, strict=True)]
         length = prompt + answer + guesses if second_reads is None else second_reads
-        return Need(tuple(slots), tuple(own), extra + (0 if second is None else _whole(second, length)))
+        other = self._states + extra + (0 if second is None else _whole(second, length))
+        return Need(tuple(slots), tuple(own), other)
 
     def bytes(self, needs: Sequence[Need]) -> int:
         """Most bytes that sequences with these needs take together."""
@@ -121,9 +123,10 @@ class KVRoom:
 
 
 def _whole(runner: ModelRunner, length: int) -> int:
-    """Bytes of `length` positions in all layers of a model."""
+    """Bytes of `length` positions in all layers of a model, and of its states."""
     ends = (length if window is None else min(length, window + WINDOW_SLACK) for window in runner.windows)
-    return sum(map(mul, ends, runner.position_bytes))
+    positions: int = sum(map(mul, ends, runner.position_bytes))
+    return positions + 2 * sum(runner.state_bytes.values())
 
 
 def _in_cache(need: Need, layer: int) -> int:
