@@ -87,6 +87,9 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
                                   "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
     "falcon_h1": ("falcon_h1", {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
                                 "mamba_d_state": 16, "mamba_chunk_size": 8}),
+    "zamba2": ("zamba2", {**_UNGROUPED, "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1,
+                          "mamba_expand": 2, "hybrid_layer_ids": [1, 3],
+                          "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]}),
     "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [2], "block_multiple_of": 8}),
     "minimax": ("minimax", {**_GROUPED, "num_local_experts": 2}),
 }

@@ -86,7 +86,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 16]},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 60},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention"]},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
 }
 """Fields that the rules do not find, by model type; of a nested config too."""
 

@@ -375,7 +375,10 @@ class _PaddedCall(_Call):
         opened = None if piece.part == "attention" else opened_in(self.chunks, layer, piece, hidden.shape[1])
         if opened is not None:
             module = self.runner.mixing(module, layer, opened)
-        output = module(hidden, **self.runner.arguments(layer, hidden, places, cache, seen, self._memo, key))
+        arguments = self.runner.arguments(layer, hidden, places, cache, seen, self._memo, key)
+        if (name := self.runner.parts.calls[layer].embedded) is not None:
+            arguments[name] = self._of(self._embedded, piece)
+        output = module(hidden, **arguments)
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
     def padded(self) -> Tensor:
@@ -390,11 +393,19 @@ class _PaddedCall(_Call):
         """Whether the piece takes all nodes of every sequence, padding included."""
         return not any(piece.first) and piece.last == self.sizes
 
+    @cached_property
+    def _embedded(self) -> Tensor:
+        return self.runner.embedded(self.chunks, self.cache)
+
     def _inputs(self, piece: LayerWork) -> Tensor:
+        return self._of(self.hidden, piece)
+
+    def _of(self, states: Tensor, piece: LayerWork) -> Tensor:
+        """States [chunks, widest, D] at the nodes of a piece."""
         if self._whole(piece):
-            return self.hidden
+            return states
         chosen, nodes, _ = self._picked(piece)
-        return self.hidden[chosen[:, None], nodes]
+        return states[chosen[:, None], nodes]
 
     def _picked(self, piece: LayerWork) -> tuple[Tensor, Tensor, Tensor]:
         """Chunks [sequences], their nodes [sequences, widest] padded with the last, and which of these are real."""

@@ -85,7 +85,10 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How the model calls one layer: names of the arguments that the engine supplies, and the constant ones."""
+    """How the model calls one layer: names of the arguments that the engine supplies, and the constant ones.
+
+    `embedded` names the input of the first layer, which Zamba gives to all of them.
+    """
 
     mask: str
     cache: str | None
@@ -93,6 +96,7 @@ class LayerCall:
     cache_position: str | None
     rotary: str | None
     rotary_call: int
+    embedded: str | None
     constants: dict[str, Any]
 
 
@@ -146,7 +150,8 @@ def take_apart(model: Any, layers: list[nn.Module], ids: Tensor) -> Parts:
         raise Unsupported(f"a model that runs {len(recording.layers)} of its {len(layers)} layers in a forward",
                           "Shoal must run each of them once, in order", _REMEDY)
     rotary: dict[int, Call] = {}
-    calls = [_layer_call(call, positions, recording.before, rotary) for call in recording.layers]
+    first = next(iter(recording.layers[0].arguments.values()))
+    calls = [_layer_call(call, positions, first, recording.before, rotary) for call in recording.layers]
     stores = _stores(recording, calls)
     embed, head = _embedding(model, recording, ids, positions), _head(recording, head_module, model.config)
     recurrent = {number: store for number, store in enumerate(stores) if modules.has_state(store)}
@@ -255,15 +260,22 @@ def _bind(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     return flat
 
 
-def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: dict[int, Call]) -> LayerCall:
-    """Read off a layer's call which arguments the engine has to supply; distinct rotary calls are added by `id`."""
+def _layer_call(
+    call: Call, positions: Tensor, first: Tensor, before: list[Call], rotary: dict[int, Call]
+) -> LayerCall:
+    """Read off a layer's call which arguments the engine has to supply.
+
+    Args:
+        first: the input of the first layer.
+        rotary: distinct rotary calls are added to it, by `id`.
+    """
     found: dict[str, str] = {}
     constants: dict[str, Any] = {}
     rotary_call = -1
     for name, value in list(call.arguments.items())[1:]:
         source = _source(value, before)
         if name in _MASKS:
-            found["mask"] = name if "mask" not in found or value is not None else found["mask"]
+            found["mask"] = "causal_mask" if "causal_mask" in call.arguments else name  # the other is for padding
         elif compat.is_cache(value):
             found["cache"] = name
         elif name == "cache_position":
@@ -274,6 +286,8 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: dict[
             found["rotary"] = name
             rotary[id(source)] = source
             rotary_call = list(rotary).index(id(source))
+        elif isinstance(value, Tensor) and torch.equal(value, first):
+            found["embedded"] = name
         elif isinstance(value, Tensor):
             what = f"{type(call.module).__name__} is given a tensor {name!r}"
             raise Unsupported(what, "Shoal does not know what it means", _REMEDY)
@@ -281,7 +295,8 @@ def _layer_call(call: Call, positions: Tensor, before: list[Call], rotary: dict[
             constants[name] = value
     return LayerCall(mask=found.get("mask", "attention_mask"), cache=found.get("cache"),
                      positions=found.get("positions"), cache_position=found.get("cache_position"),
-                     rotary=found.get("rotary"), rotary_call=rotary_call, constants=constants)
+                     rotary=found.get("rotary"), rotary_call=rotary_call, embedded=found.get("embedded"),
+                     constants=constants)
 
 
 def _source(value: Any, before: list[Call]) -> Call | None:
