@@ -19,6 +19,7 @@ from shoal import compat
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
+from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.aded import ADED
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
@@ -27,7 +28,7 @@ from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.cache import KVCache, copy_in, look
 from shoal.model.runner import SequenceChunk
-from shoal.model.state.layer import StateLayer
+from shoal.model.state.layer import MOST_SNAPSHOTS, StateLayer
 
 LAYERS = 4
 NEAR = {True: 2e-5, False: 0.02}
@@ -191,6 +192,64 @@ def test_a_copy_serves_its_own_length_alone() -> None:
     assert held is not None and held.restorable(3) and not held.restorable(2)
     assert held.bytes == sum(layer.seq_bytes(0) for layer in cache.recurrent) + 3 * sum(runner.position_bytes)
     assert cache.truncate(0, 2) == 0  # a state cannot be cut back
+
+
+def test_decoding_goes_back_to_snapshots() -> None:
+    runner, full = stack_of(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS)), DepthPlan.full(LAYERS)
+    runner.singly = True
+    text, cache, fresh = [5, 6, 7, 8, 9, 10, 11], runner.new_cache(1), runner.new_cache(1)
+    for place, token in enumerate(text):
+        if place in (3, 5):
+            cache.mark(0)
+        runner.forward([SequenceChunk(0, [token], [0], full)], cache)
+        cache.commit(0, [0])
+    seen = look(cache, 0)
+    assert seen is not None and [seen.usable(most) for most in (7, 6, 5, 4, 3, 2, 0)] == [7, 5, 5, 3, 3, 0, 0]
+    held = seen.copied()
+    assert cache.truncate(0, 4) == 3 and cache.recurrent[0].seq_bytes(0) == runner.state_bytes[min(runner.state_bytes)]
+    for other in (cache, fresh):
+        if other is fresh:
+            copy_in(other, 0, held, 3)
+        assert other.positions == [3]
+    found = [runner.forward([SequenceChunk(0, [20], [0], full)], other) for other in (cache, fresh)]
+    cold = runner.new_cache(1)
+    for token in text[:3]:
+        runner.forward([SequenceChunk(0, [token], [0], full)], cold)
+        cold.commit(0, [0])
+    wanted = runner.forward([SequenceChunk(0, [20], [0], full)], cold)
+    assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted)
+
+
+def test_only_the_last_snapshots_stay() -> None:
+    runner = stack_of(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS))
+    cache = runner.new_cache(1)
+    for _ in range(MOST_SNAPSHOTS + 3):
+        runner.forward([SequenceChunk(0, [5], [0], DepthPlan.full(LAYERS))], cache)
+        cache.commit(0, [0])
+        cache.mark(0)
+    assert sorted(cache.recurrent[0].snapshots[0]) == [*range(4, MOST_SNAPSHOTS + 4)]
+
+
+@pytest.mark.parametrize("method", ["full", PromptLookup(min_ngram=1), D3(alpha=0.8, core=2)], ids=repr)
+def test_a_prompt_that_goes_on_from_another_reads_the_rest_alone(method: Any) -> None:
+    engine = engine_for(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS), None, backend="hf")
+    engine.runner.singly = True  # type: ignore[attr-defined]
+    first, more = [*range(5, 25)], [60, 61, 62]
+    options: Any = {"method": method, "max_new_tokens": 8, "ignore_eos": True}
+    with Scheduler(engine, prefix_bytes=1 << 20) as scheduler:
+        answer, _ = answered(scheduler, first, options)
+        whole = [*first, *answer.tokens]
+        for prompt, cached in (([*first, 3, *more], 20), ([*whole, *more], 20 if isinstance(method, D3) else 27),
+                               ([*first[:9], 3], 0)):
+            result, found = answered(scheduler, prompt, options)
+            assert result.tokens == engine.generate(prompt, **options).tokens and found == cached
+
+
+def answered(scheduler: Scheduler, prompt: list[int], options: Any) -> tuple[Any, int]:
+    """The result of a request, and how much of its prompt was not read."""
+    handle = scheduler.submit(prompt, **options)
+    assert len([*handle]) > 0
+    return handle.results[0], handle.entries[0].seq.cached
 
 
 def test_a_released_layer_forgets_its_state() -> None:

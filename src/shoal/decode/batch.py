@@ -323,6 +323,8 @@ class Batch:
         for seq in self.seqs:
             fed, leaves = self.cache.positions[seq.seq_id] - seq.prompt_length, seq.leaves
             given_up = seq.root is not None and seq.finish_reason == "cancelled"
+            if fed == 0 and seq.emitted:
+                self.cache.mark(seq.seq_id)  # the next turn of a chat begins with this prompt
             if (leaves and not given_up) or (fed == 0 and seq.emitted):  # beyond its prompt a plan may give layers up
                 self._prefixes.keep(self.cache, seq.seq_id, seq.tokens)
             if leaves:

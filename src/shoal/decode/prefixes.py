@@ -68,8 +68,7 @@ class Prefixes:
 
 def _usable(tokens: Sequence[int], held: SequenceCopy, prompt: Sequence[int]) -> int:
     """How much of a prompt an entry holds, its last token left out."""
-    length = min(common(tokens, prompt), len(prompt) - 1)
-    return length if length > 0 and held.restorable(length) else 0
+    return held.usable(min(common(tokens, prompt), len(prompt) - 1))
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

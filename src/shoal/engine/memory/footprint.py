@@ -36,6 +36,7 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import GROWTH, slot_bytes
 from shoal.model.kv.layer import WINDOW_SLACK, KVLayer
 from shoal.model.kv.memory import SMALL, is_paged
+from shoal.model.kv.room import STATES
 from shoal.model.packed.linear import Quant
 from shoal.model.packed.native.library import ROOM_BESIDE
 from shoal.model.packed.native_calls import LIMIT
@@ -132,7 +133,7 @@ def second_bytes(seqs: Sequence[RunningSequence], extra: int) -> int:
     """Keys, values and states that a second model stores of the sequences."""
     pairs = [(seq, other) for seq in seqs if (other := seq.recipe.second_runner) is not None]
     return sum((seq.recipe.second_reads or seq.prompt_length + seq.stop.room - 1 + extra) * sum(other.position_bytes)
-               + 2 * sum(other.state_bytes.values()) for seq, other in pairs)
+               + STATES * sum(other.state_bytes.values()) for seq, other in pairs)
 
 
 def logits_bytes(runner: ModelRunner, nodes: Sequence[int]) -> int:
@@ -319,7 +320,8 @@ def _at(runner: ModelRunner, cache: KVCache, seqs: Sequence[RunningSequence], st
         elif any(written):
             held = pages = len(seqs) * capacity * runner.position_bytes[number]
         states = sum(map(bool, ends)) * runner.state_bytes.get(number, 0)
-        counted, resident = counted + held + outside + states, resident + pages + outside + 2 * states
+        counted += held + outside + (STATES - 1) * states
+        resident += pages + outside + STATES * states
         moving = max(moving, held if capacity > first and layer.window is None else 0)
     return KVPeak(counted, resident, moving)
 

@@ -7,8 +7,8 @@ into its place. Places and slots grow geometrically. The cache knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -111,6 +111,11 @@ class KVCache:
         self.positions[seq] += count
         self._forget_marks(seq)
 
+    def mark(self, seq: int) -> None:
+        """Let decoding go back to the sequence's present length, which recurrent layers need a snapshot for."""
+        for state in self.recurrent:
+            state.mark(seq)
+
     def rollback(self, seq: int) -> None:
         """Forget the sequence's scratch entries."""
         for state in self.recurrent:
@@ -130,11 +135,13 @@ class KVCache:
 
         Returns:
             The number of positions left: `length`, fewer if a layer was shallow, or 0 if a layer has released what it
-            would need or its window has moved past it. The rest must be run again at full depth.
+            would need, its window has moved past it, or it has no state of that length. The rest must be run again at
+            full depth.
         """
-        keep = min(length, self.first_shallow(seq))
-        if not all(layer.restorable(seq, keep) for layer in self.layers):
-            keep = 0
+        most = min(length, self.first_shallow(seq))
+        lengths = {most, *(at for state in self.recurrent for at in state.snapshots[seq] if at < most)}
+        fit = (at for at in lengths if all(layer.restorable(seq, at) for layer in self.layers))
+        keep = max(fit, default=0)
         for layer in self.layers:
             layer.truncate(seq, keep)
         self.positions[seq], self._marks[seq] = keep, None
@@ -204,24 +211,24 @@ class LayerCopy:
     Attributes:
         keys, values: [heads, positions, head_dim], from position `start` on; None for a layer without attention.
         window: sliding window in positions, or None.
-        state: of a recurrent layer, after the copy's last position; else None.
+        states: of a recurrent layer, by length.
     """
 
     keys: Tensor | None
     values: Tensor | None
     start: int
     window: int | None
-    state: State | None = None
+    states: Mapping[int, State] = field(default_factory=dict)
 
     def restorable(self, length: int) -> bool:
-        """Whether keys and values suffice to continue from `length` positions."""
+        """Whether decoding could continue from `length` positions."""
         stored = self.keys is None or length <= self.start + self.keys.shape[1]
-        return stored and self.start <= oldest_seen(self.window, length)
+        return stored and self.start <= oldest_seen(self.window, length) and (not self.states or length in self.states)
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return state_bytes(self.state) + sum(one.nbytes for one in (self.keys, self.values) if one is not None)
+        return state_bytes(self.states) + sum(one.nbytes for one in (self.keys, self.values) if one is not None)
 
     def copied(self) -> LayerCopy:
         """A copy in memory of its own; states never change, so they are shared."""
@@ -246,13 +253,13 @@ class SequenceCopy:
         return SequenceCopy(tuple(layer.copied() for layer in self.layers), self.length)
 
     def restorable(self, length: int) -> bool:
-        """Whether decoding could continue from `length` positions.
-
-        A sliding window keeps only the last ones, and a state is that after all of them.
-        """
-        if length != self.length and any(layer.state is not None for layer in self.layers):
-            return False
+        """Whether decoding could continue from `length` positions; a sliding window keeps only the last ones."""
         return length <= self.length and all(layer.restorable(length) for layer in self.layers)
+
+    def usable(self, most: int) -> int:
+        """The longest length up to `most` from which decoding could continue; 0 if there is none."""
+        lengths = {most, *(at for layer in self.layers for at in layer.states if at < most)}
+        return max((at for at in lengths if self.restorable(at)), default=0)
 
 
 def look(cache: KVCache, seq: int) -> SequenceCopy | None:
@@ -264,18 +271,21 @@ def look(cache: KVCache, seq: int) -> SequenceCopy | None:
 
 
 def _look(layer: KVLayer, seq: int, length: int) -> LayerCopy:
-    start, state = layer.starts[seq], layer.states[seq] if isinstance(layer, StateLayer) else None
+    start = layer.starts[seq]
+    known = layer.known(seq) if isinstance(layer, StateLayer) else {}
+    states = {at: state for at, state in known.items() if at <= length}
     if layer.keys is None or layer.values is None:
-        return LayerCopy(None, None, start, layer.window, state)
+        return LayerCopy(None, None, start, layer.window, states)
     keys, values = (store[seq, :, : length - start] for store in (layer.keys, layer.values))
-    return LayerCopy(keys, values, start, layer.window, state)
+    return LayerCopy(keys, values, start, layer.window, states)
 
 
 def copy_in(cache: KVCache, seq: int, held: SequenceCopy, length: int) -> None:
     """Fill an empty sequence with the first `length` positions of a copy; `held.restorable(length)` must be true."""
     for layer, copied in zip(cache.layers, held.layers, strict=True):
         if isinstance(layer, StateLayer):
-            layer.states[seq] = copied.state
+            layer.states[seq] = copied.states[length]
+            layer.snapshots[seq] = {at: state for at, state in copied.states.items() if at <= length}
         if copied.keys is not None and copied.values is not None:
             _fill(layer, seq, copied.keys, copied.values, copied.start, length - copied.start)
         layer.lengths[seq] = length

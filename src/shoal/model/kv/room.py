@@ -22,6 +22,9 @@ from shoal.model.kv.layer import WINDOW_SLACK
 from shoal.model.kv.memory import is_paged
 from shoal.model.runner import ModelRunner
 
+STATES = 3
+"""Of a sequence in a recurrent layer: the committed one, a snapshot after the prompt, and that of a forward."""
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -48,7 +51,7 @@ class KVRoom:
 
     def __init__(self, runner: ModelRunner, most: int, seqs: int) -> None:
         self._windows, self._sizes, self._kv_sizes = runner.windows, runner.position_bytes, runner.kv_sizes
-        self._states = 2 * sum(runner.state_bytes.values())  # the committed ones and those of a forward
+        self._states = STATES * sum(runner.state_bytes.values())
         self._most, self._seqs, self._dtype, self._paged = most, seqs, runner.dtype, is_paged(runner.device)
 
     def need(
@@ -126,7 +129,7 @@ def _whole(runner: ModelRunner, length: int) -> int:
     """Bytes of `length` positions in all layers of a model, and of its states."""
     ends = (length if window is None else min(length, window + WINDOW_SLACK) for window in runner.windows)
     positions: int = sum(map(mul, ends, runner.position_bytes))
-    return positions + 2 * sum(runner.state_bytes.values())
+    return positions + STATES * sum(runner.state_bytes.values())
 
 
 def _in_cache(need: Need, layer: int) -> int:

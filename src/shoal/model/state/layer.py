@@ -2,13 +2,14 @@
 
 A state cannot be cut back as keys and values can. So a forward leaves the committed state alone. It starts from it and
 keeps, for each *run* of nodes that follow one another, the state after the last one and a way to the states before. A
-commit takes the state after the accepted path; a rollback forgets. States are never changed, so sequences share them.
+commit takes the state after the accepted path; a rollback forgets. States are never changed, so sequences share them,
+and a snapshot of an earlier length costs its memory and no time.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -25,9 +26,13 @@ class State(ABC):
         """Bytes of its tensors."""
 
 
-def state_bytes(state: State | None) -> int:
-    """Bytes of a state, 0 for none."""
-    return 0 if state is None else state.nbytes
+def state_bytes(states: Mapping[int, State]) -> int:
+    """Bytes of states by length."""
+    return sum(state.nbytes for state in states.values())
+
+
+MOST_SNAPSHOTS = 8
+"""Of one sequence; older ones go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,13 @@ class StateLayer(KVLayer):
 
     Attributes:
         states: committed state of each sequence; None before its first token, and once it was released.
+        snapshots: per sequence, the state by length, for lengths to which decoding can go back.
     """
 
     def __init__(self, seqs: int, window: int | None = None, reserve: int = 0) -> None:
         super().__init__(seqs, window, reserve)
         self.states: list[State | None] = [None] * seqs
+        self.snapshots: list[dict[int, State]] = [{} for _ in range(seqs)]
         self._runs: list[list[Run]] = [[] for _ in range(seqs)]
 
     def after(self, seq: int, node: int) -> State | None:
@@ -79,49 +86,67 @@ class StateLayer(KVLayer):
             self.states[seq] = self.after(seq, ran[-1])
         self._runs[seq].clear()
 
+    def mark(self, seq: int) -> None:
+        """Keep a snapshot of the committed state."""
+        state, own = self.states[seq], self.snapshots[seq]
+        if state is not None:
+            own[self.lengths[seq]] = state
+            if len(own) > MOST_SNAPSHOTS:
+                del own[min(own)]
+
+    def known(self, seq: int) -> dict[int, State]:
+        """The states of the sequence by length: its snapshots and the committed one."""
+        state = self.states[seq]
+        return self.snapshots[seq] | ({} if state is None else {self.lengths[seq]: state})
+
     @override
     def restorable(self, seq: int, length: int) -> bool:
-        return super().restorable(seq, length) and length in (0, self.lengths[seq])
+        return super().restorable(seq, length) and (length == 0 or length in self.known(seq))
 
     @override
     def truncate(self, seq: int, length: int) -> None:
+        known = self.known(seq)
         super().truncate(seq, length)
+        self.states[seq] = known.get(length)
+        self.snapshots[seq] = {at: state for at, state in self.snapshots[seq].items() if at <= length}
         self._runs[seq].clear()
-        if length == 0:
-            self.states[seq] = None
 
     @override
     def select(self, order: Sequence[int]) -> None:
         super().select(order)
         self.states = [self.states[seq] for seq in order]
+        self.snapshots = [self.snapshots[seq] for seq in order]
         self._runs = [self._runs[seq] for seq in order]
 
     @override
     def extend(self, seqs: int, max_seqs: int) -> None:
         super().extend(seqs, max_seqs)
         self.states.extend([None] * seqs)
+        self.snapshots.extend({} for _ in range(seqs))
         self._runs.extend([] for _ in range(seqs))
 
     @override
     def fork(self, seq: int, to: int) -> None:
         super().fork(seq, to)
-        self.states[to] = self.states[seq]
+        self.states[to], self.snapshots[to] = self.states[seq], dict(self.snapshots[seq])
 
     @override
     def release(self, seq: int) -> None:
         super().release(seq)
         self.states[seq] = None
+        self.snapshots[seq] = {}
         self._runs[seq].clear()
 
     @override
     def seq_bytes(self, seq: int) -> int:
-        return super().seq_bytes(seq) + state_bytes(self.states[seq])
+        return super().seq_bytes(seq) + state_bytes(self.known(seq))
 
     @override
     def kept_bytes(self, seq: int) -> int:
-        return super().kept_bytes(seq) + state_bytes(self.states[seq])
+        return super().kept_bytes(seq) + state_bytes(self.known(seq))
 
     @property
     @override
     def allocated(self) -> int:
-        return super().allocated + (0 if self.paged else sum(map(state_bytes, self.states)))
+        seqs = range(0 if self.paged else len(self.states))
+        return super().allocated + sum(state_bytes(self.known(seq)) for seq in seqs)
