@@ -83,7 +83,7 @@ def test_the_oracle_in_one_pass_is_the_oracle_token_by_token(name: str) -> None:
 @on_backends(*sorted(FAMILIES))
 def test_every_family(backend: Backend, name: str) -> None:
     before = fingerprint(reference(name))
-    for budget, order, length in [("linear", "spread", 5), ("step", "low_first", 11)]:
+    for budget, order, length in [("power law", "spread", 5), ("step", "low_first", 11)]:
         check_on(backend, name, laid_out(budget, order), length)
     assert fingerprint(reference(name)) == before
 
