@@ -433,7 +433,7 @@ def test_a_fork_of_rewritten_columns_is_a_row_of_its_own() -> None:
     assert cache.seq_bytes(1) == cache.seq_bytes(0) and cache.first_shallow(1) == 2
     for layer in cache.layers:
         assert (layer.stored(1), layer.rewritten[1]) == (layer.stored(0), layer.rewritten[0])
-        for ours, theirs in zip(layer.row_tensors(0), layer.row_tensors(1), strict=True):
+        for ours, theirs in zip(layer.seq_tensors(0), layer.seq_tensors(1), strict=True):
             count = layer.stored(0)
             assert torch.equal(ours[:, :count], theirs[:, :count])
             ours[:, :count] = 0

@@ -82,7 +82,7 @@ class Wild:
             assert child.seq.seed == branch_seed(one._search.root.seed, 0, child.number)
             assert cache.positions[child.seq.seq_id] == cache.positions[one.seq.seq_id]
             for layer in cache.layers:
-                pairs = zip(layer.row_tensors(child.seq.seq_id), layer.row_tensors(one.seq.seq_id), strict=True)
+                pairs = zip(layer.seq_tensors(child.seq.seq_id), layer.seq_tensors(one.seq.seq_id), strict=True)
                 assert all(torch.equal(mine, its) for mine, its in pairs)
             assert cache.seq_bytes(child.seq.seq_id).used == cache.seq_bytes(one.seq.seq_id).used
         self.forks += len(children)

@@ -187,7 +187,7 @@ def test_a_look_leaves_nothing_in_the_cache(backend: Backend, name: str) -> None
             ends = layer.stored(seq_id), other.stored(seq_id)  # what has left a window may be dropped sooner or later
             count = min(ends)
             assert layer.lengths[seq_id] == other.lengths[seq_id] and count >= min(layer.lengths[seq_id], 7)
-            for tensors in zip(layer.row_tensors(seq_id), other.row_tensors(seq_id), strict=True):
+            for tensors in zip(layer.seq_tensors(seq_id), other.seq_tensors(seq_id), strict=True):
                 assert torch.equal(*(one[:, end - count : end] for one, end in zip(tensors, ends, strict=True)))
     for number, ids in enumerate(SHORT):
         expected = oracle_logits(reference(name), ids, FULL, run.tokens[number])

@@ -97,7 +97,7 @@ class Components:
             keeper.rewrite(seq, [
                 (number, layer) for number, layer in enumerate(cache.layers)
                 if layer.lengths[seq.seq_id] == cache.positions[seq.seq_id] and layer.window is None
-                and not layer.released[seq.seq_id] and layer.row_tensors(seq.seq_id)
+                and not layer.released[seq.seq_id] and layer.seq_tensors(seq.seq_id)
             ])
 
     def _keeper(self, seq: RunningSequence) -> Keeper | None:

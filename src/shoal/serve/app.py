@@ -40,7 +40,7 @@ def create_app(scheduler: Scheduler, settings: Settings, metrics: Metrics | None
         left = getattr(app.state, "left", lambda: settings.grace)()
         await asyncio.to_thread(scheduler.close, timeout=left, last=LAST_TURN)
         if not scheduler.worker.ended:
-            LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.worker.runner())
+            LOG.error("a step of decoding does not end; the server ends without it:\n%s", scheduler.worker.stack())
 
     app = FastAPI(title="Shoal", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, settings=settings)

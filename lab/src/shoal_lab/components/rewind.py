@@ -51,16 +51,16 @@ def earliest(cache: KVCache, seq: int) -> int:
 def _current(cache: KVCache, seq: int) -> list[KVLayer]:
     """The layers that have run all of the sequence's positions; no others can run."""
     layers = [layer for layer in cache.layers if layer.lengths[seq] == cache.positions[seq]]
-    return [layer for layer in layers if layer.row_tensors(seq) and not layer.released[seq]]
+    return [layer for layer in layers if layer.seq_tensors(seq) and not layer.released[seq]]
 
 
 def _saved(layer: KVLayer, seq: int, length: int) -> list[Tensor]:
     slots = slice(length - layer.starts[seq], layer.lengths[seq] - layer.starts[seq])
-    return [tensor[:, slots].clone() for tensor in layer.row_tensors(seq)]
+    return [tensor[:, slots].clone() for tensor in layer.seq_tensors(seq)]
 
 
 def _restore(layer: KVLayer, seq: int, length: int, saved: list[Tensor]) -> None:
     """Restore a layer; its window may have moved on meanwhile, but never beyond what is restored."""
     first = length - layer.starts[seq]
-    for tensor, entries in zip(layer.row_tensors(seq), saved, strict=True):
+    for tensor, entries in zip(layer.seq_tensors(seq), saved, strict=True):
         tensor[:, first : first + entries.shape[1]] = entries

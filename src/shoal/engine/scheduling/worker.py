@@ -39,7 +39,7 @@ class WorkerThread:
         """Whether no more will be done."""
         return not self._thread.is_alive()
 
-    def runner(self) -> str:
+    def stack(self) -> str:
         """The current stack, line by line as in a traceback; empty once the thread has ended."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame))

@@ -284,12 +284,12 @@ class KVLayer:
         gone = self.lengths[seq] - ((self.window or ENDLESS) - 1) - self.starts[seq]
         if gone > 0 and not self.released[seq]:
             (end,) = self._ends([seq])
-            tensors = self.row_tensors(seq)
+            tensors = self.seq_tensors(seq)
             self._note_reach(seq)
             move(tensors, torch.arange(gone, end, device=tensors[0].device), to=0)
             self.starts[seq] += gone
 
-    def row_tensors(self, seq: int) -> list[Tensor]:
+    def seq_tensors(self, seq: int) -> list[Tensor]:
         """All tensors [heads, capacity, ...] with a sequence's slots, keys before values."""
         own, bias = self.encoded[seq], self.bias[seq]
         if own is not None:
@@ -308,7 +308,7 @@ class KVLayer:
         Raises:
             ValueError: the layer has a sliding window, which decides itself what stays, or there are scratch entries.
         """
-        tensors = self.row_tensors(seq)
+        tensors = self.seq_tensors(seq)
         chosen = torch.as_tensor(slots, dtype=torch.int64, device=tensors[0].device if tensors else None)
         self._check_rewrite(seq, chosen.shape[-1])
         move(tensors, chosen, to=0)
@@ -387,7 +387,7 @@ class KVLayer:
     def commit(self, seq: int, path: Sequence[int]) -> None:
         """Commit the scratch entries of the nodes in `path` (ascending) and drop the others."""
         kept = [node for node in path if node < self.scratch[seq]]
-        tensors = self.row_tensors(seq)
+        tensors = self.seq_tensors(seq)
         self._note_reach(seq)
         if kept and kept[-1] != len(kept) - 1 and tensors:
             first = self.lengths[seq] - self.starts[seq]

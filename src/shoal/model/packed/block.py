@@ -96,7 +96,7 @@ def gathered_attention(
     Args:
         q: [heads, n, head_dim].
         keys, values: [kv_heads, c, head_dim].
-        columns: slots, int64 [kv_heads or heads, n, k], padded with -1; each query has at least one.
+        slots: int64 [kv_heads or heads, n, k], padded with -1; each query has at least one.
         bias: float32 [kv_heads, c], added to the scores, or None.
     """
     heads, count, size = q.shape

@@ -175,6 +175,6 @@ class GraphRunner:
             del self._forms[next(iter(self._forms))]
         if self.capture and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        log.info("%s rows x %s tokens: captured as their layers run", form.seqs, form.queries)
+        log.info("%s sequences x %s tokens: captured as their layers run", form.seqs, form.queries)
         step = StaticForward(form, self._shape, self._weights, self._rotary, self._dtype)
         return CapturedForward(step, self.capture, self._pool)
