@@ -82,8 +82,8 @@ def _generated(runner: ModelRunner, model: Any, given: list[int] | None = None) 
     prompt = torch.randint(0, runner.vocab_size, (_LENGTH - _NEW + 1,), generator=generator).tolist()
     given = given or []
     ahead, kept = given[:1] or prompt, dict[str, Any]()
-    # some models do not count positions themselves
-    placed = "position_ids" in inspect.signature(getattr(model, "forward", model)).parameters
+    forward = model.forward if isinstance(model, torch.nn.Module) else model
+    placed = "position_ids" in inspect.signature(forward).parameters  # some models do not count them themselves
     tokens: list[int] = []
     seqs: list[Tensor] = []
     while len(tokens) < _LENGTH:
