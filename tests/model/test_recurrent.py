@@ -30,6 +30,7 @@ from shoal.model.kv.cache import KVCache, copy_in, look
 from shoal.model.runner import SequenceChunk
 from shoal.model.state.layer import MOST_SNAPSHOTS, StateLayer
 
+pytestmark = pytest.mark.skipif(not RECURRENT, reason="this transformers has no common cache of states")
 LAYERS = 4
 NEAR = {True: 2e-5, False: 0.02}
 """Of the largest logit, by whether modules are given one token at a time. Several are computed in chunks, in float32,
