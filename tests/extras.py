@@ -38,7 +38,8 @@ sys.meta_path[:] = [Fewer() if finder is PathFinder else finder for finder in sy
 from importlib import metadata
 
 entry_points = metadata.entry_points
-metadata.entry_points = lambda **asked: [one for one in entry_points(**asked) if one.value.split(".")[0] not in ABSENT]
+metadata.entry_points = lambda **asked: entry_points() if not asked else [
+    one for one in entry_points(**asked) if one.value.split(".")[0] not in ABSENT]
 from shoal.cli import main
 sys.exit(main(sys.argv[1:]))
 """
