@@ -41,7 +41,9 @@ def rewound(cache: KVCache, seq: int, length: int) -> Iterator[None]:
 
 
 def earliest(cache: KVCache, seq: int) -> int:
-    """The fewest positions to go back to: before them a window has moved on, or slots were rewritten."""
+    """The fewest positions to go back to: before them a window has moved on, slots were rewritten, or a state was."""
+    if cache.recurrent:
+        return cache.positions[seq]
     layers = _current(cache, seq)
     slid = [layer for layer in layers if layer.window is not None and layer.starts[seq]]
     rewritten = [layer.rewritten[seq] for layer in layers]
