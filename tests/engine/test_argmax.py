@@ -28,16 +28,16 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Of each forward that gives logits: of how many rows, and whether it was asked for the largest alone."""
+    """Of each forward that gives logits: of how many rows, and whether only argmax tokens were asked for."""
     found: list[tuple[int, bool]] = []
-    forward = native.NativeModel.forward
+    run = native.NativeModel.run
 
-    def note(self: Any, batch: Any, *args: Any, argmax_only: bool = False, **named: Any) -> Any:
-        if batch.wanted:
-            found.append((len(set(batch.rows)), argmax_only))
-        return forward(self, batch, *args, argmax_only=argmax_only, **named)
+    def note(self: Any, struct: Any, argmax: Any = None, *rest: Any) -> Any:
+        if struct.wanted_count:
+            found.append((len(set(struct.numbers[2 * struct.tokens : 3 * struct.tokens])), argmax is not None))
+        return run(self, struct, argmax, *rest)
 
-    monkeypatch.setattr(native.NativeModel, "forward", note)
+    monkeypatch.setattr(native.NativeModel, "run", note)
     return found
 
 
@@ -65,7 +65,7 @@ def test_who_asks(file: Path, asked: list[tuple[int, bool]], name: str) -> None:
     engine: Any = shoal.load(file)
     wish, alone = WISHES[name]
     engine.generate([IDS * 8], max_new_tokens=6, **wish)
-    assert asked and {argmax_only for _, argmax_only in asked} == {alone}
+    assert asked and {argmax for _, argmax in asked} == {alone}
     assert (engine.runner.bound_bytes == 0) == alone, "bounds are made for those who ask, and for nobody else"
 
 
@@ -84,7 +84,8 @@ def test_who_shares_a_forward_with_one_who_asks_for_all_gets_all(file: Path, ask
 def test_a_limit_on_memory_has_no_room_for_bounds(file: Path, asked: list[tuple[int, bool]]) -> None:
     engine: Any = shoal.load(file, memory="64GiB")
     engine.generate([IDS], max_new_tokens=6)
-    assert asked and not any(argmax_only for _, argmax_only in asked) and engine.runner.bound_bytes == 0
+    assert (1, True) in asked and not engine.runner.bounds_logits and engine.runner.bound_bytes == 0
+    assert native.as_packed(engine.runner.weights.head).upper_bytes, "no bounds were made"
 
 
 @pytest.mark.slow

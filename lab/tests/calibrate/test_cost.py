@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from shoal.engine.loading.load import engine_for
+from shoal.model.runner import greedy
 from shoal_lab.calibrate import cost
 from shoal_lab.components.cost import attended
 
@@ -23,18 +25,20 @@ def engine(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.slowness, made.spared = lambda seconds: 1.0, 0.0
     forward = made.runner.forward
 
-    def timed(chunks: Sequence[Any], cache: Any, hook: Any = None) -> Any:
+    def timed(chunks: Sequence[Any], cache: Any, hook: Any = None, logits: bool = True) -> Any:
         step, chunk = chunks[0].steps[0], chunks[0]
         if step == 0:
             now[0] += 0.01 + TOKEN * sum(len(one.tokens) for one in chunks)
         else:
             read = sum(attended(chunk.plan, step, cache.positions[one.seq] + 1, made.runner.windows) for one in chunks)
-            whole = chunk.plan.depth(step) < made.runner.num_layers or not chunk.argmax_only
+            whole = chunk.plan.depth(step) < made.runner.num_layers or logits
             work = OVERHEAD + LAYER * chunk.plan.depth(step) + KV * read + whole * made.spared
             now[0] += work * made.slowness(now[0])
-        return forward(chunks, cache, hook)
+        found = forward(chunks, cache, hook)
+        return found if logits else greedy(found)
 
     monkeypatch.setattr(made.runner, "forward", timed)
+    monkeypatch.setattr(made.runner, "argmax", partial(timed, logits=False))
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return made
 

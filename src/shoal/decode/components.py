@@ -28,7 +28,7 @@ class Components:
         """A tree for every sequence: its last token, and guesses if its recipe has a proposer and they have room."""
         drafting = [seq for seq in seqs if seq.drafts]
         if not drafting:
-            return [TokenTree.chain(seq.tokens[-1:]) for seq in seqs]
+            return [TokenTree.root(seq.tokens[-1]) for seq in seqs]
         trees, limits = dict[int, TokenTree](), self._limits(drafting)
         for drafter, group in self._at_work(drafting, [seq.recipe.drafter for seq in drafting]):
             allowed = [limits[seq.seq_id] for seq in group]
@@ -40,7 +40,7 @@ class Components:
                         self._cache.rollback(seq.seq_id)
                 cut = map(TokenTree.cut, guesses, allowed)
                 trees.update(zip((seq.seq_id for seq in group), cut, strict=True))
-        return [trees.get(seq.seq_id) or TokenTree.chain(seq.tokens[-1:]) for seq in seqs]
+        return [trees.get(seq.seq_id) or TokenTree.root(seq.tokens[-1]) for seq in seqs]
 
     def watch(self, seqs: Sequence[RunningSequence], chunks: Sequence[SequenceChunk]) -> tuple[HiddenStateHook, ...]:
         """Hooks that show the hidden states of the next forward to the workers that want them."""

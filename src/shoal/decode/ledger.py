@@ -59,6 +59,12 @@ class SequenceLedger:
     accepted_at: Counter[int] = field(default_factory=Counter)
     draft_rounds: list[Any] = field(default_factory=list)
 
+    def count(self, *depths: float) -> None:
+        """Note a forward after the prefill of tokens that run so many layers each, the first one most."""
+        self.target_forwards += 1
+        self.decode_layer_tokens += sum(depths)
+        self.read(depths[0])
+
     def read(self, layers: float) -> None:
         """Note a forward after the prefill through so many layers and the head."""
         self.layers_read += layers

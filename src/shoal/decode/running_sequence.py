@@ -16,11 +16,13 @@ class RunningSequence(SequenceState):
 
     Attributes:
         recipe: the components from which it decodes; no component is shown the others.
-        takes_argmax: whether only the largest logit of each node is needed.
+        takes_argmax: whether only the argmax token after each node is needed.
+        plain: whether besides a step is one token, of which nobody is told.
     """
 
     recipe: Recipe = field(kw_only=True)
     takes_argmax: bool = field(init=False)
+    plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.drafts = self.recipe.proposer is not None
@@ -32,6 +34,7 @@ class RunningSequence(SequenceState):
         others = (how.logprobs, self.record, self.allowed, self.root, recipe.rule, recipe.search, recipe.loop)
         plain = how.greedy and not how.logit_bias and not sampling.needs_history(how, self.processors)
         self.takes_argmax = plain and all(other is None for other in others)
+        self.plain = self.takes_argmax and not recipe.has_workers
 
     def force(self) -> list[Step]:
         """Emit tokens without a forward as long as the constraint allows only one.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shoal.model.runner import greedy as greedy
 from shoal.types import Sampling, TokenLogprob
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -270,13 +271,6 @@ def _typical(probs: Tensor, p: float) -> Tensor:
     short[..., -1] = False
     kept = probs.where(away <= order.values.gather(-1, short.sum(-1, keepdim=True)), 0.0)
     return kept / kept.sum(-1, keepdim=True)
-
-
-def greedy(scores: Tensor) -> list[int]:
-    """The most likely token of each of scores [N, V], the lowest id on ties."""
-    on_cpu = scores.is_cpu and scores.dtype == torch.float32  # there numpy is several times as fast as torch
-    tokens: list[int] = (scores.numpy().argmax(-1) if on_cpu else scores.argmax(-1)).tolist()
-    return tokens
 
 
 def argmax(scores: Tensor) -> int:

@@ -19,15 +19,17 @@ class SequenceTarget(Target):
 
     Args:
         seq: the sequence; its last token is node 0.
-        logits: [nodes, V], or more; the last ones are the nodes'.
+        logits: [nodes, V], or more; the last ones are the nodes'. Or the argmax token of each, where no more is needed.
     """
 
-    def __init__(self, seq: SequenceState, tree: TokenTree, logits: Tensor) -> None:
+    def __init__(self, seq: SequenceState, tree: TokenTree, logits: Tensor | list[int]) -> None:
         self.tree, self._seq, self._logits = tree, seq, logits
         self._scores: dict[int, Tensor] = {}
         self._probs: dict[int, Tensor] = {}
         self._greedy: list[int] | None = None
-        if seq.sampling.greedy and not sampling.needs_history(seq.sampling, seq.processors):
+        if isinstance(logits, list):
+            self._greedy = logits[-len(tree.tokens) :]
+        elif seq.sampling.greedy and not sampling.needs_history(seq.sampling, seq.processors):
             self._greedy = sampling.greedy(sampling.biased(logits, seq.sampling))[-len(tree.tokens) :]
 
     def guessing(self) -> SequenceTarget:
@@ -56,6 +58,7 @@ class SequenceTarget(Target):
 
     def logits(self, node: int) -> Tensor:
         """Raw logits [V] after `node`."""
+        assert not isinstance(self._logits, list), "only the argmax tokens of this forward are known"
         return self._logits[node - len(self.tree.tokens)]
 
     @override

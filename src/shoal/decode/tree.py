@@ -40,6 +40,13 @@ class TokenTree:
         """A chain: the root `tokens[0]`, then one guess after another."""
         return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
+    @classmethod
+    def root(cls, token: int) -> TokenTree:
+        """The last token alone, of plain decoding; nothing needs checking."""
+        tree = object.__new__(cls)
+        tree.__dict__.update(tokens=(token,), parents=(-1,), draft_probs=None, is_chain=True, depths=(0,))
+        return tree
+
     def __len__(self) -> int:
         return len(self.tokens)
 

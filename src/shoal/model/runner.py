@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,7 +80,6 @@ class SequenceChunk:
         fed: nodes of the same tree that earlier forwards left in scratch in every layer that runs now. The tokens are
             nodes `fed`, `fed` + 1, ...; `parents` and `depths` cover all nodes from 0 on.
         mutual: whether the nodes of a chain also see those after them, as in a masked block.
-        argmax_only: whether only the largest logit of each token is needed; others may be -inf.
         vectors: [n, D], inputs of the first layer for the last n tokens, which have no ids and get no logits; or None.
         experts: which groups of MLP neurons each token runs; None for the whole MLPs.
     """
@@ -95,7 +94,6 @@ class SequenceChunk:
     fed: int = 0
     query_hook: QueryHook | None = None
     mutual: bool = False
-    argmax_only: bool = False
     vectors: Tensor | None = None
     experts: ExpertChoice | None = None
 
@@ -103,6 +101,11 @@ class SequenceChunk:
     def bare(self) -> bool:
         """Whether it is tokens and nothing else: all see what they would in plain decoding, and run whole MLPs."""
         return not self.mutual and self.query_hook is None and self.vectors is None and self.experts is None
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is one token alone, as in plain decoding."""
+        return len(self.tokens) == self.wanted == 1 and self.parents is None and not self.fed and self.bare
 
     @property
     def with_ids(self) -> int:
@@ -262,6 +265,12 @@ class ModelRunner(Protocol):
             Logits [sum of wanted, V] of the last `wanted` nodes of each chunk, `vectors` not counted.
         """
 
+    def argmax(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None
+    ) -> list[int]:
+        """As `forward`, but instead of logits [N, V] the N tokens with the largest ones, the lowest ids of equals."""
+        return greedy(self.forward(chunks, cache, hook))
+
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Input of the first layer [N, D] for token ids [N] at positions [N], both int64."""
 
@@ -293,6 +302,22 @@ class FromLayer:
 def first_seen(hook: HiddenStateHook) -> int:
     """The first layer whose states a hook needs."""
     return hook.first if isinstance(hook, FromLayer) else 0
+
+
+def greedy(logits: Tensor) -> list[int]:
+    """The token of the largest of each of logits [N, V], the lowest id of equals."""
+    on_cpu = logits.is_cpu and logits.dtype == torch.float32  # there numpy is several times as fast as torch
+    tokens: list[int] = (logits.numpy().argmax(-1) if on_cpu else logits.argmax(-1)).tolist()
+    return tokens
+
+
+T = TypeVar("T", Tensor, list[int])
+
+
+def split_wanted(found: T, chunks: Sequence[SequenceChunk]) -> list[T]:
+    """What a forward has found for each of its chunks."""
+    ends = accumulate(chunk.wanted for chunk in chunks)
+    return [found[end - chunk.wanted : end] for end, chunk in zip(ends, chunks, strict=True)]
 
 
 def opened_in(

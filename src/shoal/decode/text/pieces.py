@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -34,6 +35,7 @@ class Detokenizer:
         self._run: _ByteRun | None = None
         self._kinds: dict[int, bytes | None] = {}
         self._alone: dict[int, str] = {}  # texts of tokens by themselves
+        self._whole = _whole_texts(tokenizer)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Any tokens as text; empty without a tokenizer."""
@@ -52,6 +54,11 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that became certain with `token`."""
+        if self._whole is not None and not self._open:
+            whole = self._whole.get(token)
+            if whole is not None:
+                self._run = None
+                return whole
         if token not in self._kinds:
             self._kinds[token] = self._classify(token)
         kind = self._kinds[token]
@@ -83,7 +90,11 @@ class Detokenizer:
         if text == "" and self._decode([token], skip_special_tokens=False) != "":
             return b""
         byte = _BYTE.fullmatch(name)
-        return bytes.fromhex(byte[1]) if byte and text != name else None
+        if byte and text != name:
+            return bytes.fromhex(byte[1])
+        if self._whole is not None and REPLACEMENT not in text:
+            self._whole[token] = text
+        return None
 
     def _push_byte(self, token: int, byte: bytes) -> str:
         piece = ""
@@ -126,6 +137,37 @@ class Detokenizer:
             tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+_TEXTS: WeakKeyDictionary[Any, tuple[int, dict[int, str]]] = WeakKeyDictionary()
+_JOINING = {"ByteFallback", "ByteLevel", "Fuse", "Replace"}
+"""Decoders that turn tokens, one by one, into bytes: the text of several is that of their bytes."""
+
+
+def _whole_texts(tokenizer: Any | None) -> dict[int, str] | None:
+    """The texts of tokens of whole characters, as far as they are known, for all sequences; None if texts do not join.
+
+    They are forgotten when the tokenizer gets other tokens.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if tokenizer is None or backend is None or _decodes_by_itself(type(tokenizer)):
+        return None
+    size, texts = _TEXTS.get(tokenizer, (-1, {}))
+    if size != len(tokenizer):
+        form = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        if not {one.get("type") for one in form.get("decoders", [form])} <= _JOINING:
+            return None
+        texts = {}
+        _TEXTS[tokenizer] = len(tokenizer), texts
+    return texts
+
+
+def _decodes_by_itself(kind: type) -> bool:
+    """Whether a tokenizer's class adds to what its backend decodes."""
+    from transformers import PreTrainedTokenizerFast as Plain  # not while modules are imported: it takes seconds
+
+    return not issubclass(kind, Plain) or any(
+        getattr(kind, name) is not getattr(Plain, name) for name in ("decode", "_decode"))
 
 
 class _ByteRun:

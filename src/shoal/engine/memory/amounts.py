@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -46,17 +46,17 @@ def shown(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
-@contextmanager
-def naming(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Turn errors of the allocators into `OutOfMemory`; `describe` gives what was asked for, and the remedy."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not exhausted(error):
-            raise
-        what, remedy = describe()
-        first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
-        raise OutOfMemory(what, f"memory ran out ({first})", remedy) from error
+class naming(AbstractContextManager[None]):  # noqa: N801 - reads like a function
+    """Turns errors of the allocators into `OutOfMemory`; `describe` gives what was asked for, and the remedy."""
+
+    def __init__(self, describe: Callable[[], tuple[str, str]]) -> None:
+        self._describe = describe
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and exhausted(error):
+            what, remedy = self._describe()
+            first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
+            raise OutOfMemory(what, f"memory ran out ({first})", remedy) from error
 
 
 def free(device: torch.device) -> int | None:

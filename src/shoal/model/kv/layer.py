@@ -63,6 +63,12 @@ class KVLayer:
         version: counts how often tensors were replaced.
     """
 
+    __slots__ = (
+        "__weakref__", "bias", "bytes_per_position", "capacity", "encoded", "extra", "keys", "lengths", "limit",
+        "max_seqs", "reached", "released", "reserve", "rewritten", "scratch", "settled", "starts", "values", "version",
+        "window",
+    )  # a step looks at all layers, and slots lie closer together
+
     def __init__(self, seqs: int, window: int | None = None, reserve: int = 0) -> None:
         self.window = window
         self.reserve = reserve if window is None else min(reserve, window + WINDOW_SLACK)

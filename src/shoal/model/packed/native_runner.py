@@ -6,12 +6,13 @@ time. Python's part of a step is kept to a few loops over the layers.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +30,7 @@ from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant, quant_for
 from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
+from shoal.model.packed.native_steps import PlainSteps
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Role, Weights
@@ -37,13 +39,17 @@ from shoal.model.runner import (
     SequenceChunk,
     Start,
     first_seen,
+    greedy,
     lay_vectors,
     mark_shallow,
     missing_kv,
+    split_wanted,
 )
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLOATS = ("fp32", "fp16", "bf16")
+_Found: TypeAlias = "Tensor | list[int]"
+"""Logits [sum of wanted, V], or argmax tokens [sum of wanted]."""
 _VERSION, _EXTRA, _STARTS = attrgetter("version"), attrgetter("extra"), attrgetter("starts")
 """Of a layer's KV; over all layers of a step they are several times as fast as loops."""
 
@@ -79,10 +85,8 @@ class NativeRunner(PackedRunner):
 
     Attributes:
         decoder: the model in the library.
-        bounds_logits: whether argmax tokens are found by bounds of the logits, which take memory of their own.
     """
 
-    bounds_logits = True
     most_nodes: int | None = native.MAX_NODES
 
     def __init__(
@@ -93,7 +97,7 @@ class NativeRunner(PackedRunner):
         self._like = torch.empty(0, dtype=dtype)
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self.decoder = self._native_model()
-        self._reach = rotary.positions
+        self._plain = PlainSteps(self.decoder, self._binding)
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
 
@@ -102,45 +106,65 @@ class NativeRunner(PackedRunner):
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
     ) -> Tensor:
+        return cast("Tensor", self._found(chunks, cache, hook, start, argmax=False))
+
+    @override
+    def argmax(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None
+    ) -> list[int]:
+        found = self._found(chunks, cache, hook, None, argmax=True)
+        return found if isinstance(found, list) else greedy(found)
+
+    def _found(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None, start: Start | None,
+        argmax: bool,
+    ) -> _Found:
+        """What a forward finds; where plain torch runs it, logits in any case."""
+        if hook is None and start is None and (found := self._plain.run(chunks, cache, argmax)) is not None:
+            return found
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
         calls = calls_of(chunks, cache)
         if len(calls) < 2:
-            return self._run(not calls, chunks, cache, hook, start)
-        return self._run_all(calls, cache, hook, start)
+            return self._run(not calls, chunks, cache, hook, start, argmax)
+        return self._run_all(calls, cache, hook, start, argmax)
 
     def _run(
         self, by_kernels: bool, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
-        start: Start | None,
-    ) -> Tensor:
+        start: Start | None, argmax: bool,
+    ) -> _Found:
         work = self._work(chunks) if by_kernels else None
         if work is None or not any(map(any, work.counts)):  # where nothing attends, there may be no KV to bind
             return super().forward(chunks, cache, hook, start=start)
-        return self._run_native(work, chunks, cache, hook, start)
+        return self._run_native(work, chunks, cache, hook, start, argmax)
 
     def _run_all(
-        self, calls: Sequence[KernelCall], cache: KVCache, hook: HiddenStateHook | None, start: Start | None
-    ) -> Tensor:
+        self, calls: Sequence[KernelCall], cache: KVCache, hook: HiddenStateHook | None, start: Start | None,
+        argmax: bool,
+    ) -> _Found:
         """Run one call after the other, and join their results."""
-        logits: dict[tuple[int, int], Tensor] = {}
+        parts: dict[tuple[int, int], Any] = {}
         states = States(self.num_layers, 0 if hook is None else first_seen(hook))
         for call in calls:
             own = None if start is None else Start(0, call.entering(start.hidden))
             shown = None if hook is None else states.of(call)
-            found = self._run(call.by_kernels, call.chunks, cache, shown, own)
-            logits |= dict(zip(call.places, found.split([chunk.wanted for chunk in call.chunks]), strict=True))
+            found = self._run(call.by_kernels, call.chunks, cache, shown, own, argmax)
+            if argmax and not isinstance(found, list):
+                found = greedy(found)
+            parts |= zip(call.places, split_wanted(found, call.chunks), strict=True)
         if hook is not None:
             states.show(hook)
-        return torch.cat([logits[place] for place in sorted(logits)])
+        found = [parts[place] for place in sorted(parts)]
+        return sum(found, []) if argmax else torch.cat(found)
 
     def _run_native(
         self, work: _Work, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
-        start: Start | None,
-    ) -> Tensor:
+        start: Start | None, argmax: bool,
+    ) -> _Found:
         """One call into the library."""
         starts = self._make_room(chunks, work, cache)
         batch = self._batch(chunks, work, cache, starts)
-        if max(batch.positions) >= self._reach:
+        if max(batch.positions) >= self.decoder.reach:
             self._extend_tables(max(batch.positions) + 1)
         seen = 0 if hook is None else first_seen(hook)
         skipped = bisect_left(work.layers, seen)
@@ -152,8 +176,8 @@ class NativeRunner(PackedRunner):
             more = self._beside_tokens(chunks, work, batch, cache)
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)
-        argmax_only = self.bounds_logits and all(chunk.argmax_only for chunk in chunks if chunk.wanted)
-        logits = self.decoder.forward(batch, self._binding(cache), taps=taps, argmax_only=argmax_only, **more)
+        best = array("i", bytes(4 * len(batch.wanted))) if argmax else None
+        logits = self.decoder.forward(batch, self._binding(cache), taps=taps, argmax=best, **more)
         stores = [cache.layers[layer] for layer in work.layers]
         for chunk, counts in zip(chunks, work.counts, strict=True):
             seq, query_hook = chunk.seq, chunk.query_hook
@@ -169,7 +193,16 @@ class NativeRunner(PackedRunner):
             states = padded.unbind(2)
             for layer in range(seen, self.num_layers + 1):
                 hook(layer, states[bisect_left(work.layers, layer) - skipped])
-        return logits
+        return logits if best is None else list(best)
+
+    @property
+    def bounds_logits(self) -> bool:
+        """Whether argmax tokens are found by bounds of the logits, which take memory of their own."""
+        return self.decoder.bounds
+
+    @bounds_logits.setter
+    def bounds_logits(self, value: bool) -> None:
+        self.decoder.bounds = value
 
     @property
     def bound_bytes(self) -> int:
@@ -292,7 +325,6 @@ class NativeRunner(PackedRunner):
     def _extend_tables(self, positions: int) -> None:
         self.rotary.reach(positions)
         self.decoder.turn(self.rotary.cos, self.rotary.sin)
-        self._reach = self.rotary.positions
 
     def _native_model(self) -> native.NativeModel:
         tables = self.rotary.cos, self.rotary.sin

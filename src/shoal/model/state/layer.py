@@ -59,6 +59,8 @@ class StateLayer(KVLayer):
         snapshots: per sequence, the state by length, for lengths to which decoding can go back.
     """
 
+    __slots__ = ("_runs", "snapshots", "states")
+
     def __init__(self, seqs: int, window: int | None = None, reserve: int = 0) -> None:
         super().__init__(seqs, window, reserve)
         self.states: list[State | None] = [None] * seqs

@@ -74,7 +74,7 @@ class NativeBatch:
         struct.active = None if flags is None else flags.buffer_info()[0]
         struct.keys, struct.values, struct.capacity = kv.addresses
         struct.own = kv.own_address
-        struct.memory = (numbers, bits, flags, kv)
+        struct.numbers, struct.memory = numbers, (bits, flags, kv)
         return struct
 
     def _check_lengths(self, count: int, layers: int) -> None:

@@ -73,7 +73,6 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
     return 0;
 }
 
-/* 0, or 1 with the reason in `message`. */
 int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int size) {
     if (!WITHIN(b->tokens, 1, MAX_TOKENS)) REFUSE("a forward takes 1 to %d tokens, not %d", MAX_TOKENS, b->tokens);
     if (!WITHIN(b->wanted_count, 0, b->tokens)) REFUSE("logits of %d tokens were asked for; there are %d", b->wanted_count, b->tokens);
@@ -103,7 +102,6 @@ static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
     return 0;
 }
 
-/* As shoal_check, which must have passed. */
 int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, char *message, int size) {
     if (b->own || b->active || b->start || b->select || b->groups)
         REFUSE("guesses go on only in rows that run and store every layer in the cache, and read all of it");

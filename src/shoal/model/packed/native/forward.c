@@ -70,6 +70,8 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
     w.line = (float *)at, at += 4 * round_up(m->hidden, LANES);
+    w.best = r->best ? r->best + (int64_t)id * r->b->wanted_count : NULL;
+    for (int i = 0; w.best && i < r->b->wanted_count; i++) w.best[i] = (Largest){-INFINITY, INT32_MAX};
     w.chunk = chunk_at(at, m->head_dim);
     return w;
 }
@@ -103,11 +105,16 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->states = at, at += most_states(m, r->b) * state_floats(m->head_dim);
     r->together = (char *)at;
     if (tokens >= TOGETHER) at += round_up(acts_bytes((int)tokens, deepest(m)), 128) / 4;
+    if (r->b->argmax) {
+        r->best = (Largest *)at, at += round_up(2ll * threads * r->b->wanted_count, LANES);
+        r->logits = at; /* of which bounds take the place */
+        if (finds_likeliest(r)) at += round_up((int64_t)r->b->wanted_count * m->vocab, LANES);
+    }
     r->private = (char *)at;
     return (char *)at - memory + threads * r->private_bytes;
 }
 
-/* Bytes of scratch memory, aligned to 64, that shoal_forward needs for this batch. */
+/* Bytes of scratch memory, aligned to 64, that shoal_forward and shoal_guess need for this batch. */
 int64_t shoal_scratch_bytes(const ShoalModel *m, const ShoalBatch *b, int threads) {
     Run r = {.m = m, .b = b};
     return lay_out(&r, NULL, threads);
@@ -167,16 +174,38 @@ static double run_team(Run *r, char *scratch, int threads, const ShoalChain *c) 
     return worked / (seconds(CLOCK_MONOTONIC) - start);
 }
 
-/* logits [wanted_count, vocab]. The caller has checked the batch (check.c) and the size of the scratch memory. Returns what
-   run_team does. */
-double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int threads) {
+#define REFUSED (-1.0)
+#define NO_ROOM (-2.0)
+
+static void choose_best(const Run *r) {
+    for (int i = 0; i < r->b->wanted_count; i++) {
+        Largest best = r->best[i];
+        for (int id = 1; id < r->team.threads; id++) {
+            const Largest other = r->best[(int64_t)id * r->b->wanted_count + i];
+            if (beats(other.top, other.row, best)) best = other;
+        }
+        r->b->argmax[i] = best.row;
+    }
+}
+
+/* logits [wanted_count, vocab], or NULL if the batch asks for argmax. Returns what run_team does. Nothing was changed if it is
+   REFUSED, with the reason in `message`, or NO_ROOM, since more than `room` bytes of scratch memory are needed. */
+double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int64_t room, int threads, char *message,
+                     int size) {
+    if (shoal_check(m, b, message, size)) return REFUSED;
+    if (shoal_scratch_bytes(m, b, threads) > room) return NO_ROOM;
     Run r = {.m = m, .b = b, .logits = logits};
-    return run_team(&r, scratch, threads, NULL);
+    const double had = run_team(&r, scratch, threads, NULL);
+    if (b->argmax) choose_best(&r);
+    return had;
 }
 
 /* The same with vectors in place of the batch's ids, and with guesses after its wanted tokens: one forward per guess of the
    longest chain. The logits are those of the last forward. */
-double shoal_guess(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, float *logits, char *scratch, int threads) {
+double shoal_guess(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, float *logits, char *scratch, int64_t room, int threads,
+                   char *message, int size) {
+    if (shoal_check(m, b, message, size) || shoal_check_chains(m, b, c, message, size)) return REFUSED;
+    if (shoal_scratch_bytes(m, b, threads) > room) return NO_ROOM;
     Run r = {.m = m, .b = b, .logits = logits};
     return run_team(&r, scratch, threads, c);
 }

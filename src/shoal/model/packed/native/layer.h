@@ -163,8 +163,9 @@ static void finish_logits(const Worker *w, const Chosen *c, const float *bias, i
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count && (block + b) * LANES < m->vocab; b++) {
             const int row = (block + b) * LANES;
-            float *at = (float *)to + (int64_t)i * m->vocab + row;
-            vf_store_some(at, head_mask(m->vocab - row), soft_cap(vf_mul(result(w, c, bias, row, m->vocab, b, i), scale), m->logit_cap));
+            const Vf logits = soft_cap(vf_mul(result(w, c, bias, row, m->vocab, b, i), scale), m->logit_cap);
+            if (w->best) note_best(w->best + i, logits, row, m->vocab - row);
+            else vf_store_some((float *)to + (int64_t)i * m->vocab + row, head_mask(m->vocab - row), logits);
         }
 }
 

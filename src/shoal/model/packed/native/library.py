@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import os
+from array import array
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
 from shoal.model.packed.native.build import BuildError, build, openmp_runtime, prebuilt, vector_sets
@@ -80,14 +81,20 @@ class ChoiceStruct(ctypes.Structure):
 
 
 class BatchStruct(ctypes.Structure):
-    """The tokens of one forward and their cache. `memory` keeps alive what the pointers point to."""
+    """The tokens of one forward and their cache.
 
+    `numbers`, int32, holds ids, positions, places of sequences, nodes, committed positions, wanted tokens, layers and
+    starts, one after the other; with `memory` it keeps alive what the pointers point to.
+    """
+
+    numbers: array[int]
     memory: object
 
     _fields_ = [
         ("tokens", c_int32), ("wanted_count", c_int32), ("active_count", c_int32), ("rows", c_int32), ("ids", c_void_p),
         ("position", c_void_p), ("row", c_void_p), ("node", c_void_p), ("base", c_void_p), ("ancestors", c_void_p),
-        ("wanted", c_void_p), ("likeliest", c_void_p), ("layers", c_void_p), ("active", c_void_p), ("start", c_void_p),
+        ("wanted", c_void_p), ("argmax", c_void_p), ("likeliest", c_void_p), ("layers", c_void_p), ("active", c_void_p),
+        ("start", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("capacity", c_void_p), ("own", c_void_p), ("queries", c_void_p),
         ("select", SELECT), ("slots", c_void_p), ("counts", c_void_p), ("apart", c_void_p), ("choices", c_void_p),
         ("taps", c_void_p), ("vectors", c_void_p), ("experts", c_void_p), ("groups", c_void_p),
@@ -107,6 +114,9 @@ class ChainStruct(ctypes.Structure):
     ]
 
 
+NO_ROOM = -2.0
+_ROOM = c_void_p, c_int64, c_int, c_char_p, c_int
+"""Scratch memory and its bytes, threads, message and its bytes."""
 _SIGNATURES = {
     "shoal_missing_feature": (c_char_p, []),
     "shoal_vectors": (c_char_p, []),
@@ -120,11 +130,9 @@ _SIGNATURES = {
     "shoal_roughen": (None, [POINTER(Weight), POINTER(Weight), c_void_p, c_int]),
     "shoal_unpack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
     "shoal_lookup": (None, [POINTER(Weight), c_void_p, c_int64, c_void_p, c_int]),
-    "shoal_check": (c_int, [POINTER(Model), POINTER(BatchStruct), c_char_p, c_int]),
-    "shoal_check_chains": (c_int, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_char_p, c_int]),
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
-    "shoal_forward": (c_double, [POINTER(Model), POINTER(BatchStruct), c_void_p, c_void_p, c_int]),
-    "shoal_guess": (c_double, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, c_void_p, c_int]),
+    "shoal_forward": (c_double, [POINTER(Model), POINTER(BatchStruct), c_void_p, *_ROOM]),
+    "shoal_guess": (c_double, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, *_ROOM]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
 }

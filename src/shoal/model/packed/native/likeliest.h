@@ -66,20 +66,17 @@ static int read_or_skip(const Worker *w, const Chosen *c, int panel, float *lowe
     Run *r = w->run;
     int read = 0;
     const int first = panel * PANEL, last = panel_end(r, panel), any = reaches(r, c, first, last, lowest);
-    for (int block = first; block < last; block++) {
-        if (any && reaches(r, c, block, block + 1, lowest)) {
-            read_block(w, c, block, lowest);
-            finish_logits(w, c, NULL, block, 1, r->logits);
-            read++;
-            continue;
-        }
-        for (int i = 0; i < c->count; i++) vf_store_some(logits_at(r, i, block), head_mask(rows_in(r, block)), vf_all(-INFINITY));
+    for (int block = first; any && block < last; block++) {
+        if (!reaches(r, c, block, block + 1, lowest)) continue;
+        read_block(w, c, block, lowest);
+        finish_logits(w, c, NULL, block, 1, NULL);
+        read++;
     }
     return read;
 }
 
 static int finds_likeliest(const Run *r) {
-    return r->b->likeliest && r->m->upper.rows && r->b->wanted_count >= 1 && r->b->wanted_count <= TILE_TOKENS;
+    return r->b->argmax && r->b->likeliest && r->m->upper.rows && r->b->wanted_count >= 1 && r->b->wanted_count <= TILE_TOKENS;
 }
 
 static void run_likeliest(Worker *w, const Chosen *c) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_int32, c_uint8, c_void_p
 from functools import cached_property
@@ -21,9 +22,9 @@ from shoal.model.packed.native.library import (
     LANES,
     MAX_HEAD_DIM,
     MAX_THREADS,
+    NO_ROOM,
     SELECT,
     BatchStruct,
-    ChainStruct,
     LayerStruct,
     Model,
     Weight,
@@ -39,6 +40,7 @@ _SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "vocab", "eps
 """What a model's struct has of its `Shape` under the same names."""
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
+_NOTHING = torch.empty(0)
 _MOST_READ = 0.1
 _MOST_READ_OF_FLOATS = 0.4
 """Largest shares of the head that bounds may let through and still pay (measured). Reading the bounds costs five
@@ -109,7 +111,10 @@ class _Asked:
 
 
 class NativeModel:
-    """A decoder that the library runs; `head_read` counts the bytes of the head that forwards have read.
+    """A decoder that the library runs.
+
+    `head_read` counts the bytes of the head that forwards have read. Where `bounds` is true, argmax tokens are found by
+    bounds of the logits, which take memory of their own.
 
     Args:
         shape: its sizes. Dimensions of a head are even and at most 256.
@@ -138,10 +143,11 @@ class NativeModel:
         self._most_read = _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
         self._model = self._model_struct(weights.final_norm, embedding, head_bias)
         self.turn(*tables)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        self._scratch, self._room = torch.empty(0, dtype=torch.uint8), (0, 0)
         self._whole: dict[int, int] = {}  # forwards that are to read the whole head, by wanted tokens
         self._failed: dict[int, int] = {}  # how many were, when bounds let too much through last, and never less since
-        self.head_read = 0
+        self.head_read, self.bounds = 0, True
         self._asking: int | None = None  # the thread whose forward calls `choose`
 
     def turn(self, cos: Tensor, sin: Tensor) -> None:
@@ -153,7 +159,7 @@ class NativeModel:
                     struct.positions = cos.shape[1]
                     struct.cos = address("cos", cos[table], (struct.positions, half))
                     struct.sin = address("sin", sin[table], (struct.positions, half))
-            self._tables = cos, sin
+            self._tables, self.reach = (cos, sin), cos.shape[1]
 
     def bind(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],
@@ -172,7 +178,7 @@ class NativeModel:
     def forward(
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
         choose: Choose | None = None, choices: Sequence[SlotChoice | None] | None = None,
-        vectors: Tensor | None = None, argmax_only: bool = False,
+        vectors: Tensor | None = None, argmax: array[int] | None = None,
         experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None,
     ) -> Tensor:
         """Run a batch, and write its keys and values to their slots of the cache; returns logits, float32 [wanted, V].
@@ -189,8 +195,8 @@ class NativeModel:
                 None for all that it sees. It must not run a forward of this model. What it raises is raised here.
             choices: instead of `choose`, how the library chooses for each token; None for all that it sees.
             vectors: float32 [tokens, hidden], inputs of the first layer; None for the embeddings of the batch's ids.
-            argmax_only: whether only the largest logit of each token, with its equals, is needed. Others may be -inf,
-                so that part of the head is not read.
+            argmax: int32 [wanted], filled with the id of each wanted token's largest logit, the lowest of equals. No
+                logits are returned then, and where `bounds` is true, part of the head may not be read.
             experts: MLPs in groups, and each token's groups as `ExpertMLPs.put_into` takes them; None for whole MLPs.
 
         Raises:
@@ -201,9 +207,6 @@ class NativeModel:
             raise RuntimeError("what chooses the slots of a forward ran another one of the same model, which would "
                                "wait for the first to end; run it before or after")
         struct = batch.struct(self.num_layers, kv)
-        read = c_int32()
-        bounded = argmax_only and self._bounds_pay(len(batch.wanted))
-        struct.likeliest = ctypes.addressof(read) if bounded else None
         if taps is not None:
             struct.tap_count = min(max(len(taps), 1), struct.active_count + 1)
             struct.taps = address("taps", taps, (struct.tap_count, struct.tokens, self.shape.hidden))
@@ -213,16 +216,33 @@ class NativeModel:
             experts[0].put_into(struct, experts[1])
         asked = None if choose is None else _Asked(choose, batch, struct, self.shape)
         at_work = None if choices is None else ChoicesAtWork(choices, struct, self.shape.heads, self.shape.kv_heads)
-        self._check(struct)
-        logits = self._run(struct, threads, asked)
+        logits = self.run(struct, argmax, threads, asked)
         del at_work
-        let_through = min(self.shape.vocab, read.value * LANES)
-        if bounded:
-            self._note_read(len(batch.wanted), let_through > self._most_read * self.shape.vocab)
-        if batch.wanted:
-            self.head_read += self._head_bytes(let_through)
         if asked is not None and asked.error is not None:
             raise asked.error
+        return logits
+
+    def run(
+        self, struct: BatchStruct, argmax: array[int] | None = None, threads: int | None = None,
+        asked: _Asked | None = None,
+    ) -> Tensor:
+        """Run a batch in the library's form; arguments and result are those of `forward`."""
+        wanted: int = struct.wanted_count
+        logits, read, bounded = _NOTHING, c_int32(), False
+        if argmax is None:
+            logits = torch.empty(wanted, self.shape.vocab)
+            struct.argmax = None
+        elif len(argmax) != wanted or argmax.itemsize != 4:
+            raise ValueError(f"argmax has {len(argmax)} numbers of {argmax.itemsize} bytes; {wanted} of 4 are needed")
+        else:
+            struct.argmax, bounded = argmax.buffer_info()[0], self.bounds and self._bounds_pay(wanted)
+        struct.likeliest = ctypes.addressof(read) if bounded else None
+        self._call(self._library.shoal_forward, (struct,), logits if argmax is None else None, threads, asked)
+        let_through = min(self.shape.vocab, read.value * LANES)
+        if bounded:
+            self._note_read(wanted, let_through > self._most_read * self.shape.vocab)
+        if wanted:
+            self.head_read += self._head_bytes(let_through)
         return logits
 
     def guess(
@@ -254,8 +274,8 @@ class NativeModel:
             raise ValueError(f"{sizes[0]} states, {sizes[1]} shares and {sizes[2]} wishes; there are {len(batch.ids)} "
                              f"tokens, of which {len(batch.wanted)} are wanted")
         struct, asked = batch.struct(self.num_layers, kv), chain.ask(states, known, wishes, least)
-        self._check(struct, asked.struct)
-        self._run(struct, threads, None, asked.struct)
+        logits = torch.empty(len(wishes), self.shape.vocab)
+        self._call(self._library.shoal_guess, (struct, asked.struct), logits, threads)
         return asked.paths()
 
     def scratch_bytes(self, tokens: int, slots: int) -> int:
@@ -263,7 +283,7 @@ class NativeModel:
         bases = (ctypes.c_int32 * tokens)(*[slots] * tokens)
         struct = BatchStruct(tokens=tokens, base=ctypes.addressof(bases))
         threads = torch.get_num_threads()
-        needed = self._library.shoal_scratch_bytes(ctypes.byref(self._model), ctypes.byref(struct), threads)
+        needed = self._library.shoal_scratch_bytes(self._model, struct, threads)
         return max(0, int(needed) - self._scratch.numel() * 2 // 3)  # of a half more than was needed nothing is written
 
     def _head_bytes(self, let_through: int) -> int:
@@ -294,37 +314,30 @@ class NativeModel:
         self._model.upper = self._head.upper.struct()
         return True
 
-    def _check(self, struct: BatchStruct, chain: ChainStruct | None = None) -> None:
-        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        one = ctypes.byref(self._model), ctypes.byref(struct)
-        refused = self._library.shoal_check(*one, message, _MESSAGE_BYTES)
-        if not refused and chain is not None:
-            refused = self._library.shoal_check_chains(*one, ctypes.byref(chain), message, _MESSAGE_BYTES)
-        if refused:
-            raise ValueError(message.value.decode())
-
-    def _run(
-        self, struct: BatchStruct, threads: int | None, asked: _Asked | None, chain: ChainStruct | None = None
-    ) -> Tensor:
-        """Make the call, with the shared scratch memory; returns logits [wanted, vocab]."""
+    def _call(
+        self, function: Callable[..., float], structs: Sequence[ctypes.Structure], logits: Tensor | None,
+        threads: int | None, asked: _Asked | None = None,
+    ) -> None:
+        """Call the library with the shared scratch memory; ValueError for structs that it refuses."""
         count = MACHINE.choose() if threads is None else min(threads, MAX_THREADS)
-        batch = ctypes.byref(self._model), ctypes.byref(struct)
-        one = batch if chain is None else (*batch, ctypes.byref(chain))
-        call = self._library.shoal_forward if chain is None else self._library.shoal_guess
-        logits = torch.empty(struct.wanted_count, self.shape.vocab)
+        given = self._model, *structs, None if logits is None else logits.data_ptr()
+        message = self._message, _MESSAGE_BYTES
         with self._lock:
-            needed = self._library.shoal_scratch_bytes(*batch, count)
-            if needed > self._scratch.numel():
-                self._scratch = torch.empty(needed + needed // 2, dtype=torch.uint8)
             start = time.perf_counter()
             self._asking = None if asked is None else threading.get_ident()
             try:
-                had = call(*one, logits.data_ptr(), self._scratch.data_ptr(), count)
+                had = function(*given, *self._room, count, *message)
+                if had == NO_ROOM:
+                    needed = self._library.shoal_scratch_bytes(self._model, structs[0], count)
+                    self._scratch = torch.empty(needed + needed // 2, dtype=torch.uint8)
+                    self._room = self._scratch.data_ptr(), self._scratch.numel()
+                    had = function(*given, *self._room, count, *message)
             finally:
                 self._asking = None
+            if had < 0:
+                raise ValueError(self._message.value.decode())
             if threads is None and asked is None:  # during `choose` threads wait, which is no sign of other work
                 MACHINE.note(had, time.perf_counter() - start)
-        return logits
 
     def _layer(self, index: int, layer: Layer) -> LayerStruct:
         shape, struct = self.shape, LayerStruct(window=self.shape.windows[index] or 0)

@@ -7,6 +7,12 @@
 #include "matmul.h"
 #include "team.h"
 
+/* The largest logit of a token so far, and its row. */
+typedef struct {
+    float top;
+    int32_t row;
+} Largest;
+
 typedef struct {
     const ShoalModel *m;
     const ShoalBatch *b;
@@ -16,6 +22,7 @@ typedef struct {
     char *private;  /* memory of the threads, `private_bytes` each */
     int64_t private_bytes, acts_bytes;
     float *logits;
+    Largest *best; /* [threads][wanted tokens], for argmax; or NULL */
     float lowest[MAX_THREADS][TILE_TOKENS]; /* each thread's lower bound of the largest logit, see likeliest.h */
     Team team;
 } Run;
@@ -42,6 +49,7 @@ typedef struct {
     const Acts *ready; /* those of the current matrix */
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *sums;   /* of a panel, see multiply() */
+    Largest *best;    /* of each wanted token, if no logits are returned; or NULL */
     float *line;   /* [hidden rounded up to whole vectors] */
     int asked;     /* whose queries these are: first token of a segment * KV heads + KV head; -1: nobody's */
     int stored;    /* whether the keys and values of the current layer are already in the cache */
@@ -68,6 +76,21 @@ INLINE Chosen choose_group(const ShoalBatch *b, int entry, int group) {
         if (group == WHOLE ? !mask : group == ANY ? mask : mask >> group & 1) c.token[c.count++] = all.token[i];
     }
     return c;
+}
+
+/* Whether a logit comes before the best so far as in numpy's argmax: the largest, the first of equals, NaN before all. */
+INLINE int beats(float logit, int32_t row, Largest best) {
+    if (isnan(logit) || isnan(best.top)) return isnan(logit) && (!isnan(best.top) || row < best.row);
+    return logit > best.top || (logit == best.top && row < best.row);
+}
+
+/* Up to 16 logits, from `row` on. */
+INLINE void note_best(Largest *best, Vf logits, int32_t row, int count) {
+    if (!vf_any_not_below(logits, best->top)) return;
+    float line[LANES] ALIGNED;
+    vf_store(line, logits);
+    for (int k = 0; k < min_int(count, LANES); k++)
+        if (beats(line[k], row + k, *best)) *best = (Largest){line[k], row + k};
 }
 
 INLINE int start_of(const ShoalBatch *b, int entry, int token) {

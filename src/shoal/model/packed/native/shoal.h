@@ -99,8 +99,10 @@ typedef struct {
     const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0. 0: all nodes up to itself, as in
                                   a piece of a prompt, which may have more nodes than a tree */
     const int32_t *wanted;     /* tokens whose logits are asked for */
-    int32_t *likeliest;        /* not NULL: only the largest logits of each token are needed, others may be minus infinity; this counts the
-                                  row blocks of the head that the bounds let through */
+    int32_t *argmax;           /* [wanted_count]: gets the row of the largest logit of each token, the first of equals, in place of logits;
+                                  or NULL */
+    int32_t *likeliest;        /* not NULL: argmax is found by bounds of the logits; this counts the row blocks of the head that they let
+                                  through */
     const int32_t *layers;     /* [active_count], ascending */
     const uint8_t *active;     /* [active_count][tokens] of RUN_ATTENTION | RUN_MLP, or NULL: all run both */
     const int32_t *start;      /* [active_count][tokens] positions that are no longer stored, or NULL: none */
@@ -141,5 +143,9 @@ typedef struct {
     float eps;
     float least;              /* paths less likely than e^least are not continued */
 } ShoalChain;
+
+/* Whether a batch, and chains whose batch has passed, have an index out of range: 0, or 1 with the reason in `message`. */
+int shoal_check(const ShoalModel *, const ShoalBatch *, char *message, int size);
+int shoal_check_chains(const ShoalModel *, const ShoalBatch *, const ShoalChain *, char *message, int size);
 
 #endif

@@ -106,6 +106,11 @@ INLINE float vf_sum(Vf x) {
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
+/* Whether some lane is not below y: as large, larger or NaN. */
+INLINE int vf_any_not_below(Vf x, float y) {
+    const __m256 all = _mm256_set1_ps(y);
+    return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, all, _CMP_NLT_UQ), _mm256_cmp_ps(x.b, all, _CMP_NLT_UQ)));
+}
 INLINE float vf_top(Vf x) {
     __m256 eight = _mm256_max_ps(x.a, x.b);
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

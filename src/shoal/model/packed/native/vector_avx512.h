@@ -42,6 +42,8 @@ INLINE Vf vf_fnma(Vf x, Vf y, Vf z) { return _mm512_fnmadd_ps(x, y, z); }
 INLINE Vf vf_round(Vf x) { return _mm512_roundscale_ps(x, 0); }
 INLINE Vf vf_scale(Vf x, Vf n) { return _mm512_scalef_ps(x, n); }
 INLINE float vf_sum(Vf x) { return _mm512_reduce_add_ps(x); }
+/* Whether some lane is not below y: as large, larger or NaN. */
+INLINE int vf_any_not_below(Vf x, float y) { return _mm512_cmp_ps_mask(x, _mm512_set1_ps(y), _CMP_NLT_UQ); }
 INLINE float vf_top(Vf x) { return _mm512_reduce_max_ps(x); }
 INLINE Vf vf_bits(Vi x) { return _mm512_castsi512_ps(x); }
 INLINE Vf vf_from(Vi x) { return _mm512_cvtepi32_ps(x); }

@@ -162,6 +162,12 @@ INLINE float vf_sum(Vf x) {
     const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
+/* Whether some lane is not below y: as large, larger or NaN. */
+INLINE int vf_any_not_below(Vf x, float y) {
+    const float32x4_t all = vdupq_n_f32(y);
+    const uint32x4_t below = vandq_u32(vandq_u32(vcltq_f32(x.a, all), vcltq_f32(x.b, all)), vandq_u32(vcltq_f32(x.c, all), vcltq_f32(x.d, all)));
+    return vminvq_u32(below) == 0;
+}
 INLINE float vf_top(Vf x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a, x.b), vmaxq_f32(x.c, x.d))); }
 
 /* Forces a value into a register, see vector_avx2.h. */

@@ -1,0 +1,97 @@
+"""Steps in which each sequence runs one more token through the same layers as before.
+
+What the kernels are told is kept from step to step as long as the same sequences run the same layers on the same
+storage; only ids and positions are written anew. The model streams through the processor's caches between two steps, so
+that whatever Python touches has to come back from memory: a step is the faster, the less it looks at.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
+from shoal.model.packed import native
+from shoal.model.runner import SequenceChunk
+
+
+class PlainSteps:
+    """Runs such steps.
+
+    Args:
+        decoder: the model in the library.
+        bind: gives the addresses of a cache's storage, the same object as long as they hold.
+    """
+
+    def __init__(self, decoder: native.NativeModel, bind: Callable[[KVCache], native.KVBinding]) -> None:
+        self._decoder, self._bind = decoder, bind
+        self._seqs: list[int] = []
+        self._layers: tuple[int, ...] = ()
+        self._kv: native.KVBinding | None = None
+        self._struct: native.BatchStruct | None = None
+
+    def run(self, chunks: Sequence[SequenceChunk], cache: KVCache, argmax: bool) -> Tensor | list[int] | None:
+        """The logits, or argmax tokens if `argmax`; None, and nothing changed, if the forward needs more than this."""
+        layers = chunks[0].plan.layers(chunks[0].steps[0])
+        for chunk in chunks:
+            plan = chunk.plan
+            if not chunk.is_step or plan.splits_layers or plan.layers(chunk.steps[0]) != layers:
+                return None
+        seqs = [chunk.seq for chunk in chunks]
+        positions = [cache.positions[seq] for seq in seqs]
+        stores = [cache.layers[layer] for layer in layers]
+        if not stores or max(positions) >= self._decoder.reach or not _ready(stores, seqs, positions):
+            return None
+        kv = self._bind(cache)
+        if kv is not self._kv or seqs != self._seqs or layers != self._layers:
+            self._struct = self._written(len(seqs), seqs, layers, kv)
+            self._seqs, self._layers, self._kv = seqs, layers, kv
+        assert self._struct is not None
+        self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, stores)
+        best = self._best if argmax else None
+        logits = self._decoder.run(self._struct, best)
+        for store in stores:
+            for seq in seqs:
+                store.scratch[seq] = 1
+        if len(layers) < self._decoder.num_layers:
+            for seq, position in zip(seqs, positions, strict=True):
+                cache.mark_shallow(seq, position)
+        return logits if best is None else list(best)
+
+    def _written(
+        self, count: int, seqs: Sequence[int], layers: Sequence[int], kv: native.KVBinding
+    ) -> native.BatchStruct:
+        """The batch with ids, positions and starts of zero."""
+        zeros = [0] * count
+        batch = native.NativeBatch(zeros, zeros, seqs, zeros, zeros, native.chain_ancestors(range(1)) * count,
+                                   range(count), layers, starts=[zeros] * len(layers))
+        struct = batch.struct(self._decoder.num_layers, kv)
+        self._starts, self._best = struct.start, array("i", zeros)
+        return struct
+
+    def _fill(
+        self, struct: native.BatchStruct, ids: Sequence[int], positions: Sequence[int], stores: Sequence[KVLayer]
+    ) -> None:
+        """Write what changes from step to step."""
+        numbers, count = struct.numbers, len(ids)
+        for place, (token, position) in enumerate(zip(ids, positions, strict=True)):
+            numbers[place], numbers[count + place], numbers[4 * count + place] = token, position, position
+        starts = [store.starts[seq] for store in stores for seq in self._seqs]
+        struct.start = self._starts if any(starts) else None
+        if struct.start is not None:
+            numbers[-len(starts) :] = array("i", starts)
+
+
+def _ready(stores: Sequence[KVLayer], seqs: Sequence[int], positions: Sequence[int]) -> bool:
+    """Whether each layer has read all positions of each sequence, and has room for one more in its place."""
+    for store in stores:
+        if store.extra:
+            return False
+        for seq, position in zip(seqs, positions, strict=True):
+            if (store.lengths[seq] != position or store.scratch[seq] or store.released[seq]
+                    or position - store.starts[seq] >= store.capacity):
+                return False
+    return True
