@@ -130,7 +130,7 @@ class _FedRunner(NativeRunner):
         self._make_room(chunks, replace(work, counts=room), cache)
         batch = self._batch(chunks, work, cache, None)
         reach = max(batch.positions) + max(wish.length for wish in wishes)
-        if reach >= self._reach:
+        if reach >= self.decoder.reach:
             self._extend_tables(reach + 1)
         paths = self.decoder.guess(batch, self._binding(cache), chain, states, known, wishes, least)
         for chunk in chunks:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -148,14 +149,14 @@ class NativeRunner(PackedRunner):
         for call in calls:
             own = None if start is None else Start(0, call.entering(start.hidden))
             shown = None if hook is None else states.of(call)
-            found = self._run(call.by_kernels, call.chunks, cache, shown, own, argmax)
+            found: Any = self._run(call.by_kernels, call.chunks, cache, shown, own, argmax)
             if argmax and not isinstance(found, list):
                 found = greedy(found)
             parts |= zip(call.places, split_wanted(found, call.chunks), strict=True)
         if hook is not None:
             states.show(hook)
-        found = [parts[place] for place in sorted(parts)]
-        return sum(found, []) if argmax else torch.cat(found)
+        values = [parts[place] for place in sorted(parts)]
+        return [*chain.from_iterable(values)] if argmax else torch.cat(values)
 
     def _run_native(
         self, work: _Work, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None,
