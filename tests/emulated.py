@@ -30,7 +30,7 @@ COMMAND = "SHOAL_TEST_EMULATOR"
 KERNEL_TESTS = Path(__file__).parent / "model" / "packed"
 WITHOUT_LOADING = "not openmp and not reason and not wish and not narrower and not folder and not at_once"
 """Of test_native.py what does not ask how the library is loaded."""
-_ARGUMENTS, _NAME = 6, 32  # as in emulated_calls.c
+_ARGUMENTS, _NAME = 10, 32  # as in emulated_calls.c
 _LINE = 64
 _JUNK = 0xA7
 _data_ptr = torch.Tensor.data_ptr
@@ -60,7 +60,7 @@ def passes(file: str, some: str, command: list[str]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     torch.Tensor.data_ptr = noted  # type: ignore[method-assign]
     emulated = Emulated(os.environ[COMMAND].splitlines())
-    library.load = lambda: emulated  # type: ignore[assignment,return-value]
+    library._open = lambda: (emulated, "")  # type: ignore[assignment,return-value]
     config.add_cleanup(emulated.close)
 
 
@@ -96,8 +96,6 @@ class Emulated:
         result, after = self.ask(name, block)
         block.write_back(after)
         kind = library._SIGNATURES[name][0]
-        if kind is ctypes.c_double:  # how many processors the threads of a forward had
-            return float(arguments[-1])
         return None if kind is None else kind(result).value
 
     def ask(self, name: str, block: Block) -> tuple[int, bytearray]:
@@ -175,8 +173,8 @@ class Block:
 
 def _word(argument: Any) -> int:
     """An argument as a number."""
-    if isinstance(argument, int):
-        return argument
+    if argument is None or isinstance(argument, int):
+        return argument or 0
     return ctypes.addressof(getattr(argument, "_obj", argument))
 
 
@@ -188,7 +186,7 @@ def _extent(words: array[int]) -> tuple[int, int]:
 def _structures(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
     """Address and bytes of what the arguments lead to, tensors left out."""
     for argument in arguments:
-        if isinstance(argument, int):
+        if argument is None or isinstance(argument, int):
             continue
         target = getattr(argument, "_obj", argument)  # of byref()
         yield ctypes.addressof(target), ctypes.sizeof(target)
@@ -197,7 +195,8 @@ def _structures(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
         if isinstance(target, ChainStruct):
             yield from (_extent(part) for part in target.memory if isinstance(part, array))  # type: ignore[attr-defined]
         if isinstance(target, BatchStruct):
-            *numbers, kv = target.memory  # type: ignore[misc]
-            yield from (_extent(part) for part in numbers if part)  # an empty one is nowhere
-            tables = (kv._keys, kv._values, kv._capacity, kv._own)
+            *flags, kv = target.memory  # type: ignore[misc]
+            arrays = target.numbers, target.best, *flags
+            yield from (_extent(part) for part in arrays if part)  # an empty one is nowhere
+            tables = (*kv._arrays, kv._own, target.read)
             yield from ((ctypes.addressof(table), ctypes.sizeof(table)) for table in tables if table is not None)

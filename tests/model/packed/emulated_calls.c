@@ -6,8 +6,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { ARGUMENTS = 6 };
-typedef int64_t Function(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t); /* numbers and addresses, a register each */
+enum { ARGUMENTS = 10 };
+typedef int64_t Function(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t); /* numbers and addresses, a register each */
 
 void __asan_poison_memory_region(const volatile void *, size_t) __attribute__((weak));
 void __asan_unpoison_memory_region(const volatile void *, size_t) __attribute__((weak));
@@ -35,7 +35,7 @@ int main(int count, char **words) {
             __asan_poison_memory_region(block + gaps[i], gaps[i + 1] - gaps[i]);
         const int64_t *a = (const int64_t *)block;
         Function *function = (Function *)dlsym(library, call.name);
-        const int64_t result = function(a[0], a[1], a[2], a[3], a[4], a[5]);
+        const int64_t result = function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9]);
         if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(block, call.bytes);
         fwrite(&result, 8, 1, stdout);
         fwrite(block, 1, call.bytes, stdout);

@@ -97,7 +97,7 @@ def twice(command: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Twice
     def run(task: Callable[[], object]) -> tuple[object, object]:
         results = []
         for one in (arm, avx2):
-            monkeypatch.setattr(library, "load", lambda one=one: one)
+            monkeypatch.setattr(library, "_open", lambda one=one: (one, ""))
             results.append(task())
         return results[0], results[1]
 

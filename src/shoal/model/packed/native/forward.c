@@ -174,8 +174,7 @@ static double run_team(Run *r, char *scratch, int threads, const ShoalChain *c) 
     return worked / (seconds(CLOCK_MONOTONIC) - start);
 }
 
-#define REFUSED (-1.0)
-#define NO_ROOM (-2.0)
+enum { DONE, REFUSED, NO_ROOM };
 
 static void choose_best(const Run *r) {
     for (int i = 0; i < r->b->wanted_count; i++) {
@@ -188,26 +187,27 @@ static void choose_best(const Run *r) {
     }
 }
 
-/* logits [wanted_count, vocab], or NULL if the batch asks for argmax. Returns what run_team does. Nothing was changed if it is
-   REFUSED, with the reason in `message`, or NO_ROOM, since more than `room` bytes of scratch memory are needed. */
-double shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int64_t room, int threads, char *message,
-                     int size) {
+/* logits [wanted_count, vocab], or NULL if the batch asks for argmax; `had`: what run_team returns. Nothing was changed if a batch is
+   REFUSED, with the reason in `message`, or there is NO_ROOM, since it needs more than `room` bytes of scratch memory. */
+int shoal_forward(const ShoalModel *m, const ShoalBatch *b, float *logits, char *scratch, int64_t room, int threads, double *had,
+                  char *message, int size) {
     if (shoal_check(m, b, message, size)) return REFUSED;
     if (shoal_scratch_bytes(m, b, threads) > room) return NO_ROOM;
     Run r = {.m = m, .b = b, .logits = logits};
-    const double had = run_team(&r, scratch, threads, NULL);
+    *had = run_team(&r, scratch, threads, NULL);
     if (b->argmax) choose_best(&r);
-    return had;
+    return DONE;
 }
 
 /* The same with vectors in place of the batch's ids, and with guesses after its wanted tokens: one forward per guess of the
    longest chain. The logits are those of the last forward. */
-double shoal_guess(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, float *logits, char *scratch, int64_t room, int threads,
-                   char *message, int size) {
+int shoal_guess(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, float *logits, char *scratch, int64_t room, int threads,
+                double *had, char *message, int size) {
     if (shoal_check(m, b, message, size) || shoal_check_chains(m, b, c, message, size)) return REFUSED;
     if (shoal_scratch_bytes(m, b, threads) > room) return NO_ROOM;
     Run r = {.m = m, .b = b, .logits = logits};
-    return run_team(&r, scratch, threads, c);
+    *had = run_team(&r, scratch, threads, c);
+    return DONE;
 }
 
 /* Bytes of scratch memory of one thread, for shoal_matmul. */

@@ -84,10 +84,13 @@ class BatchStruct(ctypes.Structure):
     """The tokens of one forward and their cache.
 
     `numbers`, int32, holds ids, positions, places of sequences, nodes, committed positions, wanted tokens, layers and
-    starts, one after the other; with `memory` it keeps alive what the pointers point to.
+    starts, one after the other. With `best` and `read`, of `argmax` and `likeliest`, and `memory` it keeps alive what
+    the pointers point to.
     """
 
     numbers: array[int]
+    best: array[int] | None = None
+    read: c_int32 | None = None
     memory: object
 
     _fields_ = [
@@ -114,9 +117,10 @@ class ChainStruct(ctypes.Structure):
     ]
 
 
-NO_ROOM = -2.0
-_ROOM = c_void_p, c_int64, c_int, c_char_p, c_int
-"""Scratch memory and its bytes, threads, message and its bytes."""
+REFUSED, NO_ROOM = 1, 2
+"""Results of a forward, as in forward.c."""
+_ROOM = c_void_p, c_int64, c_int, POINTER(c_double), c_char_p, c_int
+"""Scratch memory and its bytes, threads, how many processors they had, message and its bytes."""
 _SIGNATURES = {
     "shoal_missing_feature": (c_char_p, []),
     "shoal_vectors": (c_char_p, []),
@@ -131,8 +135,8 @@ _SIGNATURES = {
     "shoal_unpack": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_int]),
     "shoal_lookup": (None, [POINTER(Weight), c_void_p, c_int64, c_void_p, c_int]),
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
-    "shoal_forward": (c_double, [POINTER(Model), POINTER(BatchStruct), c_void_p, *_ROOM]),
-    "shoal_guess": (c_double, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, *_ROOM]),
+    "shoal_forward": (c_int, [POINTER(Model), POINTER(BatchStruct), c_void_p, *_ROOM]),
+    "shoal_guess": (c_int, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, *_ROOM]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
 }

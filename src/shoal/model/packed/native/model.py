@@ -7,7 +7,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import Array, c_int32, c_uint8, c_void_p
+from ctypes import Array, c_double, c_int32, c_uint8, c_void_p
 from functools import cached_property
 
 import torch
@@ -23,6 +23,7 @@ from shoal.model.packed.native.library import (
     MAX_HEAD_DIM,
     MAX_THREADS,
     NO_ROOM,
+    REFUSED,
     SELECT,
     BatchStruct,
     LayerStruct,
@@ -143,7 +144,7 @@ class NativeModel:
         self._most_read = _MOST_READ_OF_FLOATS if self._head.scales is None else _MOST_READ
         self._model = self._model_struct(weights.final_norm, embedding, head_bias)
         self.turn(*tables)
-        self._message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        self._had, self._message = c_double(), ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._scratch, self._room = torch.empty(0, dtype=torch.uint8), (0, 0)
         self._whole: dict[int, int] = {}  # forwards that are to read the whole head, by wanted tokens
         self._failed: dict[int, int] = {}  # how many were, when bounds let too much through last, and never less since
@@ -229,6 +230,7 @@ class NativeModel:
         """Run a batch in the library's form; arguments and result are those of `forward`."""
         wanted: int = struct.wanted_count
         logits, read, bounded = _NOTHING, c_int32(), False
+        struct.best, struct.read = argmax, read
         if argmax is None:
             logits = torch.empty(wanted, self.shape.vocab)
             struct.argmax = None
@@ -315,29 +317,29 @@ class NativeModel:
         return True
 
     def _call(
-        self, function: Callable[..., float], structs: Sequence[ctypes.Structure], logits: Tensor | None,
+        self, function: Callable[..., int], structs: Sequence[ctypes.Structure], logits: Tensor | None,
         threads: int | None, asked: _Asked | None = None,
     ) -> None:
         """Call the library with the shared scratch memory; ValueError for structs that it refuses."""
         count = MACHINE.choose() if threads is None else min(threads, MAX_THREADS)
         given = self._model, *structs, None if logits is None else logits.data_ptr()
-        message = self._message, _MESSAGE_BYTES
+        told = self._had, self._message, _MESSAGE_BYTES
         with self._lock:
             start = time.perf_counter()
             self._asking = None if asked is None else threading.get_ident()
             try:
-                had = function(*given, *self._room, count, *message)
-                if had == NO_ROOM:
+                found = function(*given, *self._room, count, *told)
+                if found == NO_ROOM:
                     needed = self._library.shoal_scratch_bytes(self._model, structs[0], count)
                     self._scratch = torch.empty(needed + needed // 2, dtype=torch.uint8)
                     self._room = self._scratch.data_ptr(), self._scratch.numel()
-                    had = function(*given, *self._room, count, *message)
+                    found = function(*given, *self._room, count, *told)
             finally:
                 self._asking = None
-            if had < 0:
+            if found == REFUSED:
                 raise ValueError(self._message.value.decode())
             if threads is None and asked is None:  # during `choose` threads wait, which is no sign of other work
-                MACHINE.note(had, time.perf_counter() - start)
+                MACHINE.note(self._had.value, time.perf_counter() - start)
 
     def _layer(self, index: int, layer: Layer) -> LayerStruct:
         shape, struct = self.shape, LayerStruct(window=self.shape.windows[index] or 0)
