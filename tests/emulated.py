@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from array import array
@@ -54,7 +55,9 @@ def passes(file: str, some: str, command: list[str]) -> None:
     environment = {**os.environ, COMMAND: "\n".join(command), "PYTHONPATH": ":".join(sys.path)}
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "emulated", "-k", some, str(KERNEL_TESTS / file)]
     done = subprocess.run([sys.executable, "-m", "pytest", *options], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and " passed" in done.stdout, (done.stdout + done.stderr)[-4000:]
+    told = (done.stdout + done.stderr)[-4000:]
+    assert done.returncode == 0 and " passed" in done.stdout, told
+    assert re.search(r"^[1-9]\d* calls were emulated$", done.stdout, re.MULTILINE), told
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,13 +79,15 @@ class Emulated:
 
     def __init__(self, command: list[str]) -> None:
         self._program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._call, name)
 
     def close(self) -> None:
-        """End the program."""
+        """End the program, and tell how much it did."""
         self._program.communicate()
+        print(f"\n{self._calls} calls were emulated")
 
     def shoal_vectors(self) -> bytes:
         """A text that the program has is at no address here."""
@@ -92,6 +97,7 @@ class Emulated:
         """Pages are the program's own."""
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        self._calls += 1
         block = Block(arguments)
         result, after = self.ask(name, block)
         block.write_back(after)
