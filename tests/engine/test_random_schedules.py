@@ -69,7 +69,7 @@ def alone(family: str, job: int) -> list[tuple[int, ...]]:
     request = Request.from_options({name: value for name, value in options.items() if name != "n"})
     found = []
     for number in range(count):
-        row = engine(family).rows([ids] * count, request)[number]
+        row = engine(family).seqs([ids] * count, request)[number]
         row.seq_id = 0
         with Stream(engine(family), [row], engine(family).cache_for([row], request.max_new_tokens)) as stream:
             found.append(tuple(step.token for step in stream))

@@ -52,7 +52,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"active": [[3, 3, 3], [0, 3, 3]]}, r"not nested"),
     ({"starts": [[0, 0, 0], [5, 5, 0]]}, r"start of layer 2, token 0 is 5"),
     ({"starts": [[0, 0, 0], [1, 2, 0]]}, r"differs between the tokens of row 0"),
-    ({"bases": [8, 8, 0], "positions": [8, 9, 0]}, r"layer 0 has room for 8 columns"),
+    ({"bases": [8, 8, 0], "positions": [8, 9, 0]}, r"layer 0 has room for 8 slots"),
     ({"bases": [40, 40, 0], "positions": [40, 41, 0], "starts": [[40, 40, 0]] * 2}, r"rotary table has 20 rows"),
     ({"ids": [1, 2]}, r"positions has 3 entries for 2 tokens"),
     ({"ids": []}, r"1 to 256 tokens, not 0"),

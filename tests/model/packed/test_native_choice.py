@@ -77,9 +77,9 @@ def test_what_cannot_be_read_is_refused(bound: tuple[NativeModel, KVBinding], na
 
 
 BAD_CHOICES: dict[str, tuple[Any, str]] = {
-    "tokens": ([None], "1 tokens choose columns; there are 3"),
-    "count": ([native.SlotChoice(0, b"\1\2\2", 9)] * 3, "0 columns in 3 layers are chosen; .* at least 1, in 3"),
-    "layers": ([native.SlotChoice(2, b"\1\2", 9)] * 3, "2 columns in 2 layers are chosen"),
+    "tokens": ([None], "1 tokens choose slots; there are 3"),
+    "count": ([native.SlotChoice(0, b"\1\2\2", 9)] * 3, "0 slots in 3 layers are chosen; .* at least 1, in 3"),
+    "layers": ([native.SlotChoice(2, b"\1\2", 9)] * 3, "2 slots in 2 layers are chosen"),
     "role": ([None, None, native.SlotChoice(2, b"\1\2\3", 9)], r"token 2 has role 3 in layer 2; it must be in \[0"),
     "room": ([native.SlotChoice(2, b"\1\2\2", 8)] * 3, "there is room for 264 scores of token 2; it needs 265"),
 }
