@@ -192,12 +192,12 @@ def main() -> int:
     parser.add_argument("--only", help="settings whose method matches this regular expression")
     parser.add_argument("--resume", action="store_true", help="keep what the report has already")
     args = parser.parse_args()
-    known = json.loads(args.json.read_text("utf-8"))["settings"] if args.resume and args.json.exists() else {}
+    known = _known(args.json) if args.resume and args.json.exists() else {}
     judge = Judge(shoal.load(args.model), args.model, args.tokens, _questions(args.questions, args.prompts))
     todo = [one for one in settings(args.only) if one.prompts in args.lengths.split(",")]
     for number, setting in enumerate(todo):
         if setting.key not in known:
-            known[setting.key] = judge.compare(setting)
+            known[setting.key] = judge.compare(setting) | {"vectors": native.vector_set()}
             print(f"{number + 1}/{len(todo)} {setting.key}: {known[setting.key]}", file=sys.stderr, flush=True)
             report.write(_report(args.model, known), args.json)
     found = _report(args.model, known)
@@ -206,11 +206,17 @@ def main() -> int:
     return int(found["apart"] + found["failed"] > 0)
 
 
+def _known(path: Path) -> dict[str, Any]:
+    """Settings of an earlier report, which may be from a machine with other vectors."""
+    found = json.loads(path.read_text("utf-8"))
+    return {key: {"vectors": found["vectors"], **one} for key, one in found["settings"].items()}
+
+
 def _report(model: str, known: Mapping[str, Any]) -> dict[str, Any]:
     ran = [one for one in known.values() if "not_run" not in one]
     sums = {name: sum(one[name] for one in ran) for name in ("texts", "tokens", "drafted", "accepted")}
     return {**script.heading(__file__, sys.argv[1:]), "kind": "exactness", "model": Path(model).name,
-            "vectors": native.vector_set(), "ran": len(ran), "not_run": len(known) - len(ran), **sums,
+            "vectors": ", ".join(sorted({one["vectors"] for one in known.values()})), "ran": len(ran), "not_run": len(known) - len(ran), **sums,
             "apart": sum(bool(one["apart"]) for one in ran), "failed": sum("failed" in one for one in ran),
             "settings": dict(known)}
 
