@@ -215,8 +215,9 @@ def _known(path: Path) -> dict[str, Any]:
 def _report(model: str, known: Mapping[str, Any]) -> dict[str, Any]:
     ran = [one for one in known.values() if "not_run" not in one]
     sums = {name: sum(one[name] for one in ran) for name in ("texts", "tokens", "drafted", "accepted")}
+    vectors = ", ".join(sorted({one["vectors"] for one in known.values()}))
     return {**script.heading(__file__, sys.argv[1:]), "kind": "exactness", "model": Path(model).name,
-            "vectors": ", ".join(sorted({one["vectors"] for one in known.values()})), "ran": len(ran), "not_run": len(known) - len(ran), **sums,
+            "vectors": vectors, "ran": len(ran), "not_run": len(known) - len(ran), **sums,
             "apart": sum(bool(one["apart"]) for one in ran), "failed": sum("failed" in one for one in ran),
             "settings": dict(known)}
 
