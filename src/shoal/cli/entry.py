@@ -25,7 +25,6 @@ COMMANDS = {
     "generate": "continue a prompt, streaming the text",
     "chat": "chat with a model in the terminal",
     "methods": "list the methods, what they need and what they promise",
-    "plan": "draw which layers every token runs",
     "batch": "answer a file of prompts, resumable",
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "recommend": "say which method to use for a model, from what was measured of it",
@@ -34,7 +33,7 @@ COMMANDS = {
     "env": "print versions and hardware for a bug report",
 }
 GROUP = "shoal.commands"
-LAB = ("bench", "bench-drafts", "bench-serve", "calibrate", "correctness", "eval", "prune", "train")
+LAB = ("bench", "bench-drafts", "bench-serve", "calibrate", "correctness", "eval", "plan", "prune", "train")
 """Commands of shoal-lab, to say where they come from while it is not installed."""
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 

@@ -156,7 +156,7 @@ def _running(drops: tuple[int, ...], step: int) -> list[int]:
 
 def draw(plan: DepthPlan, num_tokens: int, path: Path) -> None:
     """Write a picture of the plan: steps to the right, layers upwards, dark for layers that run."""
-    with needs("plot", "--plot"):
+    with needs("plot", "--plot", "shoal-lab"):
         from matplotlib.figure import Figure
     pairs = list(zip(plan.attention, plan.mlp, strict=True))
     grid = [[((step < a) + (step < m)) / 2 for step in range(num_tokens)] for a, m in pairs]
