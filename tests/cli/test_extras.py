@@ -65,6 +65,7 @@ def test_what_needs_no_extra(case: str, tiny_folder: str, tmp_path: Path) -> Non
     (["eval", "--suite", "known"], "eval is a command of shoal-lab, which is not installed: pip install shoal-lab"),
     (["lab", "train"], "train is a command of shoal-lab"),
     (["plan", "--layers", "4"], "plan is a command of shoal-lab, which is not installed: pip install shoal-lab"),
+    (["serve", "--members-folder", "."], "what knows them comes with shoal-lab. pip install shoal-lab"),
     (["generate", "--method", "medusa", "ab"], "More methods come with shoal-lab: pip install shoal-lab"),
 ])
 def test_what_the_lab_brings_is_named_where_it_is_absent(words: list[str], said: str) -> None:

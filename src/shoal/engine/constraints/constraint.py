@@ -24,7 +24,7 @@ from typing_extensions import override
 from shoal.decode.prefixes import common
 from shoal.decode.sampling import Allowed
 from shoal.engine.constraints.length_end import LengthAwareEnd, Patience, Spelling
-from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched
+from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched, python_members
 from shoal.errors import Unsupported, check_text, needs
 from shoal.sandbox.helper import Helpers, NoAnswer
 
@@ -155,7 +155,7 @@ def constraint_of(value: Any) -> Constraint | Monitor | None:
     if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
         return JsonSchema(value)
     raise ValueError(f"constraint is {reprlib.repr(value)}; it must be shoal.JsonSchema, shoal.Regex, shoal.Grammar, "
-                     "a monitor such as shoal.PythonMembers, a JSON schema as a mapping, or a pydantic model")
+                     "a shoal.Monitor, a JSON schema as a mapping, or a pydantic model")
 
 
 def guided(field: str, value: Any) -> Constraint | Monitor:
@@ -174,11 +174,9 @@ def guided(field: str, value: Any) -> Constraint | Monitor:
     if not isinstance(value, str):
         raise ValueError(f"{field} is {reprlib.repr(value)}; it must be text")
     if field == "guided_members":
-        from shoal.engine.constraints.monitor import PythonMembers
-
         if value != "python":
             raise ValueError(f'{field} is {value!r}; it must be "python"')
-        return PythonMembers(seconds=_SECONDS)
+        return python_members(seconds=_SECONDS)
     return Regex(value) if field == "guided_regex" else Grammar(value)
 
 
