@@ -215,7 +215,7 @@ def test_members_without_the_lab_say_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(methods, "_entries", lambda *_: {})
     monkeypatch.delitem(vars(shoal), "PythonMembers", raising=False)
     with pytest.raises(Unsupported, match="comes with shoal-lab. pip install shoal-lab"):
-        monitor.python_members(folder=".")
+        monitor.python_members(".")
     with pytest.raises(AttributeError, match="PythonMembers"):
         _ = shoal.PythonMembers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import pytest
 
 from serving import MODEL, Running, serving
 from shoal.cli import main
+from shoal_lab.monitors import python_members
 from tool_tokenizer import speaking
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jedi begins slowly on a busy machine."""
+    monkeypatch.setattr(python_members, "PythonMembers", partial(python_members.PythonMembers, seconds=120.0))
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +29,7 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.engine.constraints.constraint._SECONDS", 120.0)  # jedi begins slowly on a busy machine
+def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(server: Running) -> None:
     given = {"model": MODEL, "max_tokens": 12, "temperature": 1.0, "seed": 4}
     given |= {"prompt": ["y = 'a'\nx = y.", "x."]}
     plain, bound = (server.client().completions.create(**given, extra_body=more).choices
@@ -34,11 +39,8 @@ def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(
     assert bound[1].text == plain[1].text
 
 
-def test_no_path_in_a_request_is_followed_and_the_folder_is_the_operators(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_path_in_a_request_is_followed_and_the_folder_is_the_operators(tmp_path: Path) -> None:
     """A module in a folder is known if the operator names the folder, not if a request does."""
-    monkeypatch.setattr("shoal.engine.constraints.constraint._SECONDS", 120.0)
     (tmp_path / "vault.py").write_text("zzz = 1\n", encoding="utf-8")
     text = f"import sys\nsys.path.append({str(tmp_path)!r})\nimport vault\nvault."
     body = {"model": MODEL, "max_tokens": 3, "temperature": 0, "prompt": text}

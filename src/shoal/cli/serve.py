@@ -141,7 +141,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     if args.members_folder:
         from shoal.engine.constraints.monitor import python_members
 
-        python_members(folder=args.members_folder)  # refuses a path that is no folder
+        python_members(args.members_folder)  # refuses a path that is no folder
     limits = dict(args.method_limit)
     check_limits(limits)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []

@@ -122,7 +122,7 @@ def constraint(args: argparse.Namespace) -> Constraint | Monitor | None:
     from shoal.engine.constraints.monitor import python_members
 
     if args.python_members is not None:
-        return python_members(folder=args.python_members)
+        return python_members(args.python_members)
     if args.regex is not None:
         return Regex(args.regex)
     if args.grammar is not None:

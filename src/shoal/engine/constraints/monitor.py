@@ -293,13 +293,9 @@ def _failed(monitor: Monitor, why: str) -> Unsupported:
     return Unsupported(f"the monitor {monitor.text}", why, "Give it more `seconds`, or leave it out")
 
 
-def python_members(**options: Any) -> Monitor:
-    """The monitor that lets only members follow a dot in Python code; Unsupported where no package brings one.
-
-    Args:
-        options: `folder` with the code's own modules, and `seconds`; see `Monitor`.
-    """
+def python_members(folder: str = "") -> Monitor:
+    """Members of Python objects, those of modules in `folder` too, if it names one; Unsupported without shoal-lab."""
     if (entry := plugins(GROUP).get("python")) is None:
         raise Unsupported("members of Python objects", "what knows them comes with shoal-lab", LAB_INSTALL)
-    made: Monitor = entry.load()(**options)
+    made: Monitor = entry.load()(folder)
     return made

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.engine.constraints.constraint import GUIDED, Constraint, JsonSchema, guided
-from shoal.engine.constraints.monitor import Monitor, python_members
+from shoal.engine.constraints.monitor import Monitor
 from shoal.serve.errors import refused
 
 _SAME = {"json_schema": "guided_json", "grammar": "guided_grammar", "regex": "guided_regex", "ebnf": "guided_grammar"}
@@ -25,13 +25,6 @@ def constraint_of(asked: Mapping[str, Any]) -> Constraint | Monitor | None:
     if len(given) > 1:
         raise refused(list(given)[1], f"{' and '.join(given)} both say what the answer must look like; give one")
     return next(iter(given.values()), None)
-
-
-def in_folder(constraint: Any, folder: str) -> Any:
-    """The constraint; a monitor, which a request names for members alone, gets the operator's folder of modules."""
-    if not folder or not isinstance(constraint, Monitor):
-        return constraint
-    return python_members(folder=folder, seconds=constraint.seconds)
 
 
 def _formatted(value: Mapping[str, Any] | None) -> Constraint | None:
