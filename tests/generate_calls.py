@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ def batch() -> dict[str, Tensor]:
     ids = [[PAD] * (width - len(p)) + list(p) for p in PROMPTS]
     mask = [[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The argument that takes the cache: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:

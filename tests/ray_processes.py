@@ -18,7 +18,7 @@ LONG = 1200.0
 def require_ray() -> None:
     """Fail where the extra is missing: whoever selects these tests wants them run."""
     if importlib.util.find_spec("ray") is None:
-        pytest.fail("ray is not installed; install the extra: pip install -c constraints.txt -e '.[dev,plot,ray]'")
+        pytest.fail("ray is not installed; install the extra: pip install -c constraints.txt -e '.[dev,ray]'")
 
 
 def save_tiny(folder: Path) -> Path:

@@ -55,7 +55,7 @@ def test_blocks_are_found_with_their_output() -> None:
     ("page", "words"),
     [
         ("```python\nprint(1)\n```\n```text\n2\n```\n", "shows\n2"),
-        ("```sh\nshoal plan --layers 0\n```\n", "exit code 2"),
+        ("```sh\nshoal recommend --max-drop 2\n```\n", "exit code 2"),
         ("```sh\nmake nothing\n```\n", "no target nothing"),
         ("```sh\npython tools/nothing.py\n```\n", "no file"),
         ("```sh\nls\n```\n", "cannot be run"),

@@ -31,6 +31,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def answer(model: str, wishes: Sequence[dict[str, Any]]) -> int:
         results = engine.generate(ids, **options)
         peak, private = status("VmHWM"), status("VmHWM") - status("RssFile")
         found.append({
-            **one, "predicted": sizes.to_dict(), "resident": peak, "private": private, "before": before,
+            **one, "predicted": {**asdict(sizes), "total": sizes.total}, "resident": peak, "private": private,
+            "before": before,
             "kv_allocated_at_end": sum(result.stats.kv_bytes_allocated for result in results),
             "resident_error": sizes.total / peak - 1, "private_error": (sizes.total - files) / private - 1,
         })  # fmt: skip

@@ -2,8 +2,8 @@
 
 D3, fewer layers for later tokens, is what it was built around; it and other lossy methods come with what they lose.
 
-Every public name is imported on first use, so that `import shoal` costs next to nothing and loads no torch. Methods of
-other packages, shoal-lab's among them, are found under the names of their classes, too: `shoal.Medusa`.
+Every public name is imported on first use, so that `import shoal` costs next to nothing and loads no torch. Methods and
+monitors of other packages, shoal-lab's among them, are found under the names of their classes, too: `shoal.Medusa`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.depth.plan import DepthPlan
     from shoal.engine.cards.quick import quick_card
     from shoal.engine.constraints.constraint import Grammar, JsonSchema, Regex
-    from shoal.engine.constraints.monitor import Monitor, PythonMembers
+    from shoal.engine.constraints.monitor import Monitor
     from shoal.engine.engine import Engine
     from shoal.engine.loading.load import load
     from shoal.errors import Unsupported
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ADED", "D3", "Auto", "BestOf", "D3Spec", "DepthPlan", "DoubleSparsity", "DraftModel", "DropLayers", "Eagle",
     "EarlyExit", "Engine", "Full", "Grammar", "JsonSchema", "KVInt4", "KVInt8", "Method", "ModelInfo", "Monitor",
-    "NarrowMLPs", "PromptLookup", "PythonMembers", "Recipe", "Regex", "Result", "Sampling", "ShortGPT", "SnapKV",
-    "Stats", "Step", "StreamingLLM", "Tidal", "TokenLogprob", "TopKOracle", "UnifiedLayerSkipping", "Unsupported",
-    "__version__", "load", "quick_card",
+    "NarrowMLPs", "PromptLookup", "Recipe", "Regex", "Result", "Sampling", "ShortGPT", "SnapKV", "Stats", "Step",
+    "StreamingLLM", "Tidal", "TokenLogprob", "TopKOracle", "UnifiedLayerSkipping", "Unsupported", "__version__", "load",
+    "quick_card",
 ]
 
 _METHODS = {
@@ -66,7 +66,7 @@ _HOME = {name: f"shoal.methods.{file}" for name, file in _METHODS.items()} | {na
     "shoal.depth.plan": ("DepthPlan",),
     "shoal.engine.cards.quick": ("quick_card",),
     "shoal.engine.constraints.constraint": ("Grammar", "JsonSchema", "Regex"),
-    "shoal.engine.constraints.monitor": ("Monitor", "PythonMembers"),
+    "shoal.engine.constraints.monitor": ("Monitor",),
     "shoal.engine.engine": ("Engine",),
     "shoal.engine.loading.load": ("load",),
     "shoal.errors": ("Unsupported",),
@@ -88,10 +88,11 @@ def __getattr__(name: str) -> object:
 
 
 def _plugin(name: str) -> str | None:
-    """The module of a method's class that another package brings."""
+    """The module of a method's or a monitor's class that another package brings."""
     from shoal.methods import plugins
 
-    return next((entry.module for entry in plugins().values() if entry.attr == name), None)
+    found = (*plugins().values(), *plugins("shoal.monitors").values())
+    return next((entry.module for entry in found if entry.attr == name), None)
 
 
 def __dir__() -> list[str]:

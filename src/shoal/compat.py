@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import re
-from collections.abc import Callable
 from importlib import metadata
-from typing import Any
 
 TESTED = {"torch": "2.14.1", "transformers": "5.24.0"}
 """The newest releases that the tests have passed with."""
@@ -43,14 +40,6 @@ def tell_untested() -> None:
 def release(version: str) -> tuple[int, ...]:
     """The numbers that a version begins with: (2, 13, 0) of "2.13.0+cpu"."""
     return tuple(int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", version)[0]))  # type: ignore[index]
-
-
-def cache_name(forward: Callable[..., Any]) -> str:
-    """The name of the KV cache among the arguments of a model's `forward`.
-
-    transformers 5.24 renamed it; code that comes with a model may still use the old name.
-    """
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def is_cache(value: object) -> bool:

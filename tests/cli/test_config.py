@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal import methods
-from shoal.cli import chat, main
-from shoal.cli import plan as plan_command
+from shoal.cli import chat, generate, main
 from shoal.cli.entry import COMMANDS, LAB
 from shoal.cli.options import common, config
 
@@ -101,15 +100,15 @@ def test_a_project_cannot_allow_its_own_code(text: str, places: tuple[Path, Path
 
 def test_a_command_takes_them(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str],
                               monkeypatch: pytest.MonkeyPatch) -> None:
-    places[1].write_text("[plan]\nlayers = 12\nalpha = 0.9\nmax_new_tokens = 3\n")
+    places[1].write_text('[generate]\nmethod = "d3"\nalpha = 0.9\nmax_new_tokens = 3\n')
     seen = []
-    monkeypatch.setattr(plan_command, "run", lambda args: seen.append(args) or 0)
-    assert main(["plan"]) == main(["plan", "--layers", "8"]) == 0
-    assert [(args.layers, args.method.alpha, args.max_new_tokens) for args in seen] == [(12, 0.9, 3), (8, 0.9, 3)]
-    assert seen[0].argv == ["shoal", "plan", "--layers=12", "--alpha=0.9", "--max-new-tokens=3"]
-    places[1].write_text("[plan]\nlayres = 12\n")
-    assert main(["plan"]) == 2
-    assert re.search("no option --layres", capsys.readouterr().err)
+    monkeypatch.setattr(generate, "run", lambda args: seen.append(args) or 0)
+    assert main(["generate"]) == main(["generate", "--max-new-tokens", "8"]) == 0
+    assert [(args.method.alpha, args.max_new_tokens) for args in seen] == [(0.9, 3), (0.9, 8)]
+    assert seen[0].argv == ["shoal", "generate", "--method=d3", "--alpha=0.9", "--max-new-tokens=3"]
+    places[1].write_text("[generate]\ntemprature = 1\n")
+    assert main(["generate"]) == 2
+    assert re.search("no option --temprature", capsys.readouterr().err)
 
 
 def test_a_byte_order_mark_is_no_text(places: tuple[Path, Path]) -> None:

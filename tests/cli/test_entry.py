@@ -10,8 +10,8 @@ import pytest
 
 import shoal
 from gguf_fixtures import FOLDER
+from shoal.cli import env as env_command
 from shoal.cli import main
-from shoal.cli import plan as plan_command
 from shoal.cli.entry import COMMANDS
 
 
@@ -41,8 +41,8 @@ def test_an_error_of_something_else_stays_as_it_is(capsys, tiny_folder, monkeypa
     def refuse(args):
         raise ValueError("layers is 9; it must be even")
 
-    monkeypatch.setattr(plan_command, "run", refuse)
-    assert fails(capsys, "plan", "--alpha", "0.9") == "shoal plan: error: layers is 9; it must be even\n"
+    monkeypatch.setattr(env_command, "run", refuse)
+    assert fails(capsys, "env", "--json") == "shoal env: error: layers is 9; it must be even\n"
 
 
 def test_unknown_top_option(capsys):
@@ -55,7 +55,7 @@ def test_no_command_shows_help_and_fails(capsys):
 
 
 def test_misspelt_option(capsys):
-    err = fails(capsys, "plan", "--layers", "32", "--alhpa", "0.9")
+    err = fails(capsys, "generate", "--method", "d3", "--alhpa", "0.9")
     assert "method d3 has no option --alhpa. Did you mean --alpha?" in err
     assert "--start" in err and "--rounding" in err
 
@@ -66,21 +66,21 @@ def test_misspelt_option_before_a_prompt(capsys):
 
 
 def test_option_of_another_method_names_its_owner(capsys):
-    said = fails(capsys, "plan", "--layers", "32", "--exit-layer", "3")
+    said = fails(capsys, "generate", "--method", "d3", "--exit-layer", "3")
     assert re.search(r"--method early_exit( or \w+)* has", said)
 
 
 def test_value_of_the_wrong_type(capsys):
-    assert "argument --alpha: 'x' is not FLOAT" in fails(capsys, "plan", "--layers", "32", "--alpha", "x")
+    assert "argument --alpha: 'x' is not FLOAT" in fails(capsys, "generate", "--method", "d3", "--alpha", "x")
 
 
 def test_value_out_of_range(capsys):
-    assert "(0, 1]" in fails(capsys, "plan", "--layers", "32", "--alpha", "2")
+    assert "(0, 1]" in fails(capsys, "generate", "--method", "d3", "--alpha", "2")
 
 
 def test_unknown_method(capsys):
-    assert "'d33'" in fails(capsys, "plan", "--layers", "32", "--method", "d33")
-    assert "expected one argument" in fails(capsys, "plan", "--layers", "32", "--method")
+    assert "'d33'" in fails(capsys, "generate", "Once", "--method", "d33")
+    assert "expected one argument" in fails(capsys, "generate", "Once", "--method")
 
 
 def test_superfluous_word(capsys):
@@ -88,13 +88,13 @@ def test_superfluous_word(capsys):
 
 
 def test_debug_shows_the_traceback():
-    with pytest.raises(ValueError, match="--layers is 0"):
-        main(["plan", "--layers", "0", "--debug"])
+    with pytest.raises(ValueError, match="--max-drop is 2"):
+        main(["recommend", "--max-drop", "2", "--debug"])
 
 
 def test_interrupt_is_130(capsys, monkeypatch):
-    monkeypatch.setattr(plan_command, "run", interrupt)
-    assert main(["plan", "--layers", "4"]) == 130
+    monkeypatch.setattr(env_command, "run", interrupt)
+    assert main(["env"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -103,9 +103,9 @@ def interrupt(args):
 
 
 def test_a_bug_is_not_dressed_up_as_bad_input(monkeypatch):
-    monkeypatch.setattr(plan_command, "run", lambda args: {}["no such key"])
+    monkeypatch.setattr(env_command, "run", lambda args: {}["no such key"])
     with pytest.raises(KeyError):
-        main(["plan", "--layers", "4"])
+        main(["env"])
 
 
 @pytest.mark.parametrize(("argv", "said"), [
@@ -133,8 +133,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     return {line.rsplit("|", 1)[1].strip().split(".")[0] for line in lines}
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["methods"],
-                                  ["plan", "--layers", "32"]])
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["methods"]])
 def test_no_torch_before_it_is_needed(argv):
     done = shoal_process(*argv)
     assert done.returncode == 0 and done.stdout
@@ -151,9 +150,10 @@ def test_version():
 
 
 def test_bad_usage_is_one_line_on_stderr_and_code_2():
-    done = subprocess.run([sys.executable, "-m", "shoal", "plan", "--layers", "0"], capture_output=True, text=True)
+    words = ["recommend", "--max-drop", "2"]
+    done = subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "shoal plan: error: --layers is 0; it must be >= 1\n"
+    assert done.stderr == "shoal recommend: error: --max-drop is 2.0; it must be in [0, 1): 0.015 is 1.5 points\n"
 
 
 @pytest.mark.parametrize("file", ["llama-Q4_0.gguf", "gemma3-Q4_K_M.gguf"])

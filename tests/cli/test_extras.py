@@ -11,7 +11,6 @@ from extras import absent, command
 SERVING = ["serve", "--model", "{model}"]
 MISSING: dict[str, tuple[list[str], str]] = {
     "completion": (["completion", "bash"], "shtab is not installed. Install the extra: pip install 'shoal[comp"),
-    "plan": (["plan", "--layers", "4", "--plot", "{out}"], "--plot: matplotlib is not installed."),
     "serve": (SERVING, " is not installed. Install the extra: pip install 'shoal[serve]'"),
 }
 WRONG: dict[str, tuple[list[str], str]] = {
@@ -65,6 +64,8 @@ def test_what_needs_no_extra(case: str, tiny_folder: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("words", "said"), [
     (["eval", "--suite", "known"], "eval is a command of shoal-lab, which is not installed: pip install shoal-lab"),
     (["lab", "train"], "train is a command of shoal-lab"),
+    (["plan", "--layers", "4"], "plan is a command of shoal-lab, which is not installed: pip install shoal-lab"),
+    (["serve", "--members-folder", "."], "what knows them comes with shoal-lab. pip install shoal-lab"),
     (["generate", "--method", "medusa", "ab"], "More methods come with shoal-lab: pip install shoal-lab"),
 ])
 def test_what_the_lab_brings_is_named_where_it_is_absent(words: list[str], said: str) -> None:

@@ -262,18 +262,17 @@ def test_an_answer_may_be_bound(capsys, tmp_path):
         assert reported(capsys, QUESTION, "--model", SMALL, option, value)["text"] in texts
 
 
-def test_a_dot_in_python_is_followed_by_members_alone(capsys, tmp_path):
-    (tmp_path / "shapes.py").write_text("class Ball:\n    radius = 1\n", encoding="utf-8")
-    words = ["import shapes\nshapes.", "--model", SMALL, "--raw", "--max-new-tokens", "8"]
-    plain, bound = (reported(capsys, *words, *more)["text"] for more in ([], ["--python-members", str(tmp_path)]))
-    assert not plain.startswith("Ball") and re.match(r"(Ball|__\w+)\b", bound)
+def test_members_without_the_lab_say_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(shoal.methods, "_entries", lambda *_: {})
+    assert main(["generate", QUESTION, "--model", SMALL, "--python-members", "."]) == 2
+    assert "pip install shoal-lab" in capsys.readouterr().err
 
 
 def test_a_bound_that_cannot_be_read_is_named(capsys):
     for words, said in (
         (("--json-schema", "{"), "no JSON"), (("--json-schema", "missing.json"), "cannot read missing.json"),
         (("--grammar", "missing.lark"), "cannot read missing.lark"), (("--regex", "("), "unclosed group"),
-        (("--regex", "a", "--grammar", "b"), "not allowed with"), (("--python-members", "missing"), "no such folder"),
+        (("--regex", "a", "--grammar", "b"), "not allowed with"),
     ):
         assert main(["generate", QUESTION, "--model", SMALL, *words]) == 2
         assert said in capsys.readouterr().err

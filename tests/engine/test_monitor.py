@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import shoal
 from chat_tokenizer import MARKS_FIRST, chat_tokenizer
 from families import tiny
 from shared_models import load_tokenizer
-from shoal import Monitor, PythonMembers, Regex
+from shoal import Monitor, Regex, methods
 from shoal.engine.constraints import monitor
 from shoal.engine.constraints.monitor import MarkedTokens, Watched
 from shoal.engine.engine import Engine
@@ -207,7 +208,16 @@ def test_a_monitor_that_has_failed_is_asked_again_after_its_seconds(monkeypatch:
 def test_a_monitor_may_have_any_time(seconds: float) -> None:
     patient = Failing(lambda: ["ab"])
     patient.seconds = seconds
-    assert monitor.asked(patient, "x.") == ["ab"] and "append" in (PythonMembers(seconds=seconds).follows("[].") or ())
+    assert monitor.asked(patient, "x.") == ["ab"]
+
+
+def test_members_without_the_lab_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "_entries", lambda *_: {})
+    monkeypatch.delitem(vars(shoal), "PythonMembers", raising=False)
+    with pytest.raises(Unsupported, match="comes with shoal-lab. pip install shoal-lab"):
+        monitor.python_members(".")
+    with pytest.raises(AttributeError, match="PythonMembers"):
+        _ = shoal.PythonMembers
 
 
 def test_each_row_of_a_batch_has_its_own() -> None:

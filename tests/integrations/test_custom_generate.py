@@ -12,9 +12,9 @@ from transformers.generation import MaxLengthCriteria, MaxTimeCriteria
 
 import shoal
 from families import FAMILIES, _build, fingerprint, tiny
-from generate_calls import PAD, PROMPTS, an_eos, batch, both, generate, single
+from generate_calls import PAD, PROMPTS, an_eos, batch, both, cache_name, generate, single
 from oracle import greedy_under_plan
-from shoal import D3, EarlyExit, Unsupported, compat
+from shoal import D3, EarlyExit, Unsupported
 from shoal.integrations import hub
 from shoal.integrations import transformers as adapter
 from shoal.integrations._sequences import Ending, left_padding
@@ -99,9 +99,9 @@ def test_a_mask_that_is_longer_than_the_prompt_is_refused(llama: PreTrainedModel
 def test_a_cache_of_the_callers_is_refused(llama: PreTrainedModel) -> None:
     cache = DynamicCache(config=llama.config)
     with torch.no_grad():
-        llama(torch.tensor([[3, 4, 5]]), **{compat.cache_name(llama.forward): cache})
+        llama(torch.tensor([[3, 4, 5]]), **{cache_name(llama): cache})
     with pytest.raises(Unsupported, match="(past_key_values|cache) of your own.*session"):
-        name = compat.cache_name(llama.forward)
+        name = cache_name(llama)
         generate(llama, input_ids=torch.tensor([[3, 4, 5, 6]]), **{name: cache}, custom_generate=Full())
     assert cache.get_seq_length() == 3
     cache._is_user_defined = False
@@ -152,7 +152,7 @@ def test_a_static_cache_is_refused() -> None:
     with pytest.raises(Unsupported, match="StaticCache"):
         cache = StaticCache(config=model.config, max_cache_len=32)
         cache._is_user_defined = True
-        generate(model, **single(), **{compat.cache_name(model.forward): cache}, custom_generate=Full())
+        generate(model, **single(), **{cache_name(model): cache}, custom_generate=Full())
 
 
 def test_embeddings_and_unknown_model_arguments_are_refused(llama: PreTrainedModel) -> None:
@@ -252,7 +252,7 @@ def test_scores_and_logits_are_returned(llama: PreTrainedModel) -> None:
     eos = an_eos(llama, 1, 4)
     theirs, ours = both(llama, **batch(), repetition_penalty=1.5, eos_token_id=eos, **wanted)
     assert torch.equal(theirs.sequences, ours.sequences)
-    assert type(ours) is type(theirs) and getattr(ours, compat.cache_name(llama.forward)) is None
+    assert type(ours) is type(theirs) and getattr(ours, cache_name(llama)) is None
     alive = torch.ones(3, dtype=torch.bool)
     for step, token in enumerate(ours.sequences[:, len(PROMPTS[0]) :].T):
         for name in ("scores", "logits"):

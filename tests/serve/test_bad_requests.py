@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from serving import MODEL, Running, serving, tiny_engine, wait
+from shoal import methods
 from shoal.engine.memory import memory_limit
 from shoal.engine.memory.memory_limit import SPARE, MemoryLimit
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -93,6 +94,12 @@ def test_bodies_that_are_none(server: Running, content: bytes, said: str) -> Non
 )  # fmt: skip
 def test_fields_out_of_range(server: Running, change: dict[str, Any]) -> None:
     check(post(server, json.dumps({**PLAIN, **change})), 400)
+
+
+def test_members_without_the_lab_say_what_to_install(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "_entries", lambda *_: {})
+    error = check(post(server, json.dumps({**PLAIN, "guided_members": "python"})), 400)
+    assert error["param"] == "guided_members" and "pip install shoal-lab" in error["message"]
 
 
 @pytest.mark.parametrize(

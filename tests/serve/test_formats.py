@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -66,35 +65,6 @@ def test_a_format_binds_whole_answers_and_streams(server: Running, given: dict[s
 def test_a_json_object_is_one_and_a_cut_one_says_so(server: Running) -> None:
     cut = ask(server, response_format={"type": "json_object"}, max_tokens=1).choices[0]
     assert (cut.message.content, cut.finish_reason) == ("{", "length")
-
-
-def test_members_of_python_bind_what_follows_a_dot_and_nothing_else(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.engine.constraints.constraint._SECONDS", 120.0)  # jedi begins slowly on a busy machine
-    given = {"model": MODEL, "max_tokens": 12, "temperature": 1.0, "seed": 4}
-    given |= {"prompt": ["y = 'a'\nx = y.", "x."]}
-    plain, bound = (server.client().completions.create(**given, extra_body=more).choices
-                    for more in ({}, {"guided_members": "python"}))
-    member = re.match(r"\w+", bound[0].text)
-    assert member and hasattr(str, member[0]) and not re.match(rf"{member[0]}\b", plain[0].text)
-    assert bound[1].text == plain[1].text
-
-
-def test_no_path_in_a_request_is_followed_and_the_folder_is_the_operators(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A module in a folder is known if the operator names the folder, not if a request does."""
-    monkeypatch.setattr("shoal.engine.constraints.constraint._SECONDS", 120.0)
-    (tmp_path / "vault.py").write_text("zzz = 1\n", encoding="utf-8")
-    text = f"import sys\nsys.path.append({str(tmp_path)!r})\nimport vault\nvault."
-    body = {"model": MODEL, "max_tokens": 3, "temperature": 0, "prompt": text}
-    for folder, known in (("", False), (str(tmp_path), True)):
-        with serving(speaking(), members_folder=folder) as server:
-            answers = [httpx.post(f"{server.url}/v1/completions", json={**body, **more}, timeout=120).json()
-                       for more in ({}, {"guided_members": "python"})]
-        plain, bound = (answer["choices"][0]["text"] for answer in answers)
-        assert bool(re.match(r"zzz|__[a-z]", bound)) == known and (known or bound == plain), (folder, plain, bound)
 
 
 def test_completions_are_bound_too_each_choice_for_itself(server: Running) -> None:

@@ -158,8 +158,8 @@ def test_idle_connections_stay_open_as_long_as_the_operator_says() -> None:
 
 
 @pytest.mark.parametrize("words", [["--keep-alive", "nan"], ["--keep-alive", "-1"], ["--stall", "0"],
-                                   ["--method-limit", "aded.nothing=3"], ["--method-limit", "aded.nodes"],
-                                   ["--members-folder", "/nothing/there"]], ids=" ".join)
+                                   ["--method-limit", "aded.nothing=3"], ["--method-limit", "aded.nodes"]],
+                         ids=" ".join)
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(words: list[str], capsys: Any) -> None:
     assert_exits(["serve", "--model", "/nothing/there", *words])
     said = capsys.readouterr().err

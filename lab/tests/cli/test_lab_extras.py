@@ -13,6 +13,7 @@ MISSING: dict[str, tuple[list[str], str]] = {
     "bench": (["bench"], "a benchmark: psutil is not installed. Install the extra: pip install 'shoal-lab[bench]'"),
     "bench-serve": (["bench-serve", "--model", "{model}"], "a benchmark: psutil is not installed."),
     "heal": ([*HEALING, "--model", "{model}"], "healing: peft is not installed."),
+    "plan": (["plan", "--layers", "4", "--plot", "{out}"], "--plot: matplotlib is not installed."),
 }
 WRONG: dict[str, tuple[list[str], str]] = {
     "bench": (["bench", "--quant", "foo"], "--quant holds 'foo'"),

@@ -114,14 +114,10 @@ def task_of(line: Line, fields: Mapping[str, Any], defaults: Mapping[str, Any], 
     if "logit_bias" in given:
         options["logit_bias"] = _bias(given["logit_bias"])
     if bound := [name for name in ("constraint", *GUIDED) if name in given]:
-        options["constraint"] = _constraint(bound, given)
+        if len(bound) > 1:
+            raise ValueError(f"{' and '.join(bound)} both say what the answer must look like; give one")
+        options["constraint"] = guided("guided_json" if bound[0] == "constraint" else bound[0], given[bound[0]])
     return Task(*_prompt(given, tokenizer), options)
-
-
-def _constraint(named: Sequence[str], given: Mapping[str, Any]) -> Any:
-    if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} both say what the answer must look like; give one")
-    return guided("guided_json" if named[0] == "constraint" else named[0], given[named[0]])
 
 
 def _method(given: Mapping[str, Any]) -> dict[str, Any]:

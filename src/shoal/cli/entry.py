@@ -8,7 +8,6 @@ are called by `shoal lab NAME` or `shoal NAME`.
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import sys
@@ -18,6 +17,7 @@ from importlib import import_module
 from shoal.cli.options import config
 from shoal.cli.options.parser import Parser, parse
 from shoal.errors import LAB_INSTALL, unknown
+from shoal.methods import plugins
 
 ABOUT = """Run open language models on the machine you have: faster than other software on the same files, without a
 changed word. D3 and other ways to trade answers for time come with what they lose, measured."""
@@ -25,7 +25,6 @@ COMMANDS = {
     "generate": "continue a prompt, streaming the text",
     "chat": "chat with a model in the terminal",
     "methods": "list the methods, what they need and what they promise",
-    "plan": "draw which layers every token runs",
     "batch": "answer a file of prompts, resumable",
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "recommend": "say which method to use for a model, from what was measured of it",
@@ -34,7 +33,7 @@ COMMANDS = {
     "env": "print versions and hardware for a bug report",
 }
 GROUP = "shoal.commands"
-LAB = ("bench", "bench-drafts", "bench-serve", "calibrate", "correctness", "eval", "prune", "train")
+LAB = ("bench", "bench-drafts", "bench-serve", "calibrate", "correctness", "eval", "plan", "prune", "train")
 """Commands of shoal-lab, to say where they come from while it is not installed."""
 FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
@@ -72,12 +71,9 @@ def known() -> dict[str, str]:
     return {**_plugins(), **{name: f"shoal.cli.{name.replace('-', '_')}" for name in COMMANDS}}
 
 
-@functools.cache
 def _plugins() -> dict[str, str]:
     """Commands of other packages, and their modules."""
-    from importlib.metadata import entry_points
-
-    return {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    return {name: entry.value for name, entry in plugins(GROUP).items()}
 
 
 def _lab_help() -> int:

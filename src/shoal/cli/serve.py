@@ -64,7 +64,7 @@ def _add_address(parser: Parser) -> None:
     group.add_argument("--keep-alive", metavar="S", type=float, default=75.0, help="seconds that an idle connection "
                        "stays open")
     group.add_argument("--members-folder", metavar="F", default="", help="folder of Python code whose modules "
-                       "guided_members knows, in addition to installed ones")
+                       "guided_members knows, in addition to installed ones (needs shoal-lab)")
     group.add_argument("--no-playground", action="store_true", help="serve no page at /")
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
 
@@ -139,9 +139,9 @@ def _settings(args: argparse.Namespace) -> Settings:
     for name in named or ():
         methods.get(name)
     if args.members_folder:
-        from shoal.engine.constraints.monitor import PythonMembers
+        from shoal.engine.constraints.monitor import python_members
 
-        PythonMembers(args.members_folder)  # refuses a path that is no folder
+        python_members(args.members_folder)  # refuses a path that is no folder
     limits = dict(args.method_limit)
     check_limits(limits)
     environment = [key] if (key := os.environ.get("SHOAL_API_KEY")) else []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,29 +79,6 @@ class DepthPlan:
         for step, count in enumerate(counts):
             for layer in removal[: num_layers - count]:
                 drop[layer] = min(drop[layer], max(step, 1))
-        return cls.whole_layers(drop)
-
-    @classmethod
-    def from_sets(cls, num_layers: int, sets: Sequence[Iterable[int]]) -> DepthPlan:
-        """The plan whose step i runs exactly the layers of `sets[i]`; later steps keep the last set.
-
-        Raises:
-            ValueError: `sets[0]`, which belongs to the prefill's token, does not hold every layer.
-            Unsupported: a set is not contained in the one before it.
-        """
-        every = frozenset(range(num_layers))
-        frozen = [frozenset(s) for s in sets]
-        if not frozen or frozen[0] != every:
-            raise ValueError(f"the first set belongs to the prefill and must hold all layers 0..{num_layers - 1}")
-        drop = [NEVER] * num_layers
-        for step, (before, after) in enumerate(zip(frozen, frozen[1:], strict=False), start=1):
-            grown = sorted(after - before)
-            if grown:
-                raise Unsupported(f"a plan that brings layers {grown} back at step {step}",
-                                  "their KV misses the tokens that skipped them",
-                                  "Let every step's set be contained in the one before it")
-            for layer in before - after:
-                drop[layer] = step
         return cls.whole_layers(drop)
 
     @property

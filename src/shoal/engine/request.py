@@ -84,7 +84,7 @@ class Request:
             this and the two above.
         logits_processor, stopping_criteria: as in transformers, called for one sequence at a time.
         constraint: what the answer must look like: a JSON schema as a mapping, a pydantic model, or one of
-            `shoal.JsonSchema`, `shoal.Regex`, `shoal.Grammar` and `shoal.PythonMembers`; or a list with one, or None,
+            `shoal.JsonSchema`, `shoal.Regex`, `shoal.Grammar` and `shoal.Monitor`; or a list with one, or None,
             for each prompt. An answer that `max_new_tokens` ends is the beginning of such a text; under a schema this
             is rare.
 

@@ -85,8 +85,3 @@ def threads(actors: int) -> int:
     import torch
 
     return max(1, torch.get_num_threads() // actors)
-
-
-def last_line(text: str) -> str:
-    """The last non-blank line of a traceback."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)

@@ -119,16 +119,16 @@ def _files(folders: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name.removesuffix("_") for name in found - {"base", "options"})
 
 
-def plugins() -> dict[str, EntryPoint]:
-    """The entry points of methods that other packages bring, by the methods' names."""
-    return _entries(tuple(sys.path))
+def plugins(group: str = GROUP) -> dict[str, EntryPoint]:
+    """The entry points of methods, or of another group, that other packages bring, by their names."""
+    return _entries(group, tuple(sys.path))
 
 
 @functools.cache  # reading the metadata of every distribution takes milliseconds
-def _entries(_path: tuple[str, ...]) -> dict[str, EntryPoint]:
+def _entries(group: str, _path: tuple[str, ...]) -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def _named_in(name: str) -> type[Method]:

@@ -98,7 +98,7 @@ class Auto(Method):
             from shoal.speculative.model import ModelProposer
 
             engine = info.draft_engine(self.draft)
-            check_drafts(self.name, engine, fills_masks=False)
+            check_drafts(self.name, engine)
             shape = Branching((1,) * min(_HELPED, self.length))
             name = engine.model_name or "the draft model"
             return ModelProposer(engine.runner, shape, name), DrafterRecord(*_SMALLER, shape.length)

@@ -47,6 +47,5 @@ class ShortGPT(Method):
             )
         if removed == 0:
             return Recipe(DepthPlan.full(num_layers))
-        order = removal_order("influence", num_layers, 1, 1, info.scores)
-        kept = set(range(num_layers)) - set(order[:removed])
-        return Recipe(DepthPlan.from_sets(num_layers, [range(num_layers), kept]))
+        gone = removal_order("influence", num_layers, 1, 1, info.scores)[:removed]
+        return Recipe(DepthPlan.skipping(num_layers, gone, gone))

@@ -39,7 +39,8 @@ class UnifiedLayerSkipping(Method):
         num_layers = info.num_layers
         # A quotient that is an integer on paper may come out a hair above it.
         kept = evenly_spaced(num_layers, math.ceil(num_layers / self.speedup - 1e-9))
-        return Recipe(DepthPlan.from_sets(num_layers, [range(num_layers), kept]))
+        gone = [layer for layer in range(num_layers) if layer not in kept]
+        return Recipe(DepthPlan.skipping(num_layers, gone, gone))
 
 
 def evenly_spaced(num_layers: int, count: int) -> tuple[int, ...]:

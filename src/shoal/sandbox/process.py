@@ -98,13 +98,10 @@ class Sandbox:
 
 @functools.cache
 def find(unsafe: bool = False) -> Kind:
-    """The best kind of sandbox that works on this machine; none at all if none works and `unsafe` allows it.
+    """The best kind of sandbox that works here; where none works, "none" if `unsafe` allows it, else Unsupported.
 
     Root gets namespaces, because limits on the number of processes do not hold for root's own. Other users get
     bubblewrap if it is installed.
-
-    Raises:
-        Unsupported: none works.
     """
     root = sys.platform == "linux" and os.geteuid() == 0
     order: Sequence[Kind] = ("namespaces",) if root else ("bubblewrap", "namespaces")

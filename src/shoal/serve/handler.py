@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from shoal.decode.text.pieces import TokenBytes
+from shoal.engine.constraints.monitor import Monitor, python_members
 from shoal.engine.request import prompt_ids
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.serve import policy
@@ -21,7 +22,6 @@ from shoal.serve.metrics import Metrics, extra_counts, report
 from shoal.serve.middleware import GONE, note
 from shoal.serve.protocol.bodies import Body, ChatBody, CompletionBody, Extras, parse, read, validated
 from shoal.serve.protocol.fields import RESPONSES, named, sorted_out
-from shoal.serve.protocol.formats import in_folder
 from shoal.serve.protocol.logprobs import Echo, TokenNames, echo_of
 from shoal.serve.protocol.responses import ResponseBody, ResponseWire, as_chat
 from shoal.serve.protocol.tokens import apart, chat_ids, conversation, prompts_of
@@ -139,7 +139,9 @@ class RequestHandler:
         options = {**body.options(self._scheduler.engine.sampling), "method": method, "max_new_tokens": limit,
                    "logprobs": wanted}
         bound = options["constraint"] if tools is None or tools.constraint is None else tools.constraint
-        options["constraint"] = in_folder(bound, self._settings.members_folder)
+        if self._settings.members_folder and isinstance(bound, Monitor):  # requests name none but that of members
+            bound = python_members(self._settings.members_folder)
+        options["constraint"] = bound
         await self._compiling(options["constraint"])
         answer = Answer(self._scheduler, body.answers, self._settings.timeout, self._settings.max_n, body.canvas)
         await answer.start(prompts, options)

@@ -24,14 +24,9 @@ def allowed(settings: Settings) -> list[str]:
     return sorted(_harmless() if settings.methods is None else settings.methods)
 
 
-@functools.cache  # searching all installed packages takes milliseconds, which would stall all answers
-def _known() -> frozenset[str]:
-    return frozenset(methods.names())
-
-
-@functools.cache
+@functools.cache  # it imports all methods
 def _harmless() -> tuple[str, ...]:
-    return tuple(name for name in sorted(_known()) if all(need in _HARMLESS for need in methods.get(name).needs))
+    return tuple(name for name in methods.names() if all(need in _HARMLESS for need in methods.get(name).needs))
 
 
 def choose(method: str | list[Any] | None, args: Mapping[str, Any], settings: Settings) -> Method:
@@ -58,7 +53,7 @@ def _check(spec: Any, settings: Settings, seen: list[str], depth: int = 0) -> No
             _check(one, settings, seen, depth + 1)
         return
     name = spec.get("method") if isinstance(spec, Mapping) else None
-    if not isinstance(name, str) or name not in _known():
+    if not isinstance(name, str) or name not in methods.names():
         raise ApiError(400, f"method is {name!r:.200}; this server has {', '.join(allowed(settings))}", param="method")
     seen.append(name)
     if len(seen) > _MOST_METHODS:
@@ -78,7 +73,7 @@ def _check(spec: Any, settings: Settings, seen: list[str], depth: int = 0) -> No
 
 def _check_numbers(name: str, args: Mapping[str, Any], settings: Settings) -> None:
     """Refuse numbers, lists and texts that are too large for a request."""
-    limits = _limits(name)
+    limits = limits_of(methods.get(name))
     for option, value in args.items():
         if option in WRAPPED or option not in methods.get(name).option_names():
             continue
@@ -89,18 +84,13 @@ def _check_numbers(name: str, args: Mapping[str, Any], settings: Settings) -> No
                            f"--method-limit {name}.{option}=N", param="method_args")
 
 
-@functools.cache
-def _limits(name: str) -> Mapping[str, Most]:
-    return limits_of(methods.get(name))
-
-
 def check_limits(limits: Mapping[str, float]) -> None:
     """Refuse limits of options that no method has; the ValueError names the known ones."""
     for place, most in limits.items():
         name, _, option = place.partition(".")
-        known = _limits(name) if name in _known() else {}
+        known = limits_of(methods.get(name)) if name in methods.names() else {}
         if option not in known:
-            there = f"{name} has {', '.join(known)}" if known else f"methods are {', '.join(sorted(_known()))}"
+            there = f"{name} has {', '.join(known)}" if known else f"methods are {', '.join(methods.names())}"
             raise ValueError(f"--method-limit {place}: no method has such an option; {there}")
         if not most >= 0:
             raise ValueError(f"--method-limit {place} is {most}; it must be 0 or more")

@@ -142,7 +142,7 @@ def _deploy(serve: Any, make: Make, fleet: Fleet) -> None:
         serve.run(replica.bind(make, local_ray.threads(fleet.replicas), board), name=_APP, route_prefix="/")
     except RuntimeError as error:
         why = serve.status().applications[_APP].deployments["Replica"].message
-        raise ValueError(f"no replica could start: {local_ray.last_line(why)}") from error
+        raise ValueError(f"no replica could start: {(why.strip().splitlines() or [why])[-1].strip()}") from error
 
 
 def _until_terminated() -> None:

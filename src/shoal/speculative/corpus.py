@@ -12,11 +12,7 @@ _PIECE = 1 << 16
 
 
 def tokens_of(path: str, tokenizer: Any, option: str) -> list[int]:
-    """The tokens of a text file; ValueError if there is no such file or no tokenizer, or it is not UTF-8.
-
-    Args:
-        option: the option that names the file, for messages.
-    """
+    """The tokens of the text file that an option names; ValueError if there is none, or no tokenizer, or no UTF-8."""
     if tokenizer is None:
         raise ValueError(f"{option} is {path!r}, but the model has no tokenizer to read it with; "
                          "load the model with one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING
 from shoal.depth.plan import DepthPlan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shoal.decode.sequence import SequenceState
 
-Widths = tuple[tuple[float, int], ...]
-"""Candidates per place: ascending (confidence, width) pairs; the first confidence that is not exceeded counts."""
+Siblings = Callable[["Tensor", int, float, int], Sequence[int]]
+"""Other tokens to guess beside one: of its scores [V], the token, its confidence, and siblings so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +27,14 @@ class Draft:
         plan: layers to draft with; node j runs those of step j + 1, so that a schedule restarts with every draft.
         length: most guesses, one after another.
         stop: a guess with less confidence is the last one.
-        widths: candidates per place, by confidence; one if empty.
-        nodes: most nodes of the tree.
+        siblings: says what else is guessed at a place; None for nothing.
     """
 
     seq: SequenceState
     plan: DepthPlan
     length: int
     stop: float = 0.0
-    widths: Widths = ()
-    nodes: int = 32
+    siblings: Siblings | None = None
 
 
 def check_length(length: int) -> None:

@@ -52,7 +52,7 @@ class _Chain(Growth):
     @property
     def wants_confidence(self) -> bool:
         """Whether anything depends on the model's confidence."""
-        return self.wanted.stop > 0 or bool(self.wanted.widths)
+        return self.wanted.stop > 0 or self.wanted.siblings is not None
 
     def chunk(self) -> SequenceChunk:
         """A chunk of the chain's last node."""
@@ -69,21 +69,12 @@ class _Chain(Growth):
         self.seq.ledger.draft_forwards += 1
         self.seq.ledger.draft_layer_tokens += depth
         self.seq.ledger.read(depth)
-        self.confidence = confidence
-        others = self._siblings(token, scores)
+        self.confidence, siblings = confidence, self.wanted.siblings
+        beside = len(self.tokens) - 1 - self.guesses
+        others = () if siblings is None else siblings(scores, token, confidence, beside)
         parent, self._last = self._last, self.add(token, self._last, probs)
         for other in others:
             self.add(other, parent)
-
-    def _siblings(self, token: int, scores: Tensor) -> list[int]:
-        beside = len(self.tokens) - 1 - self.guesses
-        spare = self.wanted.nodes - 1 - self.wanted.length - beside
-        width = next((width for limit, width in self.wanted.widths if self.confidence <= limit), 1)
-        count = min(width - 1, spare)
-        if count < 1:
-            return []
-        best: list[int] = scores.topk(min(count + 1, len(scores))).indices.tolist()
-        return [other for other in best if other != token][:count]
 
 
 def run(drafts: Sequence[Draft], runner: ModelRunner, cache: KVCache) -> list[TokenTree]:

@@ -125,5 +125,5 @@ def publish(found: dict[str, Any], args: argparse.Namespace, table: Callable[[Ma
 def check_plot(path: Path | None) -> None:
     """Raise `Unsupported` if a plot is wanted and matplotlib is missing, before minutes of work."""
     if path is not None:
-        with needs("plot", "--plot"):
+        with needs("plot", "--plot", "shoal-lab"):
             import matplotlib.figure  # noqa: F401

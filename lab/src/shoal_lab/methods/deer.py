@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
 
 from shoal.decode.recipe import MOST_GUESSES, Recipe
+from shoal.errors import Unsupported
 from shoal.methods.common.drafting import Absent, SecondModelMethod
 from shoal.methods.common.limits import Guesses, Positions
 from shoal.types import ModelInfo
@@ -39,7 +42,6 @@ class DEER(SecondModelMethod):
     name: ClassVar[str] = "deer"
     paper: ClassVar[str] = "arXiv 2512.15176"
     needs: ClassVar[tuple[str, ...]] = ("a masked-diffusion draft model with the same tokens",)
-    fills_masks: ClassVar[bool] = True
 
     length: Guesses = 16
     window: Positions | None = None
@@ -52,6 +54,16 @@ class DEER(SecondModelMethod):
         if self.window is not None and self.window < 1:
             raise ValueError(f"window is {self.window}; it must be at least 1 token, or None for all that the draft "
                              "was trained to read")
+
+    @override
+    def check_draft(self, engine: Any) -> None:
+        what = f"{self.name} with {engine.model_name or 'this model'} as its draft"
+        if engine.masked is None:
+            raise Unsupported(what, "it writes from left to right, and its config names no mask_token_id",
+                              "Draft with a masked-diffusion model, or use draft_model")
+        if any(engine.runner.windows):
+            raise Unsupported(what, "its sliding windows say nothing of what stands to the right",
+                              "Draft with a model whose layers see all of the text")
 
     def recipe(self, info: ModelInfo) -> Recipe:
         """The draft model's guesses, verified by the target."""

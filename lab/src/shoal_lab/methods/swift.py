@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
@@ -21,6 +22,8 @@ from shoal_lab.drafts.skips import Skips, sublayers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from shoal.decode.sequence import SequenceState
     from shoal.decode.tree import TokenTree
     from shoal.model.kv.cache import KVCache
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from shoal_lab.drafts.skip_search import SkipSearch
 
 _WIDTHS = ((0.5, 10), (0.8, 5), (0.95, 3))
+"""Candidates per place: the first confidence that is not exceeded counts."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,16 @@ class Searched(Proposer):
         return SwiftDrafter(self, runner, cache)
 
 
+def siblings(most: int, scores: Tensor, token: int, confidence: float, beside: int) -> list[int]:
+    """The likeliest other tokens at a place where the model is unsure: all siblings of a tree are at most `most`."""
+    width = next((width for limit, width in _WIDTHS if confidence <= limit), 1)
+    count = min(width - 1, most - beside)
+    if count < 1:
+        return []
+    best: list[int] = scores.topk(min(count + 1, len(scores))).indices.tolist()
+    return [other for other in best if other != token][:count]
+
+
 class SwiftDrafter(OwnLayersDrafter):
     """Searches and drafts; each sequence searches on its own text."""
 
@@ -139,7 +153,8 @@ class SwiftDrafter(OwnLayersDrafter):
         """Draft with the best set so far."""
         one = self._method
         plan = self._searches[seq].best.plan(self.runner.num_layers)
-        return Draft(seq, plan, min(one.length, limit), one.stop, _WIDTHS if one.trees else (), one.nodes)
+        length = min(one.length, limit)
+        return Draft(seq, plan, length, one.stop, partial(siblings, one.nodes - 1 - length) if one.trees else None)
 
     def _searching(self, seq: SequenceState) -> bool:
         one, search = self._method, self._searches[seq]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shoal import compat
 from shoal.model.config import layers_of, windows_of
 from shoal.model.probe import find_layers
+from shoal_lab.components.hf_cache import cache_name
 from shoal_lab.drafts.ppd import MOST_PROMPTS, PROMPTS
 from shoal_lab.train.part import Base, CutHead, Guessed, ShippedModule, TextBatch
 
@@ -122,7 +122,7 @@ class PromptModule(ShippedModule):
 
         core, (sets, count) = self._model[0].base_model, (places.shape[1], len(self.prompts))
         past = DynamicCache()  # without a config, so that windowed layers also keep what lies before the window
-        given = {compat.cache_name(core.forward): past, "use_cache": True}
+        given = {cache_name(core.forward): past, "use_cache": True}
         with torch.no_grad():
             core(input_ids=tokens, **given)
         ahead = places[:, :, None] + 1 + torch.arange(count)

@@ -113,16 +113,16 @@ def add_constraint(group: argparse._ArgumentGroup) -> None:
                      "matches digits of any script")
     one.add_argument("--grammar", metavar="FILE", help="answer with text of this grammar, in Lark's notation or GBNF")
     one.add_argument("--python-members", metavar="FOLDER", help="after a dot in Python code, allow only members, where "
-                     "jedi knows them; FOLDER holds the code that imports refer to")
+                     "jedi knows them; FOLDER holds the code that imports refer to (needs shoal-lab)")
 
 
 def constraint(args: argparse.Namespace) -> Constraint | Monitor | None:
     """The constraint, for `Engine.generate`; ValueError for a file that cannot be read."""
     from shoal.engine.constraints.constraint import Grammar, JsonSchema, Regex
-    from shoal.engine.constraints.monitor import PythonMembers
+    from shoal.engine.constraints.monitor import python_members
 
     if args.python_members is not None:
-        return PythonMembers(args.python_members)
+        return python_members(args.python_members)
     if args.regex is not None:
         return Regex(args.regex)
     if args.grammar is not None:

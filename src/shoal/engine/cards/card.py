@@ -124,7 +124,8 @@ def find(engine: LoadedModel) -> Card:
     print_ = _fingerprint(engine)
     own = [one for one in like if print_ is not None and print_ in one[1]["model"].get("fingerprints", ())]
     path, data = (own or like)[0]
-    origin = _origin(path, data)
+    where = "the card that ships with Shoal" if path.parent == SHIPPED else f"the card {path.name} in your cache"
+    origin = f"{where} for {data['model'].get('name', 'this model')}"
     if not own:
         weights = data["model"].get("weights") or "other weights"
         log.info("%s: its card was calibrated on %s", engine.model_name or "the model", weights)
@@ -224,8 +225,3 @@ def every() -> Iterator[tuple[Path, dict[str, Any]]]:
             continue
         if isinstance(data.get("model"), dict):
             yield path, data
-
-
-def _origin(path: Path, data: Mapping[str, Any]) -> str:
-    where = "the card that ships with Shoal" if path.parent == SHIPPED else f"the card {path.name} in your cache"
-    return f"{where} for {data['model'].get('name', 'this model')}"

@@ -24,7 +24,7 @@ from typing_extensions import override
 from shoal.decode.prefixes import common
 from shoal.decode.sampling import Allowed
 from shoal.engine.constraints.length_end import LengthAwareEnd, Patience, Spelling
-from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched
+from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched, python_members
 from shoal.errors import Unsupported, check_text, needs
 from shoal.sandbox.helper import Helpers, NoAnswer
 
@@ -50,8 +50,6 @@ _WHOLE, _PLACES = 2**53 - 1, 9
 Small models would else write digits for ever. llguidance allows no exponent there either."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_members")
-_SECONDS = 20.0
-"""Seconds that jedi may take for a served request, which alone waits for it."""
 _INTEGER = "shoal-integer"
 _REFERENCE = f"#/$defs/{_INTEGER}"
 _SAYS_NO_MORE = {"type", "title", "description", "default", "examples"}
@@ -145,25 +143,17 @@ class Grammar(Constraint):
 
 
 def constraint_of(value: Any) -> Constraint | Monitor | None:
-    """The constraint of an option: a constraint or monitor, or a schema for `JsonSchema` that is no text.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The constraint of an option: itself, a monitor, or a schema that is no text; ValueError for anything else."""
     if value is None or isinstance(value, Constraint | Monitor):
         return value
     if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
         return JsonSchema(value)
     raise ValueError(f"constraint is {reprlib.repr(value)}; it must be shoal.JsonSchema, shoal.Regex, shoal.Grammar, "
-                     "a monitor such as shoal.PythonMembers, a JSON schema as a mapping, or a pydantic model")
+                     "a shoal.Monitor, a JSON schema as a mapping, or a pydantic model")
 
 
 def guided(field: str, value: Any) -> Constraint | Monitor:
-    """The constraint of a field of a request that `GUIDED` names.
-
-    Raises:
-        ValueError: the value is none for that field.
-    """
+    """The constraint of a field of a request that `GUIDED` names; ValueError for a value that is none."""
     check_text(value, field)
     if field == "guided_json":
         return JsonSchema(value)
@@ -174,11 +164,9 @@ def guided(field: str, value: Any) -> Constraint | Monitor:
     if not isinstance(value, str):
         raise ValueError(f"{field} is {reprlib.repr(value)}; it must be text")
     if field == "guided_members":
-        from shoal.engine.constraints.monitor import PythonMembers
-
         if value != "python":
             raise ValueError(f'{field} is {value!r}; it must be "python"')
-        return PythonMembers(seconds=_SECONDS)
+        return python_members()
     return Regex(value) if field == "guided_regex" else Grammar(value)
 
 

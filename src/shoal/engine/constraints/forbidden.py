@@ -60,11 +60,7 @@ class Forbidden:
 
 
 def spelled(texts: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
-    """The words as the tokenizer spells them within a text, with and without a space before.
-
-    Raises:
-        ValueError: there is no tokenizer, or it has no tokens for a word.
-    """
+    """The words as a tokenizer spells them, with and without a space before; ValueError for one that it cannot."""
     found = dict[tuple[int, ...], None]()
     for word in texts:
         if tokenizer is None:

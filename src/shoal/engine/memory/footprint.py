@@ -81,14 +81,6 @@ class Footprint:
         """The whole process."""
         return sum(asdict(self).values())
 
-    def to_dict(self) -> dict[str, int]:
-        """Parts and total."""
-        return {**asdict(self), "total": self.total}
-
-    def table(self) -> str:
-        """A line for each part."""
-        return "\n".join(f"  {name:<8} {shown(size):>11}" for name, size in self.to_dict().items())
-
     def described(self) -> str:
         """The parts in one line."""
         return ", ".join(f"{name} {shown(size)}" for name, size in asdict(self).items() if size)

@@ -107,8 +107,6 @@ class PairedMethod(Method):
 
     needs: ClassVar[tuple[str, ...]] = ("a draft model with the same tokens",)
     reads: ClassVar[tuple[str, ...]] = ("draft",)
-    fills_masks: ClassVar[bool] = False
-    """Whether the smaller model is a masked-diffusion model."""
 
     draft: str | object = field(default=None)
 
@@ -131,8 +129,12 @@ class PairedMethod(Method):
         if self.draft is None:
             raise ValueError(f"{self.name} has no draft model; give draft: a folder, a Hub id, or a loaded model")
         engine = info.draft_engine(self.draft)
-        check_drafts(self.name, engine, self.fills_masks)
+        self.check_draft(engine)
         return engine
+
+    def check_draft(self, engine: Any) -> None:
+        """Refuse, by Unsupported, a draft model that writes in another order than the method drafts."""
+        check_drafts(self.name, engine)
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,17 +158,11 @@ def check_named(name: str, draft: object) -> None:
                           "a loaded model cannot be written down", "Name the draft model by its folder or Hub id")
 
 
-def check_drafts(name: str, engine: Any, fills_masks: bool) -> None:
-    """Refuse, by Unsupported, a mask-filling draft model where a left-to-right one is needed, and the reverse."""
-    what = f"{name} with {engine.model_name or 'this model'} as its draft"
-    if fills_masks and engine.masked is None:
-        raise Unsupported(what, "it writes from left to right, and its config names no mask_token_id",
-                          "Draft with a masked-diffusion model, or use draft_model")
-    if fills_masks and any(engine.runner.windows):
-        raise Unsupported(what, "its sliding windows say nothing of what stands to the right",
-                          "Draft with a model whose layers see all of the text")
-    if not fills_masks and engine.masked is not None:
-        raise Unsupported(what, "it is a masked-diffusion model, not trained to continue a text word by word",
+def check_drafts(name: str, engine: Any) -> None:
+    """Refuse, by Unsupported, a masked-diffusion model as a draft model."""
+    if engine.masked is not None:
+        raise Unsupported(f"{name} with {engine.model_name or 'this model'} as its draft",
+                          "it is a masked-diffusion model, not trained to continue a text word by word",
                           "Draft with a model that writes from left to right, or use deer")
 
 

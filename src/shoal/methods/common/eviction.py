@@ -81,11 +81,7 @@ class EvictionMethod(Method, Keep):
         """
 
     def recipe(self, info: ModelInfo) -> Recipe:
-        """Every layer, and a part of the KV.
-
-        Raises:
-            Unsupported: queries are asked for, and attention does not show them, or no layer sees all of the text.
-        """
+        """Every layer, and a part of the KV; Unsupported where `queries` are asked for and cannot be had."""
         if self.queries and not self.neutral:
             whole_layers(self.name, info)
         return Recipe(DepthPlan.full(info.num_layers), keep=None if self.neutral else self)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ Seconds = Annotated[float, Most(600)]
 """A time to wait."""
 
 
+@cache  # a server asks with every request
 def limits_of(method: type[Method]) -> Mapping[str, Most]:
     """The limit of each numeric option: the declared one, else `UNDECLARED`."""
     hints = get_type_hints(method, include_extras=True)

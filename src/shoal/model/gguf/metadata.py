@@ -64,27 +64,21 @@ class Metadata:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
-        found = self._entry(key)
-        if found is None and default is not None:
-            return default
+        found = self._entry(key, default)
         if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
             raise self._wrong(key, found, "a positive number")
         return float(found)
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
-        found = self._entry(key)
-        if found is None and default is not None:
-            return default
+        found = self._entry(key, default)
         if not isinstance(found, str):
             raise self._wrong(key, found, "a string")
         return found
 
     def flag(self, key: str, default: bool) -> bool:
         """A bool."""
-        found = self._entry(key)
-        if found is None:
-            return default
+        found = self._entry(key, default)
         if not isinstance(found, bool):
             raise self._wrong(key, found, "true or false")
         return found
@@ -99,8 +93,8 @@ class Metadata:
         period = self.whole(key, default)
         return [layer % period < period - 1 for layer in range(layers)]
 
-    def _entry(self, key: str) -> object:
-        return self._entries.get(self._name(key))
+    def _entry(self, key: str, default: object = None) -> object:
+        return self._entries.get(self._name(key), default)
 
     def _name(self, key: str) -> str:
         return key if key.startswith(("general.", "tokenizer.", "split.")) else f"{self.architecture}.{key}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from shoal.engine.constraints.constraint import GUIDED, Constraint, JsonSchema, guided
-from shoal.engine.constraints.monitor import Monitor, PythonMembers
+from shoal.engine.constraints.monitor import Monitor
 from shoal.serve.errors import refused
 
 _SAME = {"json_schema": "guided_json", "grammar": "guided_grammar", "regex": "guided_regex", "ebnf": "guided_grammar"}
@@ -26,11 +25,6 @@ def constraint_of(asked: Mapping[str, Any]) -> Constraint | Monitor | None:
     if len(given) > 1:
         raise refused(list(given)[1], f"{' and '.join(given)} both say what the answer must look like; give one")
     return next(iter(given.values()), None)
-
-
-def in_folder(constraint: Any, folder: str) -> Any:
-    """The constraint; one on members gets the operator's folder of modules, if there is one."""
-    return replace(constraint, folder=folder) if folder and isinstance(constraint, PythonMembers) else constraint
 
 
 def _formatted(value: Mapping[str, Any] | None) -> Constraint | None:

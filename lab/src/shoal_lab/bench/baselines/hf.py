@@ -14,6 +14,7 @@ from shoal.engine.loading.checkpoint import hush_libraries
 from shoal.engine.loading.device import as_dtype
 from shoal_lab.bench.model import FILE, MeasuredModel
 from shoal_lab.bench.system import About, Expected, NotMeasured, Run, Setting, System, traffic_of
+from shoal_lab.components.hf_cache import cache_name
 
 
 class HFGenerate(System):
@@ -67,7 +68,7 @@ class HFGenerate(System):
 
     def _step(self, tokens: Sequence[int], cache: Any, wanted: int) -> None:
         ids = torch.tensor([list(tokens)], device=self.hf_model.device)
-        given = {compat.cache_name(self.hf_model.forward): cache}
+        given = {cache_name(self.hf_model.forward): cache}
         out = self.hf_model(ids, use_cache=True, logits_to_keep=wanted, **given)
         out.logits.argmax(-1).tolist()
 

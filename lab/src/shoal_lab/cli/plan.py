@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,7 @@ def _memory(args: argparse.Namespace) -> int:
     for option, value in (("--prompt-tokens", args.prompt_tokens), ("--rows", args.rows)):
         if value < 1:
             raise ValueError(f"{option} is {value}; it must be >= 1")
+    from shoal.engine.memory.amounts import shown
     from shoal.engine.request import Request
 
     engine = common.load_engine(args)
@@ -94,9 +95,11 @@ def _memory(args: argparse.Namespace) -> int:
     request = Request.from_options({"method": args.method, "max_new_tokens": args.max_new_tokens})
     plan = engine.limit.plan(engine, [[0] * args.prompt_tokens] * args.rows, request)
     fits = f"{plan.method.name}, {plan.seqs} of {args.rows} prompts at a time: fits into {args.memory}"
-    lines = [fits, plan.sizes.table(), *([f"given up: {plan.changed}"] if plan.changed else [])]
+    parts = {**asdict(plan.sizes), "total": plan.sizes.total}
+    lines = [fits, *(f"  {name:<8} {shown(size):>11}" for name, size in parts.items())]
+    lines += [f"given up: {plan.changed}"] if plan.changed else []
     return common.show(args, {**plan.method.to_dict(), "memory": engine.limit.memory, "rows": plan.seqs,
-                              "changed": plan.changed, "bytes": plan.sizes.to_dict()}, "\n".join(lines))
+                              "changed": plan.changed, "bytes": parts}, "\n".join(lines))
 
 
 def bands(plan: DepthPlan, num_tokens: int) -> list[Band]:
@@ -156,7 +159,7 @@ def _running(drops: tuple[int, ...], step: int) -> list[int]:
 
 def draw(plan: DepthPlan, num_tokens: int, path: Path) -> None:
     """Write a picture of the plan: steps to the right, layers upwards, dark for layers that run."""
-    with needs("plot", "--plot"):
+    with needs("plot", "--plot", "shoal-lab"):
         from matplotlib.figure import Figure
     pairs = list(zip(plan.attention, plan.mlp, strict=True))
     grid = [[((step < a) + (step < m)) / 2 for step in range(num_tokens)] for a, m in pairs]

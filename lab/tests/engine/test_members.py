@@ -16,14 +16,15 @@ import pytest
 
 from chat_tokenizer import MARKS_FIRST, chat_tokenizer
 from families import tiny
-from shoal import PythonMembers
-from shoal.engine.constraints import jedi_process, monitor
+from shoal.engine.constraints.monitor import asked
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import Unsupported
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.sandbox.helper import Helpers
+from shoal_lab.monitors import jedi_process, python_members
+from shoal_lab.monitors.python_members import PythonMembers
 
 OtherWork = Callable[[str], list[subprocess.Popen[str]]]
 BOUND = {
@@ -66,7 +67,7 @@ def test_what_is_left_free(text: str) -> None:
 def test_pairs_of_words_are_those_that_a_search_from_every_letter_finds() -> None:
     dice, slow = random.Random(1), re.compile(r"([^\W\d]\w*) +(?=([^\W\d]\w*))")
     texts = ["".join(dice.choices("ab_1٣é  .", k=12)) for _ in range(3000)]
-    assert [monitor._PAIR.findall(text) for text in texts] == [slow.findall(text) for text in texts]
+    assert [python_members._PAIR.findall(text) for text in texts] == [slow.findall(text) for text in texts]
     assert sum(bool(slow.search(text)) for text in texts) > 500
 
 
@@ -196,7 +197,7 @@ def other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Othe
         made.append(helpers)
         take, taken = helpers._taken, list[subprocess.Popen[str]]()
         monkeypatch.setattr(helpers, "_taken", lambda: taken.append(take()) or taken[-1])
-        monkeypatch.setattr(monitor, "_jedi", helpers)
+        monkeypatch.setattr(python_members, "_jedi", helpers)
         return taken
 
     yield put
@@ -231,7 +232,12 @@ def test_a_jedi_that_fails_is_ended_and_no_other_request_is_touched(
 
 def test_the_start_of_a_process_does_not_count(other_work: OtherWork) -> None:
     taken = other_work("import time\ntime.sleep(2.5)\n\ndef answer(question):\n    return ['append']\n")
-    assert monitor.asked(PythonMembers(seconds=2.0), "x = []\nx.") == ["append"] and len(taken) == 1
+    assert asked(PythonMembers(seconds=2.0), "x = []\nx.") == ["append"] and len(taken) == 1
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_jedi_may_have_any_time(seconds: float) -> None:
+    assert "append" in (PythonMembers(seconds=seconds).follows("[].") or ())
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,5 +246,5 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="seconds is 0"):
         PythonMembers(seconds=0)
     monkeypatch.setitem(sys.modules, "jedi", None)
-    with pytest.raises(Unsupported, match=r"jedi is not installed.*pip install 'shoal\[constraints\]'"):
+    with pytest.raises(Unsupported, match=r"jedi is not installed.*pip install 'shoal-lab\[members\]'"):
         PythonMembers()

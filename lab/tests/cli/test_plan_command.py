@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli import main
-from shoal.cli import plan as command
 from shoal.depth.plan import DepthPlan
 from shoal.engine.memory import footprint, memory_limit
 from shoal.methods.d3 import D3
 from shoal.types import ModelInfo
+from shoal_lab.cli import plan as command
 
 DROPS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12)
 
@@ -120,4 +120,4 @@ def test_plot(tmp_path, capsys):
 def test_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plan", "--layers", "16", "--plot", str(tmp_path / "plan.png")]) == 2
-    assert "shoal[plot]" in capsys.readouterr().err
+    assert "shoal-lab[plot]" in capsys.readouterr().err

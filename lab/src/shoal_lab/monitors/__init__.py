@@ -1,0 +1,1 @@
+"""Monitors of languages, which say what may follow in an answer."""
