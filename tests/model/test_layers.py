@@ -1,0 +1,378 @@
+"""Recurrent mixers against transformers' modules, against their formulas written plainly, and cut into pieces."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu, softplus
+from transformers import AutoConfig, DynamicCache
+
+from families import RECURRENT
+from shoal.model.layers.convolution import Convolution, channels_last
+from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.lightning import LightningAttention, decays
+from shoal.model.layers.mamba import SelectiveScan
+from shoal.model.layers.mamba2 import Mamba2
+from shoal.model.layers.mixer import Matrix, Memory, Mixer
+from shoal.model.layers.rg_lru import LinearUnit
+from shoal.model.layers.short_conv import ShortConv
+
+pytestmark = pytest.mark.skipif(not RECURRENT, reason="this transformers has no common cache of states")
+HIDDEN, TOKENS = 24, 13
+_HEADS = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 31}
+_LINEAR = {**_HEADS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 5,
+           "linear_value_head_dim": 6, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+_MAMBA = {**_HEADS, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 7, "mamba_n_groups": 2, "mamba_expand": 2}
+
+
+def row_by_row(*weights: Tensor, bias: Tensor | None = None) -> Matrix:
+    """The matrices, one above the other; a row gets the same bits alone and among others, as kernels give it."""
+    weight = torch.cat(weights)
+
+    def matrix(x: Tensor) -> Tensor:
+        out = torch.stack([(weight * one).sum(1) for one in x])
+        return out if bias is None else out + bias
+
+    return matrix
+
+
+def conv_of(module: Any) -> Convolution:
+    return Convolution(channels_last(module.weight), module.bias)
+
+
+def delta(module: Any) -> GatedDelta:
+    """Qwen3.5's."""
+    into = (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
+    return GatedDelta(row_by_row(*(one.weight for one in into)), row_by_row(module.out_proj.weight), 2,
+                      conv_of(module.conv1d), module.A_log.exp()[:, None], module.dt_bias[:, None], module.norm.weight,
+                      module.norm.variance_epsilon)
+
+
+def next_delta(module: Any) -> GatedDelta:
+    """Qwen3-Next's, whose projections are ordered by key heads."""
+    key, value, share = module.head_k_dim, module.head_v_dim, module.num_v_heads // module.num_k_heads
+    q, k, v, z = _by_key_heads(module.in_proj_qkvz.weight, 2, [key, key, share * value, share * value])
+    b, a = _by_key_heads(module.in_proj_ba.weight, 2, [share, share])
+    return GatedDelta(row_by_row(q, k, v, z, b, a), row_by_row(module.out_proj.weight), 2, conv_of(module.conv1d),
+                      module.A_log.exp()[:, None], module.dt_bias[:, None], module.norm.weight,
+                      module.norm.variance_epsilon)
+
+
+def _by_key_heads(weight: Tensor, heads: int, sizes: list[int]) -> list[Tensor]:
+    return [part.flatten(0, 1) for part in weight.view(heads, -1, weight.shape[1]).split(sizes, dim=1)]
+
+
+def olmo_delta(module: Any) -> GatedDelta:
+    into = (module.q_proj, module.k_proj, module.v_proj, module.g_proj, module.b_proj, module.a_proj)
+    return GatedDelta(row_by_row(*(one.weight for one in into)), row_by_row(module.o_proj.weight), 2,
+                      conv_of(module.conv1d), module.A_log.exp()[:, None], module.dt_bias[:, None],
+                      module.o_norm.weight, module.o_norm.variance_epsilon, doubled=True)
+
+
+def kimi_delta(module: Any) -> GatedDelta:
+    forget = module.forget_gate
+    into = (module.q_proj, module.k_proj, module.v_proj, module.b_proj, module.g_a_proj, forget.f_a_proj)
+    return GatedDelta(row_by_row(*(one.weight for one in into)), row_by_row(module.o_proj.weight), 4,
+                      conv_of(module.conv1d), forget.A_log.exp().view(-1, 1), forget.dt_bias.view(4, -1),
+                      module.o_norm.weight, module.o_norm.variance_epsilon, "sigmoid",
+                      low_rank=(row_by_row(module.g_b_proj.weight), row_by_row(forget.f_b_proj.weight)))
+
+
+def bailing_delta(module: Any) -> GatedDelta:
+    forget = module.forget_gate
+    into = (module.q_proj, module.k_proj, module.v_proj, module.g_proj, module.b_proj, forget.f_proj)
+    return GatedDelta(row_by_row(*(one.weight for one in into)), row_by_row(module.o_proj.weight), 4,
+                      conv_of(module.conv1d), forget.A_log.exp().view(-1, 1), forget.dt_bias.view(4, -1),
+                      module.o_norm.weight, module.o_norm.variance_epsilon, "sigmoid", bound=forget.lower_bound)
+
+
+def dual(module: Any) -> Mamba2:
+    """Mamba-2's, Granite 4's, Bamba's, and Falcon-H1's without or with its norm."""
+    norm = getattr(module.norm, "weight", None)
+    scales = getattr(module, "mup_vector", torch.ones(1)).view(-1, 1) * getattr(module, "ssm_in_multiplier", 1)
+    return Mamba2(row_by_row(module.in_proj.weight * scales), row_by_row(module.out_proj.weight),
+                  conv_of(module.conv1d), -module.A_log.exp(), module.dt_bias, module.D, module.head_dim,
+                  module.n_groups, module.ssm_state_size, tuple(module.time_step_limit), norm,
+                  getattr(module.norm, "variance_epsilon", 0.0), not getattr(module.norm, "norm_before_gate", False))
+
+
+def scan(module: Any) -> SelectiveScan:
+    norms = [getattr(module, f"{part}_layernorm", None) for part in ("dt", "b", "c")]
+    weights = tuple(torch.ones(size) if isinstance(norm.weight, torch.nn.Buffer) else norm.weight
+                    for norm, size in zip(norms, (module.time_step_rank, *[module.ssm_state_size] * 2), strict=True)
+                    if norm is not None)
+    eps = next((getattr(norm, "variance_epsilon", None) or norm.eps for norm in norms if norm is not None), 0.0)
+    return SelectiveScan(row_by_row(module.in_proj.weight), row_by_row(module.out_proj.weight), conv_of(module.conv1d),
+                         row_by_row(module.x_proj.weight), row_by_row(module.dt_proj.weight), -module.A_log.exp(),
+                         module.dt_proj.bias, module.D, weights or None, eps)  # type: ignore[arg-type]
+
+
+def short(module: Any) -> ShortConv:
+    return ShortConv(row_by_row(module.in_proj.weight, bias=module.in_proj.bias),
+                     row_by_row(module.out_proj.weight, bias=module.out_proj.bias), conv_of(module.conv))
+
+
+def lightning(module: Any) -> LightningAttention:
+    return LightningAttention(row_by_row(module.qkv_proj.weight, module.output_gate.weight),
+                              row_by_row(module.out_proj.weight),
+                              decays(4, module.layer_idx, module.num_hidden_layers, module.norm.weight.dtype),
+                              module.norm.weight, module.norm.variance_epsilon)
+
+
+def unit(module: Any) -> LinearUnit:
+    gate, bias = module.rg_lru, torch.cat([module.linear_y.bias, module.linear_x.bias])
+    return LinearUnit(row_by_row(module.linear_y.weight, module.linear_x.weight, bias=bias),
+                      row_by_row(module.linear_out.weight, bias=module.linear_out.bias), conv_of(module.conv_1d),
+                      gate.recurrent_param, ((gate.recurrent_gate_weight, gate.recurrent_gate_bias.clone()),
+                                             (gate.input_gate_weight, gate.input_gate_bias)))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A module of transformers, and how its parameters become a mixer."""
+
+    model_type: str
+    module: str
+    settings: dict[str, Any]
+    mixer: Callable[[Any], Mixer]
+
+
+KINDS = {
+    "qwen3_5": Kind("qwen3_5_text", "Qwen3_5GatedDeltaNet", _LINEAR, delta),
+    "qwen3_next": Kind("qwen3_next", "Qwen3NextGatedDeltaNet", _LINEAR, next_delta),
+    "olmo_hybrid": Kind("olmo_hybrid", "OlmoHybridGatedDeltaNet", _LINEAR, olmo_delta),
+    "kimi_linear": Kind("kimi_linear", "KimiLinearDeltaAttention",
+                        {**_LINEAR, "linear_num_heads": 4, "linear_head_dim": 6}, kimi_delta),
+    "bailing_hybrid": Kind("bailing_hybrid", "BailingHybridDeltaAttention",
+                           {**_LINEAR, "linear_num_heads": 4, "linear_head_dim": 6, "kda_safe_gate": True},
+                           bailing_delta),
+    "mamba2": Kind("mamba2", "Mamba2Mixer", {**_HEADS, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 7,
+                                             "time_step_limit": (0.3, 1.0)}, dual),
+    "granite4": Kind("granitemoehybrid", "GraniteMoeHybridMambaLayer", _MAMBA, dual),
+    "bamba": Kind("bamba", "BambaMixer", _MAMBA, dual),
+    "falcon_h1": Kind("falcon_h1", "FalconH1Mixer", {**_MAMBA, "mamba_d_ssm": 48, "ssm_in_multiplier": 0.7}, dual),
+    "falcon_h1 with a norm": Kind("falcon_h1", "FalconH1Mixer",
+                                  {**_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}, dual),
+    "mamba": Kind("mamba", "MambaMixer", {**_HEADS, "state_size": 7, "time_step_rank": 3}, scan),
+    "falcon_mamba": Kind("falcon_mamba", "FalconMambaMixer", {**_HEADS, "state_size": 7, "time_step_rank": 3}, scan),
+    "jamba": Kind("jamba", "JambaMambaMixer", {**_HEADS, "mamba_d_state": 7, "mamba_dt_rank": 3}, scan),
+    "lfm2": Kind("lfm2", "Lfm2ShortConv", {**_HEADS, "layer_types": ["conv", "full_attention"], "conv_bias": True},
+                 short),
+    "lfm3": Kind("lfm3", "Lfm3ShortConv", {**_HEADS, "layer_types": ["conv", "full_attention"]}, short),
+    "minimax": Kind("minimax", "MiniMaxLightningAttention", _HEADS, lightning),
+    "recurrent_gemma": Kind("recurrent_gemma", "RecurrentGemmaRecurrentBlock", {**_HEADS, "lru_width": HIDDEN}, unit),
+}
+
+
+@torch.no_grad()
+def module_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Any]:
+    """A config, and a module of it with random weights whose gates and decays differ."""
+    kind, draw = KINDS[name], torch.Generator().manual_seed(seed)
+    config = AutoConfig.for_model(kind.model_type, **kind.settings)
+    home = __import__(f"transformers.models.{kind.model_type.removesuffix('_text')}", fromlist=["_"])
+    modelling = __import__(f"{home.__name__}.modeling_{home.__name__.split('.')[-1]}", fromlist=["_"])
+    module = getattr(modelling, kind.module)(config, *([] if name == "qwen3_5x" else [0])).to(torch.float64)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+        parameter.data = noise / (parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1)
+    if hasattr(module, "ssm_in_multiplier"):
+        count = 2 * module.intermediate_size + 2 * module.groups_time_state_size + module.num_heads
+        module.mup_vector = 0.5 + torch.rand(1, 1, count, generator=draw, dtype=torch.float64)
+    return config, module.to(dtype).eval().requires_grad_(False)
+
+
+def inputs(dtype: torch.dtype, count: int = TOKENS) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
+
+
+def of_module(name: str, config: Any, module: Any, x: Tensor, first: int) -> tuple[Tensor, list[Tensor]]:
+    """The module's outputs of `first` tokens together and then of single ones, and its states in our layout."""
+    pieces = [x[:first], *x[first:].split(1)]
+    if name == "recurrent_gemma":
+        places = torch.arange(len(x))[None].split([len(piece) for piece in pieces], dim=1)
+        outs = [module(piece[None], where, None)[0][0] for piece, where in zip(pieces, places, strict=True)]
+        return torch.cat(outs), [module.conv1d_state[0].t(), module.rg_lru.recurrent_states[0], torch.ones(1)]
+    if name == "minimax":
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        cache = MiniMaxCache()
+        outs = [module(piece[None], None, None, cache)[0][0] for piece in pieces]
+        return torch.cat(outs), [cache.get_linear_cache(0)[0]]
+    cache = DynamicCache(config=config)
+    word = "past_key_values" if name.startswith("lfm") else "cache_params"
+    outs = [module(piece[None], **{word: cache})[0] for piece in pieces]
+    window = cache.get_conv_state(0, state_idx=0)[0].t()
+    states = [] if name.startswith("lfm") else [cache.get_recurrent_state(0, state_idx=0)[0]]
+    return torch.cat(outs), [window, *states]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_outputs_and_states_are_those_of_the_module(name: str) -> None:
+    config, module = module_of(name)
+    mixer, x = KINDS[name].mixer(module), inputs(torch.float32)
+    state = mixer.empty(x)
+    found = mixer.step(x, state)
+    wanted, states = of_module(name, config, copy.deepcopy(module), x, TOKENS if name == "mamba2" else TOKENS - 4)
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    for own, theirs in zip(state, states, strict=True):
+        assert (own - theirs[-len(own) :]).abs().max() < 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_pieces_give_the_same_bits(name: str) -> None:
+    mixer, x, dice = KINDS[name].mixer(module_of(name)[1]), inputs(torch.float32, 24), random.Random(name)
+    whole, parts = mixer.empty(x), mixer.empty(x)
+    wanted = mixer.step(x, whole)
+    found, first = [], 0
+    while first < len(x):
+        last = min(len(x), first + dice.choice((1, 1, 2, 3, 7)))
+        found.append(mixer.step(x[first:last], parts))
+        first = last
+    assert torch.equal(torch.cat(found), wanted) and all(map(torch.equal, parts, whole))
+
+
+def convolved(conv: Convolution, past: list[Tensor]) -> Tensor:
+    """The convolution of the last of all inputs so far."""
+    taps, size = past[-len(conv.weight) :], len(conv.weight)
+    total = sum((conv.weight[size - len(taps) + at] * tap for at, tap in enumerate(taps)), torch.zeros(()))
+    return total if conv.bias is None else total + conv.bias
+
+
+def root_mean_square(x: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean() + eps).sqrt()
+
+
+def delta_formula(mixer: GatedDelta, x: Tensor) -> Iterator[Tensor]:
+    """Equation by equation, with the transition as a matrix and a state per head of its own."""
+    heads, value, past = len(mixer.rate), len(mixer.norm), list[Tensor]()
+    key = (mixer.conv.weight.shape[1] // 1 - heads * value) // 2 // mixer.key_heads
+    states = [x.new_zeros(key, value) for _ in range(heads)]
+    for line in mixer.project(x):
+        qkv, gate, b, f = line.split([mixer.conv.weight.shape[1], heads * value, heads, mixer.decay_bias.numel()])
+        past.append(qkv)
+        q, k, v = silu(convolved(mixer.conv, past)).split([mixer.key_heads * key] * 2 + [heads * value])
+        outs = []
+        for head in range(heads):
+            group = head * mixer.key_heads // heads
+            own_q, own_k = (one.view(-1, key)[group] for one in (q, k))
+            own_q, own_k = (one / (one @ one + 1e-6).sqrt() for one in (own_q, own_k))
+            raw = f.view(heads, -1)[head] + mixer.decay_bias[head]
+            log = -mixer.rate[head] * softplus(raw) if mixer.bound is None else (
+                mixer.bound * torch.sigmoid(mixer.rate[head] * raw))
+            beta = torch.sigmoid(b[head]) * (1 + mixer.doubled)
+            turn = torch.eye(key, dtype=x.dtype) - beta * torch.outer(own_k, own_k)
+            own_v = v.view(heads, value)[head]
+            states[head] = turn @ (log.exp().expand(key)[:, None] * states[head]) + beta * torch.outer(own_k, own_v)
+            out = root_mean_square(states[head].t() @ own_q / key**0.5, mixer.eps) * mixer.norm
+            own_gate = gate.view(heads, value)[head]
+            outs.append(out * torch.sigmoid(own_gate) * (own_gate if mixer.gate_act == "silu" else 1))
+        yield torch.cat(outs)
+
+
+def dual_formula(mixer: Mamba2, x: Tensor) -> Iterator[Tensor]:
+    """Each head's output as a sum over all earlier tokens, without a state."""
+    heads, size, past = len(mixer.a), mixer.head_dim, list[Tensor]()
+    wide, shared, seen = heads * size, mixer.groups * mixer.state_dim, list[Any]()
+    for line in mixer.project(x):
+        gate, xbc, dt = line.split([wide, wide + 2 * shared, heads])
+        past.append(xbc)
+        own, b, c = silu(convolved(mixer.conv, past)).split([wide, shared, shared])
+        step = softplus(dt + mixer.dt_bias).clamp(*mixer.limits)
+        seen.append((own.view(heads, size), b.view(mixer.groups, -1), step))
+        outs = []
+        for head in range(heads):
+            group, total = head * mixer.groups // heads, mixer.d[head] * own.view(heads, size)[head]
+            for at, (earlier, keys, weight) in enumerate(seen):
+                decay = sum((later[2][head] * mixer.a[head] for later in seen[at + 1 :]), torch.zeros(())).exp()
+                score = keys[group] @ c.view(mixer.groups, -1)[group]
+                total = total + decay * weight[head] * score * earlier[head]
+            outs.append(total)
+        y = torch.cat(outs)
+        y = y * silu(gate) if mixer.norm is None or mixer.gate_first else y
+        if mixer.norm is not None:
+            y = torch.cat([root_mean_square(one, mixer.eps) for one in y.chunk(mixer.groups)]) * mixer.norm
+            y = y if mixer.gate_first else y * silu(gate)
+        yield y
+
+
+def scan_formula(mixer: SelectiveScan, x: Tensor) -> Iterator[Tensor]:
+    channels, size = mixer.a.shape
+    past, state = list[Tensor](), x.new_zeros(channels, size)
+    for line in mixer.project(x):
+        before, gate = line.chunk(2)
+        past.append(before)
+        u = silu(convolved(mixer.conv, past))
+        r, b, c = mixer.select(u[None])[0].split([len(mixer.select(u[None])[0]) - 2 * size, size, size])
+        if mixer.norms is not None:
+            r, b, c = (root_mean_square(one, mixer.eps) * norm
+                       for one, norm in zip((r, b, c), mixer.norms, strict=True))
+        dt = softplus(mixer.widen(r[None])[0] + mixer.dt_bias)
+        for one in range(size):
+            state[:, one] = (dt * mixer.a[:, one]).exp() * state[:, one] + dt * b[one] * u
+        yield (state @ c + mixer.d * u) * silu(gate)
+
+
+def short_formula(mixer: ShortConv, x: Tensor) -> Iterator[Tensor]:
+    past = list[Tensor]()
+    for line in mixer.project(x):
+        b, c, own = line.chunk(3)
+        past.append(b * own)
+        yield c * convolved(mixer.conv, past)
+
+
+def lightning_formula(mixer: LightningAttention, x: Tensor) -> Iterator[Tensor]:
+    """Each head's output as a sum over all earlier tokens."""
+    heads, seen = len(mixer.decay), list[Any]()
+    for line in mixer.project(x):
+        qkv, gate = line.split([3 * len(mixer.norm), len(mixer.norm)])
+        seen.append([one.chunk(3) for one in silu(qkv).chunk(heads)])
+        outs = [sum((mixer.decay[head] ** age * (k @ seen[-1][head][0]) * v
+                     for age, (_, k, v) in enumerate(one[head] for one in reversed(seen))), torch.zeros(()))
+                for head in range(heads)]
+        yield torch.sigmoid(gate) * root_mean_square(torch.cat(outs), mixer.eps) * mixer.norm
+
+
+def unit_formula(mixer: LinearUnit, x: Tensor) -> Iterator[Tensor]:
+    past, hidden = list[Tensor](), torch.zeros(())
+    for line in mixer.project(x):
+        branch, before = line.chunk(2)
+        past.append(before)
+        own = convolved(mixer.conv, past)
+        r, i = (torch.sigmoid(torch.block_diag(*weight).t() @ own + bias.flatten()) for weight, bias in mixer.gates)
+        a = torch.exp(-8 * r * softplus(mixer.scale))
+        hidden = i * own if len(past) == 1 else a * hidden + (1 - a**2).sqrt() * (i * own)
+        yield hidden * gelu(branch, approximate="tanh")
+
+
+FORMULAS: dict[type[Mixer], Callable[[Any, Tensor], Iterator[Tensor]]] = {
+    GatedDelta: delta_formula, Mamba2: dual_formula, SelectiveScan: scan_formula, ShortConv: short_formula,
+    LightningAttention: lightning_formula, LinearUnit: unit_formula,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_outputs_are_those_of_the_formulas(name: str) -> None:
+    mixer, x = KINDS[name].mixer(module_of(name, torch.float64)[1]), inputs(torch.float64)
+    state: Memory = mixer.empty(x)
+    found = mixer.recur(mixer.project(x), state)
+    wanted = torch.stack([*FORMULAS[type(mixer)](mixer, x)])
+    assert (found - wanted).abs().max() < 1e-10 * wanted.abs().max()
+
+
+@torch.no_grad()
+def test_a_state_that_is_not_kept_is_noticed() -> None:
+    for name in ("qwen3_5", "lfm2"):
+        mixer, x = KINDS[name].mixer(module_of(name)[1]), inputs(torch.float32)
+        wanted = mixer.step(x, mixer.empty(x))
+        found = torch.cat([mixer.step(piece, mixer.empty(x)) for piece in x.split(5)])
+        assert torch.equal(found[:5], wanted[:5]) and not torch.allclose(found[5:7], wanted[5:7], atol=1e-3)
