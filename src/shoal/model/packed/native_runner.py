@@ -50,7 +50,7 @@ _VERSION, _EXTRA, _STARTS = attrgetter("version"), attrgetter("extra"), attrgett
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
-    even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
+    even = shape.plain and shape.head_dim % 2 == 0 and shape.head_dim <= 256
     return even and device.type == "cpu" and dtype in _KINDS
 
 
