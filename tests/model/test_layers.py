@@ -111,7 +111,7 @@ def scan(module: Any) -> SelectiveScan:
                     if norm is not None)
     eps = next((getattr(norm, "variance_epsilon", None) or norm.eps for norm in norms if norm is not None), 0.0)
     return SelectiveScan(row_by_row(module.in_proj.weight), row_by_row(module.out_proj.weight), conv_of(module.conv1d),
-                         row_by_row(module.x_proj.weight), row_by_row(module.dt_proj.weight), -module.A_log.exp(),
+                         row_by_row(module.x_proj.weight), row_by_row(module.dt_proj.weight), -module.A_log.exp().t(),
                          module.dt_proj.bias, module.D, weights or None, eps)  # type: ignore[arg-type]
 
 
@@ -210,8 +210,11 @@ def of_module(name: str, config: Any, module: Any, x: Tensor, first: int) -> tup
     word = "past_key_values" if name.startswith("lfm") else "cache_params"
     outs = [module(piece[None], **{word: cache})[0] for piece in pieces]
     window = cache.get_conv_state(0, state_idx=0)[0].t()
-    states = [] if name.startswith("lfm") else [cache.get_recurrent_state(0, state_idx=0)[0]]
-    return torch.cat(outs), [window, *states]
+    if name.startswith("lfm"):
+        return torch.cat(outs), [window]
+    matrix = cache.get_recurrent_state(0, state_idx=0)[0]
+    turned = isinstance(KINDS[name].mixer(module), Mamba2 | SelectiveScan)  # ours have the outputs' channels last
+    return torch.cat(outs), [window, matrix.mT if turned else matrix]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -307,7 +310,7 @@ def dual_formula(mixer: Mamba2, x: Tensor) -> Iterator[Tensor]:
 
 
 def scan_formula(mixer: SelectiveScan, x: Tensor) -> Iterator[Tensor]:
-    channels, size = mixer.a.shape
+    size, channels = mixer.a.shape
     past, state = list[Tensor](), x.new_zeros(channels, size)
     for line in mixer.project(x):
         before, gate = line.chunk(2)
@@ -319,7 +322,7 @@ def scan_formula(mixer: SelectiveScan, x: Tensor) -> Iterator[Tensor]:
                        for one, norm in zip((r, b, c), mixer.norms, strict=True))
         dt = softplus(mixer.widen(r[None])[0] + mixer.dt_bias)
         for one in range(size):
-            state[:, one] = (dt * mixer.a[:, one]).exp() * state[:, one] + dt * b[one] * u
+            state[:, one] = (dt * mixer.a[one]).exp() * state[:, one] + dt * b[one] * u
         yield (state @ c + mixer.d * u) * silu(gate)
 
 

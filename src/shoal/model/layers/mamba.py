@@ -30,7 +30,7 @@ class SelectiveScan(Mixer):
         conv: of x.
         select: the projection of x; its rows are r, B, C.
         widen: the matrix W, without its bias.
-        a: A, below zero, [C, N].
+        a: A, below zero, [N, C]; a checkpoint has [C, N].
         dt_bias, d: [C].
         norms: weights of the norms of r, B and C, or None.
         eps: of these norms.
@@ -53,7 +53,7 @@ class SelectiveScan(Mixer):
     @override
     def recur(self, inputs: Tensor, state: Memory) -> Tensor:
         window, matrix = state
-        channels, size = self.a.shape
+        size, channels = self.a.shape
         before, gate = inputs.split(channels, dim=1)
         x = tokenwise(lambda one: silu(self.conv(one, window)), before, matrix.dtype)
         selected = self.select(x.to(inputs.dtype))
@@ -65,12 +65,12 @@ class SelectiveScan(Mixer):
         return tokenwise(lambda one: self._token(one, matrix), lines, matrix.dtype)
 
     def _token(self, line: Tensor, matrix: Tensor) -> Tensor:
-        channels, size = self.a.shape
+        size, channels = self.a.shape
         x, gate, dt, b, c = line.split([channels, channels, channels, size, size])
         step = softplus(dt + self.dt_bias)
-        matrix *= torch.exp(step[:, None] * self.a)
-        matrix += (step * x)[:, None] * b
-        return ((matrix * c).sum(-1) + self.d * x) * silu(gate)
+        matrix *= torch.exp(step * self.a)
+        matrix += b[:, None] * (step * x)
+        return ((matrix * c[:, None]).sum(0) + self.d * x) * silu(gate)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,8 +2,8 @@
 
 Per head, with B and C shared by the heads of a group:
 
-    h_t = exp(d_t A) h_(t-1) + d_t x_t B_t^T,  d_t = softplus(dt + bias) within limits
-    y_t = h_t C_t + D x_t
+    h_t = exp(d_t A) h_(t-1) + B_t (d_t x_t)^T,  d_t = softplus(dt + bias) within limits
+    y_t = h_t^T C_t + D x_t
 
 x, B and C have passed a short convolution and SiLU. The output is y_t times SiLU of a gate, with an RMSNorm by groups
 before or after the gate, or without a norm.
@@ -52,7 +52,7 @@ class Mamba2(Mixer):
     @property
     @override
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
-        return self.conv.state_size, (len(self.a), self.head_dim, self.state_dim)
+        return self.conv.state_size, (len(self.a), self.state_dim, self.head_dim)
 
     @override
     def recur(self, inputs: Tensor, state: Memory) -> Tensor:
@@ -64,11 +64,11 @@ class Mamba2(Mixer):
         gate, xbc, dt = inputs.split([wide, wide + 2 * shared, heads])
         x, b, c = silu(self.conv(xbc, window)).split([wide, shared, shared])
         x = x.view(heads, -1)
-        b, c = (one.view(self.groups, -1).repeat_interleave(heads // self.groups, 0)[:, None] for one in (b, c))
+        b, c = (one.view(self.groups, -1).repeat_interleave(heads // self.groups, 0) for one in (b, c))
         step = softplus(dt + self.dt_bias).clamp(*self.limits)
         matrix *= torch.exp(step * self.a)[:, None, None]
-        matrix += (step[:, None] * x)[..., None] * b
-        return self._gated(((matrix * c).sum(-1) + self.d[:, None] * x).flatten(), gate)
+        matrix += b[..., None] * (step[:, None] * x)[:, None]
+        return self._gated(((matrix * c[..., None]).sum(1) + self.d[:, None] * x).flatten(), gate)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         if self.norm is None:

@@ -166,7 +166,8 @@ def _scan_sizes(text: Any) -> Sizes:
 
 
 def _scan(text: Any, read: Read) -> SelectiveScan:
-    conv, a, size = _conv(read, "conv1d", biased=text.use_conv_bias), -read.vector("A_log").exp(), text.state_size
+    conv, size = _conv(read, "conv1d", biased=text.use_conv_bias), text.state_size
+    a = -read.vector("A_log").exp().t().contiguous()
     norms = None
     if text.model_type == "falcon_mamba":  # norms without weights
         norms = a.new_ones(int(text.time_step_rank)), a.new_ones(size), a.new_ones(size)
