@@ -126,7 +126,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     activations = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
     if type(text) not in CAUSAL:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
-    activation = getattr(text, "hidden_activation", None) or text.hidden_act
+    activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
     if activation not in activations:
         raise _misfit(text, f"its activation {activation!r} is not among {', '.join(activations)}")
     if getattr(text, "use_bidirectional_attention", False):

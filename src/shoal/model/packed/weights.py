@@ -86,23 +86,25 @@ def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
 
 
 def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
-    kind, names = shape.kind(layer), shape.names
-    yield from (_one(f"{norm}.weight") for norm in astuple(kind.norms) if norm is not None)
+    kind, names, model = shape.kind(layer), shape.names, text.model_type
+    attention, mlp = names.attention, names.mlp
     if kind.attends:
-        below = names.attention
-        yield _joining([below + part for part in _QKV], f"{below}qkv_proj", text.model_type == "phi3")
-        yield _one(f"{below}{names.out}.weight")
-        if text.model_type in _HEAD_NORMS:
-            yield from (_one(f"{below}{norm}.weight") for norm in names.head_norms)
-        yield from (_one(f"{below}{part}.bias") for part in _biased(text, names.out))
+        yield _joining([attention + part for part in _QKV], f"{attention}qkv_proj", model == "phi3")
+    if kind.gated_mlp:
+        yield _joining([mlp + part for part in names.gate_up], mlp + names.joined, model in _FUSED)
+    if kind.attends:
+        yield _one(f"{attention}{names.out}.weight")
+    if kind.gated_mlp:
+        yield _one(f"{mlp}{names.down}.weight")
+    yield from (_one(f"{norm}.weight") for norm in astuple(kind.norms) if norm is not None)
     if kind.recurrence is not None:
         yield from (_one(names.mixer + name) for name in FORMS[kind.recurrence].sizes(text))
-    if kind.gated_mlp:
-        below = names.mlp
-        yield _joining([below + part for part in names.gate_up], below + names.joined, text.model_type in _FUSED)
-        yield _one(f"{below}{names.down}.weight")
-        if text.model_type in _MLP_BIAS and text.mlp_bias:
-            yield from (_one(f"{below}{part}.bias") for part in (*names.gate_up, names.down))
+    if kind.attends and model in _HEAD_NORMS:
+        yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
+    if kind.attends:
+        yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
+    if kind.gated_mlp and model in _MLP_BIAS and text.mlp_bias:
+        yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up, names.down))
 
 
 def _joining(parts: Sequence[str], joined: str, first: bool) -> Forms:
