@@ -94,13 +94,22 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("minimax", {**_GROUPED, "num_local_experts": 2}),
 }
 """Families with recurrent layers, which transformers 5.0 keeps in caches of many kinds; a model has four layers."""
+RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo_hybrid": ("olmo_hybrid", {**_GROUPED, **_LINEAR}),
+    "bamba": ("bamba", {**_GROUPED, **_MAMBA, "attn_layer_indices": [2]}),
+    "falcon_mamba": ("falcon_mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
+}
+"""More of them, for tests of what they add to the packed layers."""
 if not hasattr(cache_utils, "LinearAttentionLayer"):
-    RECURRENT = {}
+    RECURRENT = RECURRENT_RELATIVES = {}
+PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "falcon_h1", "lfm2",
+                                           *RECURRENT_RELATIVES) if RECURRENT)
+"""Those whose layers the packed executor has."""
 
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
-_ATTENTION = {"gemma2": "eager_in_full_precision", "mamba": "eager", "mamba2": "eager"}
+_ATTENTION = {"gemma2": "eager_in_full_precision", "mamba": "eager", "mamba2": "eager", "falcon_mamba": "eager"}
 _EXTRA = {"mixtral": {"experts_implementation": "eager"}}
 _HYBRID_PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
 
@@ -110,7 +119,7 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, layers:
     """A tiny random causal LM with sdpa attention, in eval mode, without EOS.
 
     Args:
-        family: a key of `FAMILIES`, `RELATIVES` or `RECURRENT`.
+        family: a key of `FAMILIES`, `RELATIVES`, `RECURRENT` or `RECURRENT_RELATIVES`.
         seed: of the weights; the caller's random state is left as it was.
         dtype: the weights' dtype. The same seed gives the same weights up to rounding.
         layers: number of decoder layers.
@@ -128,7 +137,7 @@ def _cached(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: 
 
 
 def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: dict[str, Any]) -> PreTrainedModel:
-    model_type, own = {**FAMILIES, **RELATIVES, **RECURRENT}[family]
+    model_type, own = {**FAMILIES, **RELATIVES, **RECURRENT, **RECURRENT_RELATIVES}[family]
     settings = {**_NO_SPECIAL, **own, **_depth(family, model_type, layers), **overrides}
     config = AutoConfig.for_model(model_type, **settings)
     for name, value in _NO_DROPOUT.items():

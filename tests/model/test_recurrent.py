@@ -1,4 +1,4 @@
-"""Recurrent layers on transformers' own modules: whatever is fed, taken back, forked or moved, the text decides."""
+"""Recurrent layers on modules and packed: whatever is fed, taken back, forked or moved, the text decides."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import inspect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from backends import packed
 from drive import gap, stack_of
-from families import RECURRENT, VOCAB, tiny
+from families import PACKED_RECURRENT, RECURRENT, VOCAB, tiny
 from kv_peaks import run as run_watched
 from shoal import compat
 from shoal.depth.plan import DepthPlan
@@ -27,14 +29,27 @@ from shoal.methods.draft_model import DraftModel
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.cache import KVCache, copy_in, look
-from shoal.model.runner import SequenceChunk
+from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.model.state.layer import MOST_SNAPSHOTS, StateLayer
 
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this transformers has no common cache of states")
 LAYERS = 4
-NEAR = {True: 2e-5, False: 0.02}
-"""Of the largest logit, by whether modules are given one token at a time. Several are computed in chunks, in float32,
-which loses digits where decays are steep."""
+Way = Literal["singly", "together", "packed"]
+"""How recurrent layers run: modules that are given one token at a time or several, or packed layers."""
+NEAR: dict[Way, float] = {"singly": 2e-5, "together": 0.02, "packed": 1e-4}
+"""Of the largest logit. Modules compute several tokens in chunks, in float32, which loses digits where decays are
+steep; packed layers round at other places."""
+each_way = pytest.mark.parametrize("way", ["singly", "packed"])
+EACH = [*((family, "singly") for family in RECURRENT), *((family, "packed") for family in PACKED_RECURRENT)]
+each_family = pytest.mark.parametrize(("family", "way"), EACH)
+
+
+def runner_for(model: PreTrainedModel, way: Way) -> ModelRunner:
+    if way == "packed":
+        return packed(model)
+    runner = stack_of(model)
+    runner.singly = way == "singly"
+    return runner
 
 
 @dataclass
@@ -43,13 +58,12 @@ class Schedule:
 
     family: str
     dice: random.Random
-    singly: bool = True
+    way: Way = "singly"
     texts: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = tiny(self.family, dtype=torch.float32, layers=LAYERS)
-        self.runner, self.plan = stack_of(self.model), DepthPlan.full(LAYERS)
-        self.runner.singly = self.singly
+        self.runner, self.plan = runner_for(self.model, self.way), DepthPlan.full(LAYERS)
         self.placed = "position_ids" in inspect.signature(self.model.forward).parameters
         self.known: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
         self.cache = self.runner.new_cache(0)
@@ -94,7 +108,7 @@ class Schedule:
             path = path_to(chunk, leaf)
             text = [*self.texts[chunk.seq], *(chunk.tokens[node] for node in path)]
             wanted = self.expected(text)[-len(path) :]
-            near = 1e-3 if self.singly and self.family == "minimax" else NEAR[self.singly]  # MiniMax enlarges rounding
+            near = 1e-3 if (self.family, self.way) == ("minimax", "singly") else NEAR[self.way]  # it enlarges rounding
             assert gap(found[path], wanted) < near * float(wanted.abs().max()), (self.family, chunk, leaf)
             if self.dice.random() < 0.15:
                 self.cache.rollback(chunk.seq)
@@ -104,7 +118,7 @@ class Schedule:
 
     def chunk(self, seq: int) -> SequenceChunk:
         """Tokens of a chain or a tree, all of whose logits are wanted."""
-        count = self.dice.choice((1, 1, 2, 5, 9)) if self.texts[seq] or not self.singly else 1
+        count = self.dice.choice((1, 1, 2, 5, 9)) if self.texts[seq] or self.way != "singly" else 1
         tokens = [self.dice.randrange(3, VOCAB) for _ in range(count)]
         parents = depths = None
         if self.dice.random() < 0.5:
@@ -138,33 +152,34 @@ def path_to(chunk: SequenceChunk, node: int) -> list[int]:
     return path
 
 
-def run(family: str, steps: int, seed: int, *, singly: bool = True) -> Schedule:
+def run(family: str, steps: int, seed: int, way: Way = "singly") -> Schedule:
     """A schedule of so many steps."""
-    schedule = Schedule(family, random.Random(f"{family} {seed}"), singly)
+    schedule = Schedule(family, random.Random(f"{family} {seed}"), way)
     for _ in range(steps):
         schedule.step()
     return schedule
 
 
-@pytest.mark.parametrize("family", RECURRENT)
-def test_random_schedules_give_each_text_its_own_logits(family: str) -> None:
-    run(family, 40, seed=0)
+@each_family
+def test_random_schedules_give_each_text_its_own_logits(family: str, way: Way) -> None:
+    run(family, 40, 0, way)
 
 
 @pytest.mark.parametrize("family", [family for family in RECURRENT if family != "mamba"])
 def test_several_tokens_at_a_time_do_too(family: str) -> None:
-    run(family, 25, seed=3, singly=False)  # Mamba's own modules forget the state there, and are never run so
+    run(family, 25, 3, "together")  # Mamba's own modules forget the state there, and are never run so
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.parametrize("family", RECURRENT)
-def test_long_random_schedules_give_each_text_its_own_logits(family: str, seed: int) -> None:
-    run(family, 150, seed)
+@each_family
+def test_long_random_schedules_give_each_text_its_own_logits(family: str, way: Way, seed: int) -> None:
+    run(family, 150, seed, way)
 
 
-def test_no_byte_is_left_behind() -> None:
-    schedule = run("qwen3_5", 40, seed=0)
+@each_way
+def test_no_byte_is_left_behind(way: Way) -> None:
+    schedule = run("qwen3_5", 40, 0, way)
     schedule.cache.select([])
     assert schedule.cache.bytes().allocated == 0
 
@@ -177,15 +192,17 @@ FAULTS: dict[str, Callable[[StateLayer, int, Sequence[int]], None]] = {
 }
 
 
+@each_way
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_put_in_by_hand_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_put_in_by_hand_are_noticed(fault: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateLayer, "accept", FAULTS[fault])
     with pytest.raises(AssertionError):
-        run("qwen3_5", 40, seed=0)
+        run("qwen3_5", 40, 0, way)
 
 
-def test_a_copy_serves_its_own_length_alone() -> None:
-    runner = stack_of(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS))
+@each_way
+def test_a_copy_serves_its_own_length_alone(way: Way) -> None:
+    runner = runner_for(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS), way)
     cache = runner.new_cache(1)
     runner.forward([SequenceChunk(0, [5, 6, 7], [0] * 3, DepthPlan.full(LAYERS))], cache)
     cache.commit(0, range(3))
@@ -195,9 +212,9 @@ def test_a_copy_serves_its_own_length_alone() -> None:
     assert cache.truncate(0, 2) == 0  # a state cannot be cut back
 
 
-def test_decoding_goes_back_to_snapshots() -> None:
-    runner, full = stack_of(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS)), DepthPlan.full(LAYERS)
-    runner.singly = True
+@each_way
+def test_decoding_goes_back_to_snapshots(way: Way) -> None:
+    runner, full = runner_for(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS), way), DepthPlan.full(LAYERS)
     text, cache, fresh = [5, 6, 7, 8, 9, 10, 11], runner.new_cache(1), runner.new_cache(1)
     for place, token in enumerate(text):
         if place in (3, 5):
@@ -232,9 +249,9 @@ def test_only_the_last_snapshots_stay() -> None:
 
 
 @pytest.mark.parametrize("method", ["full", PromptLookup(min_ngram=1), D3(alpha=0.8, core=2)], ids=repr)
-def test_a_prompt_that_goes_on_from_another_reads_the_rest_alone(method: Any) -> None:
-    engine = engine_for(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS), None, backend="hf")
-    engine.runner.singly = True  # type: ignore[attr-defined]
+@each_way
+def test_a_prompt_that_goes_on_from_another_reads_the_rest_alone(method: Any, way: Way) -> None:
+    engine = engine_of("qwen3_5", way)
     first, more = [*range(5, 25)], [60, 61, 62]
     options: Any = {"method": method, "max_new_tokens": 8, "ignore_eos": True}
     with Scheduler(engine, prefix_bytes=1 << 20) as scheduler:
@@ -246,6 +263,15 @@ def test_a_prompt_that_goes_on_from_another_reads_the_rest_alone(method: Any) ->
             assert result.tokens == engine.generate(prompt, **options).tokens and found == cached
 
 
+def engine_of(family: str, way: Way) -> Engine:
+    """An engine whose texts rounding does not change: packed matrices round by the number of their inputs."""
+    if way == "packed":
+        return engine_for(tiny(family, layers=LAYERS), None, backend="packed")
+    engine = engine_for(tiny(family, dtype=torch.float32, layers=LAYERS), None, backend="hf")
+    engine.runner.singly = True  # type: ignore[attr-defined]
+    return engine
+
+
 def answered(scheduler: Scheduler, prompt: list[int], options: Any) -> tuple[Any, int]:
     """The result of a request, and how much of its prompt was not read."""
     handle = scheduler.submit(prompt, **options)
@@ -253,8 +279,9 @@ def answered(scheduler: Scheduler, prompt: list[int], options: Any) -> tuple[Any
     return handle.results[0], handle.entries[0].seq.cached
 
 
-def test_a_released_layer_forgets_its_state() -> None:
-    runner = stack_of(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS))
+@each_way
+def test_a_released_layer_forgets_its_state(way: Way) -> None:
+    runner = runner_for(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS), way)
     cache: KVCache = runner.new_cache(2)
     runner.forward([SequenceChunk(seq, [5, 6, 7], [0] * 3, DepthPlan.full(LAYERS)) for seq in (0, 1)], cache)
     cache.commit(0, range(3))
@@ -266,8 +293,9 @@ def test_a_released_layer_forgets_its_state() -> None:
 
 
 @pytest.mark.parametrize("method", ["full", D3(alpha=0.8, core=2), PromptLookup(min_ngram=1), KVInt8()], ids=repr)
-def test_the_peak_of_memory_is_known_before(method: Any) -> None:
-    engine, found = Engine(stack_of(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS))), list[int]()
+@each_way
+def test_the_peak_of_memory_is_known_before(method: Any, way: Way) -> None:
+    engine, found = Engine(runner_for(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS), way)), list[int]()
     predicted = run_watched(engine, [20, 9], 12, method, lambda cache: found.append(cache.bytes().allocated))
     assert predicted.counted >= max(found) and predicted.resident >= predicted.counted
     assert predicted.counted == max(found) or isinstance(method, D3 | PromptLookup)
@@ -279,13 +307,11 @@ METHODS: list[Any] = [PromptLookup(min_ngram=1), ADED(), DraftModel(branching=(3
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-@pytest.mark.parametrize("family", RECURRENT)
-def test_drafts_do_not_change_a_text(family: str, method: Any) -> None:
-    model = tiny(family, dtype=torch.float32, layers=LAYERS)
-    engine = engine_for(model, None, backend="hf")
-    engine.runner.singly = True  # type: ignore[attr-defined]
+@each_family
+def test_drafts_do_not_change_a_text(family: str, way: Way, method: Any) -> None:
+    engine = engine_of(family, way)
     if isinstance(method, DraftModel):
-        method = replace(method, draft=model)
+        method = replace(method, draft=tiny(family, dtype=engine.runner.dtype, layers=LAYERS))
     plain = method[:-1] or "full" if isinstance(method, list) else "full"
     prompts = [[5, 9, 13, 5, 9, 13, 40, 41, 5, 9], [7, 8, 9, 10, 7, 8]]
     for options in ({}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,7 +132,7 @@ def test_what_is_not_one_token_each_in_plain_storage_is_written_anew(runner: Nat
     runner.forward([chunk(runner, cache, 0, full, 4)], cache)
     cache.commit(0, range(4))
     plain = chunk(runner, cache, 0, full)
-    run = runner._plain.run
+    run = partial(runner._plain.run, bind=runner._binding)
     for other in (chunk(runner, cache, 0, full, 2), SequenceChunk(0, plain.tokens, [0], full, mutual=True),
                   SequenceChunk(0, plain.tokens, [0], full, wanted=0),
                   SequenceChunk(0, plain.tokens, [1], DepthPlan.skipping(runner.num_layers, [1], []))):

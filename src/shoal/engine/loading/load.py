@@ -241,7 +241,7 @@ def _pack(
     """
     try:
         if backend == "auto" and quant is None:
-            packed.worth_packing(dtype, device)
+            packed.worth_packing(config, dtype, device)
         with naming(lambda: (f"packing the model's weights as {quant or dtype}", _SMALLER)):
             runner = packed.build(config, source, dtype, device, quant, kernels=masked_of(config) is None)
         if reference is not None and quant is None:

@@ -1,4 +1,4 @@
-"""One packed block in plain torch, on a flat list of tokens: the reference of the native executor, and its fallback.
+"""The sublayers of a packed layer in plain torch, on a flat list of tokens: reference of the kernels, and fallback.
 
 The residual stream is float32 (float64 in float64 models); matrices and KV have the dtype of the model.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
+from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear
 from shoal.model.packed.shape import Shape, rotate
 from shoal.model.packed.weights import Layer
@@ -32,14 +33,35 @@ def attention(
     """
     normed = _norm(x, layer.attention_norm, shape.eps).to(dtype)
     qkv = applied(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
-    q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    gate = None
+    if shape.gated_attention:
+        q, gate, k, v = qkv.split([shape.heads, shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    else:
+        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = norm_heads(q, layer.q_norm, shape.eps), norm_heads(k, layer.k_norm, shape.eps)
     if tables is not None:
         q, k = rotate(q, *tables), rotate(k, *tables)
-    mixed = attend(q, k, v).reshape(len(x), -1)
-    out = applied(layer.out, mixed, layer.out_bias).to(x.dtype)
-    return _norm(out, layer.attention_out_norm, shape.eps) * shape.residual_scale
+    mixed = attend(q, k, v)
+    if gate is not None:
+        mixed = mixed * torch.sigmoid(gate)
+    out = applied(layer.out, mixed.reshape(len(x), -1), layer.out_bias).to(x.dtype)
+    return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[0])
+
+
+def recurrence(
+    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, recur: Callable[[Mixer, Tensor], Tensor]
+) -> Tensor:
+    """What a layer's recurrence adds to the residual stream `x` [T, hidden].
+
+    Args:
+        recur: maps the inputs [T, I] of the recurrence to its outputs [T, O], from the sequences' states.
+    """
+    mixer = layer.mixer
+    assert mixer is not None
+    mixed = recur(mixer, mixer.project(_norm(x, layer.attention_norm, shape.eps).to(dtype)))
+    out = mixer.out(mixed.to(dtype)).to(x.dtype)
+    return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[1])
 
 
 def mlp(
@@ -48,12 +70,14 @@ def mlp(
     """What the MLP adds to the residual stream `x` [T, hidden]; `inside` replaces `gated` between the norms."""
     normed = _norm(x, layer.mlp_norm, shape.eps).to(dtype)
     out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
-    return _norm(out, layer.mlp_out_norm, shape.eps) * shape.residual_scale
+    return _norm(out, layer.mlp_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[2])
 
 
 def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
     """The gated MLP on normed inputs [T, hidden]."""
     gate, up = applied(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
+    if shape.gate_scale != 1.0:
+        gate = gate * shape.gate_scale
     return applied(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)
 
 

@@ -17,12 +17,13 @@ from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
+from shoal.model.packed.kinds import HYBRIDS
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
 from shoal.model.packed.native_runner import NativeRunner, fits_kernels, pack_for
 from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
-from shoal.model.packed.source import FewerLayers, HalvesPaired, ModelSource, Source
+from shoal.model.packed.source import FewerLayers, GatesBelow, HalvesPaired, ModelSource, Source
 from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,8 @@ def build(
         check_names(config, shape, source)
     if shape.interleaved:
         source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
+    if shape.gated_attention:
+        source = GatesBelow(source, shape.head_dim)
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
     pack_one: Pack = partial(pack, quant=quant)
@@ -146,7 +149,7 @@ def build(
     with ExitStack() as undone:
         if kept is not None:
             undone.callback(kept.abandon)
-        weights = Packer(source, shape, dtype, device, pack_one, pack_file).weights()
+        weights = Packer(source, shape, dtype, device, pack_one, pack_file, config.get_text_config()).weights()
         if kept is not None and file is source:  # with layers left out it is no copy of the file
             undone.pop_all()
             kept.finish()
@@ -180,8 +183,12 @@ def check_quant(quant: str | None) -> None:
         raise ValueError(f"quant is {quant!r}; it must be None or one of {', '.join(QUANTS)}")
 
 
-def worth_packing(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse where the model's own modules are better: float64, and float16 on a CPU."""
+def worth_packing(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse where the model's own modules are better: float64, float16 on a CPU, and layers without kernels."""
+    kind = config.get_text_config().model_type
+    if kind in HYBRIDS:
+        what = f"the packed backend for model type {kind!r}"
+        raise Unsupported(what, "its recurrences have no kernels yet, which is slow on prompts", 'Use backend="hf"')
     if dtype == torch.float64 or (dtype == torch.float16 and device.type == "cpu"):
         what = f"the packed backend in {dtype} on {device.type}"
         raise Unsupported(what, "it gains nothing there", 'Use backend="hf"')

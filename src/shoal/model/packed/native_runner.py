@@ -57,7 +57,7 @@ _VERSION, _EXTRA, _STARTS = attrgetter("version"), attrgetter("extra"), attrgett
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
-    even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
+    even = shape.plain and shape.head_dim % 2 == 0 and shape.head_dim <= 256
     return even and device.type == "cpu" and dtype in _KINDS
 
 
@@ -98,7 +98,7 @@ class NativeRunner(PackedRunner):
         self._like = torch.empty(0, dtype=dtype)
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self.decoder = self._native_model()
-        self._plain = PlainSteps(self.decoder, self._binding)
+        self._plain = PlainSteps(self.decoder)
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
 
@@ -121,8 +121,10 @@ class NativeRunner(PackedRunner):
         argmax: bool,
     ) -> _Found:
         """What a forward finds; where plain torch runs it, logits in any case."""
-        if hook is None and start is None and (found := self._plain.run(chunks, cache, argmax)) is not None:
-            return found
+        if hook is None and start is None:
+            found = self._plain.run(chunks, cache, argmax, self._binding)
+            if found is not None:
+                return found
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
         calls = calls_of(chunks, cache)

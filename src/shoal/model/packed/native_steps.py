@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.packed import native
+from shoal.model.packed.native.library import BatchStruct
 from shoal.model.runner import SequenceChunk
 
 
@@ -23,18 +24,24 @@ class PlainSteps:
 
     Args:
         decoder: the model in the library.
-        bind: gives the addresses of a cache's storage, the same object as long as they hold.
     """
 
-    def __init__(self, decoder: native.NativeModel, bind: Callable[[KVCache], native.KVBinding]) -> None:
-        self._decoder, self._bind = decoder, bind
+    def __init__(self, decoder: native.NativeModel) -> None:
+        self._decoder = decoder
         self._seqs: list[int] = []
         self._layers: tuple[int, ...] = ()
         self._kv: native.KVBinding | None = None
-        self._struct: native.BatchStruct | None = None
+        self._struct: BatchStruct | None = None
 
-    def run(self, chunks: Sequence[SequenceChunk], cache: KVCache, argmax: bool) -> Tensor | list[int] | None:
-        """The logits, or argmax tokens if `argmax`; None, and nothing changed, if the forward needs more than this."""
+    def run(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, argmax: bool,
+        bind: Callable[[KVCache], native.KVBinding],
+    ) -> Tensor | list[int] | None:
+        """The logits, or argmax tokens if `argmax`; None, and nothing changed, if the forward needs more than this.
+
+        Args:
+            bind: gives the addresses of a cache's storage, the same object as long as they hold.
+        """
         layers = chunks[0].plan.layers(chunks[0].steps[0])
         for chunk in chunks:
             plan = chunk.plan
@@ -45,7 +52,7 @@ class PlainSteps:
         stores = [cache.layers[layer] for layer in layers]
         if not stores or max(positions) >= self._decoder.reach or not _ready(stores, seqs, positions):
             return None
-        kv = self._bind(cache)
+        kv = bind(cache)
         if kv is not self._kv or seqs != self._seqs or layers != self._layers:
             self._struct = self._written(len(seqs), seqs, layers, kv)
             self._seqs, self._layers, self._kv = seqs, layers, kv
@@ -63,7 +70,7 @@ class PlainSteps:
 
     def _written(
         self, count: int, seqs: Sequence[int], layers: Sequence[int], kv: native.KVBinding
-    ) -> native.BatchStruct:
+    ) -> BatchStruct:
         """The batch with ids, positions and starts of zero."""
         zeros = [0] * count
         batch = native.NativeBatch(zeros, zeros, seqs, zeros, zeros, native.chain_ancestors(range(1)) * count,
@@ -73,7 +80,7 @@ class PlainSteps:
         return struct
 
     def _fill(
-        self, struct: native.BatchStruct, ids: Sequence[int], positions: Sequence[int], stores: Sequence[KVLayer]
+        self, struct: BatchStruct, ids: Sequence[int], positions: Sequence[int], stores: Sequence[KVLayer]
     ) -> None:
         """Write what changes from step to step."""
         numbers, count = struct.numbers, len(ids)

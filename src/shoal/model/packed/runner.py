@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,10 +14,12 @@ from typing_extensions import override
 
 from shoal.errors import stays_here
 from shoal.model.kv.cache import KVCache
+from shoal.model.layers.mixer import Mixer
 from shoal.model.masks import Asker, mask, seq_mask
 from shoal.model.packed import block, cuda
 from shoal.model.packed.cuda.form import MOST_TOKENS
 from shoal.model.packed.linear import Dense
+from shoal.model.packed.recurrent import run_chunk
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Weights
 from shoal.model.runner import (
@@ -31,6 +34,7 @@ from shoal.model.runner import (
     run_layers,
     wanted_states,
 )
+from shoal.model.state.layer import StateLayer
 
 if TYPE_CHECKING:
     from shoal.model.packed.cuda.graphs import GraphRunner
@@ -42,7 +46,6 @@ _PIECE = 256
 class PackedRunner(ModelRunner):
     """A packed decoder in plain torch; `NativeRunner` takes over where its kernels can."""
 
-    can_split = shows_queries = True
     adds_masks = False
     prefill_chunk = 2048
     most_nodes: int | None = None
@@ -58,14 +61,24 @@ class PackedRunner(ModelRunner):
         self.num_layers, self.windows = shape.num_layers, shape.windows
         self.score_scale, self.score_cap = shape.attention_scale, shape.attention_cap
         self.vocab_size, self.max_positions = shape.vocab, shape.max_positions
-        self.kv_sizes = ((shape.kv_heads, shape.head_dim, shape.head_dim),) * shape.num_layers
-        self.position_bytes = (2 * shape.kv_heads * shape.head_dim * dtype.itemsize,) * shape.num_layers
+        sizes = (shape.kv_heads, shape.head_dim, shape.head_dim)
+        self.kv_sizes = tuple(sizes if kind.attends else (0, 0, 0) for kind in map(shape.kind, range(shape.num_layers)))
+        self.position_bytes = tuple(heads * (keys + values) * dtype.itemsize for heads, keys, values in self.kv_sizes)
+        mixers = {number: layer.mixer for number, layer in enumerate(weights.layers) if layer.mixer is not None}
+        size = weights.final_norm.itemsize
+        self.state_bytes = {number: size * sum(map(math.prod, mixer.state_sizes)) for number, mixer in mixers.items()}
+        self.shows_queries = not mixers
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
         self.graphs: GraphRunner | None = None
-        if device.type == "cuda" and dtype != torch.float64 and cuda.available():
+        if device.type == "cuda" and dtype != torch.float64 and shape.plain and cuda.available():
             self.use_graphs()
             self.prefill_chunk = MOST_TOKENS
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return not self.state_bytes
 
     def use_graphs(self, *, capture: bool = True) -> None:
         """Run forwards through a `GraphRunner` where possible; needs Triton."""
@@ -145,12 +158,21 @@ class _Pass:
         runner, weights = self.runner, self.runner.weights.layers[layer]
         chosen = self._chosen(piece)
         x = self.x if chosen is None else self.x[chosen]
+        kind = runner.shape.kind(layer)
         if piece.part != "mlp":
-            tables = self._tables(layer, chosen)
-            x = x + block.attention(
-                x, weights, runner.shape, runner.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
-            )
-        if piece.part != "attention":
+            parts = []
+            if kind.attends:  # first of all, since it counts the scratch entries before these tokens
+                tables = self._tables(layer, chosen)
+                parts.append(block.attention(
+                    x, weights, runner.shape, runner.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
+                ))
+            if weights.mixer is not None:
+                parts.append(block.recurrence(
+                    x, weights, runner.shape, runner.dtype, lambda mixer, own: self._recur(layer, piece, mixer, own)
+                ))
+            for part in parts:
+                x = x + part
+        if piece.part != "attention" and kind.gated_mlp:
             x = x + self._mlp(layer, piece, x)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
@@ -179,6 +201,14 @@ class _Pass:
         """Flat indices of the piece's tokens; None for all."""
         flat = piece.flat(self.sizes)
         return None if flat is None else torch.tensor(flat, device=self.runner.device)
+
+    def _recur(self, layer: int, piece: LayerWork, mixer: Mixer, inputs: Tensor) -> Tensor:
+        """The recurrence of each chunk's tokens, from the state of its own sequence."""
+        store, like = self.cache.layers[layer], self.runner.weights.final_norm
+        assert isinstance(store, StateLayer)
+        counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
+        parts = zip(self.chunks, piece.first, piece.last, inputs.split(counts), strict=True)
+        return torch.cat([run_chunk(mixer, store, *part, like) for part in parts if part[2] > part[1]])
 
     def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of each chunk's tokens over its own sequence."""

@@ -3,6 +3,7 @@
 The block is: RMSNorm, attention (fused q/k/v with optional bias, optional RMSNorm of q and k, rotary or none),
 residual; RMSNorm, gated MLP, residual. Residuals, embeddings and logits may be scaled (Granite). Norms may precede a
 sublayer, follow it before the residual (OLMo 2), or do both (Gemma 2, which also caps attention scores and logits).
+Beside attention, or instead of it, a layer may have a recurrence, see `shoal.model.packed.kinds`.
 
 Rotary tables hold the numbers of the model family's own rotary module. If the usual formula or one of transformers'
 functions gives them, that module is not imported, since this takes as long as importing torch (-X importtime).
@@ -20,12 +21,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 
 from shoal.errors import Unsupported
 from shoal.model.config import widths_of, windows_of
+from shoal.model.packed.kinds import HYBRIDS, MODELS, LayerKind, Names
 
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
     "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium",
 )  # fmt: skip
-"""Values of `model_type` whose block is the packed one."""
+"""Values of `model_type` whose block is the packed one, besides `HYBRIDS`."""
 
 _MOVING_ROPE = ("dynamic", "longrope")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
@@ -33,25 +35,8 @@ _INTERLEAVED = ("glm", "glm4", "helium")
 REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 _BY_FUNCTION = ("linear", "llama3", "yarn")
 """Rope types whose frequencies transformers computes without the model's code."""
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Names of a layer's norms in the checkpoint, of each sublayer's input and output; None for no norm."""
-
-    attention: str | None = "input_layernorm"
-    mlp: str | None = "post_attention_layernorm"
-    attention_out: str | None = None
-    mlp_out: str | None = None
-
-
-_AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
-_SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
-_NORMS = {
-    "gemma2": _SANDWICH, "gemma3_text": _SANDWICH, "olmo2": _AFTER, "olmo3": _AFTER, "exaone4": _AFTER,
-    "glm4": Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
-}
-"""Norms of the families that differ from Llama."""
+_PLAIN = LayerKind()
+_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -72,11 +57,15 @@ class Shape:
         max_positions: the context length.
         interleaved: whether the checkpoint pairs dimensions 2j and 2j + 1 of a head for rotation, not j and
             j + rotary_dim / 2; see `HalvesPaired`.
-        norms: the norms of a layer.
         norm_offset: added to the norm weights of the checkpoint; Gemma stores them minus 1.
         wide_head_norms: whether q and k are normalised over all heads together (OLMo 2).
         attention_cap, logit_cap: c of the soft cap c * tanh(x / c) of attention scores and logits (Gemma 2,
             arXiv 2408.00118, section 2), or None.
+        kinds: the kind of each layer; empty if all are Llama's.
+        names: of the checkpoint's tensors.
+        gated_attention: whether attention's outputs are gated, by rows of the fused projection after those of q.
+        gate_scale: factor of the MLP's gate before its activation.
+        out_scales: further factors of what attention, a recurrence and the MLP add to the residual stream.
     """
 
     hidden: int
@@ -98,11 +87,25 @@ class Shape:
     tied: bool
     max_positions: int | None
     interleaved: bool = False
-    norms: Norms = Norms()
     norm_offset: float = 0.0
     wide_head_norms: bool = False
     attention_cap: float | None = None
     logit_cap: float | None = None
+    kinds: tuple[LayerKind, ...] = ()
+    names: Names = Names()
+    gated_attention: bool = False
+    gate_scale: float = 1.0
+    out_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    def kind(self, layer: int) -> LayerKind:
+        """What a layer is made of."""
+        return self.kinds[layer] if self.kinds else _PLAIN
+
+    @property
+    def plain(self) -> bool:
+        """Whether every layer is attention and a gated MLP as Llama has them, which is what kernels compute."""
+        whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp for kind in self.kinds)
+        return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
     def qkv_rows(self) -> int:
@@ -118,12 +121,12 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         dtype: dtype of the weights, to which transformers rounds Gemma's embedding scale.
     """
     text = config.get_text_config()
-    if text.model_type not in FAMILIES:
-        raise _misfit(text, f"the packed block fits {', '.join(FAMILIES)}")
+    if text.model_type not in FAMILIES and text.model_type not in HYBRIDS:
+        raise _misfit(text, f"the packed block fits {', '.join((*FAMILIES, *HYBRIDS))}")
     activations = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
     if type(text) not in CAUSAL:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
-    activation = getattr(text, "hidden_activation", None) or text.hidden_act
+    activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
     if activation not in activations:
         raise _misfit(text, f"its activation {activation!r} is not among {', '.join(activations)}")
     if getattr(text, "use_bidirectional_attention", False):
@@ -132,18 +135,21 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     for rope in ropes.values():
         if rope.get("rope_type", "default") in _MOVING_ROPE:
             raise _misfit(text, f"its rotary table ({rope['rope_type']}) changes with the length of the sequence")
-    head_dim = head_dim_of(text)
-    return Shape(
+    kinds = MODELS[text.model_type].of(text)
+    attends = any(kind.attends for kind in kinds)
+    head_dim = head_dim_of(text) if attends else 0
+    heads = text.num_attention_heads if attends else 0
+    shape = Shape(
         hidden=text.hidden_size,
-        ffns=widths_of(text),
-        heads=text.num_attention_heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        ffns=widths_of(text) if kinds[0].gated_mlp else (0,) * len(kinds),
+        heads=heads,
+        kv_heads=(getattr(text, "num_key_value_heads", None) or heads) if attends else 0,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * next(iter(ropes.values())).get("partial_rotary_factor", 1.0)),
+        rotary_dim=int(head_dim * next(iter(ropes.values()), {}).get("partial_rotary_factor", 1.0)),
         vocab=text.vocab_size,
         num_layers=text.num_hidden_layers,
-        eps=text.rms_norm_eps,
-        attention_scale=getattr(text, "attention_multiplier", getattr(text, "query_pre_attn_scalar", head_dim) ** -0.5),
+        eps=next(getattr(text, name) for name in _EPS if hasattr(text, name)),
+        attention_scale=_attention_scale(text, head_dim),
         residual_scale=getattr(text, "residual_multiplier", 1.0),
         embedding_scale=_embedding_scale(text, dtype),
         logit_scale=1 / getattr(text, "logits_scaling", 1.0),
@@ -153,12 +159,52 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         tied=bool(text.tie_word_embeddings),
         max_positions=getattr(text, "max_position_embeddings", None),
         interleaved=text.model_type in _INTERLEAVED,
-        norms=_NORMS.get(text.model_type, Norms()),
-        norm_offset=1.0 if text.model_type in _GEMMA else 0.0,
-        wide_head_norms=text.model_type in ("olmo2", "olmo3"),
+        norm_offset=1.0 if text.model_type in (*_GEMMA, "qwen3_5_text") else 0.0,
+        wide_head_norms=text.model_type in ("olmo2", "olmo3", "olmo_hybrid"),
         attention_cap=text.attn_logit_softcapping if text.model_type == "gemma2" else None,
         logit_cap=getattr(text, "final_logit_softcapping", None),
+        kinds=kinds,
+        names=MODELS[text.model_type].names,
+        gated_attention=MODELS[text.model_type].gated_attention,
     )
+    return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
+
+
+def _special(text: Any, shape: Shape) -> dict[str, Any]:
+    """What sets a hybrid's numbers apart."""
+    kind = text.model_type
+    if shape.activation != "silu":
+        raise _misfit(text, f"its activation is {shape.activation!r}, and those of recurrences are 'silu'")
+    if kind == "lfm2":
+        return {"ffns": (_lfm2_width(text),) * shape.num_layers}
+    if kind == "granitemoehybrid":
+        if text.num_local_experts:
+            raise _misfit(text, "it has mixtures of experts")
+        return {"ffns": (text.shared_intermediate_size,) * shape.num_layers,
+                "rotary": shape.rotary if text.position_embedding_type == "rope" else (None,) * shape.num_layers}
+    if kind != "falcon_h1":
+        return {}
+    into, (gate, down) = text.attention_in_multiplier, text.mlp_multipliers
+    if text.attention_bias and into != 1:
+        raise _misfit(text, "its attention has both biases and a factor of its inputs")
+    return {"attention_scale": shape.attention_scale * text.key_multiplier * into**2, "gate_scale": gate,
+            "logit_scale": text.lm_head_multiplier,
+            "out_scales": (text.attention_out_multiplier * into, text.ssm_out_multiplier, down)}
+
+
+def _lfm2_width(text: Any) -> int:
+    """Neurons of the MLP, as LFM2 rounds them."""
+    if not text.block_auto_adjust_ff_dim:
+        return int(text.intermediate_size)
+    width, block = int(2 * text.intermediate_size / 3), text.block_multiple_of
+    if text.block_ffn_dim_multiplier is None:
+        return width
+    return int(-(-int(text.block_ffn_dim_multiplier * width) // block) * block)
+
+
+def _attention_scale(text: Any, head_dim: int) -> float:
+    plain = getattr(text, "query_pre_attn_scalar", head_dim)
+    return float(getattr(text, "attention_multiplier", plain**-0.5 if plain else 1.0))
 
 
 def _embedding_scale(text: Any, dtype: torch.dtype) -> float:
@@ -172,6 +218,8 @@ def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:
     flags = getattr(text, "no_rope_layers", None) or [1] * text.num_hidden_layers
     if text.model_type == "exaone4" and text.sliding_window is not None:
         flags = [kind == "sliding_attention" for kind in text.layer_types]
+    if not kinds:
+        return (None,) * len(flags)
     if kinds == [None]:
         return tuple(0 if flag else None for flag in flags)
     return tuple(kinds.index(kind) if flag else None for kind, flag in zip(text.layer_types, flags, strict=True))
@@ -182,8 +230,10 @@ def _misfit(config: Any, why: str) -> Unsupported:
 
 
 def ropes_of(text: Any) -> dict[str | None, dict[str, Any]]:
-    """Rotary parameters by type of layer; None stands for all types."""
+    """Rotary parameters by type of layer; None stands for all types. Empty if nothing is rotated."""
     rope = getattr(text, "rope_parameters", None) or {}
+    if text.model_type in HYBRIDS and rope.get("rope_theta") is None:
+        return {}
     kinds = sorted(set(getattr(text, "layer_types", None) or ()))
     if kinds and set(kinds) <= set(rope):
         return {kind: rope[kind] for kind in kinds}
@@ -193,7 +243,7 @@ def ropes_of(text: Any) -> dict[str | None, dict[str, Any]]:
 class RotaryTable:
     """cos and sin [tables, positions, rotary_dim / 2] in float32 (float64 for float64 models), grown on demand.
 
-    There is one table, or one per type of layer, in the order of the types' names.
+    There is one table, or one per type of layer, in the order of the types' names, or none.
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -216,6 +266,9 @@ class RotaryTable:
         if positions <= self.positions:
             return
         where = torch.arange(max(positions, 2 * self.positions), device=self._device)
+        if not self._kinds:
+            self.cos = self.sin = torch.empty(0, len(where), 0, device=self._device)
+            return
         found = [self._table(index, where) for index in range(len(self._kinds))]
         self.cos, self.sin = (torch.stack([pair[i] for pair in found]).contiguous() for i in (0, 1))
 

@@ -137,6 +137,21 @@ class HalvesPaired(ChangedSource):
         return heads[:, self._order].flatten(0, 1)
 
 
+class GatesBelow(ChangedSource):
+    """Reorders the rows of q of a checkpoint that has each head's gate after its q: first all of q, then all gates."""
+
+    def __init__(self, source: Source, head_dim: int) -> None:
+        super().__init__(source)
+        self._head_dim = head_dim
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._source[name]
+        if name.split(".")[-2] != "q_proj":
+            return tensor
+        heads = tensor.view(-1, 2, self._head_dim, *tensor.shape[1:])
+        return heads.transpose(0, 1).flatten(0, 2)
+
+
 class FewerLayers(Source):
     """Some layers of a source, ascending and renumbered from 0, and all tensors that belong to no layer.
 

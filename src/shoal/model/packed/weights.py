@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,24 +16,27 @@ from torch import Tensor
 from shoal.errors import Unsupported
 from shoal.heap import give_back
 from shoal.model.gguf.source import GgufSource
+from shoal.model.layers.mixer import Mixer
 from shoal.model.modules import leftovers, refuse
-from shoal.model.packed.linear import Linear, parts_of
+from shoal.model.packed.kinds import Names
+from shoal.model.packed.linear import Dense, Linear, parts_of
+from shoal.model.packed.mixers import FORMS, Projection
 from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import FewerLayers, Source
 
-_NO_BIAS = ("mistral", "ministral", "phi3", "exaone4")
+_NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium")
-_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium")
-_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4")
-_FUSED = ("phi3", "glm", "glm4")
-_QKV, _GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1")
+_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid")
+_FUSED = ("phi3", "glm", "glm4", "granitemoehybrid")
+_QKV = ("q_proj", "k_proj", "v_proj")
 
 Forms = tuple[tuple[str, ...], ...]
 """Alternative sets of tensor names of which a checkpoint has one; the first is transformers' own."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that weights may have, and that are computed with."""
 
-_ROOTS = ("model.", "model.language_model.", "language_model.model.")
+_ROOTS = ("model.", "model.language_model.", "language_model.model.", "backbone.")
 """Prefixes of the decoder's names: alone, or as the text part of a larger model, in memory and in older checkpoints."""
 
 HEADS = ("lm_head.", "language_model.lm_head.")
@@ -54,7 +57,7 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
     Args:
         config: config of the model, or of a larger one whose text part it is.
     """
-    text, root = config.get_text_config(), root_of(source)
+    text, root = config.get_text_config(), root_of(source, shape.names)
     tied = shape.tied or bool(text is not config and getattr(config, "tie_word_embeddings", False))
     whole = list(tensors(text, shape, root, tied))
     if isinstance(source.source if isinstance(source, FewerLayers) else source, GgufSource):
@@ -73,40 +76,51 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
 
 def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
     """All tensors of a model below `root`, each with its alternative names; none for the head if it may be tied."""
-    yield _one(f"{root}embed_tokens.weight")
-    yield _one(f"{root}norm.weight")
+    yield _one(f"{root}{shape.names.embedding}.weight")
+    yield _one(f"{root}{shape.names.final_norm}.weight")
     if not tied:
         yield tuple((f"{head}weight",) for head in HEADS)
     for layer in range(shape.num_layers):
-        for forms in _block(text, shape):
+        for forms in _block(text, shape, layer):
             yield tuple(tuple(f"{root}layers.{layer}.{name}" for name in form) for form in forms)
 
 
-def _block(text: Any, shape: Shape) -> Iterator[Forms]:
-    kind = text.model_type
-    for parts, fused, first in ((_QKV, "self_attn.qkv_proj", kind == "phi3"),
-                                (_GATE_UP, "mlp.gate_up_proj", kind in _FUSED)):
-        forms = (tuple(f"{part}.weight" for part in parts), (f"{fused}.weight",))
-        yield forms[::-1] if first else forms
-    yield _one("self_attn.o_proj.weight")
-    yield _one("mlp.down_proj.weight")
-    yield from (_one(f"{norm}.weight") for norm in astuple(shape.norms) if norm is not None)
-    if kind in _HEAD_NORMS:
-        yield from (_one(f"self_attn.{part}_norm.weight") for part in "qk")
-    yield from (_one(f"{part}.bias") for part in _biased(text))
+def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
+    kind, names, model = shape.kind(layer), shape.names, text.model_type
+    attention, mlp = names.attention, names.mlp
+    if kind.attends:
+        yield _joining([attention + part for part in _QKV], f"{attention}qkv_proj", model == "phi3")
+    if kind.gated_mlp:
+        yield _joining([mlp + part for part in names.gate_up], mlp + names.joined, model in _FUSED)
+    if kind.attends:
+        yield _one(f"{attention}{names.out}.weight")
+    if kind.gated_mlp:
+        yield _one(f"{mlp}{names.down}.weight")
+    yield from (_one(f"{norm}.weight") for norm in astuple(kind.norms) if norm is not None)
+    if kind.recurrence is not None:
+        yield from (_one(names.mixer + name) for name in FORMS[kind.recurrence].sizes(text))
+    if kind.attends and model in _HEAD_NORMS:
+        yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
+    if kind.attends:
+        yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
+    if kind.gated_mlp and model in _MLP_BIAS and text.mlp_bias:
+        yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up, names.down))
 
 
-def _biased(text: Any) -> Iterator[str]:
-    """The projections that have a bias."""
+def _joining(parts: Sequence[str], joined: str, first: bool) -> Forms:
+    """Matrices in parts, or as one; `first` says whether transformers has them as one."""
+    forms = (tuple(f"{part}.weight" for part in parts), (f"{joined}.weight",))
+    return forms[::-1] if first else forms
+
+
+def _biased(text: Any, out: str) -> Iterator[str]:
+    """The projections of attention that have a bias."""
     kind = text.model_type
     attention = kind not in _NO_BIAS and bool(getattr(text, "attention_bias", False))
     if attention or kind == "qwen2":
         yield from _QKV
-    out = bool(text.attention_out_bias) if kind == "seed_oss" else attention and kind not in _NO_OUT_BIAS
-    if out:
-        yield "self_attn.o_proj"
-    if kind in _MLP_BIAS and text.mlp_bias:
-        yield from (*_GATE_UP, "mlp.down_proj")
+    if bool(text.attention_out_bias) if kind == "seed_oss" else attention and kind not in _NO_OUT_BIAS:
+        yield out
 
 
 def _one(name: str) -> Forms:
@@ -124,24 +138,31 @@ def _never(forms: Forms, shape: Shape, source: Source) -> bool:
     return found is not None and not any(source.has(f"{found[1]}{n}{found[2]}") for n in range(shape.num_layers))
 
 
+def _nothing() -> Linear:
+    return Dense(torch.empty(0, 0))
+
+
 @dataclass
 class Layer:
     """One block. Norm weights and biases are float32 (float64 in float64 models).
 
     Attributes:
-        qkv, out, gate_up, down: packed matrices; the rows of `qkv` are q, k, v, those of `gate_up` gate, then up.
+        qkv, out, gate_up, down: packed matrices; the rows of `qkv` are q, k, v, those of `gate_up` gate, then up. They
+            have no rows where the layer has no attention, or no MLP. If attention is gated, the gate is below q.
         attention_norm, mlp_norm: [hidden], norms of the inputs of the sublayers, or None.
         attention_out_norm, mlp_out_norm: [hidden], norms of what the sublayers add to the residual stream, or None.
         q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] over all heads together, or None.
         qkv_bias, out_bias, gate_up_bias, down_bias: biases, or None.
+        mixer: the recurrence, instead of attention or beside it.
+        of_mixer: its packed matrices.
     """
 
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
-    attention_norm: Tensor | None
-    mlp_norm: Tensor | None
+    qkv: Linear = field(default_factory=_nothing)
+    out: Linear = field(default_factory=_nothing)
+    gate_up: Linear = field(default_factory=_nothing)
+    down: Linear = field(default_factory=_nothing)
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
@@ -150,6 +171,8 @@ class Layer:
     down_bias: Tensor | None = None
     attention_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
+    mixer: Mixer | None = None
+    of_mixer: tuple[Linear, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +181,8 @@ class Layer:
 
     def matrices(self) -> tuple[Linear, ...]:
         """All packed matrices."""
-        return tuple(part for matrix in (self.qkv, self.out, self.gate_up, self.down) for part in parts_of(matrix))
+        held = (self.qkv, self.out, self.gate_up, self.down, *self.of_mixer)
+        return tuple(part for matrix in held if matrix.rows for part in parts_of(matrix))
 
 
 @dataclass
@@ -187,63 +211,79 @@ class Packer:
     Args:
         dtype: dtype of the computation, from which quantisation starts.
         pack_file: packs matrices of a file by name, in the types of the file; None to use `pack`.
+        text: the decoder's config, which recurrences take their sizes from; None where there are none.
     """
 
     def __init__(
         self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack,
-        pack_file: PackFile | None = None,
+        pack_file: PackFile | None = None, text: Any = None,
     ) -> None:
+        self._text = text
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
         self._packed_by, self._packed_from_file = pack, pack_file
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
-        self._root = root_of(source)
+        self._root = root_of(source, shape.names)
 
     def weights(self) -> Weights:
         """Pack everything, the largest matrices first; Unsupported if a tensor is missing or does not fit."""
         shape = self._shape
-        embedding = self._pack({f"{self._root}embed_tokens.weight": shape.vocab}, shape.hidden, "table")
+        names = shape.names
+        embedding = self.pack({f"{self._root}{names.embedding}.weight": shape.vocab}, shape.hidden, "table")
         head, own = embedding, _first(self._source, HEADS, "weight")
         if not shape.tied and own is not None:
-            head = self._pack({f"{own}weight": shape.vocab}, shape.hidden, "head")
+            head = self.pack({f"{own}weight": shape.vocab}, shape.hidden, "head")
         layers = [self.layer(index) for index in range(shape.num_layers)]
-        final_norm = self._vector(f"{self._root}norm.weight", shape.hidden) + shape.norm_offset
+        final_norm = self.vector(f"{self._root}{names.final_norm}.weight", shape.hidden) + shape.norm_offset
         return Weights(layers, embedding, head, final_norm)
 
     def layer(self, index: int) -> Layer:
         """Pack layer `index`."""
-        shape, ffn, name = self._shape, self._shape.ffns[index], f"{self._root}layers.{index}."
-        attention, mlp = name + "self_attn.", name + "mlp."
+        kind, name = self._shape.kind(index), f"{self._root}layers.{index}."
+        layer = Layer()
+        if kind.attends:
+            self._attention(layer, name + self._shape.names.attention)
+        if kind.recurrence is not None:
+            read = _MixerReader(self, name + self._shape.names.mixer, FORMS[kind.recurrence].sizes(self._text))
+            layer.mixer, layer.of_mixer = FORMS[kind.recurrence].build(self._text, read), tuple(read.matrices)
+        if kind.gated_mlp:
+            self._mlp(layer, name + self._shape.names.mlp, self._shape.ffns[index])
+        layer.attention_norm = self._norm(name, kind.norms.attention)
+        layer.mlp_norm = self._norm(name, kind.norms.mlp)
+        layer.attention_out_norm = self._norm(name, kind.norms.attention_out)
+        layer.mlp_out_norm = self._norm(name, kind.norms.mlp_out)
+        return layer
+
+    def _attention(self, layer: Layer, name: str) -> None:
+        shape = self._shape
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        qkv = {attention + "q_proj": query, attention + "k_proj": key, attention + "v_proj": key}
-        gate_up = {mlp + "gate_proj": ffn, mlp + "up_proj": ffn}
-        return Layer(
-            qkv=self._joined(attention + "qkv_proj", qkv, "matrix"),
-            out=self._pack({attention + "o_proj.weight": shape.hidden}, query, "matrix"),
-            gate_up=self._joined(mlp + "gate_up_proj", gate_up, "pair"),
-            down=self._pack({mlp + "down_proj.weight": shape.hidden}, ffn, "matrix"),
-            attention_norm=self._norm(name, shape.norms.attention),
-            mlp_norm=self._norm(name, shape.norms.mlp),
-            q_norm=self._head_norm(attention + "q_norm.weight", query),
-            k_norm=self._head_norm(attention + "k_norm.weight", key),
-            qkv_bias=self._joined_bias(qkv),
-            out_bias=self._optional(attention + "o_proj.bias", shape.hidden),
-            gate_up_bias=self._joined_bias(gate_up),
-            down_bias=self._optional(mlp + "down_proj.bias", shape.hidden),
-            attention_out_norm=self._norm(name, shape.norms.attention_out),
-            mlp_out_norm=self._norm(name, shape.norms.mlp_out),
-        )
+        rows = dict(zip(_QKV, (query * (1 + shape.gated_attention), key, key), strict=True))
+        qkv = {name + part: count for part, count in rows.items()}
+        layer.qkv = self._joined(name + "qkv_proj", qkv, "matrix")
+        layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, query, "matrix")
+        layer.q_norm, layer.k_norm = (self._head_norm(f"{name}{norm}.weight", width)
+                                      for norm, width in zip(shape.names.head_norms, (query, key), strict=True))
+        layer.qkv_bias = self._joined_bias(qkv)
+        layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+
+    def _mlp(self, layer: Layer, name: str, ffn: int) -> None:
+        names, hidden = self._shape.names, self._shape.hidden
+        gate_up = {name + part: ffn for part in names.gate_up}
+        layer.gate_up = self._joined(name + names.joined, gate_up, "pair")
+        layer.down = self.pack({f"{name}{names.down}.weight": hidden}, ffn, "matrix")
+        layer.gate_up_bias = self._joined_bias(gate_up)
+        layer.down_bias = self._optional(f"{name}{names.down}.bias", hidden)
 
     def _norm(self, layer: str, name: str | None) -> Tensor | None:
         if name is None:
             return None
-        return self._vector(f"{layer}{name}.weight", self._shape.hidden) + self._shape.norm_offset
+        return self.vector(f"{layer}{name}.weight", self._shape.hidden) + self._shape.norm_offset
 
     def _head_norm(self, name: str, width: int) -> Tensor | None:
         weight = self._optional(name, width if self._shape.wide_head_norms else self._shape.head_dim)
         return None if weight is None else weight + self._shape.norm_offset
 
-    def _pack(self, parts: Mapping[str, int], columns: int, role: Role) -> Linear:
-        """Pack matrices, given with their rows, one above the other."""
+    def pack(self, parts: Mapping[str, int], columns: int, role: Role) -> Linear:
+        """Pack matrices, given by name with their rows, one above the other."""
         if self._packed_from_file is not None:
             packed = self._packed_from_file(tuple(parts), role)
             if (packed.rows, packed.columns) != (sum(parts.values()), columns):
@@ -281,23 +321,48 @@ class Packer:
     def _joined(self, fused: str, parts: dict[str, int], role: Role) -> Linear:
         """Pack a matrix of `hidden` columns that the checkpoint has fused (Phi-3) or in parts with so many rows."""
         held = {fused: sum(parts.values())} if self._source.has(fused + ".weight") else parts
-        return self._pack({name + ".weight": rows for name, rows in held.items()}, self._shape.hidden, role)
+        return self.pack({name + ".weight": rows for name, rows in held.items()}, self._shape.hidden, role)
 
-    def _vector(self, name: str, size: int) -> Tensor:
-        return self._tensor(name, size).to(self._device, self._vectors, copy=True)
+    def vector(self, name: str, *size: int) -> Tensor:
+        """A tensor that is not packed, in float32 or float64."""
+        return self._tensor(name, *size).to(self._device, self._vectors, copy=True)
 
     def _optional(self, name: str, size: int) -> Tensor | None:
-        return self._vector(name, size) if self._source.has(name) else None
+        return self.vector(name, size) if self._source.has(name) else None
 
     def _joined_bias(self, parts: dict[str, int]) -> Tensor | None:
         if not any(self._source.has(part + ".bias") for part in parts):
             return None
-        return torch.cat([self._vector(part + ".bias", rows) for part, rows in parts.items()])
+        return torch.cat([self.vector(part + ".bias", rows) for part, rows in parts.items()])
 
 
-def root_of(source: Source) -> str:
+class _MixerReader:
+    """Reads the tensors of one recurrent mixer, and checks their sizes.
+
+    Attributes:
+        matrices: those that were packed.
+    """
+
+    def __init__(self, packer: Packer, name: str, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        self._packer, self._name, self._sizes = packer, name, sizes
+        self.matrices: list[Linear] = []
+
+    def vector(self, name: str) -> Tensor:
+        """A tensor of any shape in float32, or float64 in float64 models."""
+        return self._packer.vector(self._name + name, *self._sizes[name])
+
+    def projection(self, *names: str, scale: Tensor | None = None) -> Projection:
+        """Matrices, one above the other, with their biases if the mixer has them."""
+        rows = {f"{self._name}{name}.weight": self._sizes[f"{name}.weight"][0] for name in names}
+        matrix = self._packer.pack(rows, self._sizes[f"{names[0]}.weight"][1], "matrix")
+        self.matrices.append(matrix)
+        biases = [self.vector(f"{name}.bias") for name in names if f"{name}.bias" in self._sizes]
+        return Projection(matrix, torch.cat(biases) if biases else None, scale)
+
+
+def root_of(source: Source, names: Names) -> str:
     """The prefix of the decoder's names."""
-    return _first(source, _ROOTS, "embed_tokens.weight") or _ROOTS[0]
+    return _first(source, _ROOTS, f"{names.embedding}.weight") or _ROOTS[0]
 
 
 def _first(source: Source, prefixes: tuple[str, ...], name: str) -> str | None:

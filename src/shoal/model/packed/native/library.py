@@ -22,6 +22,7 @@ PANEL_ROWS = 4 * LANES
 """Rows of a panel; any multiple of them can be packed separately."""
 MAX_THREADS = 64
 MAX_HEAD_DIM = 256
+MOST_TAPS, MOST_KEYS = 8, 256
 ROOM_BESIDE = 256
 _log = logging.getLogger(__name__)
 
@@ -117,6 +118,18 @@ class ChainStruct(ctypes.Structure):
     ]
 
 
+class RecurrenceStruct(ctypes.Structure):
+    """A recurrence beside or instead of attention."""
+
+    _fields_ = [
+        ("conv", c_void_p), ("conv_bias", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("skip", c_void_p),
+        ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32), ("heads", c_int32),
+        ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("decays", c_int32), ("sigmoid", c_int32),
+        ("gate_first", c_int32), ("doubled", c_int32), ("eps", c_float), ("bound", c_float), ("least", c_float),
+        ("most", c_float),
+    ]
+
+
 REFUSED, NO_ROOM = 1, 2
 """Results of a forward, as in forward.c."""
 _ROOM = c_void_p, c_int64, c_int, POINTER(c_double), c_char_p, c_int
@@ -137,6 +150,9 @@ _SIGNATURES = {
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
     "shoal_forward": (c_int, [POINTER(Model), POINTER(BatchStruct), c_void_p, *_ROOM]),
     "shoal_guess": (c_int, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, *_ROOM]),
+    "shoal_recurrence_bytes": (c_int64, []),
+    "shoal_recur": (None, [POINTER(RecurrenceStruct), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_void_p,
+                           c_int64, c_int]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
 }

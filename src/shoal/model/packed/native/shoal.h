@@ -144,6 +144,30 @@ typedef struct {
     float least;              /* paths less likely than e^least are not continued */
 } ShoalChain;
 
+/* A recurrence beside or instead of attention. Inputs of a token are, in this order, the rows of its projection:
+   RECUR_GATED_DELTA: q, k, v, gate, b, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x. Its state is the window
+   [width - 1][channels] of the convolution and, but for a short convolution alone, a matrix [heads][key_dim][value_dim]. */
+enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV };
+#define MOST_TAPS 8   /* inputs of a convolution */
+#define MOST_KEYS 256 /* dimensions of a key */
+typedef struct {
+    const float *conv, *conv_bias; /* [width][channels], the last row for a token's own input; [channels], or NULL */
+    const float *rate;  /* [heads]: what the step is multiplied by, without its sign in a gated delta rule */
+    const float *bias;  /* [heads][decays], added to f or dt */
+    const float *skip;  /* [heads]: share of x in its output; of Mamba-2 alone */
+    const float *norm;  /* [value_dim], or in Mamba-2 [heads][value_dim], or NULL */
+    int32_t kind, width, channels, heads;
+    int32_t groups;     /* of heads that share keys: of q and k, or of B and C */
+    int32_t key_dim, value_dim;
+    int32_t decays;     /* of a head: 1, or key_dim */
+    int32_t sigmoid;    /* whether the gate is a sigmoid, not SiLU */
+    int32_t gate_first; /* whether the gate comes before the norm */
+    int32_t doubled;    /* whether b is doubled */
+    float eps;
+    float bound;        /* least logarithm of a decay, in the form that has one; 0: the other */
+    float least, most;  /* limits of steps */
+} ShoalRecurrence;
+
 /* Whether a batch, and chains whose batch has passed, have an index out of range: 0, or 1 with the reason in `message`. */
 int shoal_check(const ShoalModel *, const ShoalBatch *, char *message, int size);
 int shoal_check_chains(const ShoalModel *, const ShoalBatch *, const ShoalChain *, char *message, int size);

@@ -1,0 +1,77 @@
+"""Mamba's selective scan (arXiv 2312.00752, section 3.2, algorithm 2): Mamba, Falcon-Mamba, Jamba.
+
+Per channel, with B and C shared by all:
+
+    h_t = exp(d_t A) h_(t-1) + d_t x_t B_t,  d_t = softplus(W r_t + bias)
+    y_t = h_t C_t + D x_t
+
+x has passed a short convolution and SiLU; r, B and C are a projection of it, each with an RMSNorm in some models. The
+output is y_t times SiLU of a gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu, softplus
+from typing_extensions import override
+
+from shoal.model.layers.convolution import Convolution
+from shoal.model.layers.mixer import Matrix, Memory, Mixer, tokenwise
+
+
+@dataclass(frozen=True)
+class SelectiveScan(Mixer):
+    """A selective scan of C channels; the rows of `into` are x, gate.
+
+    Attributes:
+        conv: of x.
+        select: the projection of x; its rows are r, B, C.
+        widen: the matrix W, without its bias.
+        a: A, below zero, [N, C]; a checkpoint has [C, N].
+        dt_bias, d: [C].
+        norms: weights of the norms of r, B and C, or None.
+        eps: of these norms.
+    """
+
+    conv: Convolution
+    select: Matrix
+    widen: Matrix
+    a: Tensor
+    dt_bias: Tensor
+    d: Tensor
+    norms: tuple[Tensor, Tensor, Tensor] | None = None
+    eps: float = 0.0
+
+    @property
+    @override
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        return self.conv.state_size, (*self.a.shape,)
+
+    @override
+    def recur(self, inputs: Tensor, state: Memory) -> Tensor:
+        window, matrix = state
+        size, channels = self.a.shape
+        before, gate = inputs.split(channels, dim=1)
+        x = tokenwise(lambda one: silu(self.conv(one, window)), before, matrix.dtype)
+        selected = self.select(x.to(inputs.dtype))
+        parts = selected.split([selected.shape[1] - 2 * size, size, size], dim=1)
+        if self.norms is not None:
+            parts = tuple(_normed(one, norm, self.eps) for one, norm in zip(parts, self.norms, strict=True))
+        dt = self.widen(parts[0].contiguous())
+        lines = torch.cat([x, *(one.to(matrix.dtype) for one in (gate, dt, parts[1], parts[2]))], dim=1)
+        return tokenwise(lambda one: self._token(one, matrix), lines, matrix.dtype)
+
+    def _token(self, line: Tensor, matrix: Tensor) -> Tensor:
+        size, channels = self.a.shape
+        x, gate, dt, b, c = line.split([channels, channels, channels, size, size])
+        step = softplus(dt + self.dt_bias)
+        matrix *= torch.exp(step * self.a)
+        matrix += b[:, None] * (step * x)
+        return ((matrix * c[:, None]).sum(0) + self.d * x) * silu(gate)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)

@@ -1,0 +1,140 @@
+"""What layers are made of, by model type: mixers, a feed-forward, norms, and the names of their tensors.
+
+A layer adds to the residual stream what its mixers give, which run side by side on the same normed inputs, and then
+what its feed-forward gives. `shoal.model.packed.shape` has the sizes, `shoal.model.packed.mixers` the recurrences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+MixerName = Literal["attention", "gated_delta", "mamba2", "mamba", "short_conv"]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of a layer's norms in the checkpoint, of each sublayer's input and output; None for no norm."""
+
+    attention: str | None = "input_layernorm"
+    mlp: str | None = "post_attention_layernorm"
+    attention_out: str | None = None
+    mlp_out: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """One kind of layer.
+
+    Attributes:
+        mixers: at most one of them is a recurrence.
+        gated_mlp: whether a gated MLP follows them.
+        norms: of the mixers, all together, and of the MLP.
+    """
+
+    mixers: tuple[MixerName, ...] = ("attention",)
+    gated_mlp: bool = True
+    norms: Norms = Norms()
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is among its mixers."""
+        return "attention" in self.mixers
+
+    @property
+    def recurrence(self) -> MixerName | None:
+        """The mixer that keeps a state."""
+        return next((mixer for mixer in self.mixers if mixer != "attention"), None)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of tensors in a checkpoint: below the decoder's root, below a layer, below a sublayer.
+
+    Attributes:
+        embedding, final_norm: below the root.
+        attention, mlp, mixer: of the sublayers, with the dot; mixer is the recurrence.
+        out, head_norms: below attention: its output projection, and the norms of q and k.
+        gate_up, joined, down: below the MLP: gate and up, the matrix that has both, and the output projection.
+    """
+
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    attention: str = "self_attn."
+    mlp: str = "mlp."
+    mixer: str = ""
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    joined: str = "gate_up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A model type.
+
+    Attributes:
+        layers: the kinds of its layers, by the types that transformers gives them; "" stands for all others.
+        names: of its tensors.
+        gated_attention: whether the rows of q in the checkpoint are, head by head, q and a gate of the outputs.
+    """
+
+    layers: Mapping[str, LayerKind] = field(default_factory=lambda: MappingProxyType({"": LayerKind()}))
+    names: Names = Names()
+    gated_attention: bool = False
+
+    def of(self, text: Any) -> tuple[LayerKind, ...]:
+        """The kind of each layer of a config."""
+        count = int(text.num_hidden_layers)
+        types = getattr(text, "layer_types", None) or [""] * count
+        return tuple(self.layers.get(kind) or self.layers[""] for kind in types[:count])
+
+
+def _same(norms: Norms) -> ModelKind:
+    return ModelKind(MappingProxyType({"": LayerKind(norms=norms)}))
+
+
+def _with(recurrence: MixerName, norms: Norms, names: Names, **more: Any) -> ModelKind:
+    """Layers of attention, and others of a recurrence; all have a gated MLP."""
+    plain = LayerKind(("attention",), norms=norms)
+    return ModelKind(MappingProxyType({"": replace(plain, mixers=(recurrence,)), "full_attention": plain}), names,
+                     **more)
+
+
+_AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+_SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
+_BEFORE_FF = Norms(mlp="pre_ff_layernorm")
+_MAMBA = Names("embeddings", "norm_f", mixer="mixer.")
+_BAMBA = Names(final_norm="final_layernorm", mixer="mamba.", mlp="feed_forward.")
+
+LLAMA: Mapping[str, ModelKind] = MappingProxyType({
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma",
+                     "seed_oss", "glm", "helium"), ModelKind()),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _same(_SANDWICH)),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
+    "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
+})
+"""Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
+
+HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
+    "qwen3_5_text": _with("gated_delta", Norms(), Names(mixer="linear_attn."), gated_attention=True),
+    "olmo_hybrid": ModelKind(MappingProxyType({"": LayerKind(("gated_delta",)),
+                                               "full_attention": LayerKind(norms=_AFTER)}),
+                             Names(mixer="linear_attn.")),
+    "lfm2": _with("short_conv", Norms("operator_norm", "ffn_norm"), Names(
+        final_norm="embedding_norm", mixer="conv.", mlp="feed_forward.", out="out_proj",
+        head_norms=("q_layernorm", "k_layernorm"), gate_up=("w1", "w3"), down="w2")),
+    "bamba": _with("mamba2", _BEFORE_FF, _BAMBA),
+    "falcon_h1": ModelKind(MappingProxyType({"": LayerKind(("attention", "mamba2"), norms=_BEFORE_FF)}), _BAMBA),
+    "granitemoehybrid": _with("mamba2", Norms(), Names(mixer="mamba.", mlp="shared_mlp.", joined="input_linear",
+                                                       down="output_linear")),
+    "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, Norms("norm", None))}), _MAMBA),
+    **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
+        MappingProxyType({"": LayerKind(("mamba",), False, Norms("norm", None))}), _MAMBA)),
+})
+"""Model types with recurrent layers: plain torch runs them."""
+
+MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **HYBRIDS})

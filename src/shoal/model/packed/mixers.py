@@ -1,0 +1,197 @@
+"""The recurrent mixers of packed models: which tensors each needs of a checkpoint, and how they become a mixer.
+
+Sizes follow transformers' configs. All matrices that read a layer's input become one, so that kernels read it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.model.layers.convolution import Convolution, channels_last
+from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.mamba import SelectiveScan
+from shoal.model.layers.mamba2 import Mamba2
+from shoal.model.layers.mixer import Mixer
+from shoal.model.layers.short_conv import ShortConv
+from shoal.model.packed.kinds import MixerName
+from shoal.model.packed.linear import Linear
+
+Sizes = dict[str, tuple[int, ...]]
+"""Names below the mixer -> shapes."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A packed matrix with what its rows are multiplied by and a bias, if it has them."""
+
+    matrix: Linear
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x [n, columns] to [n, rows]."""
+        out = self.matrix(x)
+        if self.scale is not None:
+            out = out * self.scale.to(out.dtype)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class Read(Protocol):
+    """Reads tensors of one mixer."""
+
+    def vector(self, name: str) -> Tensor:
+        """A tensor of any shape in float32, or float64 in float64 models."""
+
+    def projection(self, *names: str, scale: Tensor | None = None) -> Projection:
+        """Matrices, one above the other, with their biases if the mixer has them; names without their ends."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A recurrent mixer in a checkpoint.
+
+    Attributes:
+        sizes: its tensors, by config.
+        build: makes the mixer from them.
+    """
+
+    sizes: Callable[[Any], Sizes]
+    build: Callable[[Any, Read], Mixer]
+
+
+def _delta_sizes(text: Any) -> Sizes:
+    hidden, heads, value = text.hidden_size, text.linear_num_value_heads, text.linear_value_head_dim
+    key, values = text.linear_num_key_heads * text.linear_key_head_dim, heads * value
+    shared: Sizes = {"conv1d.weight": (2 * key + values, 1, text.linear_conv_kernel_dim), "dt_bias": (heads,),
+                     "A_log": (heads,)}
+    if text.model_type == "olmo_hybrid":
+        rows = {"q": key, "k": key, "v": values, "g": values, "b": heads, "a": heads}
+        return {**{f"{name}_proj.weight": (count, hidden) for name, count in rows.items()}, **shared,
+                "o_norm.weight": (value,), "o_proj.weight": (hidden, values)}
+    rows = {"qkv": 2 * key + values, "z": values, "b": heads, "a": heads}
+    return {**{f"in_proj_{name}.weight": (count, hidden) for name, count in rows.items()}, **shared,
+            "norm.weight": (value,), "out_proj.weight": (hidden, values)}
+
+
+def _delta(text: Any, read: Read) -> GatedDelta:
+    olmo = text.model_type == "olmo_hybrid"
+    into = tuple(f"{one}_proj" for one in "qkvgba") if olmo else tuple(f"in_proj_{one}" for one in ("qkv", *"zba"))
+    norm, out, eps = ("o_norm", "o_proj", 1e-5) if olmo else ("norm", "out_proj", text.rms_norm_eps)
+    return GatedDelta(
+        read.projection(*into), read.projection(out), text.linear_num_key_heads, _conv(read, "conv1d"),
+        read.vector("A_log").exp()[:, None], read.vector("dt_bias")[:, None], read.vector(f"{norm}.weight"), eps,
+        doubled=olmo and text.linear_allow_neg_eigval,
+    )
+
+
+def _conv(read: Read, name: str, *, biased: bool = False) -> Convolution:
+    return Convolution(channels_last(read.vector(f"{name}.weight")), read.vector(f"{name}.bias") if biased else None)
+
+
+@dataclass(frozen=True)
+class _Dual:
+    """Sizes of a state-space dual layer."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    kernel: int
+    inner: int
+    conv_bias: bool
+    bias: bool
+    out_bias: bool
+    normed: bool
+    gate_first: bool
+    eps: float
+
+    @property
+    def convolved(self) -> int:
+        return self.inner + 2 * self.groups * self.state_dim
+
+
+def _dual_of(text: Any) -> _Dual:
+    if text.model_type == "mamba2":
+        return _Dual(text.num_heads, text.head_dim, text.n_groups, text.state_size, text.conv_kernel,
+                     int(text.expand * text.hidden_size), text.use_conv_bias, text.use_bias, text.use_bias, True, True,
+                     text.layer_norm_epsilon)
+    falcon, own = text.model_type == "falcon_h1", getattr(text, "mamba_d_ssm", None)
+    return _Dual(text.mamba_n_heads, text.mamba_d_head, text.mamba_n_groups, text.mamba_d_state, text.mamba_d_conv,
+                 int(text.mamba_expand * text.hidden_size) if own is None else own, text.mamba_conv_bias,
+                 text.mamba_proj_bias, text.projectors_bias if falcon else text.mamba_proj_bias,
+                 not falcon or text.mamba_rms_norm, not (falcon and text.mamba_norm_before_gate), text.rms_norm_eps)
+
+
+def _dual_sizes(text: Any) -> Sizes:
+    dual, hidden = _dual_of(text), text.hidden_size
+    rows = dual.inner + dual.convolved + dual.heads
+    sizes: Sizes = {"in_proj.weight": (rows, hidden), "conv1d.weight": (dual.convolved, 1, dual.kernel),
+                    **dict.fromkeys(("dt_bias", "A_log", "D"), (dual.heads,)), "out_proj.weight": (hidden, dual.inner)}
+    more: dict[str, tuple[bool, int]] = {
+        "in_proj.bias": (dual.bias, rows), "out_proj.bias": (dual.out_bias, hidden),
+        "conv1d.bias": (dual.conv_bias, dual.convolved), "norm.weight": (dual.normed, dual.inner)}
+    return sizes | {name: (count,) for name, (there, count) in more.items() if there}
+
+
+def _dual(text: Any, read: Read) -> Mamba2:
+    dual, scale = _dual_of(text), None
+    least, most = text.time_step_limit or (0.0, float("inf"))
+    if text.model_type == "falcon_h1":  # its factors of the input and of the projection's parts are taken together
+        parts = [dual.inner, dual.inner, *[dual.groups * dual.state_dim] * 2, dual.heads]
+        factors = [one * text.ssm_in_multiplier for one in text.ssm_multipliers]
+        scale = torch.cat([torch.full((count,), factor, dtype=torch.float64)
+                           for factor, count in zip(factors, parts, strict=True)])
+    return Mamba2(
+        read.projection("in_proj", scale=scale), read.projection("out_proj"),
+        _conv(read, "conv1d", biased=dual.conv_bias), -read.vector("A_log").exp(), read.vector("dt_bias"),
+        read.vector("D"), dual.head_dim, dual.groups, dual.state_dim,
+        (least, most), read.vector("norm.weight") if dual.normed else None,
+        dual.eps, dual.gate_first,
+    )
+
+
+def _scan_sizes(text: Any) -> Sizes:
+    hidden, inner, size, rank = text.hidden_size, text.intermediate_size, text.state_size, int(text.time_step_rank)
+    sizes: Sizes = {"in_proj.weight": (2 * inner, hidden), "conv1d.weight": (inner, 1, text.conv_kernel),
+                    "x_proj.weight": (rank + 2 * size, inner), "dt_proj.weight": (inner, rank),
+                    "dt_proj.bias": (inner,), "A_log": (inner, size), "D": (inner,), "out_proj.weight": (hidden, inner)}
+    more = {"in_proj.bias": (text.use_bias, 2 * inner), "out_proj.bias": (text.use_bias, hidden),
+            "conv1d.bias": (text.use_conv_bias, inner)}
+    return sizes | {name: (count,) for name, (there, count) in more.items() if there}
+
+
+def _scan(text: Any, read: Read) -> SelectiveScan:
+    conv, size = _conv(read, "conv1d", biased=text.use_conv_bias), text.state_size
+    a = -read.vector("A_log").exp().t().contiguous()
+    norms = None
+    if text.model_type == "falcon_mamba":  # norms without weights
+        norms = a.new_ones(int(text.time_step_rank)), a.new_ones(size), a.new_ones(size)
+    return SelectiveScan(
+        read.projection("in_proj"), read.projection("out_proj"), conv, read.projection("x_proj"),
+        read.projection("dt_proj").matrix, a, read.vector("dt_proj.bias"), read.vector("D"), norms,
+        getattr(text, "mixer_rms_eps", 0.0),
+    )
+
+
+def _short_sizes(text: Any) -> Sizes:
+    hidden = text.hidden_size
+    sizes: Sizes = {"in_proj.weight": (3 * hidden, hidden), "conv.weight": (hidden, 1, text.conv_L_cache),
+                    "out_proj.weight": (hidden, hidden)}
+    biases: Sizes = {"in_proj.bias": (3 * hidden,), "conv.bias": (hidden,), "out_proj.bias": (hidden,)}
+    return sizes | (biases if text.conv_bias else {})
+
+
+def _short(text: Any, read: Read) -> ShortConv:
+    conv = _conv(read, "conv", biased=text.conv_bias)
+    return ShortConv(read.projection("in_proj"), read.projection("out_proj"), conv)
+
+
+FORMS: Mapping[MixerName, Form] = {
+    "gated_delta": Form(_delta_sizes, _delta), "mamba2": Form(_dual_sizes, _dual), "mamba": Form(_scan_sizes, _scan),
+    "short_conv": Form(_short_sizes, _short),
+}

@@ -1,0 +1,76 @@
+"""Recurrences in the library, one after the other: held against those of `shoal.model.layers`.
+
+A state has the same tensors and layout there, in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.model.layers.convolution import Convolution
+from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.mamba2 import Mamba2
+from shoal.model.layers.mixer import Memory, Mixer
+from shoal.model.layers.short_conv import ShortConv
+from shoal.model.packed.native.library import MOST_KEYS, MOST_TAPS, RecurrenceStruct, require
+
+_GATED_DELTA, _MAMBA2, _SHORT_CONV = range(3)
+
+
+class NativeRecurrence:
+    """A mixer's recurrence on the kernels; ValueError if they do not have it, or not in this size."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        self._kept: list[Tensor] = []
+        if isinstance(mixer, GatedDelta):
+            self._struct = self._delta(mixer)
+        elif isinstance(mixer, Mamba2):
+            self._struct = self._dual(mixer)
+        elif isinstance(mixer, ShortConv):
+            self._struct = self._convolved(mixer.conv, kind=_SHORT_CONV, heads=1, groups=1)
+        else:
+            raise ValueError(f"the kernels have no {type(mixer).__name__}")
+        if self._struct.width > MOST_TAPS or self._struct.key_dim > MOST_KEYS:
+            found = f"a convolution of {self._struct.width} taps and keys of {self._struct.key_dim} dimensions"
+            raise ValueError(f"{found}; the kernels take up to {MOST_TAPS} and {MOST_KEYS}")
+        self._outputs = self._struct.heads * self._struct.value_dim or self._struct.channels
+
+    def recur(self, inputs: Tensor, state: Memory, threads: int = 1) -> Tensor:
+        """As `Mixer.recur`, in float32."""
+        lines = inputs.float().contiguous()
+        if any(one.dtype != torch.float32 or not one.is_contiguous() for one in state):
+            raise ValueError("a state of the kernels is float32 and contiguous")
+        out = torch.empty(len(lines), self._outputs)
+        scratch = torch.empty(len(lines), self._struct.channels)
+        window, matrix = state[0].data_ptr(), state[1].data_ptr() if len(state) > 1 else None
+        require().shoal_recur(self._struct, lines.data_ptr(), lines.shape[1], len(lines), window, matrix,
+                              scratch.data_ptr(), out.data_ptr(), self._outputs, threads)
+        return out
+
+    def _delta(self, mixer: GatedDelta) -> RecurrenceStruct:
+        _, (heads, key, value) = mixer.state_sizes
+        return self._convolved(
+            mixer.conv, kind=_GATED_DELTA, rate=self._at(mixer.rate), bias=self._at(mixer.decay_bias),
+            norm=self._at(mixer.norm), heads=heads, groups=mixer.key_heads, key_dim=key, value_dim=value,
+            decays=mixer.decay_bias.shape[1], sigmoid=mixer.gate_act == "sigmoid", doubled=mixer.doubled, eps=mixer.eps,
+            bound=mixer.bound or 0.0,
+        )
+
+    def _dual(self, mixer: Mamba2) -> RecurrenceStruct:
+        norm = None if mixer.norm is None else self._at(mixer.norm)
+        return self._convolved(
+            mixer.conv, kind=_MAMBA2, rate=self._at(mixer.a), bias=self._at(mixer.dt_bias), skip=self._at(mixer.d),
+            norm=norm, heads=len(mixer.a), groups=mixer.groups, key_dim=mixer.state_dim, value_dim=mixer.head_dim,
+            decays=1, gate_first=mixer.gate_first, eps=mixer.eps, least=mixer.limits[0], most=mixer.limits[1],
+        )
+
+    def _convolved(self, conv: Convolution, **fields: int | float | None) -> RecurrenceStruct:
+        bias = None if conv.bias is None else self._at(conv.bias)
+        width, channels = conv.weight.shape
+        return RecurrenceStruct(conv=self._at(conv.weight), conv_bias=bias, width=width, channels=channels, **fields)
+
+    def _at(self, tensor: Tensor) -> int:
+        """The address of a float32 copy."""
+        self._kept.append(tensor.detach().float().contiguous().clone())
+        return self._kept[-1].data_ptr()

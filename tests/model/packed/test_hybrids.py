@@ -1,0 +1,121 @@
+"""Models with recurrences on packed layers: their logits and texts are those of transformers' modules."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal.model.packed.build as build_module
+from backends import CPU, packed
+from drive import gap, prompt
+from families import PACKED_RECURRENT, tiny
+from shoal import compat
+from shoal.engine.loading.load import engine_for
+from shoal.errors import Unsupported
+from shoal.model.packed.native_runner import NativeRunner
+from shoal.model.packed.shape import shape_of
+from shoal.model.packed.source import TensorSource
+from shoal.model.packed.weights import check_names
+from shoal.model.parity import check_parity, chunked_logits
+
+LAYERS = 4
+NEAR = {torch.float32: 1e-4, torch.float64: 2e-5}
+"""Of the largest logit; transformers' recurrences compute in float32 in float64 models too."""
+pytestmark = pytest.mark.skipif(not PACKED_RECURRENT, reason="this transformers has no common cache of states")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in PACKED_RECURRENT},
+    "falcon_h1, its factors": ("falcon_h1", {
+        "key_multiplier": 0.7, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8],
+        "mlp_multipliers": [1.4, 0.5], "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5}),
+    "falcon_h1, a norm": ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 2}),
+    "falcon_h1, a norm after the gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "granite4, factors and rotation": ("granite4", {
+        "residual_multiplier": 0.7, "logits_scaling": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.4,
+        "position_embedding_type": "rope"}),
+    "lfm2, biases": ("lfm2", {"conv_bias": True}),
+    "mamba, biases": ("mamba", {"use_bias": True, "use_conv_bias": False}),
+    "mamba2, biases": ("mamba2", {"use_bias": True}),
+    "olmo_hybrid, rotation": ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+                                              "linear_allow_neg_eigval": False}),
+    "bamba, biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),
+    "qwen3_5, biases": ("qwen3_5", {"attention_bias": True}),
+}
+
+
+@torch.no_grad()
+def one_by_one(model: Any, ids: list[int]) -> Tensor:
+    """The model's logits, token by token with its own cache, which no chunked recurrence rounds."""
+    cache, logits = dict[str, Any](), []
+    placed = "position_ids" in inspect.signature(model.forward).parameters
+    for place, token in enumerate(ids):
+        where = {"position_ids": torch.tensor([[place]])} if placed else {}
+        out = model(input_ids=torch.tensor([[token]]), use_cache=True, **cache, **where)
+        cache = {name: one for name, one in out.items() if compat.is_cache(one)}
+        logits.append(out.logits[0, 0])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_the_modules(variant: str, dtype: torch.dtype) -> None:
+    family, changes = VARIANTS[variant]
+    model = tiny(family, dtype=dtype, layers=LAYERS, **changes)
+    ids, runner = prompt(30), packed(model)
+    wanted = one_by_one(model, ids)
+    for sizes in ((30,), (5, 20, 1, 4)):
+        assert gap(chunked_logits(runner, ids, sizes), wanted) < NEAR[dtype] * float(wanted.abs().max())
+    assert check_parity(runner, model, {torch.float32: 1e-4, torch.float64: 1e-4}) < 1e-2
+
+
+@pytest.mark.parametrize("family", PACKED_RECURRENT)
+def test_texts_are_those_of_the_modules(family: str) -> None:
+    engines = [engine_for(tiny(family, dtype=torch.float32, layers=LAYERS), None, backend=backend)
+               for backend in ("packed", "hf")]
+    engines[1].runner.singly = True  # type: ignore[attr-defined]
+    prompts = [prompt(9), prompt(4, 1)]
+    one, other = ([result.tokens for result in engine.generate(prompts, max_new_tokens=24)] for engine in engines)
+    assert one == other
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("family", PACKED_RECURRENT)
+def test_quantised_matrices_stay_near(family: str, quant: Any) -> None:
+    model = tiny(family, dtype=torch.float32, layers=LAYERS)
+    wanted, ids = one_by_one(model, prompt(12)), prompt(12)
+    found = chunked_logits(packed(model, quant), ids, (5, 7))
+    error = float((found - wanted).norm() / wanted.norm())
+    assert 1e-5 < error < (0.1 if quant == "int8" else 0.8)
+
+
+def test_kernels_and_automatic_packing_leave_them_to_torch() -> None:
+    model = tiny("qwen3_5", dtype=torch.float32, layers=LAYERS)
+    assert not isinstance(packed(model, kernels=True), NativeRunner)
+    with pytest.raises(Unsupported, match="no kernels yet"):
+        build_module.worth_packing(model.config, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("family", PACKED_RECURRENT)
+def test_missing_and_surplus_tensors_are_refused(family: str) -> None:
+    model = tiny(family, dtype=torch.float32, layers=LAYERS)
+    held, shape = dict(model.state_dict()), shape_of(model.config)
+    check_names(model.config, shape, TensorSource(held))
+    name = next(name for name in held if name.endswith(("conv1d.weight", "conv.conv.weight")))
+    for wrong in ({key: value for key, value in held.items() if key != name}, {**held, f"{name}s": held[name]}):
+        with pytest.raises(Unsupported):
+            check_names(model.config, shape, TensorSource(wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"gate_scale": 0.9}, {"out_scales": (1.0, 0.9, 1.0)}, {"rotary": (None,) * LAYERS},
+                                   {"attention_scale": 0.5}], ids=str)
+def test_the_comparison_has_power(wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("falcon_h1", dtype=torch.float32, layers=LAYERS)
+    right, ids = shape_of(model.config), prompt(20)
+    monkeypatch.setattr(build_module, "shape_of", lambda *_: replace(right, **wrong))
+    wanted = one_by_one(model, ids)
+    assert gap(chunked_logits(packed(model), ids, (20,)), wanted) > 1e-3 * float(wanted.abs().max())
