@@ -173,7 +173,8 @@ def module_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     config = AutoConfig.for_model(kind.model_type, **kind.settings)
     home = kind.model_type.removesuffix("_text")
     modelling = importlib.import_module(f"transformers.models.{home}.modeling_{home}")
-    module = getattr(modelling, kind.module)(config, 0).to(torch.float64)
+    early = {"initialize_mixer_weights": False} if name == "falcon_mamba" else {}  # before its norms exist
+    module = getattr(modelling, kind.module)(config, 0, **early).to(torch.float64)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
         parameter.data = noise / (parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1)
