@@ -39,6 +39,8 @@ Way = Literal["singly", "together", "packed"]
 NEAR: dict[Way, float] = {"singly": 2e-5, "together": 0.02, "packed": 1e-4}
 """Of the largest logit. Modules compute several tokens in chunks, in float32, which loses digits where decays are
 steep; packed layers round at other places."""
+ENLARGED: dict[tuple[str, Way], float] = {("minimax", "singly"): 1e-3, ("mamba", "packed"): 1e-3}
+"""Of models whose random weights enlarge rounding: ten times what was seen."""
 each_way = pytest.mark.parametrize("way", ["singly", "packed"])
 EACH = [*((family, "singly") for family in RECURRENT), *((family, "packed") for family in PACKED_RECURRENT)]
 each_family = pytest.mark.parametrize(("family", "way"), EACH)
@@ -108,7 +110,7 @@ class Schedule:
             path = path_to(chunk, leaf)
             text = [*self.texts[chunk.seq], *(chunk.tokens[node] for node in path)]
             wanted = self.expected(text)[-len(path) :]
-            near = 1e-3 if (self.family, self.way) == ("minimax", "singly") else NEAR[self.way]  # it enlarges rounding
+            near = ENLARGED.get((self.family, self.way), NEAR[self.way])
             assert gap(found[path], wanted) < near * float(wanted.abs().max()), (self.family, chunk, leaf)
             if self.dice.random() < 0.15:
                 self.cache.rollback(chunk.seq)

@@ -24,8 +24,10 @@ from shoal.model.packed.weights import check_names
 from shoal.model.parity import check_parity, chunked_logits
 
 LAYERS = 4
-NEAR = {torch.float32: 1e-4, torch.float64: 2e-5}
+NEAR = {torch.float32: 1e-4, torch.float64: 5e-5}
 """Of the largest logit; transformers' recurrences compute in float32 in float64 models too."""
+ENLARGED = 5
+"""Of Mamba, whose random weights enlarge rounding."""
 pytestmark = pytest.mark.skipif(not PACKED_RECURRENT, reason="this transformers has no common cache of states")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in PACKED_RECURRENT},
@@ -67,9 +69,9 @@ def test_logits_are_those_of_the_modules(variant: str, dtype: torch.dtype) -> No
     family, changes = VARIANTS[variant]
     model = tiny(family, dtype=dtype, layers=LAYERS, **changes)
     ids, runner = prompt(30), packed(model)
-    wanted = one_by_one(model, ids)
+    wanted, near = one_by_one(model, ids), NEAR[dtype] * (ENLARGED if family == "mamba" else 1)
     for sizes in ((30,), (5, 20, 1, 4)):
-        assert gap(chunked_logits(runner, ids, sizes), wanted) < NEAR[dtype] * float(wanted.abs().max())
+        assert gap(chunked_logits(runner, ids, sizes), wanted) < near * float(wanted.abs().max())
     assert check_parity(runner, model, {torch.float32: 1e-4, torch.float64: 1e-4}) < 1e-2
 
 
