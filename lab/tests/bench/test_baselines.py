@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,13 +258,14 @@ def test_shoal_predicts_and_keeps_its_card(make: Make) -> None:
 
 def test_forwards_of_shoal_leave_its_cache_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     system, seen = make(Shoal), []
-    forward = system.engine.runner.forward
+    runner = system.engine.runner
 
-    def watched(chunks: Any, cache: Any) -> Any:
+    def watched(run: Any, chunks: Any, cache: Any) -> Any:
         seen.append((len(chunks[0].tokens), chunks[0].wanted, cache.layers[0].lengths[0], cache.layers[0].scratch[0]))
-        return forward(chunks, cache)
+        return run(chunks, cache)
 
-    monkeypatch.setattr(system.engine.runner, "forward", watched)
+    for name in ("forward", "argmax"):
+        monkeypatch.setattr(runner, name, partial(watched, getattr(runner, name)))
     assert len(system.forward(IDS, 8, 3)) == 3
     assert seen == [(60, 1, 0, 0)] + [(8, 8, 60, 0)] * 3
 
