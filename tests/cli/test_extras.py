@@ -79,6 +79,6 @@ def test_the_lab_s_overview_says_how_to_install_it() -> None:
 
 
 def test_what_is_hidden() -> None:
-    assert {"psutil", "fastapi", "matplotlib", "pytest", "shoal_lab"} <= set(absent())
+    assert {"psutil", "fastapi", "pytest", "shoal_lab"} <= set(absent())
     assert not {"torch", "numpy", "tokenizers", "safetensors", "shoal"} & set(absent())
     assert "fastapi" not in absent("serve")
