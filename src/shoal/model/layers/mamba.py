@@ -70,7 +70,8 @@ class SelectiveScan(Mixer):
         step = softplus(dt + self.dt_bias)
         matrix *= torch.exp(step * self.a)
         matrix += b[:, None] * (step * x)
-        return ((matrix * c[:, None]).sum(0) + self.d * x) * silu(gate)
+        out: Tensor = ((matrix * c[:, None]).sum(0) + self.d * x) * silu(gate)
+        return out
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
