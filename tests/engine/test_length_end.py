@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import random
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 from families import tiny
 from serving import MODEL, serving
 from shoal import JsonSchema, Regex
-from shoal.engine.constraints import constraint
+from shoal.engine.constraints import length_end
 from shoal.engine.constraints.constraint import Mask
-from shoal.engine.constraints.length_end import Patience
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -45,12 +43,6 @@ ENDLESS: dict[str, tuple[dict[str, Any], int]] = {
 """Schemas of texts without a longest one, and a limit that is small and enough for a short one."""
 ENDED = "a b ab"
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.5, "seed": 5}}
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches take as long as they need, however busy the machine is."""
-    monkeypatch.setattr(constraint, "Patience", functools.partial(Patience, math.inf))
 
 
 @functools.cache
@@ -108,10 +100,21 @@ def test_without_it_they_are_cut() -> None:
 
 
 def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint, "Patience", functools.partial(Patience, 0.0))
-    wanted = {"type": "array", "items": {"enum": ["another", "constraint"]}}
-    result = engine().generate(ENDED, constraint=wanted, max_new_tokens=80, logit_bias=never())
-    assert result.finish_reason == "length"
+    monkeypatch.setattr(length_end, "TRIED", 0)
+    given = {"constraint": LIST, "max_new_tokens": 80, "logit_bias": never()}
+    assert engine().generate(ENDED, **given).finish_reason == "length"
+    monkeypatch.undo()
+    assert engine().generate(ENDED, **given).finish_reason == "stop"
+
+
+@by_turns("name, sampling, tried", ENDLESS, SAMPLINGS, [30, 300, 3000])
+def test_drafts_change_nothing_where_searches_are_given_up(
+    name: str, sampling: str, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(length_end, "TRIED", tried)
+    given = {"constraint": ENDLESS[name][0], "max_new_tokens": 40, "logit_bias": never(), **SAMPLINGS[sampling]}
+    plain = engine().generate(ENDED, **given)
+    assert engine().generate(ENDED, method=PromptLookup(min_ngram=1), **given).tokens == plain.tokens
 
 
 def test_the_contexts_end_is_a_limit_too() -> None:
@@ -162,20 +165,29 @@ def test_whatever_is_drawn_ends_in_time(name: str) -> None:
                 text.append(dice.choice(allowed))
 
 
-def test_it_depends_on_the_text_and_the_limit_alone_in_whatever_order_it_is_asked() -> None:
-    dice, schema = random.Random(3), JsonSchema(ENDLESS["object"][0])
+@pytest.mark.parametrize("name", ["object", "either"])
+@pytest.mark.parametrize("tried", [200, 250, length_end.TRIED])
+def test_it_depends_on_the_text_and_the_limit_alone_in_whatever_order_it_is_asked(
+    name: str, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(length_end, "TRIED", tried)
+    dice, schema = random.Random(3), JsonSchema(ENDLESS[name][0])
     found, texts = mask(schema, 40), [list[int]()]
-    for _ in range(150):
+    for _ in range(100):
         text = dice.choice(texts[-20:])
         tokens = found(text).nonzero().flatten().tolist()
         texts.append([*text, dice.choice(tokens)] if len(text) < 39 else [])
-        other = dice.choice(texts)
-        assert torch.equal(found(other), mask(schema, 40)(other))
+        for other in (texts[-1], dice.choice(texts)):
+            assert torch.equal(found(other), mask(schema, 40)(other))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tried", [100, length_end.TRIED])
 @pytest.mark.parametrize("name", ["byte_level", "stories260K"])
-def test_the_quick_answers_are_those_of_the_whole_mask(name: str) -> None:
+def test_the_quick_answers_are_those_of_the_whole_mask(
+    name: str, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(length_end, "TRIED", tried)
     dice, narrowed = random.Random(5), 0
     for schema, least in ENDLESS.values():
         limit = 2 * least + 20
@@ -190,7 +202,7 @@ def test_the_quick_answers_are_those_of_the_whole_mask(name: str) -> None:
                 assert quick.lets(text, token) == bool(slow[token])
             assert not (slow & ~free).any()
             texts.append([*text, dice.choice(allowed)])
-    assert narrowed > 10
+    assert tried == 100 or narrowed > 10
 
 
 def test_what_is_kept_is_what_trying_every_text_keeps() -> None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from shoal.decode.prefixes import common
 from shoal.decode.sampling import Allowed
-from shoal.engine.constraints.length_end import LengthAwareEnd, Patience, Spelling
+from shoal.engine.constraints.length_end import LengthAwareEnd, Spelling
 from shoal.engine.constraints.monitor import MarkedTokens, Monitor, Watched, python_members
 from shoal.errors import Unsupported, check_text, needs
 from shoal.sandbox.helper import Helpers, NoAnswer
@@ -286,15 +286,15 @@ class Compiler:
         """
         if isinstance(wanted, Monitor):
             return partial(Watched, wanted, self._vocabulary(wanted.mark), prompt, patient)
-        matcher, patience = self.prepare(wanted)
+        matcher = self.prepare(wanted)
         end = None
         if wanted.wind_up and limit is not None:
             reserve = min(max(_RESERVE[0], len(wanted.text) // 4), _RESERVE[1])
-            end = partial(LengthAwareEnd, matcher, patience, self._spelling, limit, reserve)
+            end = partial(LengthAwareEnd, matcher, self._spelling, limit, reserve)
         return partial(Mask, matcher, wanted, self._eos, self._size, end)
 
-    def prepare(self, wanted: Constraint) -> tuple[Any, Patience]:
-        """The matcher of a constraint, at its beginning, and the time that its answers may take to wind up.
+    def prepare(self, wanted: Constraint) -> Any:
+        """The matcher of a constraint, at its beginning.
 
         A large one takes seconds to compile, once. Unsupported as for a call.
         """
@@ -303,7 +303,7 @@ class Compiler:
             raise Unsupported(found.what, found.why, found.remedy)
         return found
 
-    def _made(self, wanted: Constraint) -> tuple[Any, Patience] | Unsupported:
+    def _made(self, wanted: Constraint) -> Any | Unsupported:
         """The same, or why there is none."""
         try:
             lark = wanted.grammar()
@@ -314,7 +314,7 @@ class Compiler:
             for warning in matcher.get_grammar_warnings():
                 log.warning("the constraint %s: %s", wanted, warning)
             Mask(matcher, wanted, self._eos, self._size)([])
-            return matcher, Patience()
+            return matcher
         except NoAnswer as error:
             return _unmet(wanted, str(error))
         except Unsupported as error:
@@ -387,7 +387,9 @@ class Mask(Allowed):
             return super().lets(tokens, token)
         if not self._matcher.validate_tokens([token]):
             return False
-        return self._end is None or not self._end.near(tokens) or self._end.lets(self._all(), token)
+        if self._end is None or not self._end.near(tokens):
+            return True
+        return self._end.keeps(self._all(), token) or super().lets(tokens, token)
 
     @override
     def sole(self, tokens: Sequence[int]) -> int | None:

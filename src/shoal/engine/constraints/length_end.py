@@ -2,19 +2,18 @@
 
 The way is found by trying characters, first those that close JSON. So it is short, but need not be the shortest. Once
 the way takes nearly all the tokens that are left, a token may come only if such a way still fits behind it: strings go
-on and are closed, and nothing is opened for which there is no room. What is allowed depends on the text and the limit
-alone. The exception is a constraint under which the search takes so long that others would wait: from then on no answer
-under that constraint is led to its end.
+on and are closed, and nothing is opened for which there is no room. What is allowed depends on the constraint, the text
+and the limit alone. So a search is bounded by a count, not by time: a text behind which no way is found within it is
+not led to its end.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +22,11 @@ from torch import Tensor
 
 from shoal.decode.prefixes import common
 
-Asked = TypeVar("Asked")
 _MANY = 256
 """More allowed tokens than this mean free text."""
 _SAMPLES = 8
 """Plain-text tokens, evenly spaced, that are checked for all of them."""
-_LONGEST = 600
+_LONGEST = 300
 """Most steps of a search for a way."""
 _PAUSE = 32
 """Where no way fits, the search is repeated at every token whose number this divides."""
@@ -36,6 +34,8 @@ _HEAD = 16
 """Characters of a way that are tried before the whole."""
 _CHARACTER = 3
 """Most tokens that complete a character after its first byte."""
+TRIED = 50_000
+"""Most tokens that are tried behind one text. A tenth of a second at most, as grammars go."""
 
 _PRINTABLE = "".join(map(chr, range(32, 127)))
 _INSIDE, _OUTSIDE = '"a0' + _PRINTABLE, '}]0ntf"[{,:' + _PRINTABLE
@@ -88,21 +88,12 @@ class _Way(NamedTuple):
     open: bool
 
 
-@dataclass
-class Patience:
-    """The time that searches may take under one constraint, shared by all its sequences.
-
-    Attributes:
-        seconds: of computing time for one question.
-        over: whether one took longer, so that no search is made any more.
-    """
-
-    seconds: float = 0.1
-    over: bool = False
+_LOST = _Way("", 0, False)
+"""Behind a search that was given up, and behind all that follows there."""
 
 
-class _TooLong(Exception):
-    """A question took more time than it may."""
+class _TooMany(Exception):
+    """The tokens that may be tried behind one text do not suffice."""
 
 
 class LengthAwareEnd:
@@ -110,65 +101,54 @@ class LengthAwareEnd:
 
     Args:
         matcher: of the constraint, at its beginning; it is not moved.
-        patience: of the constraint.
         spelling: of the model's tokens.
         limit: most tokens of the answer, its end of sequence included.
         reserve: tokens are checked once at most this many are left beside the way to the end. At least what one token
             can add to the way.
     """
 
-    def __init__(self, matcher: Any, patience: Patience, spelling: Spelling, limit: int, reserve: int) -> None:
+    def __init__(self, matcher: Any, spelling: Spelling, limit: int, reserve: int) -> None:
         self._matcher, self._spelling, self._limit, self._reserve = matcher.deep_copy(), spelling, limit, reserve
-        self._patience = patience
         self._read: list[int] = []
         self._rests: dict[int, list[int]] = {}
-        self._ways = [_Way("", 0, False)]
-        self._ways = self._asked(lambda: [self._found(self._matcher) or self._ways[0]], self._ways)
+        self._tried = 0
+        self._ways = [_LOST]
+        with suppress(_TooMany):
+            self._ways[0] = self._found(self._matcher) or _Way("", 0, False)
 
     def near(self, tokens: Sequence[int]) -> bool:
         """Whether what may follow `tokens`, which meet the constraint and have no end, depends on the limit."""
-        return self._asked(lambda: self._near(tokens), False)
-
-    def narrowed(self, mask: Tensor) -> Tensor:
-        """The part of a mask, bool [V], that leaves room for an end, behind the tokens of the last `near`."""
-        return self._asked(lambda: self._narrowed(mask), mask)
-
-    def lets(self, mask: Tensor, token: int) -> bool:
-        """The same for one token."""
-        return self._asked(lambda: self._lets(mask, token), bool(mask[token]))
-
-    def _near(self, tokens: Sequence[int]) -> bool:
         self._move(tokens)
         way = self._ways[-1]
         return way.open and 0 <= self._left - way.cost <= self._reserve
 
-    def _narrowed(self, mask: Tensor) -> Tensor:
-        kept, others = self._sorted(mask)
-        kept[[token for token in others.tolist() if self._fits(token)]] = True
+    def narrowed(self, mask: Tensor) -> Tensor:
+        """The part of a mask, bool [V], that leaves room for an end, behind the tokens of the last `near`."""
+        self._tried = 0
+        try:
+            kept, others = self._sorted(mask)
+            kept[[token for token in others.tolist() if self._fits(token)]] = True
+        except _TooMany:
+            return mask
         return torch.from_numpy(kept)
 
-    def _lets(self, mask: Tensor, token: int) -> bool:
-        kept, others = self._sorted(mask)
-        return bool(kept[token]) or (token in others and self._fits(token))
-
-    def _asked(self, answer: Callable[[], Asked], otherwise: Asked) -> Asked:
-        """The answer to a question; `otherwise` where this or an earlier question took too long."""
-        self._until = time.thread_time() + self._patience.seconds
+    def keeps(self, mask: Tensor, token: int) -> bool:
+        """Whether a token is seen to be in that part without looking at every other one."""
+        self._tried = 0
         try:
-            self._check()
-            return answer()
-        except _TooLong:
-            self._patience.over = True
-            return otherwise
+            return bool(self._sorted(mask)[0][token])
+        except _TooMany:
+            return False
 
-    def _check(self) -> None:
-        """Raise `_TooLong` once the time is up; called within long searches."""
-        if self._patience.over or time.thread_time() > self._until:
-            raise _TooLong
+    def _count(self, tokens: int) -> None:
+        """Count tokens that are about to be tried; raise `_TooMany` where they are too many."""
+        self._tried += tokens
+        if self._tried > TRIED:
+            raise _TooMany
 
     def _follows(self, matcher: Any, tokens: Sequence[int]) -> bool:
         """Whether tokens may follow, all of them."""
-        self._check()
+        self._count(len(tokens))
         return bool(matcher.validate_tokens(tokens) == len(tokens))
 
     @property
@@ -225,7 +205,11 @@ class LengthAwareEnd:
         for token in tokens[same:]:
             self._matcher.try_consume_tokens([token])
             self._read.append(token)
-            self._ways.append(self._next(token))
+            self._tried = 0
+            try:
+                self._ways.append(self._next(token))
+            except _TooMany:
+                self._ways.append(_LOST)
         self._rests.clear()
 
     def _next(self, token: int) -> _Way:
@@ -234,6 +218,8 @@ class LengthAwareEnd:
         Where it had no room, or was lost for longer than a character, this is checked only at times.
         """
         before, due = self._ways[-1], len(self._read) % _PAUSE == 0
+        if before is _LOST:
+            return _LOST
         room = before.cost <= self._left + 1 + _CHARACTER
         left = next(self._parts(before.text, self._spelling.lengths[token]), None) if room or due else None
         if left is not None and left.cost <= self._left or not (due or room and before.open):
@@ -253,13 +239,13 @@ class LengthAwareEnd:
     def _found(self, matcher: Any) -> _Way | None:
         """The shorter of a way that begins within a string and one that begins outside."""
         for turns in (False, True):
-            texts = [self._tried(matcher.deep_copy(), inside, turns) for inside in (True, False)]
+            texts = [self._closed(matcher.deep_copy(), inside, turns) for inside in (True, False)]
             ways = [_Way(text, len(self._spelling.ending(text)), True) for text in texts if text is not None]
             if ways:
                 return min(ways, key=lambda way: way.cost)
         return None
 
-    def _tried(self, matcher: Any, inside: bool, turns: bool) -> str | None:
+    def _closed(self, matcher: Any, inside: bool, turns: bool) -> str | None:
         """What closes a text, character by character; None where none is found, or `inside` is wrong.
 
         Args:
@@ -268,7 +254,9 @@ class LengthAwareEnd:
             turns: whether a string's characters take turns, which some patterns need to end.
         """
         singles, pieces, used = self._spelling.singles, list[str](), Counter[str]()
+        most = min(_LONGEST, 4 * self._left)
         while not matcher.is_accepting():
+            self._count(1)
             piece = matcher.compute_ff_bytes().decode("utf-8", "ignore")
             if not piece:
                 order = sorted(_INSIDE, key=used.__getitem__) if inside and turns else _INSIDE if inside else _OUTSIDE
@@ -276,7 +264,7 @@ class LengthAwareEnd:
                 piece = next(able, "")
             ids = self._spelling.ending(piece)[:-1]
             astray = not inside and piece in ("}", "]") and self._both(matcher)
-            if astray or not ids or len(pieces) > _LONGEST or matcher.try_consume_tokens(ids) != len(ids):
+            if astray or not ids or len(pieces) > most or matcher.try_consume_tokens(ids) != len(ids):
                 return None
             pieces.append(piece)
             used[piece] += 1
