@@ -20,6 +20,7 @@ def tool() -> ModuleType:
     return scripts.script("tools/check_structure.py")
 
 
+@pytest.mark.slow
 @needs_lab
 def test_the_source_is_as_it_should_be(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main() == 0
@@ -61,6 +62,7 @@ def test_identifiers_that_say_too_little(tool: ModuleType, tmp_path: Path, monke
     assert list(tool.vague([tmp_path / "a.py"])) == [f"a.py:{line} is named words" for line in (3, 1, 2)]
 
 
+@pytest.mark.slow
 @needs_lab
 def test_a_bound_that_is_passed(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "MOST_CLASSES", 1)

@@ -28,6 +28,7 @@ def test_a_difference_is_a_tie_or_a_fault() -> None:
     assert reference.judge([1, 2], 1e-4)[0]
 
 
+@pytest.mark.slow
 def test_a_wrong_executor_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows are wrong for this type; the check at load is left out."""
     monkeypatch.setattr(load, "settle_layout", lambda runner, _: setattr(runner, "prepacks", False))

@@ -86,6 +86,7 @@ def cut_and_complete(source: Path, target: Path, cut: int, again: int) -> None:
         assert said(target) == WHOLE
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no SIGKILL")
 @by_turns("seed", range(2))
 def test_a_job_that_is_killed_while_it_writes_is_completed(tmp_path: Path, seed: int) -> None:

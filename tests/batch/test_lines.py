@@ -123,6 +123,7 @@ def test_what_is_no_id(name: Any) -> None:
         id_of({"id": name})
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.binary(max_size=40) | st.recursive(st.none() | st.text(), lambda inner: st.lists(inner)).map(
     lambda value: json.dumps(value).encode()))

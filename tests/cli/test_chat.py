@@ -191,6 +191,7 @@ class Terminal:
         os.write(self._master, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
 def test_a_terminal(chat_folder: str) -> None:
     """A prompt, an answer that Ctrl-C ends, another prompt, and Ctrl-D."""
@@ -218,6 +219,7 @@ WITHOUT_READLINE = ("import sys; sys.modules['readline'] = None; from shoal.cli 
                     "sys.exit(main(sys.argv[1:]))")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
 @pytest.mark.parametrize("code", ["", WITHOUT_READLINE], ids=["readline", "none"])
 def test_a_paste_is_one_message(chat_folder: str, tmp_path: Path, code: str) -> None:

@@ -156,8 +156,8 @@ def test_bad_usage_is_one_line_on_stderr_and_code_2():
     assert done.stderr == "shoal recommend: error: --max-drop is 2.0; it must be in [0, 1): 0.015 is 1.5 points\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["llama-Q4_0.gguf", "gemma3-Q4_K_M.gguf"])
-@pytest.mark.quick(1)
 def test_a_file_runs_without_the_models_code(file):
     """The modules with which transformers defines models take as long to import as torch."""
     code = (

@@ -24,8 +24,8 @@ def filled(words: list[str], model: str, out: Path) -> list[str]:
     return [word.format(model=model, out=out / "out") for word in words]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MISSING)
-@pytest.mark.quick(3)
 def test_a_missing_package_is_named_with_its_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
     words, said = MISSING[case]
     done = command((), *filled(words, tiny_folder, tmp_path))
@@ -35,8 +35,8 @@ def test_a_missing_package_is_named_with_its_extra(case: str, tiny_folder: str, 
     assert done.stderr.count(f"shoal {words[0]}") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
-@pytest.mark.quick(3)
 def test_a_wrong_option_comes_before_a_missing_package(case: str, tiny_folder: str, tmp_path: Path) -> None:
     words, said = WRONG[case]
     done = command((), *filled(words, tiny_folder, tmp_path))

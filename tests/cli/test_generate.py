@@ -228,6 +228,7 @@ def test_an_interrupted_report_is_still_a_report(capsys, monkeypatch, tiny_folde
     assert found["finish_reason"] == "cancelled" and len(found["tokens"]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT to send to a single process")
 def test_ctrl_c(tiny_folder):
     words = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]
@@ -240,6 +241,7 @@ def test_ctrl_c(tiny_folder):
     assert b"interrupted" in err and b"Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pipes break differently there")
 def test_a_reader_that_leaves(tiny_folder):
     words = [sys.executable, "-m", "shoal", "generate", "abc", "--model", tiny_folder, "--max-new-tokens", "60000"]

@@ -202,8 +202,8 @@ DRAFTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @by_turns("name", DRAFTS)
-@pytest.mark.quick(1)
 def test_samples_have_the_renormalised_law(name: str) -> None:
     found, kept = samples(DRAFTS[name](noisy(target().model, 0.15, seed=3)))
     assert chi_square(found, law()) > 1e-4

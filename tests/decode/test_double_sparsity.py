@@ -95,6 +95,7 @@ def test_what_is_read_is_what_some_dimensions_say(backend: Backend, name: str, p
     assert gap(run.logits(3).to(plain.dtype), plain) > 0.05, "k was too large to matter"
 
 
+@pytest.mark.slow
 @on_backends("llama", "qwen3")
 def test_all_dimensions_are_the_oracle(backend: Backend, name: str) -> None:
     method, info = method_for(backend, name, width=8)

@@ -229,6 +229,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @on_backends("llama", "hybrid")
 def test_rows_with_parts_share_steps_with_others(backend: Backend, name: str) -> None:
     """Each sequence of a batch, whatever components its mates have and however its prompt is cut, is its own run."""

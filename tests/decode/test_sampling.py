@@ -209,6 +209,7 @@ def test_a_tiny_temperature_is_the_greedy_law(temperature: float) -> None:
     torch.testing.assert_close(probs, s.probs_of(logits_of(2), Sampling(0.0)))
 
 
+@pytest.mark.slow
 def test_uniform_is_reproducible() -> None:
     """Constants from a separate computation with NumPy's uint64; they must never change."""
     assert [s.uniform(*key) for key in KEYS] == CONSTANTS
@@ -267,6 +268,7 @@ def test_the_harness_sees_a_wrong_law() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.0, 1e-300, 1e-30, 1e-8, 0.1, 1 / 3, 1.0]) | st.floats(0, 1), min_size=1),

@@ -82,6 +82,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @on_one_backend("recipe", RECIPES, "llama", "hybrid")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     """The window may lie in several pieces of the prompt, and in a forward with others."""

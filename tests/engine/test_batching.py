@@ -60,12 +60,12 @@ def play(how: Policy, seed: int, tokens: Sequence[int], method: Any) -> tuple[fl
     return layers, [handle.results[0].tokens for handle in handles]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "method", "waves_win"),
     [((10, 13, 16), STEEP, True), ((2, 3, 30), STEEP, False), ((6, 12, 18), "full", False)],
     ids=["similar", "unequal", "full"],
 )
-@pytest.mark.quick(1)
 def test_waves_spare_layers_where_answers_are_alike(tokens: Sequence[int], method: Any, waves_win: bool) -> None:
     join, expected = play(Policy(), 1, tokens, method)
     waves, answers = play(Policy("waves"), 1, tokens, method)

@@ -335,6 +335,7 @@ def test_the_reference_model_answers_in_json() -> None:
     assert json.loads(result.text) in SCHEMAS["choice"]["enum"]
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_accepted_guesses_are_those_of_the_plain_loop() -> None:
     """Each by the text before it, which a guess's own block belongs to once."""
     given: dict[str, Any] = {"constraint": Regex("(?s:.{40})x*"), "max_new_tokens": 60, "logprobs": 3}

@@ -73,6 +73,7 @@ def test_logits_are_those_of_the_largest_forward(
     assert sizes.logits == max(found)
 
 
+@pytest.mark.slow
 @given(lengths=LENGTHS, new=st.integers(2, 12), chunk=st.sampled_from([7, 16, 2048]), family=st.sampled_from(
     ["llama", "opt"]), guessed=st.booleans())
 @settings(max_examples=30, deadline=None)

@@ -45,6 +45,7 @@ DRAFTED: list[Any] = [PromptLookup(length=3), D3Spec(mean=0.5, core=1, length=3)
 BOUNDED: list[Any] = [*DRAFTED, SnapKV(budget=12, window=4, pool=3), Settling(0.5)]
 
 
+@pytest.mark.slow
 @given(
     backend=st.sampled_from(BACKENDS),
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),

@@ -141,6 +141,7 @@ def test_the_harness_tells_laws_apart(drawn_as: str, tested_as: str) -> None:
     assert value > 2 * critical
 
 
+@pytest.mark.slow
 def test_tokens_of_one_row_are_drawn_independently() -> None:
     """One uniform number used twice would tie the second token to the first."""
     counts = drawn("T = 1", FULL, 2)

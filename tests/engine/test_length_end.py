@@ -79,7 +79,7 @@ def valid(schema: Any, text: str) -> bool:
 
 
 @by_turns("name, method, sampling", ENDLESS, [Full(), PromptLookup(min_ngram=1)], SAMPLINGS)
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_every_answer_is_valid_within_its_limit(name: str, method: Any, sampling: str) -> None:
     options = SAMPLINGS[sampling]
     schema, least = ENDLESS[name]
@@ -125,8 +125,8 @@ def test_the_contexts_end_is_a_limit_too() -> None:
     assert result.finish_reason == "stop" and len(result.tokens) <= 12 and valid(LIST, result.text)
 
 
+@pytest.mark.slow
 @by_turns("name", ENDLESS)
-@pytest.mark.quick(1)
 def test_an_answer_with_room_stays_as_it_is(name: str) -> None:
     schema, _ = ENDLESS[name]
     for seed in range(4):
@@ -137,6 +137,7 @@ def test_an_answer_with_room_stays_as_it_is(name: str) -> None:
         assert bound.tokens[:same] == free.tokens[:same]
 
 
+@pytest.mark.slow
 def test_batches_and_a_scheduler_answer_as_one_does_alone() -> None:
     schemas = [schema for schema, _ in ENDLESS.values()]
     given = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3, "logit_bias": never()}
@@ -152,8 +153,8 @@ def test_batches_and_a_scheduler_answer_as_one_does_alone() -> None:
     assert all(valid(schema, one.text) for one, schema in zip(pair, schemas, strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "stories260K", "shoal-reference"])
-@pytest.mark.quick(1)
 def test_whatever_is_drawn_ends_in_time(name: str) -> None:
     dice, eos = random.Random(name), tokenizer(name).eos_token_id
     for schema, least in ENDLESS.values():

@@ -103,6 +103,7 @@ def test_what_fits_is_left_as_it_is(engine: Engine) -> None:
     assert (found.method, found.seqs, found.changed, found.sizes) == (make("prompt_lookup"), 3, "", whole)
 
 
+@pytest.mark.slow
 def test_guesses_go_first_then_rows_then_what_is_allowed(engine: Engine) -> None:
     whole = sized(engine, IDS, method="prompt_lookup")
     fewer = plan(engine, limit(whole.total - 1), method="prompt_lookup")
@@ -128,6 +129,7 @@ def test_more_memory_never_gives_less(engine: Engine) -> None:
     assert all(one.sizes.total <= size for one, size in zip(found, steps, strict=True))
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_parts_and_a_length_that_fits(engine: Engine) -> None:
     tight = limit(sized(engine, IDS[1:2], max_new_tokens=11).total)
     with pytest.raises(OutOfMemory, match=r"kv \d.*max_new_tokens of 11 or less") as refused:

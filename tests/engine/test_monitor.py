@@ -133,9 +133,9 @@ def test_what_nothing_is_known_of_is_bit_equal_to_plain_decoding(options: dict[s
     assert (plain.tokens, plain.logprobs) == (watched.tokens, watched.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.5}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", [PromptLookup(min_ngram=1), D3Spec()], ids=lambda method: method.name)
-@pytest.mark.quick(1)
 def test_drafts_give_what_plain_decoding_does_and_every_word_is_known(method: Any, options: dict[str, Any]) -> None:
     found, prompt = 0, "ab.x x.ab y.b b.a x."
     for seed in range(8):

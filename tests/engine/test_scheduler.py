@@ -78,6 +78,7 @@ def finish(scheduler: Scheduler) -> None:
         assert turns < 1000, "the scheduler does not come to an end"
 
 
+@pytest.mark.slow
 @settings(max_examples=SCHEDULES)
 @given(
     family=st.sampled_from(["llama", "hybrid"]),
@@ -93,6 +94,7 @@ def test_every_row_gives_what_it_gives_alone(
     follow(scheduler, JOBS, todo, lambda job: [alone(family, job)])
 
 
+@pytest.mark.slow
 @given(
     family=st.sampled_from(["llama", "hybrid"]),
     jobs=st.lists(st.integers(0, len(JOBS) - 1), min_size=1, max_size=12),

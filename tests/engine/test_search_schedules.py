@@ -159,6 +159,7 @@ def run(number: int) -> int:
     return forks
 
 
+@pytest.mark.slow
 def test_a_few() -> None:
     assert sum(map(run, range(QUICK))) > QUICK / 2
 

@@ -182,12 +182,12 @@ def check(chat: Session, engine: Engine, question: str, method: Any) -> None:
     assert chat.messages == new.messages
 
 
+@pytest.mark.slow
 @by_turns("family, backend", ["llama", "mistral", "hybrid"], ["hf", "packed"])
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @example(history=[Turn("Hello there", 0, "whole", 1), Cut(0), Turn("x" * 40, 0, "layer fails", 2)], method=0)
 @example(history=[Turn("Hello there", 1, "left", 6), Swap(None, "Hello then", "Hi")], method=1)
 @given(history=deeds, method=st.integers(0, len(METHODS) - 1))
-@pytest.mark.quick(1)
 def test_the_next_answer_is_that_of_a_new_session(
     family: str, backend: Any, history: list[Turn | Cut | Swap], method: int
 ) -> None:

@@ -288,6 +288,7 @@ def test_greedy_decoding_leaves_the_generator_alone(llama: PreTrainedModel) -> N
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.slow
 def test_the_law_of_samples_is_that_of_the_scores(llama: PreTrainedModel) -> None:
     from scipy.stats import chisquare
 

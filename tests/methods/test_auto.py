@@ -195,6 +195,7 @@ def test_the_part_that_ships_changes_no_token(
     assert found[0].stats.draft_forwards > 0 and sum(one.stats.accepted for one in found) > 0
 
 
+@pytest.mark.slow
 def test_the_part_that_ships_rests_where_it_does_not_pay(shipped: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again after a pause, when it has seen nothing of what was decoded in between but the end."""
     monkeypatch.setattr(policy, "MARGIN", 1e9)

@@ -97,6 +97,7 @@ def test_drafts_change_no_sample(drafting: Method) -> None:
     assert sum(r.stats.drafted for r in drafted) > 0
 
 
+@pytest.mark.slow
 def test_each_sample_ends_where_it_would_alone() -> None:
     """By stop strings, stop ids, an end of sequence and the limit, each with its text."""
     engine = engine_for(tiny("llama"), WORDS)

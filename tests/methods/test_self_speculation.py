@@ -272,6 +272,7 @@ def test_stop_strings_end_a_block_exactly_there(method: str) -> None:
         assert "".join(step.text for step in run.seqs[0].steps) == text[: text.index(stop)]
 
 
+@pytest.mark.slow
 @brief_methods
 def test_rows_are_independent(method: str) -> None:
     """Neither tokens nor what drafting brought depend on batch-mates."""
@@ -326,10 +327,10 @@ def test_all_layers_accept_everything() -> None:
             assert [seq.ledger.target_forwards for seq in run.seqs] == [1 + 4] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @each_method
 @pytest.mark.parametrize("backend", ["hf", "packed"])
-@pytest.mark.quick(3)
 def test_trained_weights(backend: str, method: str, sampling: str) -> None:
     """A small story model of five layers, where it is at hand."""
     engine = engine_for(load_model(STORIES), backend=backend)

@@ -129,6 +129,7 @@ def test_a_window_that_ends_within_a_tree(backend: Backend, name: str) -> None:
     assert gap([runner.forward([one], cache) for one in pieces][-1], expected) <= backend.exact
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.booleans(), st.lists(st.integers(1, 9), min_size=6, max_size=6))
 def test_any_nested_plan(seed: int, chain: bool, drops: list[int]) -> None:

@@ -71,7 +71,7 @@ def test_a_tokenizer_with_a_way_of_its_own_keeps_it() -> None:
     assert rendered(Own(), TALK, a=1) == "4 {'a': 1, 'tokenize': False}"
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_template_is_held_to_limits(little_time: None, case: str) -> None:
     text, why = HOSTILE[case]

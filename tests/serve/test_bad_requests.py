@@ -189,6 +189,7 @@ def test_a_client_that_vanishes_frees_its_row(server: Running) -> None:
     wait(lambda: server.scheduler.running == 0)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_nobody_up(server: Running) -> None:
     body = json.dumps({**PLAIN, "max_tokens": 490, "stream": True, "logprobs": 20, "temperature": 0})
     host, port = server.url.removeprefix("http://").split(":")

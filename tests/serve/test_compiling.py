@@ -101,6 +101,7 @@ def test_a_grammar_of_very_many_alternatives_is_answered(server: Running) -> Non
     assert refused.status_code == 400 and "too many parts" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", [True, False])
 def test_an_object_of_thousands_of_properties_binds_its_answer(server: Running, required: bool) -> None:
     schema = {"type": "object", "properties": properties(3000), "additionalProperties": False}
@@ -137,6 +138,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore,
     go.set()
 
 
+@pytest.mark.slow
 def test_others_are_answered_while_constraints_are_compiled(
     server: Running, held: tuple[threading.Semaphore, threading.Event]
 ) -> None:

@@ -68,6 +68,7 @@ def raw(server: Running, body: str, announced: int | None = None) -> socket.sock
     return one
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tiny_engine(), scheduling={"max_seqs": 1}) as server:
         health = f"{server.url}/health"
@@ -97,6 +98,7 @@ def test_a_killed_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         calm(server)
 
 
+@pytest.mark.slow
 def test_clients_that_vanish_leave_the_others_alone(server: Running) -> None:
     expected, rng = server.engine.generate("Some words", max_new_tokens=120).text, random.Random(1)
     said: list[str] = []
@@ -123,6 +125,7 @@ def test_clients_that_vanish_leave_the_others_alone(server: Running) -> None:
     assert len(named) <= before, named
 
 
+@pytest.mark.slow
 def test_a_megabyte_of_prompt_is_refused_and_delays_nobody(server: Running) -> None:
     expected, said = server.engine.generate("Some words", max_new_tokens=120).text, []
     other = threading.Thread(target=lambda: said.append(text(ask(server))))
@@ -138,6 +141,7 @@ def test_a_megabyte_of_prompt_is_refused_and_delays_nobody(server: Running) -> N
     calm(server)
 
 
+@pytest.mark.slow
 def test_clients_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "LAST_WORDS", 0.5)
     with serving(tiny_engine(), timeout=1.5) as server:

@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Callable[[str], str]:
     return made
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_chats_are_400_with_the_reason_and_completions_go_on(folder: Callable[[str], str], case: str) -> None:
     text, why = HOSTILE[case]
@@ -71,6 +71,7 @@ def test_chats_are_400_with_the_reason_and_completions_go_on(folder: Callable[[s
         assert client.completions.create(model=MODEL, prompt="Hi", max_tokens=3).usage.completion_tokens == 3
 
 
+@pytest.mark.slow
 def test_chats_that_wait_for_a_template_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more of them than threads for all other work."""
     go, ask = threading.Event(), Helpers.ask
@@ -85,6 +86,7 @@ def test_chats_that_wait_for_a_template_hold_up_no_others(monkeypatch: pytest.Mo
     assert found == [200] * 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["indent", "silent"])
 def test_python_and_the_command_line_say_so(
     folder: Callable[[str], str], case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

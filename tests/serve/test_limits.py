@@ -59,6 +59,7 @@ def test_without_a_limit_answers_have_the_servers_default(server: Running) -> No
         assert post(small, "chat/completions").json()["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", list(ROUTES))
 def test_a_limit_beyond_the_context_is_the_contexts(wide: Running, route: str) -> None:
     usages = []

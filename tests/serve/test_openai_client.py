@@ -191,6 +191,7 @@ def test_keys() -> None:
             assert list(server.client(api_key=key).models.list())
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_429_and_harms_nobody() -> None:
     with serving(tiny_engine(), scheduling={"max_seqs": 1, "max_waiting": 1}) as server:
         client = server.client()

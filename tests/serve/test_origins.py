@@ -148,6 +148,7 @@ def test_a_body_of_two_lengths_is_refused_and_nothing_after_it_is_read(server: R
     assert found.startswith(b"HTTP/1.1 400") and found.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.slow
 def test_idle_connections_stay_open_as_long_as_the_operator_says() -> None:
     for seconds, stays in ((1.0, False), (30.0, True)):
         with serving(tiny_engine(), keep_alive=seconds) as one, httpx.Client(base_url=one.url) as client:

@@ -68,6 +68,7 @@ def test_one_call_guesses_what_forwards_would(
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_one_call_guesses_what_transformers_would(tmp_path: Path) -> None:
     run, proposer = drafted(tmp_path, few=True, length=3)
     slow, seen = EagleReference(tmp_path, "llama"), 0

@@ -51,6 +51,7 @@ def test_samples_have_the_law_of_the_target(name: str) -> None:
     assert name == "plain" or 0.05 < kept < 0.95
 
 
+@pytest.mark.slow
 def test_a_wrong_order_of_siblings_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = choosing.choose
 
@@ -61,6 +62,7 @@ def test_a_wrong_order_of_siblings_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert chi_square(samples(EXACT["tree"])[0], probs()) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = choosing.choose
 
@@ -71,6 +73,7 @@ def test_a_law_that_was_not_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) 
     assert chi_square(samples(EXACT["chain"])[0], probs()) < 1e-6
 
 
+@pytest.mark.slow
 def test_one_number_for_all_draws_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting with the number that the acceptance test uses."""
     import shoal.speculative.choose as module

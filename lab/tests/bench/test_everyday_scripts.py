@@ -64,6 +64,7 @@ def asked(server: Running, kinds: Sequence[str], **transport: Any) -> Client:
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_all_kinds_of_requests_are_asked_and_right(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_soak, "SYSTEMS", ["Be brief."])  # the toy model's context is short
     client = asked(server, [*KINDS, *KINDS])

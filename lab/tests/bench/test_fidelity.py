@@ -131,6 +131,7 @@ def test_readers_of_a_file_agree(model: MeasuredModel) -> None:
         readers.open_reader("shoal int3", model, 1)
 
 
+@pytest.mark.slow
 def test_the_script_reads_joins_and_reports(
     script: ModuleType, model: MeasuredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

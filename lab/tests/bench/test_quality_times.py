@@ -23,6 +23,7 @@ def quality_times(monkeypatch: pytest.MonkeyPatch) -> Any:
     return quality_times
 
 
+@pytest.mark.slow
 def test_what_the_results_name_is_timed_and_found_again(
     quality_times: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

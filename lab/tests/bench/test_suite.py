@@ -184,6 +184,7 @@ class Reports:
         return self.found
 
 
+@pytest.mark.slow
 def test_every_peer_gives_the_model_s_own_answer() -> None:
     # transformers 5.0's own early exit ends in a TypeError
     baselines = [one for one in HF_OPTIONS if one != "hf-early-exit" or not transformers.__version__.startswith("5.0.")]
@@ -198,6 +199,7 @@ def test_every_peer_gives_the_model_s_own_answer() -> None:
     assert found["lossless"] == {"answers": 1, "equal": 1, "ties": 0, "wrong": 0}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was() -> None:
     run = Reports({})
     first = [dict(text) for text in run.measure({"prompt_lookup": PromptLookup()}, items=1)["texts"]]
@@ -211,6 +213,7 @@ def test_a_run_goes_on_where_it_was() -> None:
     assert run.times == 2, "nothing is measured twice"
 
 
+@pytest.mark.slow
 def test_short_answers_are_replaced_and_time_ends() -> None:
     # the first problem's answer is the shortest of the three
     found = Reports({}).measure({}, items=1, new_tokens=200, shortest=60)
@@ -232,6 +235,7 @@ def test_rounds_in_which_others_work_are_decoded_again(
     assert [number for _, number in measure._quietest(lambda number: number, 2, spare=1)] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [0, None])
 def test_a_text_that_differs_is_seen(token: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     true = ShoalRun.decoded

@@ -20,6 +20,7 @@ def worker() -> Iterator[SystemProcess]:
     started.stop()
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own(worker: SystemProcess) -> None:
     about = worker.call("prepare")
     assert about.detail == "1 threads" and about.weight_bytes == worker.pid != os.getpid()

@@ -42,6 +42,7 @@ def search(**options: Any) -> SkipCard:
     return search_skips(engine(), PROMPTS, **{**settings, **options})
 
 
+@pytest.mark.slow
 def test_it_finds_sublayers_that_do_nothing() -> None:
     card = search(rounds=80)
     assert card.rate > 0.9 and card.skips.size >= 3 and card.speedup > 1.15
@@ -51,6 +52,7 @@ def test_it_finds_sublayers_that_do_nothing() -> None:
     assert card.rounds == 81
 
 
+@pytest.mark.slow
 def test_it_is_repeatable_and_ends_in_time() -> None:
     assert search(rounds=8, seed=3) == search(rounds=8, seed=3)
     assert search(rounds=8, seed=3) != search(rounds=8, seed=4)

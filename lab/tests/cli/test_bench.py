@@ -34,6 +34,7 @@ def fails(capsys, *argv: str) -> str:
     return err
 
 
+@pytest.mark.slow
 def test_table_report_and_picture(capsys, quick, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     argv = ["bench", "--shape", "tiny", "--dtype", "float32", "--methods", "full,early_exit:exit_layer=2",

@@ -16,6 +16,7 @@ def report(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_problems_answered_by_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     argv = ["--model", str(FIXTURES / REFERENCE), "--dtype", "float32", "--items", "1", "--new-tokens", "8",
              "--shortest", "4", "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "a.json")]

@@ -80,6 +80,7 @@ def test_a_soak_judges_errors_and_memory(
     assert "soak " in out and json.loads(out.splitlines()[-1])["results"][0]["errors"] == 0
 
 
+@pytest.mark.slow
 def test_a_server_is_started_and_ended(tiny_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", tiny_folder, "--dtype", "float32", "--concurrency", "2", "--threads", "1", *SHORT]
     (one,) = report(capsys, *argv, "--max-rows", "2", "--admission", "waves")["results"]

@@ -46,6 +46,7 @@ def argv(tiny_folder: str, problems: str, tmp_path: Path) -> list[str]:
     return ["--model", tiny_folder, "--suite", problems, "--core", "2", "--out", str(tmp_path / "card.json"), *SMALL]
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_give_the_same_card(capsys, argv, tmp_path):
     aim = ["--metric", "agreement", "--max-drop", "0.6"]
     first = calibrated(capsys, *argv, *aim, "--force")
@@ -76,6 +77,7 @@ def test_channels_of_keys(capsys, tiny_folder, problems, tmp_path):
     assert f"ranked on 3 texts; it is run by --method {out}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_layer_that_selects_anew(capsys, tiny_folder, tmp_path):
     """The layer with the highest mean agreement, which an evaluation of the same contexts confirms."""
     out, data = tmp_path / "tidal.json", long_texts.write(tmp_path)

@@ -129,6 +129,7 @@ def test_one_wrong_method_fails_them_all(capsys, tiny_folder, monkeypatch):
     assert lines[-1] == "FAILED" and [line.split()[1] for line in lines if line.startswith("FAILED:")] == ["aded"]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_context_ends_the_comparison(capsys):
     code, report = judged(capsys, "12 " * 160, "--raw", "--max-new-tokens", "500", "--model", str(FIXTURES / REFERENCE))
     assert code == 0 and report["prompts"][0]["new_tokens"]["huggingface"] < 500

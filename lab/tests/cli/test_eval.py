@@ -36,6 +36,7 @@ def problems(tmp_path: Path) -> str:
     return str(write(tmp_path))
 
 
+@pytest.mark.slow
 def test_controls_run_equal_depths_on_the_same_items(capsys, tiny_folder, problems):
     report = evaluated(capsys, "--model", tiny_folder, "--suite", problems, "--controls", "1.2", "--core", "2",
                        "--groups", "constant,budgets,geometry,random", *SMALL)
@@ -55,6 +56,7 @@ def test_controls_run_equal_depths_on_the_same_items(capsys, tiny_folder, proble
     assert suite["by_position"][0]["first"] == 0 and suite["own_by_position"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on_to_the_same_table(capsys, tmp_path, tiny_folder, problems, monkeypatch):
     argv = ["--model", tiny_folder, "--suite", problems, "--controls", "1.2", "--core", "2", "--groups", "budgets",
              "--loss-groups", "budgets", "--method", "d3", "--alpha", "0.9", *SMALL]
@@ -202,6 +204,7 @@ def test_other_models_stand_beside_the_schedules(capsys, tmp_path, tiny_folder, 
     assert "--others are compared by distance" in fails(capsys, *argv, "--measure", "answers")
 
 
+@pytest.mark.slow
 def test_distances_are_measured_once_and_go_on(capsys, tmp_path, tiny_folder, problems, monkeypatch):
     from shoal_lab.eval import distance
     from shoal_lab.eval.distance import Distances, FullReading

@@ -16,6 +16,7 @@ from shoal_lab.monitors.python_members import PythonMembers
 WORDS = ["generate", "--model", str(FIXTURES / REFERENCE), "--json", "--dtype", "float32", "--temperature", "0"]
 
 
+@pytest.mark.slow
 def test_a_dot_in_python_is_followed_by_members_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "shapes.py").write_text("class Ball:\n    radius = 1\n", encoding="utf-8")
     texts = []

@@ -30,8 +30,8 @@ def filled(argv: list[str], model: str, out: Path) -> list[str]:
     return [word.format(model=model, out=out / "out") for word in argv]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MISSING)
-@pytest.mark.quick(3)
 def test_a_missing_package_is_named_with_its_extra(case: str, tiny_folder: str, tmp_path: Path) -> None:
     argv, said = MISSING[case]
     done = command(("lab",), *filled(argv, tiny_folder, tmp_path))
@@ -41,8 +41,8 @@ def test_a_missing_package_is_named_with_its_extra(case: str, tiny_folder: str, 
     assert done.stderr.count(f"shoal {argv[0]}") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
-@pytest.mark.quick(3)
 def test_a_wrong_option_comes_before_a_missing_package(case: str, tiny_folder: str, tmp_path: Path) -> None:
     argv, said = WRONG[case]
     done = command(("lab",), *filled(argv, tiny_folder, tmp_path))

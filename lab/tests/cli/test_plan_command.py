@@ -84,6 +84,7 @@ def test_refusals(capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_memory_of_a_request(capsys, tiny_folder):
     words = ["--model", tiny_folder, "--method", "prompt_lookup", "--prompt-tokens", "50", "--rows", "2",
              "--max-new-tokens", "8"]

@@ -70,6 +70,7 @@ def test_nothing_left_out_is_the_model_itself(capsys: Any, tiny_folder: str, tmp
         tiny_folder, dtype="float32").fingerprint
 
 
+@pytest.mark.slow
 def test_stopped_and_gone_on_with_it_is_the_same(
     capsys: Any, tiny_folder: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def test_stopped_and_gone_on_with_it_is_the_same(
     assert json.loads(capsys.readouterr().out)["neurons"] == wanted["neurons"]
 
 
+@pytest.mark.slow
 def test_a_size_is_reached_with_gates_too(capsys: Any, tiny_folder: str, tmp_path: Path, text: Path) -> None:
     most = round(0.85 * (Path(tiny_folder) / "model.safetensors").stat().st_size)
     assert run("--model", tiny_folder, "--out", tmp_path / "less", "--text", text, "--steps", 3, "--bytes", most,
@@ -106,6 +108,7 @@ def test_a_size_is_reached_with_gates_too(capsys: Any, tiny_folder: str, tmp_pat
     assert 0.95 * most < told["bytes"] <= most and told["target"] == {"bytes": most}
 
 
+@pytest.mark.slow
 def test_a_control_draws_as_many_neurons(capsys: Any, tiny_folder: str, tmp_path: Path, text: Path) -> None:
     found = []
     seeds = ([], ["--random", 1], ["--random", 1], ["--random", 2])

@@ -77,6 +77,7 @@ def test_cfsp_goes_by_what_the_model_did_on_a_text(
     assert narrow.fingerprint == wanted.fingerprint
 
 
+@pytest.mark.slow
 def test_the_model_is_in_memory_once_at_a_time(
     capsys: Any, tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

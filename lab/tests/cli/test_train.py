@@ -101,6 +101,7 @@ def healed(capsys: Any, out: Path, *argv: Any) -> tuple[dict[str, Any], str]:
     return json.loads(told), err
 
 
+@pytest.mark.slow
 def test_a_model_is_healed_and_used(capsys: Any, tiny_folder: str, prompts: Path, tmp_path: Path) -> None:
     """For a depth plan, and for a smaller model cut out of the model; the same command resumes."""
     pytest.importorskip("peft", reason="shoal train heal needs the package peft")

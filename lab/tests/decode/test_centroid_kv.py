@@ -187,6 +187,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @on_one_backend("recipe", RECIPES, "llama", "hybrid")
 def test_pieces_mates_and_guesses_change_nothing(backend: Backend, name: str, recipe: Recipe) -> None:
     runner = backend.runner(name)
@@ -214,6 +215,7 @@ def test_going_back_ends_where_columns_were_merged(backend: Backend) -> None:
     assert run.cache.positions[0] == 37 + 8 and earliest(run.cache, 0) == 42
 
 
+@pytest.mark.slow
 def test_memory_falls_by_what_is_merged() -> None:
     engine, ids = engine_for(tiny("llama", max_position_embeddings=4096)), prompt(3000, 1)
     plain, less = (engine.generate(ids, method=one, max_new_tokens=4).stats

@@ -60,11 +60,11 @@ def reused(result: Result) -> list[bool]:
 # Guesses are those of draft_model.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sampling", "exit_layer", "k"),
     [("llama", "greedy", 3, 1), ("llama", "sampled", 5, 4), ("hybrid", "penalised", 5, 3), ("hybrid", "greedy", 6, 2)],
 )
-@pytest.mark.quick(1)
 def test_guesses_are_those_that_are_made_afterwards(family: str, sampling: str, exit_layer: int, k: int) -> None:
     engine, draft, options = home(family), draft_of(family), SAMPLINGS[sampling]
     method = MirrorSD(draft, exit_layer=exit_layer, k=k, length=3)
@@ -75,8 +75,8 @@ def test_guesses_are_those_that_are_made_afterwards(family: str, sampling: str, 
         assert any(map(any, map(reused, found)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
-@pytest.mark.quick(1)
 def test_under_other_rules_too(rule: Any) -> None:
     engine, draft, options = home(), draft_of("llama"), SAMPLINGS["sampled"]
     plain, found = (
@@ -127,6 +127,7 @@ def test_a_draft_made_anew_reads_one_token() -> None:
     assert any(late and not early for early, late in itertools.pairwise(missed))
 
 
+@pytest.mark.slow
 def test_d3_as_target() -> None:
     engine, draft, inner = home(), draft_of("llama"), D3(alpha=0.93, core=2)
     plain = engine.generate(PROMPTS, method=inner, max_new_tokens=NEW)
@@ -338,6 +339,7 @@ def test_heads_of_other_sizes_with_the_same_tokenizer(sizes: tuple[int, int]) ->
         assert work(found) == work(plain)
 
 
+@pytest.mark.slow
 def test_branches_end_with_the_context() -> None:
     engine, draft = home(), tiny("gpt2", n_positions=40)
     for new in (28, 31):

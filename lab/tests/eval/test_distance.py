@@ -130,6 +130,7 @@ def test_neurons_that_a_router_chooses_are_those_of_decoding() -> None:
         assert mine.kl == pytest.approx(kl.tolist(), abs=1e-4) and sum(mine.kl) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("context", [6, 5, 4])
 @pytest.mark.parametrize("judged", [6, 5, 3])

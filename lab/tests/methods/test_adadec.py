@@ -97,6 +97,7 @@ def test_tokens_and_forwards_are_the_references_on_every_executor(backend: Backe
     assert 0 < sum(pauses) < 3 * NEW * 3, "some steps pause, others do not"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
 def test_a_pause_under_a_plan_that_drops_layers(name: str) -> None:
     method, depth = AdaDec(threshold=0.5, candidates=2, lookahead=4), D3(alpha=0.85, core=2)
@@ -238,6 +239,7 @@ def test_what_it_is() -> None:
     assert recipe.excludes == ("proposer", "rule", "keep", "select", "experts", "search")
 
 
+@pytest.mark.slow
 def test_beside_stored_integers() -> None:
     found = engine_of("hybrid").generate(SHORT, method=[AdaDec(0.5), KVInt8()], max_new_tokens=NEW)
     alone = [engine_of("hybrid").generate(ids, method=[AdaDec(0.5), KVInt8()], max_new_tokens=NEW) for ids in SHORT]

@@ -121,6 +121,7 @@ def test_it_resists_on_a_shallow_model_too(sampling: str) -> None:
     assert [r.tokens for r in alone] != [r.tokens for r in engine.generate(SHORT, method=depth, **options)]
 
 
+@pytest.mark.slow
 def test_no_ngram_comes_twice_where_the_resistance_is_total() -> None:
     """alpha times the resistance of a circuit of three exceeds any probability."""
     method = Momentum(alpha=1.0, candidates=97, resistance=(0.0, 0.0, 1.1))

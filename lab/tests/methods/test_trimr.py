@@ -249,6 +249,7 @@ class Tiny:
 TRACES = [SAME, OTHER, "Hm. Wait, = 1. Wait, 2! Wait, 3; Wait, 4?? Wait, 5. Wait, the end. Wait, 7. Wait, 8. Wait, 9."]
 
 
+@pytest.mark.slow
 def test_a_model_judges_as_transformers_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its questions are read in pieces, those of several sequences together."""
     known, said = Tiny(), set[bool]()

@@ -81,6 +81,7 @@ def test_no_test_question_is_trained_on(data: Path, training: list[Problem]) -> 
     assert not test & {_letters(problem.question) for problem in corpus.split(data).known}
 
 
+@pytest.mark.slow
 def test_no_bbh_text_is_trained_on(training: list[Problem]) -> None:
     files = sorted(data_path("bbh", "bbh").glob("*.json"))
     inputs = {_letters(row["input"]) for file in files for row in json.loads(file.read_text())["examples"]}

@@ -116,6 +116,7 @@ def test_the_loss_by_its_parts() -> None:
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-4) and int(one.steps) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [False, True])
 def test_gates_come_to_agree_at_the_share_that_was_asked_for(tmp_path: Path, uniform: bool) -> None:
     one, answers = module(uniform=uniform), made(tmp_path / "answers")

@@ -20,6 +20,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_states_are_what_the_head_reads(tmp_path: Path) -> None:
     found = made(tmp_path)
     whole = [one for shard in range(len(found.shards)) for part in (True, False)

@@ -118,6 +118,7 @@ def test_matrices_of_two_bytes_read_nearly_the_same_and_adapters_stay_exact(reco
         assert (merged[name].float() - weight.float()).norm() <= 0.005 * weight.float().norm(), name
 
 
+@pytest.mark.slow
 def test_healing_brings_the_law_under_the_plan_nearer(tmp_path: Path) -> None:
     """On its training answers: random models have nothing in common from text to text."""
     one, answers = module(plans={"late": LATE, "full": PLANS["full"]}), made(tmp_path / "answers")

@@ -123,6 +123,7 @@ def test_a_planted_answer_is_right_at_every_depth() -> None:
     assert len(facts) == 3 and all(len(ranks) == 8 for ranks in facts)
 
 
+@pytest.mark.slow
 def test_some_training_lowers_the_loss(tmp_path: Path) -> None:
     """On its training answers: random weights predict nothing about other texts."""
     engine, corpus = target("llama"), made(tmp_path / "answers")

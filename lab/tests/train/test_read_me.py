@@ -157,6 +157,7 @@ def test_what_the_card_says_is_measured_by_closing_neurons() -> None:
     assert found["kept_words"] == pytest.approx(same / 28, abs=1e-4) and far > 0.1
 
 
+@pytest.mark.slow
 def test_the_router_learns_what_tokens_need(tmp_path: Path) -> None:
     answers, engine = made(tmp_path / "answers"), target("llama")
     neurons = group_neurons(engine.model, some_answers(answers), GROUPS, 0)

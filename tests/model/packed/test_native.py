@@ -192,6 +192,7 @@ def test_structures_have_the_size_that_the_library_expects() -> None:
     assert list(sizes) == [ctypes.sizeof(mirror) for mirror in mirrors]
 
 
+@pytest.mark.slow
 def test_one_openmp_runtime() -> None:
     """In a process of its own: other libraries that a test has imported bring theirs."""
     code = (
@@ -347,6 +348,7 @@ def test_the_tile_units_give_the_bits_of_the_vectors(names: bool) -> None:
     assert (amx == avx512) is not names
 
 
+@pytest.mark.slow
 def test_where_no_folder_can_be_written_the_library_is_the_processs_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

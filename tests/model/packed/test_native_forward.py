@@ -116,6 +116,7 @@ def test_long_context_is_cut_into_splits() -> None:
     session.step(chain(0, session.bases[0], 1))
 
 
+@pytest.mark.slow
 def test_long_context_with_a_window() -> None:
     session = Session(Case(layers=1, windows=(530,), positions=1200), capacity=1200)
     for _ in range(17):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kerne
 
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.quick(28)
+@pytest.mark.quick(8)
 def test_trees_have_the_bits_of_their_paths(form: str, reads: str) -> None:
     for number, trial in enumerate(trials(form, reads, 30)):
         assert not trial.differences(), (number, trial.tree, trial.kv.slots, trial.kv.case)

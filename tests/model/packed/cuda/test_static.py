@@ -90,6 +90,7 @@ def test_pieces_are_the_flat_forward(name: str) -> None:
     assert forms(runners[1]) == [ForwardForm(2, 4, False), ForwardForm(2, 2, True), ForwardForm(2, 1, True)]
 
 
+@pytest.mark.slow
 def test_rows_that_decode_beside_prompts_of_other_lengths() -> None:
     """Each kind runs in a form of its own; the logits come in the order of the chunks, of a piece that goes on none."""
     runners = pair("llama")
@@ -128,6 +129,7 @@ def test_a_long_prompt_and_columns_of_many_chunks() -> None:
     assert forms(runners[1]) == [ForwardForm(1, 192, False), ForwardForm(1, 96, False), ForwardForm(1, 1, True)]
 
 
+@pytest.mark.slow
 def test_columns_that_were_chosen() -> None:
     """What `snapkv` and its like leave of a sequence: fewer slots than positions."""
     runners = pair("llama")
@@ -161,6 +163,7 @@ def test_rows_that_leave_and_join_and_other_storage() -> None:
     feed(runners, caches, [1, 1])
 
 
+@pytest.mark.slow
 def test_a_table_of_positions_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.model.packed.cuda import graphs
 
@@ -184,6 +187,7 @@ def test_a_table_of_positions_that_grows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert forms(runners[1]) == [ForwardForm(1, 1, True)]
 
 
+@pytest.mark.slow
 def test_shallow_positions_are_known() -> None:
     """The refill of a later turn starts there."""
     _, runner = pair("llama")
@@ -196,6 +200,7 @@ def test_shallow_positions_are_known() -> None:
     assert cache.first_shallow(0) == 6
 
 
+@pytest.mark.slow
 def test_a_plan_that_grows_and_a_released_row_are_refused_as_ever() -> None:
     _, runner = pair("llama")
     (cache,) = empty([runner], 2)
@@ -212,6 +217,7 @@ def test_a_plan_that_grows_and_a_released_row_are_refused_as_ever() -> None:
         runner.forward([SequenceChunk(1, [4], [1], FULL)], cache)
 
 
+@pytest.mark.slow
 def test_a_forward_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.model.packed.cuda import static
 
