@@ -34,11 +34,15 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many cases the quick suite runs some, drawn by their names; `make test-all` runs them all.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, metavar="N", help="of each test run at most N slow cases, drawn by names")
 
-    Those are as many as the mark `quick` says, or `MANY` and one in `SHARE` of the others.
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test with many cases the quick suite runs some, drawn by their names.
+
+    Those are as many as the mark `quick` says, or `MANY` and one in `SHARE` of the others. The others are slow.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -49,6 +53,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = drawn[0].get_closest_marker("quick")
         for item in drawn[mark.args[0] if mark else MANY + max(0, len(drawn) - MANY) // SHARE :]:
             item.add_marker(pytest.mark.slow)
+    most = config.getoption("--cases")
+    if most is not None:
+        _leave_out(config, items, most)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
+    """Deselect slow cases beyond `most` of each test."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = {item for several in cases.values()
+            for item in sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))[most:]}
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(autouse=True)

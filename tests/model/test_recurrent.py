@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from backends import packed
 from drive import gap, stack_of
-from families import PACKED_RECURRENT, RECURRENT, VOCAB, tiny
+from families import NATIVE_RECURRENT, PACKED_RECURRENT, RECURRENT, VOCAB, tiny
 from kv_peaks import run as run_watched
 from shoal import compat
 from shoal.depth.plan import DepthPlan
@@ -29,26 +29,30 @@ from shoal.methods.draft_model import DraftModel
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.model.kv.cache import KVCache, copy_in, look
+from shoal.model.packed import native
 from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.model.state.layer import MOST_SNAPSHOTS, StateLayer
 
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this transformers has no common cache of states")
 LAYERS = 4
-Way = Literal["singly", "together", "packed"]
-"""How recurrent layers run: modules that are given one token at a time or several, or packed layers."""
-NEAR: dict[Way, float] = {"singly": 2e-5, "together": 0.02, "packed": 1e-4}
+Way = Literal["singly", "together", "packed", "kernels"]
+"""How recurrent layers run: modules that are given one token at a time or several, or packed layers in torch, or on
+the kernels."""
+NEAR: dict[Way, float] = {"singly": 2e-5, "together": 0.02, "packed": 1e-4, "kernels": 1e-4}
 """Of the largest logit. Modules compute several tokens in chunks, in float32, which loses digits where decays are
 steep; packed layers round at other places."""
 ENLARGED: dict[tuple[str, Way], float] = {("minimax", "singly"): 1e-3, ("mamba", "packed"): 1e-3}
 """Of models whose random weights enlarge rounding: ten times what was seen."""
-each_way = pytest.mark.parametrize("way", ["singly", "packed"])
-EACH = [*((family, "singly") for family in RECURRENT), *((family, "packed") for family in PACKED_RECURRENT)]
+KERNELS = native.available()
+each_way = pytest.mark.parametrize("way", ["singly", "packed", *["kernels"] * KERNELS])
+EACH = [*((family, "singly") for family in RECURRENT), *((family, "packed") for family in PACKED_RECURRENT),
+        *((family, "kernels") for family in NATIVE_RECURRENT if KERNELS)]
 each_family = pytest.mark.parametrize(("family", "way"), EACH)
 
 
 def runner_for(model: PreTrainedModel, way: Way) -> ModelRunner:
-    if way == "packed":
-        return packed(model)
+    if way in ("packed", "kernels"):
+        return packed(model, kernels=way == "kernels")
     runner = stack_of(model)
     runner.singly = way == "singly"
     return runner
@@ -266,9 +270,11 @@ def test_a_prompt_that_goes_on_from_another_reads_the_rest_alone(method: Any, wa
 
 
 def engine_of(family: str, way: Way) -> Engine:
-    """An engine whose texts rounding does not change: packed matrices round by the number of their inputs."""
+    """An engine whose texts rounding does not change: packed matrices in torch round by the number of their inputs."""
     if way == "packed":
         return engine_for(tiny(family, layers=LAYERS), None, backend="packed")
+    if way == "kernels":
+        return engine_for(tiny(family, dtype=torch.float32, layers=LAYERS), None, backend="packed")
     engine = engine_for(tiny(family, dtype=torch.float32, layers=LAYERS), None, backend="hf")
     engine.runner.singly = True  # type: ignore[attr-defined]
     return engine

@@ -38,7 +38,8 @@ RULES = "start: r0\n" + "\n".join(f'r{n}: "a" r{n + 1}' for n in range(DEEP)) + 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": nested(200)}}}}
 TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {
     "regex": ({"guided_regex": "(x{1000}){1000}"}, "too many expressions"),
-    "pattern": ({"guided_json": {"type": "string", "pattern": "(.*a){30}.{2000}"}}, "too many expressions"),
+    "pattern": ({"guided_json": {"type": "string", "pattern": "(.*a){30}.{2000}"}, "max_tokens": 300},
+                "too many expressions"),
     "repetition": ({"guided_grammar": 'root ::= "a"{1000000000}'}, "Too many items"),
     "parentheses": ({"guided_grammar": "root ::= " + "(" * 900 + '"a"' + ")" * 900}, "nested too deeply"),
     "rules": ({"guided_grammar": RULES}, "nested too deeply, or its parts"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor
 import shoal.model.packed.build as build_module
 from backends import CPU, packed
 from drive import gap, prompt
-from families import PACKED_RECURRENT, tiny
+from families import NATIVE_RECURRENT, PACKED_RECURRENT, tiny
 from shoal import compat
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
+from shoal.model.packed import native
 from shoal.model.packed.linear import Dense
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
@@ -50,6 +52,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba, biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),
     "qwen3_5, biases": ("qwen3_5", {"attention_bias": True}),
 }
+
+
+ON_KERNELS = [variant for variant, (family, _) in VARIANTS.items() if family in NATIVE_RECURRENT]
+kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
 
 @torch.no_grad()
@@ -108,11 +114,52 @@ def test_quantised_matrices_are_what_they_stand_for(family: str, quant: Any) -> 
     assert gap(found, chunked_logits(packed(model), ids, (5, 7))) > 1e-4 * float(wanted.abs().max())
 
 
-def test_kernels_and_automatic_packing_leave_them_to_torch() -> None:
-    model = tiny("qwen3_5", dtype=torch.float32, layers=LAYERS)
-    assert not isinstance(packed(model, kernels=True), NativeRunner)
-    with pytest.raises(Unsupported, match="no kernels yet"):
-        build_module.worth_packing(model.config, torch.float32, CPU)
+@kernels
+@pytest.mark.parametrize("variant", ON_KERNELS)
+def test_logits_of_the_kernels_are_those_of_torch_however_the_text_is_cut(variant: str) -> None:
+    family, changes = VARIANTS[variant]
+    model, ids = tiny(family, dtype=torch.float32, layers=LAYERS, **changes), prompt(30)
+    runner = packed(model, kernels=True)
+    assert isinstance(runner, NativeRunner)
+    wanted, whole = one_by_one(model, ids), chunked_logits(runner, ids, (30,))
+    assert gap(whole, wanted) < NEAR[torch.float32] * float(wanted.abs().max())
+    assert torch.equal(chunked_logits(runner, ids, (5, 20, 1, 4)), whole)
+    assert torch.equal(chunked_logits(runner, ids, (1,) * 30), whole)
+
+
+@kernels
+@pytest.mark.parametrize("family", NATIVE_RECURRENT)
+def test_the_kernels_round_no_worse_in_bfloat16(family: str) -> None:
+    model, errors = tiny(family, dtype=torch.bfloat16, layers=LAYERS), {True: 0.0, False: 0.0}
+    for ids in (prompt(30, seed) for seed in range(4)):
+        wanted = one_by_one(copy.deepcopy(model).float(), ids)
+        for on in errors:
+            errors[on] += float((chunked_logits(packed(model, kernels=on), ids, (30,)) - wanted).abs().mean())
+    assert errors[True] < 1.5 * errors[False]
+
+
+@kernels
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("family", NATIVE_RECURRENT)
+def test_quantised_matrices_on_the_kernels(family: str, quant: Any) -> None:
+    model, ids = tiny(family, dtype=torch.float32, layers=LAYERS), prompt(12)
+    runner = packed(model, quant, kernels=True)
+    plain = PackedRunner(runner.shape, unpacked(runner.weights), runner.rotary, runner.dtype, runner.device)
+    wanted, unquantised = chunked_logits(plain, ids, (12,)), chunked_logits(packed(model), ids, (12,))
+    found = chunked_logits(runner, ids, (12,))
+    assert gap(found, wanted) < 2 * gap(wanted, unquantised)  # the kernels round activations as well, to 8 bits
+    assert torch.equal(chunked_logits(runner, ids, (5, 7)), found)
+
+
+def test_automatic_packing_takes_what_the_kernels_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {name: tiny(name, dtype=torch.float32, layers=LAYERS).config for name in ("qwen3_5", "mamba")}
+    if native.available():
+        build_module.worth_packing(configs["qwen3_5"], torch.float32, CPU)
+    with pytest.raises(Unsupported, match="no kernels"):
+        build_module.worth_packing(configs["mamba"], torch.float32, CPU)
+    monkeypatch.setattr(native, "available", lambda: False)
+    with pytest.raises(Unsupported, match="no kernels"):
+        build_module.worth_packing(configs["qwen3_5"], torch.float32, CPU)
 
 
 @pytest.mark.parametrize("family", PACKED_RECURRENT)

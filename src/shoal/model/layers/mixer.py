@@ -8,6 +8,7 @@ as far as the matrices give a row the same bits among others and alone.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +62,13 @@ class Mixer(ABC):
 
     def empty(self, like: Tensor) -> Memory:
         """The state before the first token, in the dtype and on the device of `like`."""
-        return tuple(like.new_zeros(size) for size in self.state_sizes)
+        return self.views(like.new_zeros(sum(map(math.prod, self.state_sizes))))
+
+    def views(self, flat: Tensor) -> Memory:
+        """The tensors of a state that stand one after the other in `flat`."""
+        sizes = self.state_sizes
+        parts = flat.split([math.prod(size) for size in sizes])
+        return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
 
 
 def tokenwise(token: Callable[[Tensor], Tensor], inputs: Tensor, dtype: torch.dtype) -> Tensor:

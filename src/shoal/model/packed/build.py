@@ -186,9 +186,9 @@ def check_quant(quant: str | None) -> None:
 def worth_packing(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse where the model's own modules are better: float64, float16 on a CPU, and layers without kernels."""
     kind = config.get_text_config().model_type
-    if kind in HYBRIDS:
+    if kind in HYBRIDS and not (fits_kernels(shape_of(config, dtype), dtype, device) and native.available()):
         what = f"the packed backend for model type {kind!r}"
-        raise Unsupported(what, "its recurrences have no kernels yet, which is slow on prompts", 'Use backend="hf"')
+        raise Unsupported(what, "its recurrences have no kernels here, which is slow on prompts", 'Use backend="hf"')
     if dtype == torch.float64 or (dtype == torch.float16 and device.type == "cpu"):
         what = f"the packed backend in {dtype} on {device.type}"
         raise Unsupported(what, "it gains nothing there", 'Use backend="hf"')

@@ -31,6 +31,7 @@ from shoal.model.packed import native
 from shoal.model.packed.block import scaled_logits
 from shoal.model.packed.linear import Quant, quant_for
 from shoal.model.packed.native_calls import LIMIT, KernelCall, States, calls_of
+from shoal.model.packed.native_states import NativeStates
 from shoal.model.packed.native_steps import PlainSteps
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import RotaryTable, Shape
@@ -48,6 +49,7 @@ from shoal.model.runner import (
 )
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_MIXERS = ("attention", "gated_delta", "mamba2", "short_conv")
 _FLOATS = ("fp32", "fp16", "bf16")
 _Found: TypeAlias = "Tensor | list[int]"
 """Logits [sum of wanted, V], or argmax tokens [sum of wanted]."""
@@ -57,8 +59,9 @@ _VERSION, _EXTRA, _STARTS = attrgetter("version"), attrgetter("extra"), attrgett
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
-    even = shape.plain and shape.head_dim % 2 == 0 and shape.head_dim <= 256
-    return even and device.type == "cpu" and dtype in _KINDS
+    even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
+    known = all(mixer in _MIXERS for layer in range(shape.num_layers) for mixer in shape.kind(layer).mixers)
+    return even and known and device.type == "cpu" and dtype in _KINDS
 
 
 def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> native.PackedWeight:
@@ -99,6 +102,8 @@ class NativeRunner(PackedRunner):
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self.decoder = self._native_model()
         self._plain = PlainSteps(self.decoder)
+        self._states = NativeStates(self.decoder.recurrences) if self.decoder.recurrences else None
+        self._attends = [shape.kind(layer).attends for layer in range(shape.num_layers)]
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
 
@@ -121,7 +126,7 @@ class NativeRunner(PackedRunner):
         argmax: bool,
     ) -> _Found:
         """What a forward finds; where plain torch runs it, logits in any case."""
-        if hook is None and start is None:
+        if hook is None and start is None and self._states is None:
             found = self._plain.run(chunks, cache, argmax, self._binding)
             if found is not None:
                 return found
@@ -179,6 +184,10 @@ class NativeRunner(PackedRunner):
             more = self._beside_tokens(chunks, work, batch, cache)
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)
+        states = None
+        if self._states is not None:
+            states = self._states.begin(chunks, work.layers, work.counts, cache)
+            more["spans"] = states.spans
         best = array("i", bytes(4 * len(batch.wanted))) if argmax else None
         logits = self.decoder.forward(batch, self._binding(cache), taps=taps, argmax=best, **more)
         stores = [cache.layers[layer] for layer in work.layers]
@@ -188,14 +197,16 @@ class NativeRunner(PackedRunner):
                 store.scratch[seq] += count
             if isinstance(query_hook, TopSlots) and more["choices"] is not None:
                 query_hook.ran([layer for layer, count in zip(work.layers, counts, strict=True) if count])
+        if states is not None:
+            states.hold()
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
             nodes = taps.transpose(0, 1)  # [tokens, layers, D], so that all layers are filled up in one call
             padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
-            states = padded.unbind(2)
+            entering = padded.unbind(2)
             for layer in range(seen, self.num_layers + 1):
-                hook(layer, states[bisect_left(work.layers, layer) - skipped])
+                hook(layer, entering[bisect_left(work.layers, layer) - skipped])
         return logits if best is None else list(best)
 
     @property
@@ -260,7 +271,8 @@ class NativeRunner(PackedRunner):
                 if count:
                     if store.lengths[seq] != base or store.scratch[seq] != fed or store.released[seq]:
                         raise _refusal(work.layers[entry], seq, chunks, cache)
-                    if end - store.starts[seq] + count > store.capacity or store.extra:
+                    if self._attends[work.layers[entry]] and (
+                            end - store.starts[seq] + count > store.capacity or store.extra):
                         full.add(entry)
         for entry in sorted(full):
             new = [(chunk.seq, counts[entry]) for chunk, counts in zip(chunks, work.counts, strict=True)
@@ -317,11 +329,11 @@ class NativeRunner(PackedRunner):
         """
         version = sum(map(_VERSION, cache.layers))
         known = self._bindings.get(cache)
-        if known is None or known[0] != version:
+        if known is None or known[0] != version or known[1].rows < cache.seqs:  # a cache may have no storage at all
             stores = cache.layers
             extra = any(map(_EXTRA, stores))
             own = [[_own(store, seq) for seq in range(cache.seqs)] for store in stores] if extra else None
-            bound = self.decoder.bind([s.keys for s in stores], [s.values for s in stores], own)
+            bound = self.decoder.bind([s.keys for s in stores], [s.values for s in stores], own, cache.seqs)
             known = self._bindings[cache] = version, bound.unowned()
         return known[1]
 

@@ -6,27 +6,38 @@ computed again; see `shoal.model.state.layer`.
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from shoal.model.layers.mixer import Memory, Mixer
+from shoal.model.layers.mixer import Mixer
 from shoal.model.runner import SequenceChunk
 from shoal.model.state.layer import Run, State, StateLayer
 
 
 class MixerState(State):
-    """The tensors of a recurrence's state; nobody changes them any more."""
+    """A recurrence's state, which nobody changes any more.
 
-    def __init__(self, tensors: Memory) -> None:
-        self.tensors = tensors
+    Args:
+        flat: its tensors, one after the other.
+        spare: takes the memory over once the state is forgotten; None to give it back.
+    """
 
-    @cached_property
+    def __init__(self, flat: Tensor, spare: Callable[[Tensor], None] | None = None) -> None:
+        self.flat, self._spare = flat, spare
+
+    def __del__(self) -> None:
+        if self._spare is not None:
+            self._spare(self.flat)
+
+    @property
     @override
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return self.flat.nbytes
 
 
 def run_chunk(
@@ -43,23 +54,23 @@ def run_chunk(
     outputs = []
     for parent, start, end in chunk.runs(first, last):
         begin, own = store.after(chunk.seq, parent), inputs[start - first : end - first]
-        state = _begun(mixer, begin, like)
-        outputs.append(mixer.recur(own, state))
+        flat = begun(begin, mixer, like)
+        outputs.append(mixer.recur(own, mixer.views(flat)))
         again = partial(_again, mixer, begin, own, like)
-        store.hold(chunk.seq, Run(chunk.fed + start, chunk.fed + end, MixerState(state), again))
+        store.hold(chunk.seq, Run(chunk.fed + start, chunk.fed + end, MixerState(flat), again))
     return torch.cat(outputs)
 
 
-def _begun(mixer: Mixer, begin: State | None, like: Tensor) -> Memory:
-    """Tensors of a state to go on from, which may be changed."""
+def begun(begin: State | None, mixer: Mixer, like: Tensor) -> Tensor:
+    """A copy of a state to go on from, its tensors one after the other; zeros before a text's first token."""
     if begin is None:
-        return mixer.empty(like)
+        return like.new_zeros(sum(map(math.prod, mixer.state_sizes)))
     assert isinstance(begin, MixerState)
-    return tuple(tensor.clone() for tensor in begin.tensors)
+    return begin.flat.clone()
 
 
 def _again(mixer: Mixer, begin: State | None, inputs: Tensor, like: Tensor, count: int) -> State:
     """The state after the first `count` tokens of a run."""
-    state = _begun(mixer, begin, like)
-    mixer.recur(inputs[:count], state)
-    return MixerState(state)
+    flat = begun(begin, mixer, like)
+    mixer.recur(inputs[:count], mixer.views(flat))
+    return MixerState(flat)

@@ -110,7 +110,7 @@ class Shape:
     @property
     def qkv_rows(self) -> int:
         """Outputs of the fused q/k/v projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (self.heads * (1 + self.gated_attention) + 2 * self.kv_heads) * self.head_dim
 
 
 def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:

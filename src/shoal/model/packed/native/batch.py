@@ -105,13 +105,13 @@ class KVBinding:
 
     def __init__(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], layers: int, shape: tuple[int, int],
-        dtype: torch.dtype, own: Sequence[Sequence[OwnSlots]] | None = None,
+        dtype: torch.dtype, own: Sequence[Sequence[OwnSlots]] | None = None, seqs: int = 0,
     ) -> None:
         if len(keys) != layers or len(values) != layers:
             raise ValueError(f"KV of {len(keys)} and {len(values)} layers was given; the model has {layers}")
         rows = {_checked(pair, shape, dtype) for pair in zip(keys, values, strict=True)} - {0}
-        if not rows and own is not None:
-            rows = {len(own[0])}
+        if not rows and (own is not None or seqs):
+            rows = {seqs if own is None else len(own[0])}
         if len(rows) != 1:
             raise ValueError(f"all KV tensors must have the same number of rows, found {sorted(rows) or 'no tensor'}")
         self.rows = rows.pop()

@@ -31,6 +31,9 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
     if (!WITHIN(number, 0, m->num_layers - 1)) REFUSE("layers[%d] is %d; it must be in [0, %d]", entry, number, m->num_layers - 1);
     if (entry && number <= b->layers[entry - 1]) REFUSE("layers[%d] is %d after %d; layers must ascend", entry, number, b->layers[entry - 1]);
     const ShoalLayer *layer = m->layers + number;
+    if (layer->recurrence)
+        for (int i = 0; i < b->span_count; i++)
+            if (!b->states[((int64_t)entry * b->span_count + i) * 2 + 1]) REFUSE("layer %d has no place for the state after span %d", number, i);
     int missing = -1; /* the row whose nodes stopped running this layer's attention */
     for (int t = 0; t < b->tokens; t++) {
         const uint32_t groups = b->groups ? b->groups[(int64_t)entry * b->tokens + t] : 0;
@@ -47,7 +50,7 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
             REFUSE("start of layer %d differs between the tokens of row %d", number, b->row[t]);
         const ShoalOwn *own = b->own ? b->own + (int64_t)number * b->rows + b->row[t] : NULL;
         const int slot = b->base[t] - start + b->node[t], capacity = own && own->keys ? own->capacity : b->capacity[number];
-        if (slot >= capacity) REFUSE("layer %d has room for %d slots; token %d needs slot %d", number, capacity, t, slot);
+        if (layer->o.rows && slot >= capacity) REFUSE("layer %d has room for %d slots; token %d needs slot %d", number, capacity, t, slot);
         if (own && own->bias && slot >= own->bias_capacity)
             REFUSE("layer %d has biases of %d slots; token %d needs slot %d", number, own->bias_capacity, t, slot);
         if (own && !WITHIN(own->settled, 0, b->base[t] - start))
@@ -73,6 +76,18 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
     return 0;
 }
 
+static int check_spans(const ShoalModel *m, const ShoalBatch *b, char *message, int size) {
+    int next = 0;
+    if (m->inputs && !(b->spans && b->states)) REFUSE("a model with recurrences needs spans and states");
+    for (int i = 0; i < b->span_count; next += b->spans[i++].count) {
+        const ShoalSpan s = b->spans[i];
+        if (s.first != next || s.count < 1 || s.count > b->tokens - next) REFUSE("span %d has %d tokens from %d on; it must begin at %d", i, s.count, s.first, next);
+        if (b->row[s.first] != b->row[s.first + s.count - 1]) REFUSE("span %d has tokens of rows %d and %d", i, b->row[s.first], b->row[s.first + s.count - 1]);
+    }
+    if (b->span_count && next != b->tokens) REFUSE("spans have %d tokens; there are %d", next, b->tokens);
+    return 0;
+}
+
 int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int size) {
     if (!WITHIN(b->tokens, 1, MAX_TOKENS)) REFUSE("a forward takes 1 to %d tokens, not %d", MAX_TOKENS, b->tokens);
     if (!WITHIN(b->wanted_count, 0, b->tokens)) REFUSE("logits of %d tokens were asked for; there are %d", b->wanted_count, b->tokens);
@@ -80,6 +95,7 @@ int shoal_check(const ShoalModel *m, const ShoalBatch *b, char *message, int siz
         if (check_token(m, b, t, message, size)) return 1;
     for (int i = 0; i < b->wanted_count; i++)
         if (!WITHIN(b->wanted[i], 0, b->tokens - 1)) REFUSE("wanted[%d] is %d; it must be in [0, %d]", i, b->wanted[i], b->tokens - 1);
+    if (check_spans(m, b, message, size)) return 1;
     for (int entry = 0; entry < b->active_count; entry++)
         if (check_entry(m, b, entry, message, size)) return 1;
     return 0;
@@ -103,6 +119,7 @@ static int check_chain(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
 }
 
 int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, char *message, int size) {
+    if (m->inputs) REFUSE("guesses do not go on in models with recurrences");
     if (b->own || b->active || b->start || b->select || b->groups)
         REFUSE("guesses go on only in rows that run and store every layer in the cache, and read all of it");
     for (int chain = 0; chain < b->wanted_count; chain++)

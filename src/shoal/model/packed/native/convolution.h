@@ -1,13 +1,8 @@
-/* What recurrences share: two functions, and the convolution along a sequence that most of them begin with. */
+/* What recurrences share: a function, and the convolution along a sequence that most of them begin with. */
 #ifndef SHOAL_CONVOLUTION_H
 #define SHOAL_CONVOLUTION_H
 
 #include "simd.h"
-
-INLINE Vf sigmoid_ps(Vf x) {
-    const Vf one = vf_all(1.0f);
-    return vf_div(one, vf_add(one, exp_ps(vf_sub(vf_zero(), x))));
-}
 
 /* log(1 + e^x) to a few ulp: max(x, 0) + log(1 + y) with y = e^-|x|, by the series of 2 atanh(y / (2 + y)). */
 INLINE Vf softplus_ps(Vf x) {
@@ -22,24 +17,30 @@ INLINE Vf softplus_ps(Vf x) {
     return vf_fma(p, z, vf_max(x, vf_zero()));
 }
 
-INLINE float first_of(Vf x) {
+INLINE float first_lane(Vf x) {
     float lanes[LANES] ALIGNED;
     vf_store(lanes, x);
     return lanes[0];
 }
 
-/* Channels first..last-1 of a run of tokens, whose window moves on. Channels do not mix, so neither the number of tokens nor the
+/* Where the convolution's channels begin among a token's inputs. */
+INLINE int first_channel(const ShoalRecurrence *r) { return r->kind == RECUR_MAMBA2 ? r->heads * r->value_dim : 0; }
+
+/* The part of a state that comes before its matrix. */
+INLINE int64_t window_floats(const ShoalRecurrence *r) { return (int64_t)(r->width - 1) * r->channels; }
+
+/* Channels first..last-1 of a run of tokens, and the window after them; the one before is NULL where the text begins. Channels do not mix, so neither the number of tokens nor the
    range changes a bit. `from` has the channels of the first token, `step` and `to_step` count floats from token to token. A short
    convolution alone reads B, C and x instead: it takes B x and gives C times the sum; the others give SiLU of it. */
-static void convolve(const ShoalRecurrence *r, const float *from, int64_t step, int tokens, float *window, float *to,
-                     int64_t to_step, int first, int last) {
+static void convolve(const ShoalRecurrence *r, const float *from, int64_t step, int tokens, const float *before, float *after,
+                     float *to, int64_t to_step, int first, int last) {
     const int taps = r->width, channels = r->channels, alone = r->kind == RECUR_SHORT_CONV;
     for (int j = first; j < last; j += LANES) {
         const Mask mask = head_mask(last - j);
         Vf past[MOST_TAPS], weight[MOST_TAPS], bias = r->conv_bias ? vf_load_some(mask, r->conv_bias + j) : vf_zero();
         for (int i = 0; i < taps; i++) {
             weight[i] = vf_load_some(mask, r->conv + (int64_t)i * channels + j);
-            if (i + 1 < taps) past[i] = vf_load_some(mask, window + (int64_t)i * channels + j);
+            if (i + 1 < taps) past[i] = before ? vf_load_some(mask, before + (int64_t)i * channels + j) : vf_zero();
         }
         for (int t = 0; t < tokens; t++) {
             const float *x = from + t * step + j;
@@ -50,7 +51,7 @@ static void convolve(const ShoalRecurrence *r, const float *from, int64_t step, 
             vf_store_some(to + t * to_step + j, mask, alone ? vf_mul(sum, vf_load_some(mask, x + channels)) : silu_ps(sum));
             for (int i = 0; i + 1 < taps; i++) past[i] = past[i + 1];
         }
-        for (int i = 0; i + 1 < taps; i++) vf_store_some(window + (int64_t)i * channels + j, mask, past[i]);
+        for (int i = 0; i + 1 < taps; i++) vf_store_some(after + (int64_t)i * channels + j, mask, past[i]);
     }
 }
 

@@ -1,10 +1,11 @@
-/* A forward in one parallel region: a few tokens through some layers of a Llama-shaped decoder. */
+/* A forward in one parallel region: a few tokens through some layers of a decoder. */
 #include <omp.h>
 #include <time.h>
 
 #include "chain.h"
 #include "likeliest.h"
 #include "lookup.h"
+#include "recurrence.h"
 #include "squares.h"
 
 static void embed(const Worker *w) {
@@ -50,7 +51,7 @@ static void run_head(Worker *w) {
 }
 
 static int deepest(const ShoalModel *m) {
-    return max_int(max_int(m->hidden, m->ffn), m->heads * m->head_dim) + GROUP_K;
+    return max_int(max_int(m->hidden, m->ffn), max_int(m->heads * m->head_dim, m->outputs)) + GROUP_K;
 }
 
 /* Bytes of a thread's activations; those of the groups of an MLP follow one another, each padded by at most GROUP_K values. */
@@ -61,7 +62,7 @@ static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) {
 
 static Worker worker_of(Run *r, int id, int threads) {
     const ShoalModel *m = r->m;
-    const int tokens = r->b->tokens, group = m->heads / m->kv_heads;
+    const int tokens = r->b->tokens, group = m->kv_heads ? m->heads / m->kv_heads : 0;
     Worker w = {.run = r, .id = id, .threads = threads};
     char *at = r->private + id * r->private_bytes;
     w.acts = acts_at(at, tokens, deepest(m)), w.shared = acts_at(r->together, tokens, deepest(m));
@@ -78,7 +79,7 @@ static Worker worker_of(Run *r, int id, int threads) {
 
 static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
-    int64_t queries = tokens * (m->heads / m->kv_heads) * round_up(m->head_dim, 32) * 4;
+    int64_t queries = tokens * (m->kv_heads ? m->heads / m->kv_heads : 0) * round_up(m->head_dim, 32) * 4;
     return own_acts(m, b) + queries + round_up(4ll * SUMS, 64) + 4 * round_up(m->hidden, LANES) + chunk_bytes(m->head_dim);
 }
 
@@ -94,7 +95,7 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     const ShoalModel *m = r->m;
     const int64_t tokens = r->b->tokens;
     r->x_line = round_up(m->hidden, LANES);
-    r->qkv_line = round_up(max_int((m->heads + 2 * m->kv_heads) * m->head_dim, m->hidden), LANES); /* see finish_aside */
+    r->qkv_line = round_up(max_int(qkv_rows(m), m->hidden), LANES); /* see finish_aside */
     r->hidden_line = round_up(m->ffn, LANES);
     r->private_bytes = round_up(private_bytes(m, r->b), 128);
     float *at = (float *)memory;
@@ -102,6 +103,10 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->qkv = at, at += tokens * r->qkv_line;
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->hidden = at, at += tokens * r->hidden_line;
+    r->mixed_line = round_up(m->outputs, LANES);
+    r->inputs = at, at += tokens * round_up(m->inputs, LANES);
+    r->channels = at, at += round_up(tokens * m->channels, LANES);
+    r->mixed = at, at += tokens * r->mixed_line;
     r->states = at, at += most_states(m, r->b) * state_floats(m->head_dim);
     r->together = (char *)at;
     if (tokens >= TOGETHER) at += round_up(acts_bytes((int)tokens, deepest(m)), 128) / 4;
@@ -128,9 +133,12 @@ static double seconds(clockid_t clock) {
 
 static void run_layers(Worker *w) {
     for (int entry = 0; entry < w->run->b->active_count; entry++) {
+        const ShoalLayer *layer = w->run->m->layers + w->run->b->layers[entry];
         copy_states(w, entry);
-        run_attention(w, entry);
-        run_mlp(w, entry);
+        if (layer->recurrence) project(w, entry);
+        if (layer->o.rows) run_attention(w, entry);
+        if (layer->recurrence) run_recurrence(w, entry);
+        if (layer->down.rows) run_mlp(w, entry);
     }
     copy_states(w, w->run->b->active_count);
     run_head(w);
@@ -233,7 +241,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that compares them with their mirrors in Python. */
-void shoal_sizes(int64_t sizes[7]) {
+void shoal_sizes(int64_t sizes[8]) {
+    sizes[7] = sizeof(ShoalRecurrence);
     sizes[6] = sizeof(ShoalChoice);
     sizes[4] = sizeof(ShoalOwn), sizes[5] = sizeof(ShoalChain);
     sizes[0] = sizeof(ShoalWeight), sizes[1] = sizeof(ShoalLayer), sizes[2] = sizeof(ShoalModel), sizes[3] = sizeof(ShoalBatch);

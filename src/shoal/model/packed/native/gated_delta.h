@@ -34,8 +34,8 @@ INLINE void find_decays(const ShoalRecurrence *r, int head, const float *f, floa
     for (int k = r->decays; k < r->key_dim; k++) decay[k] = decay[0];
 }
 
-/* One token on one head's matrix: decay it, turn it towards v at k, and read it at q. */
-INLINE void turn_matrix(float *matrix, int keys, int values, const float *decay, const float *k, const float *q, float beta,
+/* One token on one head's matrix, which goes `from` one place to another: decay it, turn it towards v at k, and read it at q. */
+INLINE void turn_matrix(const float *from, float *matrix, int keys, int values, const float *decay, const float *k, const float *q, float beta,
                         const float *v, float *out) {
     for (int j = 0; j < values; j += COLUMNS * LANES) {
         Vf seen[COLUMNS], found[COLUMNS];
@@ -47,7 +47,7 @@ INLINE void turn_matrix(float *matrix, int keys, int values, const float *decay,
         for (int i = 0; i < keys; i++) {
             float *line = matrix + (int64_t)i * values + j;
             UNROLL for (int c = 0; c < COLUMNS; c++) {
-                const Vf held = vf_mul(vf_load_some(mask[c], line + c * LANES), vf_all(decay[i]));
+                const Vf held = vf_mul(vf_load_some(mask[c], from + (line - matrix) + c * LANES), vf_all(decay[i]));
                 vf_store_some(line + c * LANES, mask[c], held);
                 seen[c] = vf_fma(held, vf_all(k[i]), seen[c]);
             }
@@ -66,6 +66,13 @@ INLINE void turn_matrix(float *matrix, int keys, int values, const float *decay,
     }
 }
 
+/* Where a head's matrix of `count` numbers is read first: at its place before, or zeros at its own place. */
+INLINE const float *begun(const float *before, float *own, int64_t place, int64_t count) {
+    if (before) return before + place;
+    memset(own, 0, 4 * count);
+    return own;
+}
+
 /* RMSNorm of a head's output, times its gate. */
 INLINE void gate_head(const ShoalRecurrence *r, const float *gate, float *out) {
     const Vf scale = vf_all(inverse_rms(out, r->value_dim, r->eps));
@@ -80,23 +87,25 @@ INLINE void gate_head(const ShoalRecurrence *r, const float *gate, float *out) {
 
    inputs: the projections of the first token, with `step` floats from token to token.
    qkv: [tokens][channels], convolved.
-   matrix: [heads][key_dim][value_dim].
+   before, after: [heads][key_dim][value_dim]; NULL for the matrix before a text's first token.
    out: the outputs of the first token, with `out_step` floats from token to token. */
-static void run_delta(const ShoalRecurrence *r, const float *inputs, int64_t step, const float *qkv, int tokens, float *matrix,
-                      float *out, int64_t out_step, int first, int last) {
+static void run_delta(const ShoalRecurrence *r, const float *inputs, int64_t step, const float *qkv, int tokens, const float *before,
+                      float *after, float *out, int64_t out_step, int first, int last) {
     const int keys = r->key_dim, values = r->value_dim, all_keys = r->groups * keys, all_values = r->heads * values;
     float q[MOST_KEYS], k[MOST_KEYS], decay[MOST_KEYS];
     for (int head = first; head < last; head++) {
         const int group = head / (r->heads / r->groups);
-        float *own = matrix + (int64_t)head * keys * values;
+        float *own = after + (int64_t)head * keys * values;
+        const float *from = begun(before, own, (int64_t)head * keys * values, (int64_t)keys * values);
         for (int t = 0; t < tokens; t++) {
             const float *line = qkv + (int64_t)t * r->channels, *gate = inputs + t * step + r->channels, *b = gate + all_values;
             float *to = out + t * out_step + (int64_t)head * values;
             make_unit(line + group * keys, keys, 1.0f / sqrtf((float)keys), q);
             make_unit(line + all_keys + group * keys, keys, 1.0f, k);
             find_decays(r, head, b + r->heads + (int64_t)head * r->decays, decay);
-            const float beta = first_of(sigmoid_ps(vf_all(b[head]))) * (r->doubled ? 2.0f : 1.0f);
-            turn_matrix(own, keys, values, decay, k, q, beta, line + 2 * all_keys + head * values, to);
+            const float beta = first_lane(sigmoid_ps(vf_all(b[head]))) * (r->doubled ? 2.0f : 1.0f);
+            turn_matrix(from, own, keys, values, decay, k, q, beta, line + 2 * all_keys + head * values, to);
+            from = own;
             gate_head(r, gate + head * values, to);
         }
     }

@@ -77,7 +77,7 @@ INLINE Vf result(const Worker *w, const Chosen *c, const float *bias, int first_
 
 static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const int rows = (r->m->heads + 2 * r->m->kv_heads) * r->m->head_dim;
+    const int rows = qkv_rows(r->m);
     (void)to;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
@@ -88,7 +88,7 @@ static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int 
 
 static void finish_residual(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const Vf scale = vf_all(r->m->residual_scale);
+    const Vf scale = vf_all(w->scale);
     (void)to;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
@@ -129,7 +129,7 @@ static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
     for (int i = 0; i < c->count; i++) {
         const float *from = r->qkv + c->token[i] * r->qkv_line;
         float *x = r->x + c->token[i] * r->x_line;
-        const Vf scale = vf_all(inverse_rms(from, hidden, r->m->eps) * r->m->residual_scale);
+        const Vf scale = vf_all(inverse_rms(from, hidden, r->m->eps) * w->scale);
         for (int k = first; k < last; k += LANES) {
             Vf normed = vf_mul(vf_mul(vf_load(from + k), scale), vf_load_some(head_mask(hidden - k), norm + k));
             vf_store(x + k, vf_add(vf_load(x + k), normed));
@@ -150,7 +150,7 @@ static void finish_gated(const Worker *w, const Chosen *c, const float *bias, in
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b += 2) {
             const int row = (block + b) / 2 * LANES;
-            Vf gate = result(w, c, bias, row, ffn, b, i);
+            Vf gate = vf_mul(result(w, c, bias, row, ffn, b, i), vf_all(r->m->gate_scale));
             Vf up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
             gate = r->m->activation == ACTIVATION_SILU ? silu_ps(gate) : gelu_tanh_ps(gate);
             vf_store(hidden + c->token[i] * r->hidden_line + row, vf_mul(gate, up));
@@ -167,6 +167,20 @@ static void finish_logits(const Worker *w, const Chosen *c, const float *bias, i
             if (w->best) note_best(w->best + i, logits, row, m->vocab - row);
             else vf_store_some((float *)to + (int64_t)i * m->vocab + row, head_mask(m->vocab - row), logits);
         }
+}
+
+/* The matrices that read a sublayer's inputs, one above the other. */
+static void multiply_stack(Worker *w, const ShoalWeight parts[3], const float *norm, const Chosen *c, const float *bias,
+                           Finish *finish, void *to) {
+    const Run *r = w->run;
+    const Lines lines = {.x = r->x, .norm = norm, .step = r->x_line, .tokens = c->token, .count = c->count};
+    int offset = 0;
+    for (const ShoalWeight *part = parts; part < parts + 3 && part->rows; offset += part->blocks, part++) {
+        if (part == parts) prepare_together(w, part, lines);
+        else if (form_of(part->kind) != form_of(part[-1].kind)) prepare_all(w, part, lines); /* others may still be at the first one */
+        multiply_part(w, (int)(part - parts), part, offset, c, bias, finish, to);
+    }
+    meet(&w->run->team, w->id);
 }
 
 /* A sublayer's last matrix; its result is added to the states, normalised if there is a norm. */
@@ -192,14 +206,7 @@ static void run_attention(Worker *w, int entry) {
     if (!c.count) return;
     Segment segments[MAX_TOKENS];
     const int count = segments_of(r, layer, entry, &c, segments);
-    int offset = 0;
-    for (const ShoalWeight *part = layer->qkv; part < layer->qkv + 3 && part->rows; offset += part->blocks, part++) {
-        const Lines lines = {.x = r->x, .norm = layer->input_norm, .step = r->x_line, .tokens = c.token, .count = c.count};
-        if (part == layer->qkv) prepare_together(w, part, lines);
-        else if (form_of(part->kind) != form_of(part[-1].kind)) prepare_all(w, part, lines); /* others may still be at the first one */
-        multiply_part(w, (int)(part - layer->qkv), part, offset, &c, layer->qkv_bias, finish_qkv, NULL);
-    }
-    meet(&r->team, w->id);
+    multiply_stack(w, layer->qkv, layer->input_norm, &c, layer->qkv_bias, finish_qkv, NULL);
     const int labels = labels_in(r, entry, &c);
     w->stored = r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
     if (w->stored) { /* a task may read what another one would store */
@@ -222,6 +229,7 @@ static void run_attention(Worker *w, int entry) {
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
     const int64_t line = (int64_t)r->m->heads * r->m->head_dim;
+    w->scale = r->m->residual_scale * r->m->out_scales[0];
     prepare_together(w, &layer->o, (Lines){.x = r->attended, .step = line, .count = c.count});
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
@@ -336,6 +344,7 @@ static void run_mlp(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose_group(r->b, entry, WHOLE);
+    w->scale = r->m->residual_scale * r->m->out_scales[2];
     if (c.count) {
         prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
         Neurons all = {.ffn = layer->down.cols};

@@ -34,6 +34,20 @@ class Weight(ctypes.Structure):
                 ("paired", c_int32), ("depth", c_int32), ("blocks", c_int32), ("tile", c_int32)]
 
 
+class RecurrenceStruct(ctypes.Structure):
+    """A recurrence beside or instead of attention."""
+
+    _fields_ = [
+        ("into", Weight * 3), ("out", Weight), ("into_scale", c_void_p), ("into_bias", c_void_p),
+        ("out_bias", c_void_p), ("conv", c_void_p), ("conv_bias", c_void_p), ("rate", c_void_p), ("bias", c_void_p),
+        ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32),
+        ("heads", c_int32),
+        ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("decays", c_int32), ("sigmoid", c_int32),
+        ("gate_first", c_int32), ("doubled", c_int32), ("eps", c_float), ("bound", c_float), ("least", c_float),
+        ("most", c_float),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """A decoder layer; a null pointer stands for an absent part."""
 
@@ -42,7 +56,7 @@ class LayerStruct(ctypes.Structure):
         ("mlp_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("attention_out_norm", c_void_p),
         ("mlp_out_norm", c_void_p), ("qkv_bias", c_void_p), ("out_bias", c_void_p), ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("window", c_int32), ("positions", c_int32),
-        ("wide_norms", c_int32),
+        ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)),
     ]
 
 
@@ -54,7 +68,9 @@ class Model(ctypes.Structure):
         ("rotary_dim", c_int32), ("vocab", c_int32), ("num_layers", c_int32), ("activation", c_int32),
         ("kv_dtype", c_int32), ("embedding_dtype", c_int32), ("eps", c_float), ("attention_scale", c_float),
         ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("attention_cap", c_float),
-        ("logit_cap", c_float), ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("head", Weight),
+        ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("gated_attention", c_int32),
+        ("inputs", c_int32), ("channels", c_int32), ("outputs", c_int32), ("layers", POINTER(LayerStruct)),
+        ("norm", c_void_p), ("head", Weight),
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
     ]
 
@@ -102,7 +118,8 @@ class BatchStruct(ctypes.Structure):
         ("keys", c_void_p), ("values", c_void_p), ("capacity", c_void_p), ("own", c_void_p), ("queries", c_void_p),
         ("select", SELECT), ("slots", c_void_p), ("counts", c_void_p), ("apart", c_void_p), ("choices", c_void_p),
         ("taps", c_void_p), ("vectors", c_void_p), ("experts", c_void_p), ("groups", c_void_p),
-        ("expert_count", c_int32), ("tap_count", c_int32),
+        ("expert_count", c_int32), ("tap_count", c_int32), ("span_count", c_int32), ("spans", c_void_p),
+        ("states", c_void_p), ("inputs", c_void_p),
     ]
 
 
@@ -115,18 +132,6 @@ class ChainStruct(ctypes.Structure):
         ("of_state", Weight), ("ones", c_void_p), ("shares", c_void_p), ("norm", c_void_p), ("states", c_void_p),
         ("known", c_void_p), ("lengths", c_void_p), ("colder", c_void_p), ("uniforms", c_void_p), ("guesses", c_void_p),
         ("counts", c_void_p), ("logs", c_void_p), ("length", c_int32), ("eps", c_float), ("least", c_float),
-    ]
-
-
-class RecurrenceStruct(ctypes.Structure):
-    """A recurrence beside or instead of attention."""
-
-    _fields_ = [
-        ("conv", c_void_p), ("conv_bias", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("skip", c_void_p),
-        ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32), ("heads", c_int32),
-        ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("decays", c_int32), ("sigmoid", c_int32),
-        ("gate_first", c_int32), ("doubled", c_int32), ("eps", c_float), ("bound", c_float), ("least", c_float),
-        ("most", c_float),
     ]
 
 
@@ -150,9 +155,8 @@ _SIGNATURES = {
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
     "shoal_forward": (c_int, [POINTER(Model), POINTER(BatchStruct), c_void_p, *_ROOM]),
     "shoal_guess": (c_int, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, *_ROOM]),
-    "shoal_recurrence_bytes": (c_int64, []),
-    "shoal_recur": (None, [POINTER(RecurrenceStruct), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_void_p,
-                           c_int64, c_int]),
+    "shoal_recur": (None, [POINTER(RecurrenceStruct), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64,
+                           c_int]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),
     "shoal_matmul": (None, [POINTER(Weight), c_void_p, c_int, c_void_p, c_void_p, c_int]),
 }

@@ -5,17 +5,18 @@
 #include "gated_delta.h"
 
 /* Heads first..last-1 of a run of tokens, before gate and norm; arguments as in run_delta. */
-static void run_dual(const ShoalRecurrence *r, const float *inputs, int64_t step, const float *xbc, int tokens, float *matrix,
-                     float *out, int64_t out_step, int first, int last) {
+static void run_dual(const ShoalRecurrence *r, const float *inputs, int64_t step, const float *xbc, int tokens, const float *before,
+                     float *after, float *out, int64_t out_step, int first, int last) {
     const int keys = r->key_dim, values = r->value_dim, all_values = r->heads * values;
     for (int head = first; head < last; head++) {
         const int group = head / (r->heads / r->groups);
-        float *own = matrix + (int64_t)head * keys * values;
+        float *own = after + (int64_t)head * keys * values;
+        const float *from = begun(before, own, (int64_t)head * keys * values, (int64_t)keys * values);
         for (int t = 0; t < tokens; t++) {
             const float *x = xbc + (int64_t)t * r->channels + head * values;
             const float *b = xbc + (int64_t)t * r->channels + all_values + group * keys, *c = b + r->groups * keys;
             const float dt = inputs[t * step + all_values + r->channels + head] + r->bias[head];
-            const float size = fminf(fmaxf(first_of(softplus_ps(vf_all(dt))), r->least), r->most);
+            const float size = fminf(fmaxf(first_lane(softplus_ps(vf_all(dt))), r->least), r->most);
             const Vf decay = exp_ps(vf_all(size * r->rate[head])), skip = vf_all(r->skip[head]);
             float *to = out + t * out_step + (int64_t)head * values;
             for (int j = 0; j < values; j += COLUMNS * LANES) {
@@ -27,16 +28,17 @@ static void run_dual(const ShoalRecurrence *r, const float *inputs, int64_t step
                     found[i] = vf_zero();
                 }
                 for (int k = 0; k < keys; k++) {
-                    float *line = own + (int64_t)k * values + j;
+                    const int64_t at = (int64_t)k * values + j;
                     UNROLL for (int i = 0; i < COLUMNS; i++) {
-                        const Vf held = vf_fma(vf_all(b[k]), added[i], vf_mul(decay, vf_load_some(mask[i], line + i * LANES)));
-                        vf_store_some(line + i * LANES, mask[i], held);
+                        const Vf held = vf_fma(vf_all(b[k]), added[i], vf_mul(decay, vf_load_some(mask[i], from + at + i * LANES)));
+                        vf_store_some(own + at + i * LANES, mask[i], held);
                         found[i] = vf_fma(held, vf_all(c[k]), found[i]);
                     }
                 }
                 UNROLL for (int i = 0; i < COLUMNS; i++)
                     vf_store_some(to + j + i * LANES, mask[i], vf_fma(skip, vf_load_some(mask[i], x + j + i * LANES), found[i]));
             }
+            from = own;
         }
     }
 }

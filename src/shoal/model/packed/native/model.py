@@ -1,4 +1,4 @@
-"""A Llama-shaped decoder that the library runs: its parts are passed once, then a forward is one call."""
+"""A decoder that the library runs: its parts are passed once, then a forward is one call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import Array, c_double, c_int32, c_uint8, c_void_p
+from ctypes import Array, c_double, c_float, c_int32, c_uint8, c_void_p
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
+from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
+from shoal.model.packed.mixers import Projection
 from shoal.model.packed.native.batch import ChoicesAtWork, KVBinding, NativeBatch, OwnSlots, SlotChoice, address
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.library import (
@@ -31,13 +33,15 @@ from shoal.model.packed.native.library import (
     Weight,
     require,
 )
+from shoal.model.packed.native.recurrence import NativeRecurrence
+from shoal.model.packed.native.spans import Spans
 from shoal.model.packed.native.threads import MACHINE
 from shoal.model.packed.native.weights import PackedWeight, as_packed, share_inputs
 from shoal.model.packed.shape import Shape
 from shoal.model.packed.weights import Layer, Weights
 
 _SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "vocab", "eps", "attention_scale", "residual_scale",
-          "embedding_scale", "logit_scale")
+          "embedding_scale", "logit_scale", "gate_scale", "gated_attention")
 """What a model's struct has of its `Shape` under the same names."""
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
@@ -114,8 +118,8 @@ class _Asked:
 class NativeModel:
     """A decoder that the library runs.
 
-    `head_read` counts the bytes of the head that forwards have read. Where `bounds` is true, argmax tokens are found by
-    bounds of the logits, which take memory of their own.
+    `recurrences` are by layer. `head_read` counts the bytes of the head that forwards have read. Where `bounds` is
+    true, argmax tokens are found by bounds of the logits, which take memory of their own.
 
     Args:
         shape: its sizes. Dimensions of a head are even and at most 256.
@@ -138,6 +142,7 @@ class NativeModel:
         self.shape, self.num_layers, self._kv_dtype = shape, len(weights.layers), kv_dtype
         self._library, self._lock = require(), threading.Lock()
         self._parts: list[object] = [embedding]
+        self.recurrences: dict[int, NativeRecurrence] = {}
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
         self._structs = (LayerStruct * len(layers))(*layers)
         self._head = as_packed(weights.head)
@@ -164,7 +169,7 @@ class NativeModel:
 
     def bind(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],
-        own: Sequence[Sequence[OwnSlots]] | None = None,
+        own: Sequence[Sequence[OwnSlots]] | None = None, seqs: int = 0,
     ) -> KVBinding:
         """Check the KV tensors once, for all forwards until one of them is replaced.
 
@@ -172,15 +177,16 @@ class NativeModel:
             keys, values: per layer [places, kv_heads, capacity, head_dim], contiguous, in `kv_dtype`; None for a
                 layer that stores nothing.
             own: per layer and sequence what it stores outside its place; None if there is nothing.
+            seqs: number of places where no layer stores anything in them.
         """
         shape = (self.shape.kv_heads, self.shape.head_dim)
-        return KVBinding(keys, values, self.num_layers, shape, self._kv_dtype, own)
+        return KVBinding(keys, values, self.num_layers, shape, self._kv_dtype, own, seqs)
 
     def forward(
         self, batch: NativeBatch, kv: KVBinding, threads: int | None = None, taps: Tensor | None = None,
         choose: Choose | None = None, choices: Sequence[SlotChoice | None] | None = None,
         vectors: Tensor | None = None, argmax: array[int] | None = None,
-        experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None,
+        experts: tuple[ExpertMLPs, Sequence[Sequence[int]]] | None = None, spans: Spans | None = None,
     ) -> Tensor:
         """Run a batch, and write its keys and values to their slots of the cache; returns logits, float32 [wanted, V].
 
@@ -199,6 +205,7 @@ class NativeModel:
             argmax: int32 [wanted], filled with the id of each wanted token's largest logit, the lowest of equals. No
                 logits are returned then, and where `bounds` is true, part of the head may not be read.
             experts: MLPs in groups, and each token's groups as `ExpertMLPs.put_into` takes them; None for whole MLPs.
+            spans: the states of recurrences; None if the model has none.
 
         Raises:
             ValueError: an index of the batch, when nothing was changed, or what `choose` returned is out of range.
@@ -215,6 +222,8 @@ class NativeModel:
             struct.vectors = address("vectors", vectors, (struct.tokens, self.shape.hidden))
         if experts is not None:
             experts[0].put_into(struct, experts[1])
+        if spans is not None:
+            spans.put_into(struct)
         asked = None if choose is None else _Asked(choose, batch, struct, self.shape)
         at_work = None if choices is None else ChoicesAtWork(choices, struct, self.shape.heads, self.shape.kv_heads)
         logits = self.run(struct, argmax, threads, asked)
@@ -342,29 +351,54 @@ class NativeModel:
                 MACHINE.note(self._had.value, time.perf_counter() - start)
 
     def _layer(self, index: int, layer: Layer) -> LayerStruct:
-        shape, struct = self.shape, LayerStruct(window=self.shape.windows[index] or 0)
-        hidden, ffn = shape.hidden, shape.ffns[index]
+        shape, struct, kind = self.shape, LayerStruct(window=self.shape.windows[index] or 0), self.shape.kind(index)
+        hidden, ffn, qkv = shape.hidden, shape.ffns[index], shape.qkv_rows
         query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        struct.qkv = self._qkv(parts_of(layer.qkv), query + 2 * kv)
-        struct.out = self._matrix("out", layer.out, hidden, query)
-        struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
-        struct.down = self._matrix("down", layer.down, hidden, ffn)
+        if kind.attends:
+            struct.qkv = self._stack("qkv", layer.qkv, qkv, hidden)
+            struct.out = self._matrix("out", layer.out, hidden, query)
+        if kind.gated_mlp:
+            struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
+            struct.down = self._matrix("down", layer.down, hidden, ffn)
+        if layer.mixer is not None:
+            self.recurrences[index] = self._recurrence(layer.mixer)
+            struct.recurrence = ctypes.pointer(self.recurrences[index].struct)
         struct.wide_norms = wide = layer.q_norm is not None and shape.heads > 1 and len(layer.q_norm) == query
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
                                  "down_bias"), hidden)
         lengths |= {"q_norm": query if wide else shape.head_dim, "k_norm": kv if wide else shape.head_dim,
-                    "qkv_bias": query + 2 * kv, "gate_up_bias": 2 * ffn}
+                    "qkv_bias": qkv, "gate_up_bias": 2 * ffn}
         for name, length in lengths.items():
             setattr(struct, name, self._vector(name, vars(layer)[name], length))
-        if None in (struct.attention_norm or struct.attention_out_norm, struct.mlp_norm or struct.mlp_out_norm):
+        if None in (struct.attention_norm or struct.attention_out_norm,
+                    not kind.gated_mlp or struct.mlp_norm or struct.mlp_out_norm):
             raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
         return struct
+
+    def _recurrence(self, mixer: Mixer) -> NativeRecurrence:
+        """A layer's recurrence with its matrices."""
+        made, into, out, hidden = NativeRecurrence(mixer), mixer.into, mixer.out, self.shape.hidden
+        if not isinstance(into, Projection) or not isinstance(out, Projection) or out.scale is not None:
+            raise ValueError("a recurrence of the kernels has one packed matrix before it and one after it")
+        struct, rows = made.struct, into.matrix.rows
+        struct.into = self._stack("into", into.matrix, rows, hidden)
+        struct.out = self._matrix("out", out.matrix, hidden, made.outputs)
+        scale = None if into.scale is None else into.scale.float()
+        struct.into_scale = self._vector("the scale of into", scale, rows)
+        struct.into_bias = self._vector("the bias of into", into.bias, rows)
+        struct.out_bias = self._vector("the bias of out", out.bias, hidden)
+        return made
 
     def _model_struct(self, norm: Tensor, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None) -> Model:
         shape, struct = self.shape, Model(num_layers=self.num_layers, ffn=max(self.shape.ffns), layers=self._structs)
         for name in _SIZES:
             setattr(struct, name, getattr(shape, name))
         struct.attention_cap, struct.logit_cap = shape.attention_cap or 0.0, shape.logit_cap or 0.0
+        struct.out_scales = (c_float * 3)(*shape.out_scales)
+        own = self.recurrences.values()
+        struct.inputs = max((sum(part.rows for part in one.struct.into) for one in own), default=0)
+        struct.channels = max((one.struct.channels for one in own), default=0)
+        struct.outputs = max((one.outputs for one in own), default=0)
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
         struct.norm = self._vector("norm", norm, shape.hidden)
         struct.head = self._matrix("head", self._head, shape.vocab, shape.hidden)
@@ -378,15 +412,16 @@ class NativeModel:
             struct.embedding = address("embedding", embedding, (shape.vocab, shape.hidden), embedding.dtype)
         return struct
 
-    def _qkv(self, parts: Sequence[Linear], rows: int) -> Array[Weight]:
-        """The structs of up to three matrices that make up q, k and v."""
+    def _stack(self, name: str, matrix: Linear, rows: int, columns: int) -> Array[Weight]:
+        """The structs of up to three matrices, one above the other."""
+        parts = parts_of(matrix)
         sizes = [part.rows for part in parts]
         if not 1 <= len(parts) <= 3 or sum(sizes) != rows or any(size % LANES for size in sizes[:-1]):
             raise ValueError(
-                f"qkv is of {sizes} rows; up to three matrices with {rows} rows are needed, all but the last one with "
-                f"a multiple of {LANES}"
+                f"{name} is of {sizes} rows; up to three matrices with {rows} rows are needed, all but the last one "
+                f"with a multiple of {LANES}"
             )
-        return (Weight * 3)(*(self._matrix("qkv", part, part.rows, self.shape.hidden) for part in parts))
+        return (Weight * 3)(*(self._matrix(name, part, part.rows, columns) for part in parts))
 
     def _gate_up(self, parts: Sequence[Linear], ffn: int) -> Array[Weight]:
         """The structs of one paired matrix, or of two."""
@@ -419,6 +454,8 @@ def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
         raise ValueError(f"activation is {shape.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if kv_dtype not in _KV_DTYPES:
         raise ValueError(f"kv_dtype is {kv_dtype}; it must be torch.float32 or torch.bfloat16")
+    if not any(shape.kind(layer).attends for layer in range(shape.num_layers)):
+        return
     if min(shape.hidden, *shape.ffns, shape.heads, shape.kv_heads, shape.vocab) < 1 or shape.heads % shape.kv_heads:
         raise ValueError(f"sizes must be positive and kv_heads ({shape.kv_heads}) divide heads ({shape.heads})")
     if not 2 <= shape.head_dim <= MAX_HEAD_DIM or shape.head_dim % 2:

@@ -3,23 +3,22 @@
 
 #include "mamba2.h"
 
-int64_t shoal_recurrence_bytes(void) { return sizeof(ShoalRecurrence); }
-
-/* inputs: [tokens] of `step` floats. window, matrix: the state before the tokens, which becomes that after them.
+/* inputs: [tokens] of `step` floats. state: that before the tokens, which becomes that after them.
    scratch: [tokens][channels]. out: [tokens] of `out_step` floats. */
-void shoal_recur(const ShoalRecurrence *r, const float *inputs, int64_t step, int tokens, float *window, float *matrix,
-                 float *scratch, float *out, int64_t out_step, int threads) {
+void shoal_recur(const ShoalRecurrence *r, const float *inputs, int64_t step, int tokens, float *state, float *scratch,
+                 float *out, int64_t out_step, int threads) {
     const int alone = r->kind == RECUR_SHORT_CONV, dual = r->kind == RECUR_MAMBA2;
-    const float *convolved = inputs + (dual ? r->heads * r->value_dim : 0);
+    const float *convolved = inputs + first_channel(r);
+    float *matrix = state + window_floats(r);
 #pragma omp parallel num_threads(threads)
     {
         const int id = omp_get_thread_num(), all = omp_get_num_threads();
         const int first = r->channels * id / all, last = r->channels * (id + 1) / all;
-        convolve(r, convolved, step, tokens, window, alone ? out : scratch, alone ? out_step : r->channels, first, last);
+        convolve(r, convolved, step, tokens, state, state, alone ? out : scratch, alone ? out_step : r->channels, first, last);
 #pragma omp barrier
         if (!alone) {
             const int from = r->heads * id / all, to = r->heads * (id + 1) / all;
-            (dual ? run_dual : run_delta)(r, inputs, step, scratch, tokens, matrix, out, out_step, from, to);
+            (dual ? run_dual : run_delta)(r, inputs, step, scratch, tokens, matrix, matrix, out, out_step, from, to);
         }
 #pragma omp barrier
         if (dual) gate_dual(r, inputs, step, tokens, out, out_step, r->groups * id / all, r->groups * (id + 1) / all);

@@ -1,9 +1,11 @@
-"""Recurrences in the library, one after the other: held against those of `shoal.model.layers`.
+"""Recurrences in the library, held against those of `shoal.model.layers`.
 
-A state has the same tensors and layout there, in float32.
+A state has the same tensors there, in float32 and one after the other in memory.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,41 +13,46 @@ from torch import Tensor
 from shoal.model.layers.convolution import Convolution
 from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.mamba2 import Mamba2
-from shoal.model.layers.mixer import Memory, Mixer
+from shoal.model.layers.mixer import Mixer
 from shoal.model.layers.short_conv import ShortConv
+from shoal.model.packed.native.batch import address
 from shoal.model.packed.native.library import MOST_KEYS, MOST_TAPS, RecurrenceStruct, require
 
 _GATED_DELTA, _MAMBA2, _SHORT_CONV = range(3)
 
 
 class NativeRecurrence:
-    """A mixer's recurrence on the kernels; ValueError if they do not have it, or not in this size."""
+    """A mixer's recurrence on the kernels; ValueError if they do not have it, or not in this size.
+
+    Attributes:
+        struct: the library's form, without matrices.
+        floats: numbers of a state.
+        outputs: O.
+    """
 
     def __init__(self, mixer: Mixer) -> None:
         self._kept: list[Tensor] = []
         if isinstance(mixer, GatedDelta):
-            self._struct = self._delta(mixer)
+            self.struct = self._delta(mixer)
         elif isinstance(mixer, Mamba2):
-            self._struct = self._dual(mixer)
+            self.struct = self._dual(mixer)
         elif isinstance(mixer, ShortConv):
-            self._struct = self._convolved(mixer.conv, kind=_SHORT_CONV, heads=1, groups=1)
+            self.struct = self._convolved(mixer.conv, kind=_SHORT_CONV, heads=1, groups=1)
         else:
             raise ValueError(f"the kernels have no {type(mixer).__name__}")
-        if self._struct.width > MOST_TAPS or self._struct.key_dim > MOST_KEYS:
-            found = f"a convolution of {self._struct.width} taps and keys of {self._struct.key_dim} dimensions"
+        if self.struct.width > MOST_TAPS or self.struct.key_dim > MOST_KEYS:
+            found = f"a convolution of {self.struct.width} taps and keys of {self.struct.key_dim} dimensions"
             raise ValueError(f"{found}; the kernels take up to {MOST_TAPS} and {MOST_KEYS}")
-        self._outputs = self._struct.heads * self._struct.value_dim or self._struct.channels
+        self.floats = sum(map(math.prod, mixer.state_sizes))
+        self.outputs = self.struct.heads * self.struct.value_dim or self.struct.channels
 
-    def recur(self, inputs: Tensor, state: Memory, threads: int = 1) -> Tensor:
-        """As `Mixer.recur`, in float32."""
+    def recur(self, inputs: Tensor, state: Tensor, threads: int = 1) -> Tensor:
+        """As `Mixer.recur`, in float32, on the tensors of a state one after the other."""
         lines = inputs.float().contiguous()
-        if any(one.dtype != torch.float32 or not one.is_contiguous() for one in state):
-            raise ValueError("a state of the kernels is float32 and contiguous")
-        out = torch.empty(len(lines), self._outputs)
-        scratch = torch.empty(len(lines), self._struct.channels)
-        window, matrix = state[0].data_ptr(), state[1].data_ptr() if len(state) > 1 else None
-        require().shoal_recur(self._struct, lines.data_ptr(), lines.shape[1], len(lines), window, matrix,
-                              scratch.data_ptr(), out.data_ptr(), self._outputs, threads)
+        at = address("a state", state, (self.floats,))
+        out, scratch = torch.empty(len(lines), self.outputs), torch.empty(len(lines), self.struct.channels)
+        require().shoal_recur(self.struct, lines.data_ptr(), lines.shape[1], len(lines), at, scratch.data_ptr(),
+                              out.data_ptr(), self.outputs, threads)
         return out
 
     def _delta(self, mixer: GatedDelta) -> RecurrenceStruct:

@@ -17,7 +17,8 @@ typedef struct {
     const ShoalModel *m;
     const ShoalBatch *b;
     float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
-    int64_t x_line, qkv_line, hidden_line;
+    float *inputs, *channels, *mixed; /* [tokens] lines each, of recurrences */
+    int64_t x_line, qkv_line, hidden_line, mixed_line;
     char *together; /* activations that all threads prepare and read */
     char *private;  /* memory of the threads, `private_bytes` each */
     int64_t private_bytes, acts_bytes;
@@ -26,6 +27,10 @@ typedef struct {
     float lowest[MAX_THREADS][TILE_TOKENS]; /* each thread's lower bound of the largest logit, see likeliest.h */
     Team team;
 } Run;
+
+/* Where the keys begin among the outputs of the fused projection before attention, and the number of all. */
+INLINE int first_key(const ShoalModel *m) { return m->heads * (1 + m->gated_attention) * m->head_dim; }
+INLINE int qkv_rows(const ShoalModel *m) { return first_key(m) + 2 * m->kv_heads * m->head_dim; }
 
 /* The tokens of a batch that run a part of a layer, in order. */
 typedef struct {
@@ -50,6 +55,7 @@ typedef struct {
     char *queries; /* [tokens][heads per KV head] lines of the head dimension rounded up to 32, fp32 or bf16 */
     float *sums;   /* of a panel, see multiply() */
     Largest *best;    /* of each wanted token, if no logits are returned; or NULL */
+    float scale;   /* of what the current sublayer adds to the states */
     float *line;   /* [hidden rounded up to whole vectors] */
     int asked;     /* whose queries these are: first token of a segment * KV heads + KV head; -1: nobody's */
     int stored;    /* whether the keys and values of the current layer are already in the cache */

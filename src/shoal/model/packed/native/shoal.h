@@ -29,6 +29,32 @@ typedef struct {
     int32_t depth, blocks, tile; /* filled in by shoal_lay_out */
 } ShoalWeight;
 
+/* A recurrence beside or instead of attention. Inputs of a token are, in this order, the rows of its projection:
+   RECUR_GATED_DELTA: q, k, v, gate, b, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x. Its state is the window
+   [width - 1][channels] of the convolution, followed, but for a short convolution alone, by a matrix [heads][key_dim][value_dim]. */
+enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV };
+#define MOST_TAPS 8   /* inputs of a convolution */
+#define MOST_KEYS 256 /* dimensions of a key */
+typedef struct {
+    ShoalWeight into[3], out;  /* the projection, in parts like qkv below, and the matrix after the recurrence */
+    const float *into_scale, *into_bias, *out_bias; /* factors of the projection's rows, before the bias; or NULL */
+    const float *conv, *conv_bias; /* [width][channels], the last row for a token's own input; [channels], or NULL */
+    const float *rate;  /* [heads]: what the step is multiplied by, without its sign in a gated delta rule */
+    const float *bias;  /* [heads][decays], added to f or dt */
+    const float *skip;  /* [heads]: share of x in its output; of Mamba-2 alone */
+    const float *norm;  /* [value_dim], or in Mamba-2 [heads][value_dim], or NULL */
+    int32_t kind, width, channels, heads;
+    int32_t groups;     /* of heads that share keys: of q and k, or of B and C */
+    int32_t key_dim, value_dim;
+    int32_t decays;     /* of a head: 1, or key_dim */
+    int32_t sigmoid;    /* whether the gate is a sigmoid, not SiLU */
+    int32_t gate_first; /* whether the gate comes before the norm */
+    int32_t doubled;    /* whether b is doubled */
+    float eps;
+    float bound;        /* least logarithm of a decay, in the form that has one; 0: the other */
+    float least, most;  /* limits of steps */
+} ShoalRecurrence;
+
 typedef struct {
     ShoalWeight qkv[3];     /* one above the other; if their kinds are equal they are one matrix. Absent ones have no rows */
     ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately */
@@ -40,6 +66,7 @@ typedef struct {
     int32_t window;         /* 0: none */
     int32_t positions;      /* rows of the tables */
     int32_t wide_norms;     /* whether q_norm and k_norm go over all heads together */
+    const ShoalRecurrence *recurrence; /* beside attention, or in place of it: then o has no rows. Or NULL */
 } ShoalLayer;
 
 typedef struct {
@@ -47,6 +74,10 @@ typedef struct {
     int32_t embedding_dtype;
     float eps, attention_scale, residual_scale, embedding_scale, logit_scale;
     float attention_cap, logit_cap; /* soft caps of scores and logits; 0: none */
+    float gate_scale;               /* factor of an MLP's gate before its activation */
+    float out_scales[3];            /* factors of what attention, a recurrence and an MLP add, beside residual_scale */
+    int32_t gated_attention;        /* whether attention's outputs are multiplied by sigmoids of the rows of qkv after those of q */
+    int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
     const ShoalLayer *layers;
     const float *norm;
     ShoalWeight head;
@@ -91,6 +122,11 @@ typedef struct {
     int32_t apart;        /* whether each query head has slots of its own */
 } ShoalChoice;
 
+/* Tokens first..first+count-1 of a batch, which follow one another in a text, as recurrences run them. */
+typedef struct {
+    int32_t first, count;
+} ShoalSpan;
+
 /* Tokens of one row are consecutive, and consecutive nodes of its tree; earlier nodes are already in their slots.
    Rows ascend. */
 typedef struct {
@@ -122,6 +158,11 @@ typedef struct {
     const ShoalWeight *experts; /* [num_layers][expert_count][2]: groups of the MLPs' neurons, each a paired matrix and its down */
     const uint32_t *groups;     /* [active_count][tokens], bit g: the token runs group g; 0: the whole MLP. NULL: all do */
     int32_t expert_count, tap_count; /* of taps: 1..active_count + 1 */
+    int32_t span_count;
+    const ShoalSpan *spans;    /* all tokens, in order; only models with recurrences have any */
+    float *const *states;      /* [active_count][span_count][2]: a recurrence's state before a span, NULL for the first one of a text,
+                                  and where the state after it goes; both NULL in layers without one */
+    float *const *inputs;      /* [active_count]: gets the inputs of a recurrence, [tokens] lines of whole vectors; or NULL */
 } ShoalBatch;
 
 /* Guesses that a model appends to the wanted tokens of a batch, one after the other, by argmax or drawn. Vectors take the place of
@@ -143,30 +184,6 @@ typedef struct {
     float eps;
     float least;              /* paths less likely than e^least are not continued */
 } ShoalChain;
-
-/* A recurrence beside or instead of attention. Inputs of a token are, in this order, the rows of its projection:
-   RECUR_GATED_DELTA: q, k, v, gate, b, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x. Its state is the window
-   [width - 1][channels] of the convolution and, but for a short convolution alone, a matrix [heads][key_dim][value_dim]. */
-enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV };
-#define MOST_TAPS 8   /* inputs of a convolution */
-#define MOST_KEYS 256 /* dimensions of a key */
-typedef struct {
-    const float *conv, *conv_bias; /* [width][channels], the last row for a token's own input; [channels], or NULL */
-    const float *rate;  /* [heads]: what the step is multiplied by, without its sign in a gated delta rule */
-    const float *bias;  /* [heads][decays], added to f or dt */
-    const float *skip;  /* [heads]: share of x in its output; of Mamba-2 alone */
-    const float *norm;  /* [value_dim], or in Mamba-2 [heads][value_dim], or NULL */
-    int32_t kind, width, channels, heads;
-    int32_t groups;     /* of heads that share keys: of q and k, or of B and C */
-    int32_t key_dim, value_dim;
-    int32_t decays;     /* of a head: 1, or key_dim */
-    int32_t sigmoid;    /* whether the gate is a sigmoid, not SiLU */
-    int32_t gate_first; /* whether the gate comes before the norm */
-    int32_t doubled;    /* whether b is doubled */
-    float eps;
-    float bound;        /* least logarithm of a decay, in the form that has one; 0: the other */
-    float least, most;  /* limits of steps */
-} ShoalRecurrence;
 
 /* Whether a batch, and chains whose batch has passed, have an index out of range: 0, or 1 with the reason in `message`. */
 int shoal_check(const ShoalModel *, const ShoalBatch *, char *message, int size);

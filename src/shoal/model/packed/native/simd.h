@@ -47,6 +47,11 @@ INLINE Vf exp_ps(Vf x) {
     return vf_scale(p, n);
 }
 
+INLINE Vf sigmoid_ps(Vf x) {
+    const Vf one = vf_all(1.0f);
+    return vf_div(one, vf_add(one, exp_ps(vf_sub(vf_zero(), x))));
+}
+
 /* x * sigmoid(x) */
 INLINE Vf silu_ps(Vf x) {
     Vf one = vf_all(1.0f);

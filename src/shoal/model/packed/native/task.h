@@ -37,7 +37,7 @@ static void store_new(const Worker *w, const Task *task) {
     for (int i = s->first; i < s->last; i++) {
         int t = task->chosen->token[i], slot = s->stored + r->b->node[t];
         if (slot < task->low || slot >= task->high) continue;
-        const float *keys = r->qkv + i * r->qkv_line + m->heads * dim, *value = keys + (m->kv_heads + task->head) * dim;
+        const float *keys = r->qkv + i * r->qkv_line + first_key(m), *value = keys + (m->kv_heads + task->head) * dim;
         int64_t at = line0 + slot;
         ready_head(m, task->layer, keys, task->head, m->kv_heads, task->layer->k_norm, r->b->position[t], line);
         if (own && own->keys) {

@@ -1,0 +1,157 @@
+"""States of recurrent layers in a forward of the kernels: where each begins, where it goes, and what is kept of it.
+
+A state is written to other memory than it was read from, so that the committed one stays. Memory of forgotten states
+is used again: new memory costs more than what the kernels do with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.model.kv.cache import KVCache
+from shoal.model.packed.native.library import LANES
+from shoal.model.packed.native.recurrence import NativeRecurrence
+from shoal.model.packed.native.spans import Spans
+from shoal.model.packed.recurrent import MixerState
+from shoal.model.runner import SequenceChunk
+from shoal.model.state.layer import Run, State, StateLayer
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Tokens first..last-1 of chunk number `chunk`; `parent` is the node before them."""
+
+    chunk: int
+    first: int
+    last: int
+    parent: int
+
+
+class SpareMemory:
+    """Float32 memory of equal sizes, of which as much is kept as the last forward took."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[Tensor]] = {}
+        self._taken = 0
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._taken = 0
+
+    def take(self, floats: int) -> Tensor:
+        """float32 [floats], uninitialised."""
+        spare = self._spare.setdefault(floats, [])
+        self._taken += 1
+        return spare.pop() if spare else torch.empty(floats)
+
+    def give(self, memory: Tensor) -> None:
+        """Memory that nobody reads any more."""
+        spare = self._spare[memory.numel()]
+        if len(spare) < self._taken:
+            spare.append(memory)
+
+
+class NativeStates:
+    """The states of a model's recurrences in forwards of the kernels.
+
+    Args:
+        recurrences: by layer.
+    """
+
+    def __init__(self, recurrences: Mapping[int, NativeRecurrence]) -> None:
+        self._recurrences, self._memory = recurrences, SpareMemory()
+
+    def begin(
+        self, chunks: Sequence[SequenceChunk], layers: Sequence[int], counts: Sequence[Sequence[int]], cache: KVCache
+    ) -> StatesAtWork:
+        """The states of one forward.
+
+        Args:
+            layers: the running ones.
+            counts: per chunk and running layer, the number of its first tokens that run it.
+        """
+        self._memory.begin()
+        return StatesAtWork(self._recurrences, self._memory, chunks, layers, counts, cache)
+
+
+class StatesAtWork:
+    """The states of one forward.
+
+    Attributes:
+        spans: for the kernels.
+    """
+
+    def __init__(
+        self, recurrences: Mapping[int, NativeRecurrence], memory: SpareMemory, chunks: Sequence[SequenceChunk],
+        layers: Sequence[int], counts: Sequence[Sequence[int]], cache: KVCache,
+    ) -> None:
+        self._chunks, self._memory = chunks, memory
+        self._cut = [span for number, chunk in enumerate(chunks) for span in _spans(number, chunk)]
+        self._runs: list[tuple[StateLayer, int, Run]] = []
+        tokens = sum(len(chunk.tokens) for chunk in chunks)
+        several = any(span.last - span.first > 1 for span in self._cut)
+        nothing = [(None, None)] * len(self._cut)
+        states: list[Sequence[tuple[Tensor | None, Tensor | None]]] = []
+        inputs: list[Tensor | None] = []
+        for entry, layer in enumerate(layers):
+            recurrence, kept = recurrences.get(layer), None
+            if recurrence is not None and several:
+                kept = torch.empty(tokens, -(-sum(part.rows for part in recurrence.struct.into) // LANES) * LANES)
+            inputs.append(kept)
+            if recurrence is None:
+                states.append(nothing)
+            else:
+                store = cache.layers[layer]
+                assert isinstance(store, StateLayer)
+                states.append([*self._layer(recurrence, store, [own[entry] for own in counts], kept)])
+        self.spans = Spans([span.last - span.first for span in self._cut], states, inputs)
+
+    def _layer(
+        self, recurrence: NativeRecurrence, store: StateLayer, counts: Sequence[int], kept: Tensor | None
+    ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """The states before and after each span in one layer."""
+        known: dict[tuple[int, int], MixerState] = {}  # of this forward, by chunk and last node
+        token = 0
+        for span in self._cut:
+            chunk, count = self._chunks[span.chunk], min(counts[span.chunk], span.last) - span.first
+            if count > 0:
+                found = known.get((span.chunk, span.parent)) or store.after(chunk.seq, span.parent)
+                assert found is None or isinstance(found, MixerState)
+                state = MixerState(self._memory.take(recurrence.floats), self._memory.give)
+                own = None if kept is None else kept[token : token + count]
+                first = chunk.fed + span.first
+                run = Run(first, first + count, state, partial(_again, recurrence, found, own))
+                known[span.chunk, first + count - 1] = state
+                self._runs.append((store, chunk.seq, run))
+                yield None if found is None else found.flat, state.flat
+            else:
+                yield None, None
+            token += span.last - span.first
+
+    def hold(self) -> None:
+        """Keep the states, after the forward."""
+        for store, seq, run in self._runs:
+            store.hold(seq, run)
+
+
+def _spans(number: int, chunk: SequenceChunk) -> Iterator[_Span]:
+    """A chunk's tokens in spans that begin at states which are known then: no span begins in the middle of another."""
+    runs = [*chunk.runs(0, len(chunk.tokens))]
+    ends = {parent - chunk.fed + 1 for parent, _, _ in runs}
+    for parent, first, last in runs:
+        cuts = [first, *(place for place in range(first + 1, last) if place in ends), last]
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            yield _Span(number, start, end, parent if start == first else chunk.fed + start - 1)
+
+
+def _again(recurrence: NativeRecurrence, begin: State | None, inputs: Tensor | None, count: int) -> State:
+    """The state after the first `count` tokens of a span."""
+    assert inputs is not None and (begin is None or isinstance(begin, MixerState))
+    flat = torch.zeros(recurrence.floats) if begin is None else begin.flat.clone()
+    recurrence.recur(inputs[:count], flat)
+    return MixerState(flat)
