@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import shoal.model.packed.build as build_module
 from backends import CPU, packed
 from drive import gap, prompt
 from families import NATIVE_RECURRENT, PACKED_RECURRENT, tiny
-from shoal import compat
+from hybrid_steps import one_by_one
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.model.packed import native
@@ -56,19 +54,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 ON_KERNELS = [variant for variant, (family, _) in VARIANTS.items() if family in NATIVE_RECURRENT]
 kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
-
-
-@torch.no_grad()
-def one_by_one(model: Any, ids: list[int]) -> Tensor:
-    """The model's logits, token by token with its own cache, which no chunked recurrence rounds."""
-    cache, logits = dict[str, Any](), []
-    placed = "position_ids" in inspect.signature(model.forward).parameters
-    for place, token in enumerate(ids):
-        where = {"position_ids": torch.tensor([[place]])} if placed else {}
-        out = model(input_ids=torch.tensor([[token]]), use_cache=True, **cache, **where)
-        cache = {name: one for name, one in out.items() if compat.is_cache(one)}
-        logits.append(out.logits[0, 0])
-    return torch.stack(logits)
 
 
 @pytest.mark.parametrize("dtype", NEAR, ids=str)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,11 @@ def modules_of(file: GgufFile, config: Any, dtype: torch.dtype) -> Any:
     source, wanted = GgufSource(file, config), expected(config)
     if config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)
-    refuse((name for name in wanted if not source.has(name)), source.unread(wanted), "a GGUF file")
-    return loaded(config, {name: source[name].to(dtype, copy=True) for name in source.names()}, dtype)
+    parts = {name: source.parts(name) for name in wanted}
+    missing = (name for name, held in parts.items() if not all(map(source.has, held)))
+    refuse(missing, source.unread(chain.from_iterable(parts.values())), "a GGUF file")
+    found = {name: tensor for name in wanted if (tensor := source.of_modules(name)) is not None}
+    return loaded(config, {name: tensor.to(dtype, copy=True) for name, tensor in found.items()}, dtype)
 
 
 def check_said(header: Header, sizes: Mapping[str, int]) -> None:

@@ -6,8 +6,7 @@ https://github.com/ggml-org/llama.cpp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ from transformers import AutoConfig
 
 from shoal.errors import Unsupported
 from shoal.model.config import WIDTHS
+from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.hybrids import HYBRIDS
 from shoal.model.gguf.metadata import Metadata, Vocabulary, vocabulary_of
 
 _SAFETENSORS = "Use the model's safetensors"
 _FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _TOLERANCE = 1e-4
-Fields = dict[str, Any]
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _REMEDY = 'Use backend="hf", which reads it as transformers does, or the model\'s safetensors'
 
 
@@ -98,43 +97,20 @@ def _gemma3(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
-@dataclass(frozen=True)
-class Family:
-    """An architecture of GGUF files.
-
-    Attributes:
-        model_type: the name of the architecture in transformers.
-        own: makes the config's fields beyond the common ones.
-        interleaved: whether the rows of q and k are ordered for rotating neighbouring dimensions.
-        norm_shift: added to the norm weights in the file; it is subtracted when they are read.
-        sandwich: whether norms follow the sublayers.
-        pre_norm: whether norms precede the sublayers.
-    """
-
-    model_type: str
-    own: Callable[[GgufFile, Metadata, Fields], Fields] = field(default=lambda *_: {})
-    interleaved: bool = False
-    norm_shift: float = 0.0
-    sandwich: bool = False
-    pre_norm: bool = True
-
-
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", _biases, interleaved=True),
-    "deci": Family("llama", _biases, interleaved=True),
+    "llama": Family("llama", _biases, interleaved=True, own_head_dim=True),
+    "deci": Family("llama", _biases, interleaved=True, own_head_dim=True),
     "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3", _attention_bias),
-    "gemma2": Family("gemma2", _gemma2, norm_shift=1.0, sandwich=True),
-    "gemma3": Family("gemma3_text", _gemma3, norm_shift=1.0, sandwich=True),
-    "phi3": Family("phi3", _phi3),
+    "qwen3": Family("qwen3", _attention_bias, own_head_dim=True),
+    "gemma2": Family("gemma2", _gemma2, norm_shift=1.0, sandwich=True, own_head_dim=True),
+    "gemma3": Family("gemma3_text", _gemma3, norm_shift=1.0, sandwich=True, own_head_dim=True),
+    "phi3": Family("phi3", _phi3, partial=True),
     "granite": Family("granite", _granite, interleaved=True),
     "smollm3": Family("smollm3", _smollm3, interleaved=True),
     "olmo2": Family("olmo2", _olmo2, sandwich=True, pre_norm=False),
+    **HYBRIDS,
 }
 """Architectures by their name in GGUF files."""
-
-_HEAD_DIM = ("llama", "deci", "qwen3", "gemma2", "gemma3")
-_PARTIAL = ("phi3",)
 
 
 def family_of(metadata: Metadata) -> Family:
@@ -166,7 +142,7 @@ def config_of(file: GgufFile) -> Any:
     """
     metadata = Metadata(file.header)
     family = family_of(metadata)
-    common = _common(file, metadata)
+    common = _common(file, metadata) | (_attention(file, metadata, family) if family.attends else {})
     fields = common | family.own(file, metadata, common)
     vocabulary = vocabulary_of(file.header)
     _check_vocabulary(file, vocabulary, fields["vocab_size"])
@@ -174,54 +150,68 @@ def config_of(file: GgufFile) -> Any:
 
 
 def _common(file: GgufFile, metadata: Metadata) -> Fields:
-    hidden, heads = metadata.whole("embedding_length"), metadata.whole("attention.head_count")
-    head_dim = _head_dim(metadata, hidden, heads)
-    rope = rope_parameters(file, metadata, head_dim)
-    if "partial_rotary_factor" in rope and metadata.architecture not in _PARTIAL:
-        what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
-        raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
-    layers = _layers(file, metadata)
-    widths = metadata.each("feed_forward_length", layers)
+    length = metadata.whole("context_length")
     return {
-        "hidden_size": hidden,
-        "intermediate_size": max(widths),
-        **({WIDTHS: widths} if len(set(widths)) > 1 else {}),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(metadata, heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": metadata.whole("context_length"),
+        "hidden_size": metadata.whole("embedding_length"),
+        "num_hidden_layers": _layers(file, metadata),
+        "max_position_embeddings": length,
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope,
         "vocab_size": _rows(file),
         "tie_word_embeddings": not file.has(HEAD),
+    }
+
+
+def _attention(file: GgufFile, metadata: Metadata, family: Family) -> Fields:
+    """The fields of models with attention and MLPs."""
+    heads, layers = metadata.whole("attention.head_count"), _layers(file, metadata)
+    head_dim = _head_dim(metadata, metadata.whole("embedding_length"), heads, family)
+    rope = rope_parameters(file, metadata, head_dim)
+    if "partial_rotary_factor" in rope and not family.partial:
+        what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
+        raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
+    widths = metadata.each("feed_forward_length", layers)
+    return {
+        "intermediate_size": max(widths),
+        **({WIDTHS: widths} if len(set(widths)) > 1 else {}),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _kv_heads(metadata, heads, layers, family),
+        "head_dim": head_dim,
+        "rope_parameters": rope,
     }
 
 
 def _layers(file: GgufFile, metadata: Metadata) -> int:
     """The number of layers, bounded by the number of tensors, since lists of that length follow."""
     layers, tensors = metadata.whole("block_count"), len(file.header.tensors)
-    if layers > tensors:
+    layers -= metadata.whole("nextn_predict_layers", 0, least=0)  # those of heads that predict further tokens
+    if not 0 < layers <= tensors:
         raise ValueError(f"the GGUF file {file.path.name!r} announces {layers} layers and has {tensors} tensors; "
                          "each layer has several. Convert the model again")
     return layers
 
 
-def _kv_heads(metadata: Metadata, heads: int) -> int:
-    count = metadata.whole("attention.head_count_kv", heads)
+def _kv_heads(metadata: Metadata, heads: int, layers: int, family: Family) -> int:
+    if family.mixed:
+        counts = set(metadata.each("attention.head_count_kv", layers, least=0)) - {0}
+        if len(counts) != 1:
+            found = f"a GGUF file whose layers have {sorted(counts)} key-value heads"
+            raise Unsupported(found, "all that have any must have the same number", _SAFETENSORS)
+        count = counts.pop()
+    else:
+        count = metadata.whole("attention.head_count_kv", heads)
     if heads % count:
         raise ValueError(f"the GGUF file has {heads} heads and {count} key-value heads; these must divide those. "
                          "Convert the model again")
     return count
 
 
-def _head_dim(metadata: Metadata, hidden: int, heads: int) -> int:
+def _head_dim(metadata: Metadata, hidden: int, heads: int, family: Family) -> int:
     if hidden % heads and not metadata.has("attention.key_length"):
         raise ValueError(f"the GGUF file has {heads} heads for an embedding of {hidden}; heads must divide it. "
                          "Convert the model again")
     size = metadata.whole("attention.key_length", hidden // heads)
     values = metadata.whole("attention.value_length", size)
-    if size != values or (size * heads != hidden and metadata.architecture not in _HEAD_DIM) or size % 2:
+    if size != values or (size * heads != hidden and not family.own_head_dim) or size % 2:
         what = f"a {metadata.architecture!r} GGUF file with heads of {size} (keys) and {values} (values)"
         raise Unsupported(what, f"{heads} of them must share an embedding of {hidden}", _REMEDY)
     return size

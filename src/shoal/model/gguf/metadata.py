@@ -53,14 +53,23 @@ class Metadata:
             raise self._wrong(key, found, f"a whole number from {least} to 2147483647")
         return found
 
-    def each(self, key: str, layers: int) -> list[int]:
-        """An integer of at least 1 for each layer, from one number for all or an array."""
+    def each(self, key: str, layers: int, *, least: int = 1) -> list[int]:
+        """An integer of at least `least` for each layer, from one number for all or an array."""
         found = self._entry(key)
         if not isinstance(found, memoryview):
-            return [self.whole(key)] * layers
-        if len(found) != layers or found.format in ("f", "d", "?") or not all(0 < one < 1 << 31 for one in found):
-            raise self._wrong(key, found.tolist(), f"{layers} whole numbers from 1 to 2147483647, one per layer")
+            return [self.whole(key, least=least)] * layers
+        if len(found) != layers or found.format in ("f", "d", "?") or not all(least <= one < 1 << 31 for one in found):
+            raise self._wrong(key, found.tolist(), f"{layers} whole numbers from {least} to 2147483647, one per layer")
         return list(found)
+
+    def flags(self, key: str) -> list[bool] | None:
+        """An array of bools; None if there is no entry."""
+        found = self._entry(key)
+        if found is None:
+            return None
+        if not isinstance(found, memoryview) or found.format in ("f", "d"):
+            raise self._wrong(key, found, "one true or false per layer")
+        return [bool(one) for one in found]
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""

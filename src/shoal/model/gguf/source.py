@@ -13,14 +13,15 @@ from typing_extensions import override
 
 from shoal.errors import Unsupported
 from shoal.model.gguf.blocks import PLAIN, Blocks
-from shoal.model.gguf.config import EMBEDDING, HEAD, Family, family_of
+from shoal.model.gguf.config import family_of
+from shoal.model.gguf.family import Family
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import GgmlType, TensorInfo
+from shoal.model.gguf.hybrids import JOINED, as_in_checkpoint, grouped_heads
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.modules import expected
 from shoal.model.packed.source import Source
 
-_WHOLE = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": "output_norm.weight", "lm_head.weight": HEAD}
 _PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
@@ -30,21 +31,24 @@ _PARTS = {
 _PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 _BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _SANDWICH = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm", **_BEHIND}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
 ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
 
 
 def gguf_name(name: str, family: Family) -> str | None:
     """The name in GGUF files of the tensor that transformers calls `name`; None if there is none."""
-    if name in _WHOLE:
-        return _WHOLE[name]
+    if name in family.ends:
+        return family.ends[name]
     found = _LAYER.fullmatch(name)
     if found is None:
         return None
-    layer, part, kind = found.groups()
+    layer, rest = found.groups()
+    if rest in family.layer:
+        return f"blk.{layer}.{family.layer[rest]}"
+    part, _, kind = rest.rpartition(".")
     inside = (_parts(family) | _norms(family)).get(part)
-    return inside and f"blk.{layer}.{inside}.{kind}"
+    return f"blk.{layer}.{inside}.{kind}" if inside and kind in ("weight", "bias") else None
 
 
 def _parts(family: Family) -> dict[str, str]:
@@ -66,8 +70,9 @@ class GgufSource(Source):
     def __init__(self, file: GgufFile, config: Any) -> None:
         self._file, self._config = file, config
         self._family = family_of(Metadata(file.header))
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        self._heads = heads if self._family.interleaved else {}
+        self._heads: dict[str, int] = {}
+        if self._family.interleaved:
+            self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
     @override
     def names(self) -> list[str]:
@@ -87,9 +92,25 @@ class GgufSource(Source):
             return blocks.dequantise(PLAIN.get(blocks.type, torch.float32))
         values = self._file.values(info.name)
         values = values if order is None else values[order]
-        if self._family.norm_shift and info.name.endswith("norm.weight"):
+        if self._family.norm_shift and info.name.endswith("norm.weight") and not info.name.endswith("ssm_norm.weight"):
             return values - self._family.norm_shift
-        return values
+        return as_in_checkpoint(info.name, values)
+
+    def of_modules(self, name: str) -> Tensor | None:
+        """The tensor as transformers' modules have it, dequantised; None if the file lacks it."""
+        parts = self.parts(name)
+        if parts != (name,):
+            return torch.cat([self[part] for part in parts]) if all(map(self.has, parts)) else None
+        place = self._place(name)
+        return None if place is None else grouped_heads(place, self[name], self._config)
+
+    @staticmethod
+    def parts(name: str) -> tuple[str, ...]:
+        """The names under which the file has a matrix of the modules: itself, or those of its parts."""
+        for joined, parts in JOINED.items():
+            if name.endswith(joined):
+                return tuple(name.removesuffix(joined) + part for part in parts)
+        return (name,)
 
     def blocks(self, name: str) -> Blocks:
         """The blocks of a matrix in transformers' row order; KeyError if there is none of that name.
@@ -124,7 +145,19 @@ class GgufSource(Source):
     def unread(self, known: Iterable[str]) -> list[str]:
         """Tensors of the file, by its names, that are neither in `known` (transformers' names) nor read otherwise."""
         places = {gguf_name(name, self._family) for name in known}
-        return [place for place in self._file.header.tensors if place not in places and not ASIDE.search(place)]
+        further = tuple(f"blk.{layer}." for layer in self._further())
+        return [place for place in self._file.header.tensors
+                if place not in places and not ASIDE.search(place) and not place.startswith(further)]
+
+    @property
+    def by_turns(self) -> bool:
+        """Whether value heads of a gated delta rule take turns: the first one of each key head, then the second."""
+        return self._family.model_type == "qwen3_5_text"
+
+    def _further(self) -> range:
+        """Layers of heads that predict further tokens."""
+        layers = int(self._config.num_hidden_layers)
+        return range(layers, layers + Metadata(self._file.header).whole("nextn_predict_layers", 0, least=0))
 
     def release(self) -> None:
         """Give back the memory of the pages that were read so far."""

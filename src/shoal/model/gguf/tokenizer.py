@@ -36,6 +36,8 @@ GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 DIGITS = (r"\p{N}", *GPT2)
 LLAMA3 = (rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",)
 QWEN2 = (rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",)
+_MARKED = _REST.replace(r"\p{L}", r"\p{L}\p{M}", 1)
+QWEN35 = (rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|{_MARKED}",)
 TEKKEN = (rf"{_CASED % ('', '')}|\p{{N}}|{_SLASHED}",)
 GPT4O = (rf"{_CASED % (_ENDINGS + '?', _ENDINGS + '?')}|\p{{N}}{{1,3}}|{_SLASHED}",)
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", *GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
@@ -79,6 +81,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **_named("dbrx smaug-bpe", PreTokenizer(LLAMA3)),
     **_named("glm4 chatglm-bpe", PreTokenizer(LLAMA3, whole_words=True)),
     **_named("qwen2", PreTokenizer(QWEN2, nfc=True)),
+    **_named("qwen35", PreTokenizer(QWEN35, nfc=True)),
     **_named("deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open", PreTokenizer(QWEN2)),
     **_named("tekken", PreTokenizer(TEKKEN, whole_words=True, add_bos=True)),
     **_named("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer(GPT4O)),

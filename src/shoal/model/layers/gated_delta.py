@@ -40,6 +40,7 @@ class GatedDelta(Mixer):
         gate_act: "silu" or "sigmoid".
         doubled: whether b reaches 2, which lets the transition have negative eigenvalues.
         bound: the least logarithm of a decay; None for the unbounded form.
+        by_turns: whether value heads take turns instead: the first one of each key head, then the second of each.
         low_rank: if f and the gate come from two matrices each: the second ones of gate and f, whose inputs are then
             the last rows of `into` instead.
     """
@@ -53,6 +54,7 @@ class GatedDelta(Mixer):
     gate_act: str = "silu"
     doubled: bool = False
     bound: float | None = None
+    by_turns: bool = False
     low_rank: tuple[Matrix, Matrix] | None = None
 
     @property
@@ -91,7 +93,7 @@ class GatedDelta(Mixer):
         sizes = [2 * key_dim + value_dim, value_dim, heads, self.decay_bias.numel()]
         qkv, gate, b, f = inputs.split(sizes)
         q, k, v = silu(self.conv(qkv, window)).split([key_dim, key_dim, value_dim])
-        q, k = (_unit(one.view(self.key_heads, -1)).repeat_interleave(heads // self.key_heads, 0) for one in (q, k))
+        q, k = (self._for_values(_unit(one.view(self.key_heads, -1))) for one in (q, k))
         matrix *= self._decay(f.view(self.decay_bias.shape))[..., None]
         beta = torch.sigmoid(b) * (2 if self.doubled else 1)
         change = beta[:, None] * (v.view(heads, -1) - (matrix * k[..., None]).sum(1))
@@ -99,6 +101,11 @@ class GatedDelta(Mixer):
         out = (matrix * (q * q.shape[1] ** -0.5)[..., None]).sum(1)
         act = silu if self.gate_act == "silu" else torch.sigmoid
         return (rms_norm(out, self.norm.shape, self.norm, self.eps) * act(gate.view(heads, -1))).flatten()
+
+    def _for_values(self, x: Tensor) -> Tensor:
+        """X [key heads, Dk] for each value head."""
+        times = len(self.rate) // self.key_heads
+        return x.repeat(times, 1) if self.by_turns else x.repeat_interleave(times, 0)
 
     def _decay(self, f: Tensor) -> Tensor:
         """a_t, [H, 1 or Dk]."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.errors import Unsupported
 from shoal.heap import available
@@ -28,13 +29,15 @@ from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, che
 
 log = logging.getLogger(__name__)
 QUANTS = ("int8", "int4")
+Order = Callable[[str, int], Tensor | None]
+"""Maps the name and the rows of a matrix to the order that the packed layer wants them in; None to leave them."""
 
 
 class TorchFilePacker:
     """Dequantises to `dtype` once if memory allows; otherwise leaves the blocks in the file, see `Blocked`."""
 
-    def __init__(self, source: GgufSource, dtype: torch.dtype) -> None:
-        self._source, self._dtype = source, dtype
+    def __init__(self, source: GgufSource, dtype: torch.dtype, order: Order) -> None:
+        self._source, self._dtype, self._order = source, dtype, order
         wanted = dtype.itemsize * sum(rows * columns for _, (rows, columns) in source.matrices())
         self._once = fits(wanted)
         if not self._once:
@@ -44,7 +47,7 @@ class TorchFilePacker:
 
     def __call__(self, names: Sequence[str], role: Role) -> Linear:
         """Pack the matrices of these names, one above the other, for their role."""
-        blocks = [self._source.blocks(name) for name in names]
+        blocks = [ordered(self._source.blocks(name), name, self._order) for name in names]
         if self._once:
             whole = torch.cat([part.dequantise(self._dtype) for part in blocks])
             self._source.release()
@@ -65,8 +68,8 @@ class NativeFilePacker:
     Matrices of one type become one, others a stack.
     """
 
-    def __init__(self, source: GgufSource, kept: Repacked) -> None:
-        self._source, self._kept = source, kept
+    def __init__(self, source: GgufSource, kept: Repacked, order: Order) -> None:
+        self._source, self._kept, self._order = source, kept, order
 
     def __call__(self, names: Sequence[str], role: Role) -> Linear:
         """Pack the matrices of these names, one above the other, for their role."""
@@ -80,7 +83,7 @@ class NativeFilePacker:
 
     def _woven(self, names: Sequence[str], paired: bool) -> Linear:
         def make(arena: native.Memory) -> native.PackedWeight:
-            blocks = [self._source.blocks(name) for name in names]
+            blocks = [ordered(self._source.blocks(name), name, self._order) for name in names]
             whole = blocks[0] if len(blocks) == 1 else Blocks.cat(blocks)
             return native.pack_blocks(whole, paired, arena, self._source.release)
 
@@ -92,27 +95,35 @@ class NativeFilePacker:
         if role == "pair":
             kinds = [native.kind_of_type(self._source.type_of(group[0])) for group in groups]
             return len(groups) == 2 and rows[0] == rows[1] and native.share_inputs(*kinds)
-        return not any(count % native.LANES for count in rows[:-1])
+        return len(groups) <= 3 and not any(count % native.LANES for count in rows[:-1])
 
     def _as_floats(self, names: Sequence[str], role: Role) -> Linear:
         """Matrices that cannot form a stack, packed as float32: exact, but larger."""
 
         def make(arena: native.Memory) -> native.PackedWeight:
-            whole = torch.cat([self._source.blocks(name).dequantise() for name in names])
+            whole = torch.cat([ordered(self._source.blocks(name), name, self._order).dequantise() for name in names])
             self._source.release()
             return native.pack(whole, "fp32", role == "pair", arena)
 
         return self._kept.take("+".join(names), make)
 
 
-def file_packer(source: GgufSource, dtype: torch.dtype, kernels: bool) -> tuple[PackFile, Repacked | None]:
+def file_packer(
+    source: GgufSource, dtype: torch.dtype, kernels: bool, order: Order
+) -> tuple[PackFile, Repacked | None]:
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
     if not kernels:
-        return TorchFilePacker(source, dtype), None
+        return TorchFilePacker(source, dtype, order), None
     most = sum(native.packed_bytes(native.kind_of_type(kind), rows + native.LANES, columns)  # row blocks may be padded
                for kind, (rows, columns) in source.matrices())
     kept = Repacked(source.path, most)
-    return NativeFilePacker(source, kept), kept
+    return NativeFilePacker(source, kept, order), kept
+
+
+def ordered(blocks: Blocks, name: str, order: Order) -> Blocks:
+    """Blocks of a matrix with its rows in the order of the packed layer."""
+    rows = order(name, len(blocks.data))
+    return blocks if rows is None else blocks.select(rows)
 
 
 def build(
@@ -131,26 +142,30 @@ def build(
     if not isinstance(source, ModelSource):  # a loaded model needs no check
         check_unquantised(config)
         check_names(config, shape, source)
+    file, plain = source.source if isinstance(source, FewerLayers) else source, source
     if shape.interleaved:
         source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
+    order: Order = lambda *_: None  # noqa: E731
     if shape.gated_attention:
         source = GatesBelow(source, shape.head_dim)
+        order = source.order
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
     pack_one: Pack = partial(pack, quant=quant)
     if kernels:
         pack_one = partial(pack_for, quant=quant, arena=native.Arena())
     pack_file, kept = None, None
-    file = source.source if isinstance(source, FewerLayers) else source
     if isinstance(file, GgufSource) and quant is None and device.type == "cpu":
-        pack_file, kept = file_packer(file, dtype, kernels)
-        if isinstance(source, FewerLayers):
-            pack_file = partial(_pack_original, source, pack_file)
+        pack_file, kept = file_packer(file, dtype, kernels, order)
+        if isinstance(plain, FewerLayers):
+            pack_file = partial(_pack_original, plain, pack_file)
     with ExitStack() as undone:
         if kept is not None:
             undone.callback(kept.abandon)
-        weights = Packer(source, shape, dtype, device, pack_one, pack_file, config.get_text_config()).weights()
-        if kept is not None and file is source:  # with layers left out it is no copy of the file
+        by_turns = isinstance(file, GgufSource) and file.by_turns
+        packer = Packer(source, shape, dtype, device, pack_one, pack_file, config.get_text_config(), by_turns)
+        weights = packer.weights()
+        if kept is not None and file is plain:  # with layers left out it is no copy of the file
             undone.pop_all()
             kept.finish()
     return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)

@@ -42,7 +42,13 @@ class Projection:
 
 
 class Read(Protocol):
-    """Reads tensors of one mixer."""
+    """Reads tensors of one mixer.
+
+    Attributes:
+        by_turns: whether value heads take turns, see `GatedDelta`.
+    """
+
+    by_turns: bool
 
     def vector(self, name: str) -> Tensor:
         """A tensor of any shape in float32, or float64 in float64 models."""
@@ -85,7 +91,7 @@ def _delta(text: Any, read: Read) -> GatedDelta:
     return GatedDelta(
         read.projection(*into), read.projection(out), text.linear_num_key_heads, _conv(read, "conv1d"),
         read.vector("A_log").exp()[:, None], read.vector("dt_bias")[:, None], read.vector(f"{norm}.weight"), eps,
-        doubled=olmo and text.linear_allow_neg_eigval,
+        doubled=olmo and text.linear_allow_neg_eigval, by_turns=read.by_turns,
     )
 
 

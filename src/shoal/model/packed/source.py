@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
@@ -146,10 +147,14 @@ class GatesBelow(ChangedSource):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._source[name]
+        order = self.order(name, len(tensor) if tensor.dim() else 0)
+        return tensor if order is None else tensor[order]
+
+    def order(self, name: str, rows: int) -> Tensor | None:
+        """The rows of a matrix in the packed block's order; None if it is not q."""
         if name.split(".")[-2] != "q_proj":
-            return tensor
-        heads = tensor.view(-1, 2, self._head_dim, *tensor.shape[1:])
-        return heads.transpose(0, 1).flatten(0, 2)
+            return None
+        return torch.arange(rows).view(-1, 2, self._head_dim).transpose(0, 1).flatten()
 
 
 class FewerLayers(Source):

@@ -212,13 +212,14 @@ class Packer:
         dtype: dtype of the computation, from which quantisation starts.
         pack_file: packs matrices of a file by name, in the types of the file; None to use `pack`.
         text: the decoder's config, which recurrences take their sizes from; None where there are none.
+        by_turns: whether value heads take turns, see `GatedDelta`.
     """
 
     def __init__(
         self, source: Source, shape: Shape, dtype: torch.dtype, device: torch.device, pack: Pack,
-        pack_file: PackFile | None = None, text: Any = None,
+        pack_file: PackFile | None = None, text: Any = None, by_turns: bool = False,
     ) -> None:
-        self._text = text
+        self._text, self.by_turns = text, by_turns
         self._source, self._shape, self._dtype, self._device = source, shape, dtype, device
         self._packed_by, self._packed_from_file = pack, pack_file
         self._vectors = torch.float64 if dtype == torch.float64 else torch.float32
@@ -344,7 +345,7 @@ class _MixerReader:
     """
 
     def __init__(self, packer: Packer, name: str, sizes: Mapping[str, tuple[int, ...]]) -> None:
-        self._packer, self._name, self._sizes = packer, name, sizes
+        self._packer, self._name, self._sizes, self.by_turns = packer, name, sizes, packer.by_turns
         self.matrices: list[Linear] = []
 
     def vector(self, name: str) -> Tensor:

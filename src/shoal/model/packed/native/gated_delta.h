@@ -94,7 +94,7 @@ static void run_delta(const ShoalRecurrence *r, const float *inputs, int64_t ste
     const int keys = r->key_dim, values = r->value_dim, all_keys = r->groups * keys, all_values = r->heads * values;
     float q[MOST_KEYS], k[MOST_KEYS], decay[MOST_KEYS];
     for (int head = first; head < last; head++) {
-        const int group = head / (r->heads / r->groups);
+        const int group = r->by_turns ? head % r->groups : head / (r->heads / r->groups);
         float *own = after + (int64_t)head * keys * values;
         const float *from = begun(before, own, (int64_t)head * keys * values, (int64_t)keys * values);
         for (int t = 0; t < tokens; t++) {

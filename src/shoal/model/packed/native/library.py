@@ -43,8 +43,8 @@ class RecurrenceStruct(ctypes.Structure):
         ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32),
         ("heads", c_int32),
         ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("decays", c_int32), ("sigmoid", c_int32),
-        ("gate_first", c_int32), ("doubled", c_int32), ("eps", c_float), ("bound", c_float), ("least", c_float),
-        ("most", c_float),
+        ("gate_first", c_int32), ("doubled", c_int32), ("by_turns", c_int32), ("eps", c_float), ("bound", c_float),
+        ("least", c_float), ("most", c_float),
     ]
 
 

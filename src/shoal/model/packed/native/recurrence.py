@@ -60,8 +60,8 @@ class NativeRecurrence:
         return self._convolved(
             mixer.conv, kind=_GATED_DELTA, rate=self._at(mixer.rate), bias=self._at(mixer.decay_bias),
             norm=self._at(mixer.norm), heads=heads, groups=mixer.key_heads, key_dim=key, value_dim=value,
-            decays=mixer.decay_bias.shape[1], sigmoid=mixer.gate_act == "sigmoid", doubled=mixer.doubled, eps=mixer.eps,
-            bound=mixer.bound or 0.0,
+            decays=mixer.decay_bias.shape[1], sigmoid=mixer.gate_act == "sigmoid", doubled=mixer.doubled,
+            by_turns=mixer.by_turns, eps=mixer.eps, bound=mixer.bound or 0.0,
         )
 
     def _dual(self, mixer: Mamba2) -> RecurrenceStruct:

@@ -50,6 +50,7 @@ typedef struct {
     int32_t sigmoid;    /* whether the gate is a sigmoid, not SiLU */
     int32_t gate_first; /* whether the gate comes before the norm */
     int32_t doubled;    /* whether b is doubled */
+    int32_t by_turns;   /* whether heads that share keys are not neighbours: the first one of each group, then the second */
     float eps;
     float bound;        /* least logarithm of a decay, in the form that has one; 0: the other */
     float least, most;  /* limits of steps */
