@@ -27,7 +27,7 @@ QUESTION := What is the water cycle?
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo lint test test-all test-avx2 test-core test-newest test-oldest docs browser cross clean
+.PHONY: help setup demo lint test test-all test-every test-avx2 test-core test-newest test-oldest docs browser cross clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -60,7 +60,10 @@ lint: $(STAMP) ## Style, types, direction of imports, structure
 test: lint $(MODEL_STAMP) ## Lint, and every test that is quick
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint test-avx2 test-core test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, and the quick ones held to AVX2, on the oldest supported transformers, and of the core without shoal-lab
+test-all: lint test-avx2 test-core test-oldest browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, all tests that need no network, of each one slow case, and the quick ones held to AVX2, on the oldest supported transformers, and of the core without shoal-lab
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network" --cases 1
+
+test-every: lint browser cross $(ALL_STAMP) $(MODEL_STAMP) ## Lint, and every case of every test that needs no network, which takes hours
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not network"
 
 test-avx2: $(MODEL_STAMP) ## Every test that is quick, with torch and Shoal's kernels held to AVX2
