@@ -1,1 +1,1 @@
-"""The lean executor for Llama-shaped decoders: weights packed once, layers fused, KV written in place."""
+"""The lean executor for decoders of known kinds of layers: weights packed once, layers fused, KV written in place."""

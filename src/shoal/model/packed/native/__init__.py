@@ -1,4 +1,4 @@
-"""Decoding kernels in C for Llama-shaped models: x86-64 with AMX, AVX-512 (BF16, VBMI2, VNNI) or AVX2, ARM with NEON.
+"""Decoding kernels in C for packed decoders: x86-64 with AMX, AVX-512 (BF16, VBMI2, VNNI) or AVX2, ARM with NEON.
 
 They come compiled in a wheel, or the system's compiler builds them on first use. They are called through ctypes and
 optional: if they cannot run, `available()` is false and `why_not()` says why. A token's result is bit-identical however
