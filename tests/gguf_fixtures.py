@@ -77,6 +77,81 @@ FILES = [
 ]
 
 
+_PAIR = {"num_attention_heads": 2, "num_key_value_heads": 1}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 32, "mamba_n_groups": 1}
+_SMALL = {"hidden_size": 64, "intermediate_size": 96}
+_BROAD = {"hidden_size": 256, "intermediate_size": 256}
+_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen35": ("qwen3_5", {**_PAIR, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                           "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+                           "layer_types": ["linear_attention", "full_attention"]}),
+    "lfm2": ("lfm2", {**_PAIR, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}),
+    "granitehybrid": ("granite4", {**_PAIR, **_MAMBA, "mamba_expand": 2, "layer_types": ["mamba", "attention"],
+                                   "num_experts_per_tok": 0,
+                                   "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.2}),
+    "falcon-h1": ("falcon_h1", {**_PAIR, **_MAMBA, "head_dim": 32, "key_multiplier": 0.7, "ssm_in_multiplier": 1.2,
+                                "attention_in_multiplier": 1.3, "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8],
+                                "mlp_multipliers": [1.4, 0.5]}),
+    "mamba2": ("mamba2", {"num_heads": 4, "n_groups": 1, "state_size": 32}),
+}
+"""Families by architecture, and sizes that do not follow from the width."""
+
+
+@dataclass(frozen=True)
+class MadeHybrid:
+    """A file with recurrent layers, by llama.cpp's converter and quantiser.
+
+    Attributes:
+        architecture: as files call it.
+        kind: the mix of types; F16 for a small model.
+    """
+
+    architecture: str
+    kind: str
+    pure: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return f"{self.architecture}-{self.kind}.gguf"
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return FOLDER / self.name
+
+    def model(self) -> Any:
+        """A transformers model, float32, whose weights the file holds rounded to its types."""
+        family, more = _HYBRIDS[self.architecture]
+        sizes = _SMALL if self.kind == "F16" else _BROAD
+        inner = 2 * sizes["hidden_size"]
+        own = {"mamba2": {"head_dim": inner // 4}, "falcon-h1": {"mamba_d_ssm": inner, "mamba_d_head": inner // 4},
+               "granitehybrid": {"mamba_d_head": inner // 4, "shared_intermediate_size": sizes["intermediate_size"]}}
+        count = len(words_of("llama")["tokenizer.ggml.tokens"])
+        if self.architecture == "mamba2":
+            sizes = {"hidden_size": sizes["hidden_size"]}
+        model = copy.deepcopy(tiny(family, dtype=torch.float32, layers=2, **{
+            **sizes, **more, **own.get(self.architecture, {}), "vocab_size": count}))
+        generator = torch.Generator().manual_seed(len(self.name))
+        for name, parameter in sorted(model.named_parameters()):
+            parameter.data = (_drawn(name, parameter, generator) * 2**14).round().div(2**14).float()
+        return model
+
+
+HYBRIDS = [MadeHybrid(architecture, kind) for architecture in _HYBRIDS for kind in ("F16", "Q4_K_M")]
+
+
+def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+    """Values of a hybrid's parameter."""
+    if name.endswith("A_log"):
+        return torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2
+    if parameter.dim() != 2:
+        middle = 1.0 if name.endswith(("norm.weight", ".D", "norm_f.weight")) else 0.0
+        return middle + (0.3 if parameter.dim() > 2 else 0.1) * torch.randn(
+            parameter.shape, generator=generator, dtype=torch.float64)
+    return _matrix(parameter.shape, generator)
+
+
 def facts() -> dict[str, Any]:
     """What llama.cpp says: tokens of texts, ends of an answer, by architecture; digests of the files."""
     found: dict[str, Any] = json.loads((FOLDER / "facts.json").read_text("utf-8"))

@@ -101,9 +101,9 @@ class NativeRunner(PackedRunner):
         self._like = torch.empty(0, dtype=dtype)
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self.decoder = self._native_model()
-        self._plain = PlainSteps(self.decoder)
         self._states = NativeStates(self.decoder.recurrences) if self.decoder.recurrences else None
         self._attends = [shape.kind(layer).attends for layer in range(shape.num_layers)]
+        self._plain = PlainSteps(self.decoder, self._states, self._attends)
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
 
@@ -126,7 +126,7 @@ class NativeRunner(PackedRunner):
         argmax: bool,
     ) -> _Found:
         """What a forward finds; where plain torch runs it, logits in any case."""
-        if hook is None and start is None and self._states is None:
+        if hook is None and start is None:
             found = self._plain.run(chunks, cache, argmax, self._binding)
             if found is not None:
                 return found

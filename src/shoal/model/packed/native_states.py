@@ -7,6 +7,7 @@ is used again: new memory costs more than what the kernels do with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import Array, c_void_p
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.kv.cache import KVCache
+from shoal.model.kv.layer import KVLayer
 from shoal.model.packed.native.library import LANES
 from shoal.model.packed.native.recurrence import NativeRecurrence
 from shoal.model.packed.native.spans import Spans
@@ -79,6 +81,42 @@ class NativeStates:
         return StatesAtWork(self._recurrences, self._memory, chunks, layers, counts, cache)
 
 
+    def begin_step(
+        self, table: Array[c_void_p], layers: Sequence[int], stores: Sequence[KVLayer], seqs: Sequence[int]
+    ) -> BegunStates:
+        """The states of a forward in which each sequence runs one token through all these layers.
+
+        Args:
+            table: gets the addresses of the states before and after, per layer and sequence.
+        """
+        self._memory.begin()
+        begun, place = BegunStates(), 0
+        for layer, store in zip(layers, stores, strict=True):
+            recurrence = self._recurrences.get(layer)
+            if recurrence is None:
+                place += 2 * len(seqs)
+                continue
+            assert isinstance(store, StateLayer)
+            for seq in seqs:
+                before = store.states[seq]
+                assert before is None or isinstance(before, MixerState)
+                state = MixerState(self._memory.take(recurrence.floats), self._memory.give)
+                table[place] = None if before is None else before.flat.data_ptr()
+                table[place + 1] = state.flat.data_ptr()
+                begun.append((store, seq, Run(0, 1, state, _nothing_between)))
+                place += 2
+        return begun
+
+
+class BegunStates(list[tuple[StateLayer, int, Run]]):
+    """States that a forward computes, by layer and sequence."""
+
+    def hold(self) -> None:
+        """Keep them, after the forward."""
+        for store, seq, run in self:
+            store.hold(seq, run)
+
+
 class StatesAtWork:
     """The states of one forward.
 
@@ -92,7 +130,7 @@ class StatesAtWork:
     ) -> None:
         self._chunks, self._memory = chunks, memory
         self._cut = [span for number, chunk in enumerate(chunks) for span in _spans(number, chunk)]
-        self._runs: list[tuple[StateLayer, int, Run]] = []
+        self._begun = BegunStates()
         tokens = sum(len(chunk.tokens) for chunk in chunks)
         several = any(span.last - span.first > 1 for span in self._cut)
         nothing = [(None, None)] * len(self._cut)
@@ -127,7 +165,7 @@ class StatesAtWork:
                 first = chunk.fed + span.first
                 run = Run(first, first + count, state, partial(_again, recurrence, found, own))
                 known[span.chunk, first + count - 1] = state
-                self._runs.append((store, chunk.seq, run))
+                self._begun.append((store, chunk.seq, run))
                 yield None if found is None else found.flat, state.flat
             else:
                 yield None, None
@@ -135,8 +173,11 @@ class StatesAtWork:
 
     def hold(self) -> None:
         """Keep the states, after the forward."""
-        for store, seq, run in self._runs:
-            store.hold(seq, run)
+        self._begun.hold()
+
+
+def _nothing_between(count: int) -> State:
+    raise AssertionError(f"a run of one node has no state after {count} of them")
 
 
 def _spans(number: int, chunk: SequenceChunk) -> Iterator[_Span]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from ctypes import Array, c_void_p
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.packed import native
 from shoal.model.packed.native.library import BatchStruct
+from shoal.model.packed.native.spans import put_spans
+from shoal.model.packed.native_states import NativeStates
 from shoal.model.runner import SequenceChunk
 
 
@@ -24,14 +27,19 @@ class PlainSteps:
 
     Args:
         decoder: the model in the library.
+        states: of its recurrences; None if it has none.
+        attends: of each layer, whether it has attention.
     """
 
-    def __init__(self, decoder: native.NativeModel) -> None:
-        self._decoder = decoder
+    def __init__(
+        self, decoder: native.NativeModel, states: NativeStates | None, attends: Sequence[bool]
+    ) -> None:
+        self._decoder, self._states, self._attends = decoder, states, attends
         self._seqs: list[int] = []
         self._layers: tuple[int, ...] = ()
         self._kv: native.KVBinding | None = None
         self._struct: BatchStruct | None = None
+        self._table: Array[c_void_p] = (c_void_p * 0)()
 
     def run(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, argmax: bool,
@@ -50,7 +58,13 @@ class PlainSteps:
         seqs = [chunk.seq for chunk in chunks]
         positions = [cache.positions[seq] for seq in seqs]
         stores = [cache.layers[layer] for layer in layers]
-        if not stores or max(positions) >= self._decoder.reach or not _ready(stores, seqs, positions):
+        if not stores or max(positions) >= self._decoder.reach:
+            return None
+        storing, others = stores, list[KVLayer]()
+        if self._states is not None:
+            storing = [store for layer, store in zip(layers, stores, strict=True) if self._attends[layer]]
+            others = [store for layer, store in zip(layers, stores, strict=True) if not self._attends[layer]]
+        if not _ready(storing, seqs, positions) or not _read(others, seqs, positions):
             return None
         kv = bind(cache)
         if kv is not self._kv or seqs != self._seqs or layers != self._layers:
@@ -59,10 +73,13 @@ class PlainSteps:
         assert self._struct is not None
         self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, stores)
         best = self._best if argmax else None
+        begun = None if self._states is None else self._states.begin_step(self._table, layers, stores, seqs)
         logits = self._decoder.run(self._struct, best)
         for store in stores:
             for seq in seqs:
                 store.scratch[seq] = 1
+        if begun is not None:
+            begun.hold()
         if len(layers) < self._decoder.num_layers:
             for seq, position in zip(seqs, positions, strict=True):
                 cache.mark_shallow(seq, position)
@@ -77,6 +94,9 @@ class PlainSteps:
                                    range(count), layers, starts=[zeros] * len(layers))
         struct = batch.struct(self._decoder.num_layers, kv)
         self._starts, self._best = struct.start, array("i", zeros)
+        if self._states is not None:
+            self._table = (c_void_p * (2 * count * len(layers)))()
+            put_spans(struct, [1] * count, self._table)
         return struct
 
     def _fill(
@@ -102,3 +122,9 @@ def _ready(stores: Sequence[KVLayer], seqs: Sequence[int], positions: Sequence[i
                     or position - store.starts[seq] >= store.capacity):
                 return False
     return True
+
+
+def _read(stores: Sequence[KVLayer], seqs: Sequence[int], positions: Sequence[int]) -> bool:
+    """Whether each layer, which stores no keys, has read all positions of each sequence."""
+    return not any(store.lengths[seq] != position or store.scratch[seq] or store.released[seq]
+                   for store in stores for seq, position in zip(seqs, positions, strict=True))

@@ -46,7 +46,7 @@ _PIECE = 256
 class PackedRunner(ModelRunner):
     """A packed decoder in plain torch; `NativeRunner` takes over where its kernels can."""
 
-    adds_masks = False
+    adds_masks, can_split = False, True
     prefill_chunk = 2048
     most_nodes: int | None = None
 
@@ -74,11 +74,6 @@ class PackedRunner(ModelRunner):
         if device.type == "cuda" and dtype != torch.float64 and shape.plain and cuda.available():
             self.use_graphs()
             self.prefill_chunk = MOST_TOKENS
-
-    @property
-    @override
-    def can_split(self) -> bool:
-        return not self.state_bytes
 
     def use_graphs(self, *, capture: bool = True) -> None:
         """Run forwards through a `GraphRunner` where possible; needs Triton."""

@@ -101,13 +101,14 @@ class BatchStruct(ctypes.Structure):
     """The tokens of one forward and their cache.
 
     `numbers`, int32, holds ids, positions, places of sequences, nodes, committed positions, wanted tokens, layers and
-    starts, one after the other. With `best` and `read`, of `argmax` and `likeliest`, and `memory` it keeps alive what
-    the pointers point to.
+    starts, one after the other. With `best` and `read`, of `argmax` and `likeliest`, `recurrent`, of `spans`, and
+    `memory` it keeps alive what the pointers point to.
     """
 
     numbers: array[int]
     best: array[int] | None = None
     read: c_int32 | None = None
+    recurrent: tuple[object, ...] = ()
     memory: object
 
     _fields_ = [

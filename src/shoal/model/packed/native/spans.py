@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int32, c_void_p
+from ctypes import Array, c_int32, c_void_p
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,15 +30,20 @@ class Spans:
 
     def put_into(self, struct: BatchStruct) -> None:
         """Let a batch run with these spans, which it keeps alive."""
-        numbers, first = (c_int32 * (2 * len(self.sizes)))(), 0
-        for place, size in enumerate(self.sizes):
-            numbers[2 * place], numbers[2 * place + 1] = first, size
-            first += size
         flat = [_at(one) for layer in self.states for pair in layer for one in pair]
-        states, inputs = (c_void_p * len(flat))(*flat), (c_void_p * len(self.inputs))(*map(_at, self.inputs))
-        struct.span_count, struct.spans = len(self.sizes), ctypes.addressof(numbers)
-        struct.states, struct.inputs = ctypes.addressof(states), ctypes.addressof(inputs)
-        struct.memory = struct.memory, numbers, states, inputs, self
+        inputs = (c_void_p * len(self.inputs))(*map(_at, self.inputs))
+        put_spans(struct, self.sizes, (c_void_p * len(flat))(*flat))
+        struct.inputs, struct.recurrent = ctypes.addressof(inputs), (*struct.recurrent, inputs, self)
+
+
+def put_spans(struct: BatchStruct, sizes: Sequence[int], states: Array[c_void_p]) -> None:
+    """Let a batch run with spans of these sizes and these addresses of states, per layer and span before and after."""
+    numbers, first = (c_int32 * (2 * len(sizes)))(), 0
+    for place, size in enumerate(sizes):
+        numbers[2 * place], numbers[2 * place + 1] = first, size
+        first += size
+    struct.span_count, struct.spans, struct.states = len(sizes), ctypes.addressof(numbers), ctypes.addressof(states)
+    struct.recurrent = numbers, states
 
 
 def _at(tensor: Tensor | None) -> int | None:
