@@ -244,6 +244,21 @@ def test_decoding_goes_back_to_snapshots(way: Way) -> None:
     assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted)
 
 
+@pytest.mark.parametrize("way", ["packed", *["kernels"] * KERNELS])
+def test_sequences_at_different_depths_share_a_forward(way: Way) -> None:
+    runner = runner_for(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS), way)
+    plans = DepthPlan.full(LAYERS), DepthPlan.skipping(LAYERS, [1, 3], [0, 1])
+    together, alone = runner.new_cache(2), [runner.new_cache(1) for _ in plans]
+    for tokens, steps in (([5, 6, 7], [0, 0, 0]), ([8], [1]), ([9, 10, 11], [1, 2, 2]), ([12, 13], [2, 2])):
+        chunks = [SequenceChunk(seq, tokens, steps, plan, wanted=len(tokens)) for seq, plan in enumerate(plans)]
+        found = runner.forward(chunks, together).split(len(tokens))
+        for seq, (chunk, cache) in enumerate(zip(chunks, alone, strict=True)):
+            wanted = runner.forward([replace(chunk, seq=0)], cache)
+            assert torch.equal(found[seq], wanted) if way == "kernels" else gap(found[seq], wanted) < 1e-4
+            together.commit(seq, range(len(tokens)))
+            cache.commit(0, range(len(tokens)))
+
+
 def test_only_the_last_snapshots_stay() -> None:
     runner = stack_of(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS))
     cache = runner.new_cache(1)

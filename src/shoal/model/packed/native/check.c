@@ -31,9 +31,11 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
     if (!WITHIN(number, 0, m->num_layers - 1)) REFUSE("layers[%d] is %d; it must be in [0, %d]", entry, number, m->num_layers - 1);
     if (entry && number <= b->layers[entry - 1]) REFUSE("layers[%d] is %d after %d; layers must ascend", entry, number, b->layers[entry - 1]);
     const ShoalLayer *layer = m->layers + number;
-    if (layer->recurrence)
-        for (int i = 0; i < b->span_count; i++)
-            if (!b->states[((int64_t)entry * b->span_count + i) * 2 + 1]) REFUSE("layer %d has no place for the state after span %d", number, i);
+    for (int i = 0; layer->recurrence && i < b->span_count; i++) {
+        const int runs = !b->active || b->active[(int64_t)entry * b->tokens + b->spans[i].first] & RUN_ATTENTION;
+        if (runs && !b->states[((int64_t)entry * b->span_count + i) * 2 + 1])
+            REFUSE("layer %d has no place for the state after span %d", number, i);
+    }
     int missing = -1; /* the row whose nodes stopped running this layer's attention */
     for (int t = 0; t < b->tokens; t++) {
         const uint32_t groups = b->groups ? b->groups[(int64_t)entry * b->tokens + t] : 0;
