@@ -99,7 +99,9 @@ def test_a_grammar_of_very_many_alternatives_is_answered(server: Running) -> Non
     fits, not_quite = ("start: " + " | ".join(f'"w{n}"' for n in range(count)) for count in (30_000, 70_000))
     assert chat(server, {"guided_grammar": fits}).json()["choices"][0]["message"]["content"].startswith("w")
     refused = chat(server, {"guided_grammar": not_quite})
-    assert refused.status_code == 400 and "too many parts" in refused.json()["error"]["message"]
+    assert refused.status_code == 400
+    said = refused.json()["error"]["message"]
+    assert "too many parts" in said or "of computing time" in said  # a slow machine runs out of the latter first
 
 
 @pytest.mark.slow
