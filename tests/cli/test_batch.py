@@ -26,7 +26,8 @@ def words(folder: str, source: Path, target: Path) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no SIGKILL")
-@pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 25])
 def test_a_killed_job_neither_loses_nor_repeats_a_line(tiny_folder: str, tmp_path: Path, kills: int) -> None:
     lines = LINES * (1 + kills // 5)
     source, target, plain = write_lines(tmp_path / "in", lines), tmp_path / "out", tmp_path / "plain"

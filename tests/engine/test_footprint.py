@@ -51,6 +51,7 @@ def run(
     return sizes
 
 
+@pytest.mark.slow
 @given(backend=st.sampled_from(BACKENDS), lengths=LENGTHS, new=st.integers(2, 12), guessed=st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_logits_are_those_of_the_largest_forward(

@@ -317,6 +317,7 @@ def test_every_rule_takes_the_drafts(method: str, kind: Any) -> None:
     assert all(tree.draft_probs is not None for tree in watch.trees if len(tree) > 1)
 
 
+@pytest.mark.slow
 def test_all_layers_accept_everything() -> None:
     """The same law twice: an exact match through the common number, rejection because the ratio is 1."""
     for kind in ("match", "rejection"):

@@ -31,9 +31,10 @@ def fails(capsys: Any, *argv: str) -> str:
     return str(err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suites", [
     ["needle", "novels"],
-    pytest.param(["needle", "multi_needle", "key_value", "variables", "stories", "novels"], marks=pytest.mark.slow),
+    ["needle", "multi_needle", "key_value", "variables", "stories", "novels"],
 ], ids=["two", "all"])
 def test_suites_on_a_model(
     suites: list[str], capsys: Any, tmp_path: Path, tiny_folder: str, data: str, monkeypatch: Any

@@ -212,7 +212,8 @@ def test_an_answer_of_no_words() -> None:
     assert (found.text, found.finish_reason) == ("", "stop")
 
 
-@pytest.mark.parametrize("count", [32, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [32, 2000])
 def test_all_answers_are_texts_and_no_guess_is_lost(count: int) -> None:
     """Eight grammars, greedy and sampled, judged by a recogniser that shares no code with the chart."""
     total = measured(canvas(), count)["total"]
