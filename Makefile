@@ -8,9 +8,6 @@ OLDEST_VENV ?= .venv-oldest
 NEWEST_VENV ?= .venv-newest
 WORKERS ?= 3
 
-# Tests start many processes, which would compile the package anew each time.
-export PYTHONDONTWRITEBYTECODE :=
-
 BIN := $(VENV)/bin
 CORE_BIN := $(CORE_VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin
