@@ -103,7 +103,7 @@ class Shape:
 
     @property
     def plain(self) -> bool:
-        """Whether every layer is attention and a gated MLP as Llama has them, which is what kernels compute."""
+        """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp for kind in self.kinds)
         return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
