@@ -145,6 +145,8 @@ def work_bytes(engine: LoadedModel, tokens: int, slots: int, sampled: int = 0) -
     """
     runner, vocabulary = engine.runner, engine.runner.vocab_size
     total = OVERHEAD + (sampled and (sampled + 8) * vocabulary * 4)
+    if isinstance(runner, PackedRunner):
+        total += tokens * runner.input_bytes
     if isinstance(runner, NativeRunner):
         return total + runner.decoder.scratch_bytes(min(tokens, LIMIT), slots)
     heads = [sum(dims) * count for count, *dims in runner.kv_sizes]

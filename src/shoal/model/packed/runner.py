@@ -44,7 +44,11 @@ _PIECE = 256
 
 
 class PackedRunner(ModelRunner):
-    """A packed decoder in plain torch; `NativeRunner` takes over where its kernels can."""
+    """A packed decoder in plain torch; `NativeRunner` takes over where its kernels can.
+
+    Attributes:
+        input_bytes: what a token's inputs to recurrences take, which are kept from a forward to the commit.
+    """
 
     adds_masks, can_split = False, True
     prefill_chunk = 2048
@@ -67,6 +71,7 @@ class PackedRunner(ModelRunner):
         mixers = {number: layer.mixer for number, layer in enumerate(weights.layers) if layer.mixer is not None}
         size = weights.final_norm.itemsize
         self.state_bytes = {number: size * sum(map(math.prod, mixer.state_sizes)) for number, mixer in mixers.items()}
+        self.input_bytes = 4 * sum(layer.of_mixer[0].rows for layer in weights.layers if layer.mixer is not None)
         self.shows_queries = not mixers
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from shoal.errors import Unsupported
 from shoal.model.layers.convolution import Convolution
 from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.mamba2 import Mamba2
@@ -17,12 +18,13 @@ from shoal.model.layers.mixer import Mixer
 from shoal.model.layers.short_conv import ShortConv
 from shoal.model.packed.native.batch import address
 from shoal.model.packed.native.library import MOST_KEYS, MOST_TAPS, RecurrenceStruct, require
+from shoal.model.packed.shape import REMEDY
 
 _GATED_DELTA, _MAMBA2, _SHORT_CONV = range(3)
 
 
 class NativeRecurrence:
-    """A mixer's recurrence on the kernels; ValueError if they do not have it, or not in this size.
+    """A mixer's recurrence on the kernels; Unsupported if they do not have it, or not in this size.
 
     Attributes:
         struct: the library's form, without matrices.
@@ -39,10 +41,10 @@ class NativeRecurrence:
         elif isinstance(mixer, ShortConv):
             self.struct = self._convolved(mixer.conv, kind=_SHORT_CONV, heads=1, groups=1)
         else:
-            raise ValueError(f"the kernels have no {type(mixer).__name__}")
+            raise Unsupported("such a layer on the kernels", f"they have no {type(mixer).__name__}", REMEDY)
         if self.struct.width > MOST_TAPS or self.struct.key_dim > MOST_KEYS:
             found = f"a convolution of {self.struct.width} taps and keys of {self.struct.key_dim} dimensions"
-            raise ValueError(f"{found}; the kernels take up to {MOST_TAPS} and {MOST_KEYS}")
+            raise Unsupported(found, f"the kernels take up to {MOST_TAPS} and {MOST_KEYS}", REMEDY)
         self.floats = sum(map(math.prod, mixer.state_sizes))
         self.outputs = self.struct.heads * self.struct.value_dim or self.struct.channels
 
