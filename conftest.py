@@ -44,12 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Those are as many as the mark `quick` says, or `MANY` and one in `SHARE` of the others. The others are slow.
     """
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for several in cases.values():
-        drawn = sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    for drawn in _by_test(items, slow=False):
         mark = drawn[0].get_closest_marker("quick")
         for item in drawn[mark.args[0] if mark else MANY + max(0, len(drawn) - MANY) // SHARE :]:
             item.add_marker(pytest.mark.slow)
@@ -58,14 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, most)
 
 
+def _by_test(items: list[pytest.Item], *, slow: bool) -> list[list[pytest.Item]]:
+    """The slow or the quick cases of each test, in an order drawn by their names."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        if (item.get_closest_marker("slow") is not None) == slow:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return list(cases.values())
+
+
 def _leave_out(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
     """Deselect slow cases beyond `most` of each test."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") is not None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left = {item for several in cases.values()
-            for item in sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))[most:]}
+    left = {item for drawn in _by_test(items, slow=True) for item in drawn[most:]}
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
 

@@ -39,8 +39,25 @@ _SHAPES: dict[str, dict[str, Any]] = {
 """Sizes of the models by name. The blocks of K types hold 256 values of a row, so theirs are wide."""
 
 
+class InFolder:
+    """A file of the folder, named after its architecture and its mix of types."""
+
+    architecture: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return f"{self.architecture}-{self.kind}.gguf"
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return FOLDER / self.name
+
+
 @dataclass(frozen=True)
-class Made:
+class Made(InFolder):
     """A file.
 
     Attributes:
@@ -57,16 +74,6 @@ class Made:
     def architecture(self) -> str:
         """As files call it."""
         return "llama" if self.model == "narrow" else self.model
-
-    @property
-    def name(self) -> str:
-        """Of the file."""
-        return f"{self.architecture}-{self.kind}.gguf"
-
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-        return FOLDER / self.name
 
 
 FILES = [
@@ -98,7 +105,7 @@ _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class MadeHybrid:
+class MadeHybrid(InFolder):
     """A file with recurrent layers, by llama.cpp's converter and quantiser.
 
     Attributes:
@@ -109,16 +116,6 @@ class MadeHybrid:
     architecture: str
     kind: str
     pure: bool = False
-
-    @property
-    def name(self) -> str:
-        """Of the file."""
-        return f"{self.architecture}-{self.kind}.gguf"
-
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-        return FOLDER / self.name
 
     def model(self) -> Any:
         """A transformers model, float32, whose weights the file holds rounded to its types."""

@@ -244,6 +244,26 @@ def test_decoding_goes_back_to_snapshots(way: Way) -> None:
     assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted)
 
 
+@pytest.mark.skipif(not KERNELS, reason=f"no native kernels: {native.why_not()}")
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("family", NATIVE_RECURRENT)
+def test_nodes_of_trees_have_the_bits_of_their_paths(family: str, quant: Any) -> None:
+    """Beside other sequences, after prompts in pieces, behind partial commits; the path is read in one piece, alone."""
+    schedule = Schedule(family, random.Random(family), "kernels")
+    runner = packed(schedule.model, quant, kernels=True)
+    cache, schedule.texts = runner.new_cache(3), [[], [], []]
+    for _ in range(12):
+        chunks = [schedule.chunk(seq) for seq in range(3)]
+        logits = runner.forward(chunks, cache).split([len(chunk.tokens) for chunk in chunks])
+        for chunk, found in zip(chunks, logits, strict=True):
+            path = path_to(chunk, schedule.dice.randrange(len(chunk.tokens)))
+            text = [*schedule.texts[chunk.seq], *(chunk.tokens[node] for node in path)]
+            whole = SequenceChunk(0, text, [0] * len(text), schedule.plan, wanted=len(path))
+            assert torch.equal(found[path], runner.forward([whole], runner.new_cache(1)))
+            cache.commit(chunk.seq, path)
+            schedule.texts[chunk.seq] = text
+
+
 @pytest.mark.parametrize("way", ["packed", *["kernels"] * KERNELS])
 def test_sequences_at_different_depths_share_a_forward(way: Way) -> None:
     runner = runner_for(tiny("qwen3_5", dtype=torch.float32, layers=LAYERS), way)

@@ -23,10 +23,8 @@ _CONV = "ssm_conv1d.weight"
 
 def _qwen35(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     layers, heads = common["num_hidden_layers"], metadata.whole("ssm.time_step_rank")
-    recurrent = metadata.flags("attention.recurrent_layers")
-    if recurrent is None:
-        period = metadata.whole("full_attention_interval", 4)
-        recurrent = [(layer + 1) % period != 0 for layer in range(layers)]
+    period, blocks = metadata.whole("full_attention_interval", 4), metadata.whole("block_count")
+    recurrent = metadata.pattern("attention.recurrent_layers", period, blocks)
     return {
         "attention_bias": file.has("blk.0.attn_q.bias"),
         "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:layers]],

@@ -62,15 +62,6 @@ class Metadata:
             raise self._wrong(key, found.tolist(), f"{layers} whole numbers from {least} to 2147483647, one per layer")
         return list(found)
 
-    def flags(self, key: str) -> list[bool] | None:
-        """An array of bools; None if there is no entry."""
-        found = self._entry(key)
-        if found is None:
-            return None
-        if not isinstance(found, memoryview) or found.format in ("f", "d"):
-            raise self._wrong(key, found, "one true or false per layer")
-        return [bool(one) for one in found]
-
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         found = self._entry(key, default)

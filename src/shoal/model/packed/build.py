@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.errors import Unsupported
 from shoal.heap import available
@@ -29,15 +28,15 @@ from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, che
 
 log = logging.getLogger(__name__)
 QUANTS = ("int8", "int4")
-Order = Callable[[str, int], Tensor | None]
-"""Maps the name and the rows of a matrix to the order that the packed layer wants them in; None to leave them."""
+ReadBlocks = Callable[[str], Blocks]
+"""Maps the name of a matrix to its blocks."""
 
 
 class TorchFilePacker:
     """Dequantises to `dtype` once if memory allows; otherwise leaves the blocks in the file, see `Blocked`."""
 
-    def __init__(self, source: GgufSource, dtype: torch.dtype, order: Order) -> None:
-        self._source, self._dtype, self._order = source, dtype, order
+    def __init__(self, source: GgufSource, dtype: torch.dtype, read: ReadBlocks) -> None:
+        self._source, self._dtype, self._read = source, dtype, read
         wanted = dtype.itemsize * sum(rows * columns for _, (rows, columns) in source.matrices())
         self._once = fits(wanted)
         if not self._once:
@@ -47,7 +46,7 @@ class TorchFilePacker:
 
     def __call__(self, names: Sequence[str], role: Role) -> Linear:
         """Pack the matrices of these names, one above the other, for their role."""
-        blocks = [ordered(self._source.blocks(name), name, self._order) for name in names]
+        blocks = [self._read(name) for name in names]
         if self._once:
             whole = torch.cat([part.dequantise(self._dtype) for part in blocks])
             self._source.release()
@@ -68,8 +67,8 @@ class NativeFilePacker:
     Matrices of one type become one, others a stack.
     """
 
-    def __init__(self, source: GgufSource, kept: Repacked, order: Order) -> None:
-        self._source, self._kept, self._order = source, kept, order
+    def __init__(self, source: GgufSource, kept: Repacked, read: ReadBlocks) -> None:
+        self._source, self._kept, self._read = source, kept, read
 
     def __call__(self, names: Sequence[str], role: Role) -> Linear:
         """Pack the matrices of these names, one above the other, for their role."""
@@ -83,7 +82,7 @@ class NativeFilePacker:
 
     def _woven(self, names: Sequence[str], paired: bool) -> Linear:
         def make(arena: native.Memory) -> native.PackedWeight:
-            blocks = [ordered(self._source.blocks(name), name, self._order) for name in names]
+            blocks = [self._read(name) for name in names]
             whole = blocks[0] if len(blocks) == 1 else Blocks.cat(blocks)
             return native.pack_blocks(whole, paired, arena, self._source.release)
 
@@ -101,7 +100,7 @@ class NativeFilePacker:
         """Matrices that cannot form a stack, packed as float32: exact, but larger."""
 
         def make(arena: native.Memory) -> native.PackedWeight:
-            whole = torch.cat([ordered(self._source.blocks(name), name, self._order).dequantise() for name in names])
+            whole = torch.cat([self._read(name).dequantise() for name in names])
             self._source.release()
             return native.pack(whole, "fp32", role == "pair", arena)
 
@@ -109,21 +108,21 @@ class NativeFilePacker:
 
 
 def file_packer(
-    source: GgufSource, dtype: torch.dtype, kernels: bool, order: Order
+    source: GgufSource, dtype: torch.dtype, kernels: bool, gates: GatesBelow | None
 ) -> tuple[PackFile, Repacked | None]:
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
+    def read(name: str) -> Blocks:
+        """The blocks of a matrix, its rows in the order of the packed layer."""
+        blocks = source.blocks(name)
+        rows = None if gates is None else gates.order(name, len(blocks.data))
+        return blocks if rows is None else blocks.select(rows)
+
     if not kernels:
-        return TorchFilePacker(source, dtype, order), None
+        return TorchFilePacker(source, dtype, read), None
     most = sum(native.packed_bytes(native.kind_of_type(kind), rows + native.LANES, columns)  # row blocks may be padded
                for kind, (rows, columns) in source.matrices())
     kept = Repacked(source.path, most)
-    return NativeFilePacker(source, kept, order), kept
-
-
-def ordered(blocks: Blocks, name: str, order: Order) -> Blocks:
-    """Blocks of a matrix with its rows in the order of the packed layer."""
-    rows = order(name, len(blocks.data))
-    return blocks if rows is None else blocks.select(rows)
+    return NativeFilePacker(source, kept, read), kept
 
 
 def build(
@@ -145,10 +144,9 @@ def build(
     file, plain = source.source if isinstance(source, FewerLayers) else source, source
     if shape.interleaved:
         source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
-    order: Order = lambda *_: None  # noqa: E731
+    gates = None
     if shape.gated_attention:
-        source = GatesBelow(source, shape.head_dim)
-        order = source.order
+        source = gates = GatesBelow(source, shape.head_dim)
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
     pack_one: Pack = partial(pack, quant=quant)
@@ -156,7 +154,7 @@ def build(
         pack_one = partial(pack_for, quant=quant, arena=native.Arena())
     pack_file, kept = None, None
     if isinstance(file, GgufSource) and quant is None and device.type == "cpu":
-        pack_file, kept = file_packer(file, dtype, kernels, order)
+        pack_file, kept = file_packer(file, dtype, kernels, gates)
         if isinstance(plain, FewerLayers):
             pack_file = partial(_pack_original, plain, pack_file)
     with ExitStack() as undone:

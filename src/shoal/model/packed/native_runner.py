@@ -184,10 +184,9 @@ class NativeRunner(PackedRunner):
             more = self._beside_tokens(chunks, work, batch, cache)
         if start is not None:
             more["vectors"] = _vectors(start.hidden, chunks)
-        states = None
+        begun = None
         if self._states is not None:
-            states = self._states.begin(chunks, work.layers, work.counts, cache)
-            more["spans"] = states.spans
+            more["spans"], begun = self._states.begin(chunks, work.layers, work.counts, cache)
         best = array("i", bytes(4 * len(batch.wanted))) if argmax else None
         logits = self.decoder.forward(batch, self._binding(cache), taps=taps, argmax=best, **more)
         stores = [cache.layers[layer] for layer in work.layers]
@@ -197,16 +196,16 @@ class NativeRunner(PackedRunner):
                 store.scratch[seq] += count
             if isinstance(query_hook, TopSlots) and more["choices"] is not None:
                 query_hook.ran([layer for layer, count in zip(work.layers, counts, strict=True) if count])
-        if states is not None:
-            states.hold()
+        if begun is not None:
+            begun.hold()
         mark_shallow(chunks, cache)
         if hook is not None and taps is not None:
             sizes = [len(chunk.tokens) for chunk in chunks]
             nodes = taps.transpose(0, 1)  # [tokens, layers, D], so that all layers are filled up in one call
             padded = nodes[None] if len(sizes) == 1 else pad_sequence(list(nodes.split(sizes)), batch_first=True)
-            entering = padded.unbind(2)
+            states = padded.unbind(2)
             for layer in range(seen, self.num_layers + 1):
-                hook(layer, entering[bisect_left(work.layers, layer) - skipped])
+                hook(layer, states[bisect_left(work.layers, layer) - skipped])
         return logits if best is None else list(best)
 
     @property

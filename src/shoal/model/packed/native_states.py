@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
-from shoal.model.packed.native.library import LANES
 from shoal.model.packed.native.recurrence import NativeRecurrence
 from shoal.model.packed.native.spans import Spans
 from shoal.model.packed.recurrent import MixerState
@@ -32,6 +31,17 @@ class _Span:
     first: int
     last: int
     parent: int
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerRun:
+    """What one layer runs: of each chunk its first `counts` tokens. `kept` gets the recurrence's inputs."""
+
+    recurrence: NativeRecurrence
+    store: StateLayer
+    chunks: Sequence[SequenceChunk]
+    counts: Sequence[int]
+    kept: Tensor | None
 
 
 class SpareMemory:
@@ -70,16 +80,51 @@ class NativeStates:
 
     def begin(
         self, chunks: Sequence[SequenceChunk], layers: Sequence[int], counts: Sequence[Sequence[int]], cache: KVCache
-    ) -> StatesAtWork:
-        """The states of one forward.
+    ) -> tuple[Spans, BegunStates]:
+        """The spans of a forward for the kernels, and the states that it computes.
 
         Args:
             layers: the running ones.
             counts: per chunk and running layer, the number of its first tokens that run it.
         """
         self._memory.begin()
-        return StatesAtWork(self._recurrences, self._memory, chunks, layers, counts, cache)
+        cut, begun = [span for number, chunk in enumerate(chunks) for span in _spans(number, chunk)], BegunStates()
+        tokens, several = sum(len(chunk.tokens) for chunk in chunks), any(span.last - span.first > 1 for span in cut)
+        states: list[Sequence[tuple[Tensor | None, Tensor | None]]] = []
+        inputs: list[Tensor | None] = []
+        for entry, layer in enumerate(layers):
+            recurrence, store, kept = self._recurrences.get(layer), cache.layers[layer], None
+            if recurrence is None:
+                states.append([(None, None)] * len(cut))
+            else:
+                assert isinstance(store, StateLayer)
+                kept = torch.empty(tokens, recurrence.input_line) if several else None
+                run = _LayerRun(recurrence, store, chunks, [own[entry] for own in counts], kept)
+                states.append([*self._layer(run, cut, begun)])
+            inputs.append(kept)
+        return Spans([span.last - span.first for span in cut], states, inputs), begun
 
+    def _layer(
+        self, run: _LayerRun, cut: Sequence[_Span], begun: BegunStates
+    ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """The states before and after each span in one layer."""
+        known: dict[tuple[int, int], MixerState] = {}  # of this forward, by chunk and last node
+        token, store = 0, run.store
+        for span in cut:
+            chunk, count = run.chunks[span.chunk], min(run.counts[span.chunk], span.last) - span.first
+            if count > 0:
+                found = known.get((span.chunk, span.parent)) or store.after(chunk.seq, span.parent)
+                assert found is None or isinstance(found, MixerState)
+                state = MixerState(self._memory.take(run.recurrence.floats), self._memory.give)
+                own = None if run.kept is None else run.kept[token : token + count]
+                first = chunk.fed + span.first
+                again = partial(_again, run.recurrence, found, own)
+                known[span.chunk, first + count - 1] = state
+                begun.append((store, chunk.seq, Run(first, first + count, state, again)))
+                yield None if found is None else found.flat, state.flat
+            else:
+                yield None, None
+            token += span.last - span.first
 
     def begin_step(
         self, table: Array[c_void_p], layers: Sequence[int], stores: Sequence[KVLayer], seqs: Sequence[int]
@@ -115,65 +160,6 @@ class BegunStates(list[tuple[StateLayer, int, Run]]):
         """Keep them, after the forward."""
         for store, seq, run in self:
             store.hold(seq, run)
-
-
-class StatesAtWork:
-    """The states of one forward.
-
-    Attributes:
-        spans: for the kernels.
-    """
-
-    def __init__(
-        self, recurrences: Mapping[int, NativeRecurrence], memory: SpareMemory, chunks: Sequence[SequenceChunk],
-        layers: Sequence[int], counts: Sequence[Sequence[int]], cache: KVCache,
-    ) -> None:
-        self._chunks, self._memory = chunks, memory
-        self._cut = [span for number, chunk in enumerate(chunks) for span in _spans(number, chunk)]
-        self._begun = BegunStates()
-        tokens = sum(len(chunk.tokens) for chunk in chunks)
-        several = any(span.last - span.first > 1 for span in self._cut)
-        nothing = [(None, None)] * len(self._cut)
-        states: list[Sequence[tuple[Tensor | None, Tensor | None]]] = []
-        inputs: list[Tensor | None] = []
-        for entry, layer in enumerate(layers):
-            recurrence, kept = recurrences.get(layer), None
-            if recurrence is not None and several:
-                kept = torch.empty(tokens, -(-sum(part.rows for part in recurrence.struct.into) // LANES) * LANES)
-            inputs.append(kept)
-            if recurrence is None:
-                states.append(nothing)
-            else:
-                store = cache.layers[layer]
-                assert isinstance(store, StateLayer)
-                states.append([*self._layer(recurrence, store, [own[entry] for own in counts], kept)])
-        self.spans = Spans([span.last - span.first for span in self._cut], states, inputs)
-
-    def _layer(
-        self, recurrence: NativeRecurrence, store: StateLayer, counts: Sequence[int], kept: Tensor | None
-    ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """The states before and after each span in one layer."""
-        known: dict[tuple[int, int], MixerState] = {}  # of this forward, by chunk and last node
-        token = 0
-        for span in self._cut:
-            chunk, count = self._chunks[span.chunk], min(counts[span.chunk], span.last) - span.first
-            if count > 0:
-                found = known.get((span.chunk, span.parent)) or store.after(chunk.seq, span.parent)
-                assert found is None or isinstance(found, MixerState)
-                state = MixerState(self._memory.take(recurrence.floats), self._memory.give)
-                own = None if kept is None else kept[token : token + count]
-                first = chunk.fed + span.first
-                run = Run(first, first + count, state, partial(_again, recurrence, found, own))
-                known[span.chunk, first + count - 1] = state
-                self._begun.append((store, chunk.seq, run))
-                yield None if found is None else found.flat, state.flat
-            else:
-                yield None, None
-            token += span.last - span.first
-
-    def hold(self) -> None:
-        """Keep the states, after the forward."""
-        self._begun.hold()
 
 
 def _nothing_between(count: int) -> State:

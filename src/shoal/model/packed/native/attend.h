@@ -274,7 +274,7 @@ static void leave_out_idle(const Run *r, int entry, const Chosen *c, Segment *se
 
 /* Attention outputs of some heads, this thread's share: the sums of the splits relative to their common peak. */
 /* Multiply a head's output by the sigmoid of its gate. */
-INLINE void gate_head_by(const float *gate, int dim, float *out) {
+INLINE void gate_by_sigmoid(const float *gate, int dim, float *out) {
     for (int j = 0; j < dim; j += LANES) {
         const Mask mask = head_mask(dim - j);
         vf_store_some(out + j, mask, vf_mul(vf_load_some(mask, out + j), sigmoid_ps(vf_load_some(mask, gate + j))));
@@ -296,7 +296,7 @@ static void merge_splits(const Worker *w, int entry, const Chosen *c, const Segm
             for (int j = 0; j < dim; j++) out[j] += weight * state->sum[j];
         }
         for (int j = 0; j < dim; j++) out[j] /= total;
-        if (r->m->gated_attention) gate_head_by(r->qkv + i * r->qkv_line + (heads + head) * dim, dim, out);
+        if (r->m->gated_attention) gate_by_sigmoid(r->qkv + i * r->qkv_line + (heads + head) * dim, dim, out);
     }
 }
 

@@ -29,8 +29,8 @@ INLINE int first_channel(const ShoalRecurrence *r) { return r->kind == RECUR_MAM
 /* The part of a state that comes before its matrix. */
 INLINE int64_t window_floats(const ShoalRecurrence *r) { return (int64_t)(r->width - 1) * r->channels; }
 
-/* Channels first..last-1 of a run of tokens, and the window after them; the one before is NULL where the text begins. Channels do not mix, so neither the number of tokens nor the
-   range changes a bit. `from` has the channels of the first token, `step` and `to_step` count floats from token to token. A short
+/* Channels first..last-1 of a run of tokens, and the window after them; the one before is NULL where the text begins. Channels do
+   not mix, so neither the number of tokens nor the range changes a bit. `from` has the channels of the first token, `step` and `to_step` count floats from token to token. A short
    convolution alone reads B, C and x instead: it takes B x and gives C times the sum; the others give SiLU of it. */
 static void convolve(const ShoalRecurrence *r, const float *from, int64_t step, int tokens, const float *before, float *after,
                      float *to, int64_t to_step, int first, int last) {

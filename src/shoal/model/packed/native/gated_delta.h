@@ -35,8 +35,8 @@ INLINE void find_decays(const ShoalRecurrence *r, int head, const float *f, floa
 }
 
 /* One token on one head's matrix, which goes `from` one place to another: decay it, turn it towards v at k, and read it at q. */
-INLINE void turn_matrix(const float *from, float *matrix, int keys, int values, const float *decay, const float *k, const float *q, float beta,
-                        const float *v, float *out) {
+INLINE void turn_matrix(const float *from, float *matrix, int keys, int values, const float *decay, const float *k, const float *q,
+                        float beta, const float *v, float *out) {
     for (int j = 0; j < values; j += COLUMNS * LANES) {
         Vf seen[COLUMNS], found[COLUMNS];
         Mask mask[COLUMNS];
@@ -45,10 +45,10 @@ INLINE void turn_matrix(const float *from, float *matrix, int keys, int values, 
             seen[c] = found[c] = vf_zero();
         }
         for (int i = 0; i < keys; i++) {
-            float *line = matrix + (int64_t)i * values + j;
+            const int64_t at = (int64_t)i * values + j;
             UNROLL for (int c = 0; c < COLUMNS; c++) {
-                const Vf held = vf_mul(vf_load_some(mask[c], from + (line - matrix) + c * LANES), vf_all(decay[i]));
-                vf_store_some(line + c * LANES, mask[c], held);
+                const Vf held = vf_mul(vf_load_some(mask[c], from + at + c * LANES), vf_all(decay[i]));
+                vf_store_some(matrix + at + c * LANES, mask[c], held);
                 seen[c] = vf_fma(held, vf_all(k[i]), seen[c]);
             }
         }

@@ -396,7 +396,7 @@ class NativeModel:
         struct.attention_cap, struct.logit_cap = shape.attention_cap or 0.0, shape.logit_cap or 0.0
         struct.out_scales = (c_float * 3)(*shape.out_scales)
         own = self.recurrences.values()
-        struct.inputs = max((sum(part.rows for part in one.struct.into) for one in own), default=0)
+        struct.inputs = max((one.input_line for one in own), default=0)
         struct.channels = max((one.struct.channels for one in own), default=0)
         struct.outputs = max((one.outputs for one in own), default=0)
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]

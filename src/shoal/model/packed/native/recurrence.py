@@ -17,7 +17,7 @@ from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
 from shoal.model.layers.short_conv import ShortConv
 from shoal.model.packed.native.batch import address
-from shoal.model.packed.native.library import MOST_KEYS, MOST_TAPS, RecurrenceStruct, require
+from shoal.model.packed.native.library import LANES, MOST_KEYS, MOST_TAPS, RecurrenceStruct, require
 from shoal.model.packed.shape import REMEDY
 
 _GATED_DELTA, _MAMBA2, _SHORT_CONV = range(3)
@@ -56,6 +56,12 @@ class NativeRecurrence:
         require().shoal_recur(self.struct, lines.data_ptr(), lines.shape[1], len(lines), at, scratch.data_ptr(),
                               out.data_ptr(), self.outputs, threads)
         return out
+
+    @property
+    def input_line(self) -> int:
+        """Numbers from one token's inputs to the next one's: I rounded up to whole vectors."""
+        rows: int = sum(part.rows for part in self.struct.into)
+        return -(-rows // LANES) * LANES
 
     def _delta(self, mixer: GatedDelta) -> RecurrenceStruct:
         _, (heads, key, value) = mixer.state_sizes
