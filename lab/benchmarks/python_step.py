@@ -30,25 +30,32 @@ PROMPT = "The history of bread begins"
 
 
 class Kernels:
-    """CPU time of the library's calls while they are watched."""
+    """CPU time of the library's forwards while they are watched."""
+
+    _NAMES = "shoal_forward", "shoal_steps"
 
     def __init__(self) -> None:
         self.seconds, self._library = 0.0, require()
-        self._call = self._library.shoal_forward
+        self._calls = {name: getattr(self._library, name) for name in self._NAMES}
 
     def __enter__(self) -> Kernels:
-        def timed(*args: Any) -> Any:
+        for name, call in self._calls.items():
+            setattr(self._library, name, self._timed(call))
+        return self
+
+    def _timed(self, call: Callable[..., int]) -> Callable[..., int]:
+        def timed(*args: Any) -> int:
             start = time.thread_time()
             try:
-                return self._call(*args)
+                return call(*args)
             finally:
                 self.seconds += time.thread_time() - start
 
-        self._library.shoal_forward = timed
-        return self
+        return timed
 
     def __exit__(self, *_: object) -> None:
-        self._library.shoal_forward = self._call
+        for name, call in self._calls.items():
+            setattr(self._library, name, call)
 
 
 def main() -> int:

@@ -32,10 +32,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     run = native.NativeModel.run
 
-    def note(self: Any, struct: Any, argmax: Any = None, *rest: Any) -> Any:
+    def note(self: Any, struct: Any, argmax: Any = None, *rest: Any, **more: Any) -> Any:
         if struct.wanted_count:
             found.append((len(set(struct.numbers[2 * struct.tokens : 3 * struct.tokens])), argmax is not None))
-        return run(self, struct, argmax, *rest)
+        return run(self, struct, argmax, *rest, **more)
 
     monkeypatch.setattr(native.NativeModel, "run", note)
     return found
@@ -98,3 +98,37 @@ def test_a_real_model_says_the_same(name: str) -> None:
     assert engine.runner.bound_bytes == 0, "no bounds were made"
     engine.runner.bounds_logits = False
     assert found == [one.tokens for one in engine.generate(prompts, max_new_tokens=48)]
+
+
+@pytest.mark.parametrize("wish", [{}, {"stop_token_ids": "found"}, {"method": "d3"}])
+def test_steps_in_one_call_give_the_texts_of_steps_one_by_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any]
+) -> None:
+    """Where a text ends, so does the call: its steps are counted, and none is run in vain."""
+    engine, counts, run = shoal.load(file), list[int](), native.NativeModel.run
+    prompts, new = [IDS, IDS * 2, IDS[3:]], [40, 23, 31]
+
+    def note(self: Any, *given: Any, steps: Any = None) -> Any:
+        found = run(self, *given, steps=steps)
+        counts.append(0 if steps is None else steps.done)
+        return found
+
+    def answers(most: int) -> list[tuple[Any, ...]]:
+        monkeypatch.setattr("shoal.decode.batch._MOST_STEPS", most)
+        monkeypatch.setattr("shoal.decode.batch._LONGEST", 60.0)
+        with Scheduler(engine, start=False) as scheduler:
+            handles = [scheduler.submit(ids, max_new_tokens=count, ignore_eos=True, **wish)
+                       for ids, count in zip(prompts, new, strict=True)]
+            while scheduler.running or scheduler.waiting:
+                scheduler.turn()
+        return [(list(one.entries[0].seq.tokens), one.entries[0].seq.finish_reason, one.entries[0].seq.ledger)
+                for one in handles]
+
+    if "stop_token_ids" in wish:
+        tokens = engine.generate([IDS], max_new_tokens=40, ignore_eos=True)[0].tokens
+        wish = {"stop_token_ids": [tokens[17]]}
+    monkeypatch.setattr(native.NativeModel, "run", note)
+    expected = answers(1)
+    assert set(counts) <= {0, 1}
+    assert answers(8) == expected
+    assert max(counts) == 8

@@ -31,6 +31,9 @@ from shoal.types import Step
 _LEAST_SHARE = 4
 """Prompts share a forward if decoding leaves them at least 1/n of it, this being n; else they get their own."""
 
+_LONGEST, _MOST_STEPS = 0.05, 8
+"""Most seconds and most steps of a call that runs several: sequences join and leave between calls."""
+
 _DOZE = 0.002
 """Longest wait, in seconds, of a step that has nothing to run because its searches wait for others."""
 
@@ -66,6 +69,7 @@ class Batch:
         self._prefixes = prefixes or Prefixes(0)
         self.components = Components(runner, self.cache)
         self._came = list(self.seqs)
+        self._most_steps = 1
         for seq in self.seqs:
             self._set_store(seq)
         if len(self.seqs) < self.cache.seqs:
@@ -188,14 +192,25 @@ class Batch:
         return steps
 
     def _plain_step(self, seqs: Sequence[RunningSequence]) -> list[Step]:
-        """The usual step: every sequence takes the argmax token after its last one. The same as `_forward`, shorter."""
+        """The usual step: every sequence takes the argmax token after its last one. The same as `_forward`, shorter.
+
+        Where steps are fast, several follow one another in one call: between two calls the model streams through the
+        processor's caches, so that Python's part takes longer than it would by itself. What ends a text ends the call.
+        """
+        start, most, steps = time.perf_counter(), self._most_steps, list[Step]()
         chunks = [SequenceChunk(seq.seq_id, (seq.tokens[-1],), (seq.emitted,), seq.plan) for seq in seqs]
-        found, steps = self.runner.argmax(chunks, self.cache), list[Step]()
-        for seq, token in zip(seqs, found, strict=True):
-            seq.ledger.count(seq.plan.depth(seq.emitted))
-            steps += seq.emit((token,))
-            self.commit(seq, (0,))
+        for seq in seqs if most > 1 else ():
+            most = min(most, seq.stop.room if seq.stop.by_ids else 1)
+        ends = frozenset[int]().union(*[seq.stop.ends for seq in seqs]) if most > 1 else ()
+        found = self.runner.argmax_steps(chunks, self.cache, most, [*ends])
+        path = range(len(found))
+        for seq, *tokens in zip(seqs, *found, strict=True):
+            for place in path:
+                seq.ledger.count(seq.plan.depth(seq.emitted + place))
+            steps += seq.emit(tokens)
+            self.commit(seq, path)
         self.retire()
+        self._most_steps = max(1, min(_MOST_STEPS, int(_LONGEST * len(found) / (time.perf_counter() - start))))
         return steps
 
     def _apart(self, seqs: Sequence[RunningSequence]) -> tuple[list[RunningSequence], list[RunningSequence]]:

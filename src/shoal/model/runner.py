@@ -271,6 +271,19 @@ class ModelRunner(Protocol):
         """As `forward`, but instead of logits [N, V] the N tokens with the largest ones, the lowest ids of equals."""
         return greedy(self.forward(chunks, cache, hook))
 
+    def argmax_steps(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, most: int, ends: Sequence[int]
+    ) -> list[list[int]]:
+        """Argmax tokens [steps][chunks] that follow the one token of each chunk, each step after the one before.
+
+        Every sequence then has as many scratch entries as there were steps: of its token and of all but the last found.
+
+        Args:
+            most: most steps, at least 1; an executor may run fewer.
+            ends: tokens after which no step follows.
+        """
+        return [self.argmax(chunks, cache)]
+
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Input of the first layer [N, D] for token ids [N] at positions [N], both int64."""
 

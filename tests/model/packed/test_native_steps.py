@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,14 +14,17 @@ import torch
 
 from backends import packed
 from families import tiny
+from native_reference import Case, make_reference, storage
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed import native
+from shoal.model.packed.native.library import StepsStruct
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.native_steps import PlainSteps
 from shoal.model.runner import SequenceChunk, greedy
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+CASE = Case(layers=3)
 
 
 @contextmanager
@@ -136,12 +140,12 @@ def test_what_is_not_one_token_each_in_plain_storage_is_written_anew(runner: Nat
     for other in (chunk(runner, cache, 0, full, 2), SequenceChunk(0, plain.tokens, [0], full, mutual=True),
                   SequenceChunk(0, plain.tokens, [0], full, wanted=0),
                   SequenceChunk(0, plain.tokens, [1], DepthPlan.skipping(runner.num_layers, [1], []))):
-        assert run([other], cache, False) is None
-    assert run([plain], cache, True) is not None
-    assert run([plain], cache, True) is None, "its token awaits a commit"
+        assert run([other], cache, 0) is None
+    assert run([plain], cache, 1) is not None
+    assert run([plain], cache, 1) is None, "its token awaits a commit"
     cache.rollback(0)
     cache.release(0, [0])
-    assert run([plain], cache, True) is None
+    assert run([plain], cache, 1) is None
     with pytest.raises(RuntimeError, match="released"):
         runner.forward([plain], cache)
 
@@ -155,3 +159,68 @@ def test_positions_beyond_the_tables(runner: NativeRunner) -> None:
         both.forward([chunk(runner, both.caches[0], 0, full, size)])
         both.each("commit", 0, range(size))
     assert runner.decoder.reach > reach and both.kept
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_in_one_call_are_those_one_by_one(runner: NativeRunner, seed: int) -> None:
+    """Same tokens and storage, whatever the plans, room and ends; the call ends with a token that ends a text."""
+    drawn, full = random.Random(seed), DepthPlan.full(runner.num_layers)
+    both, plans, counts = Twice(runner, 3), [full, full, shallower(runner)], list[int]()
+    steps = [0, 0, 0]
+    for seq, plan in enumerate(plans):
+        both.forward([chunk(runner, both.caches[0], seq, plan, 3 + 5 * seq)])
+        both.each("commit", seq, range(3 + 5 * seq))
+    for _ in range(12):
+        alike = [seq for seq in range(3) if drawn.random() < 0.6] or [2]
+        most, ends = drawn.randint(2, 8), drawn.sample(range(runner.vocab_size), drawn.choice([0, 8]))
+        chunks = [chunk(runner, both.caches[0], seq, plans[seq], 1, steps[seq]) for seq in alike]
+        found = runner.argmax_steps(chunks, both.caches[0], most, ends)
+        assert 1 <= len(found) <= most and not any(token in ends for tokens in found[:-1] for token in tokens)
+        fed = [one.tokens[0] for one in chunks]
+        for place, tokens in enumerate(found):
+            single = [SequenceChunk(seq, [token], [steps[seq] + place], plans[seq])
+                      for seq, token in zip(alike, fed, strict=True)]
+            with anew():
+                assert runner.argmax(single, both.caches[1]) == tokens
+            for seq in alike:
+                both.caches[1].commit(seq, (0,))
+            fed = tokens
+        for seq in alike:
+            both.caches[0].commit(seq, range(len(found)))
+            steps[seq] += len(found)
+        both.check()
+        counts.append(len(found))
+    assert max(counts) > 2, "no call ran several steps"
+
+
+def test_a_call_of_several_steps_ends_with_its_room_and_its_layers(runner: NativeRunner) -> None:
+    cache, plan = KVCache(runner.windows, 1, [16] * runner.num_layers), shallower(runner)
+    runner.forward([chunk(runner, cache, 0, plan, 4)], cache)
+    cache.commit(0, range(4))
+    room = min(layer.capacity - layer.lengths[0] + layer.starts[0] for layer in cache.layers)
+    assert 1 < room < 100
+    whole = chunk(runner, cache, 0, DepthPlan.full(runner.num_layers))
+    assert len(runner.argmax_steps([whole], cache, 100, ())) == room
+    cache.rollback(0)
+    for step, most in ((0, 6), (0, 7), (5, 1), (5, 2), (6, 6), (12, 8)):
+        found = runner.argmax_steps([chunk(runner, cache, 0, plan, 1, step)], cache, most, ())
+        assert len(found) == (1 if most in (7, 2) else min(most, room)), "these layers run up to step 5, 11 and on"
+        cache.rollback(0)
+    (first, *_), *_ = found
+    assert len(runner.argmax_steps([chunk(runner, cache, 0, plan, 1, 12)], cache, 8, [first])) == 1
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"most": 0}, "0 steps were asked for"),
+    ({"wanted": [0]}, "1 of 2 tokens are wanted"),
+    ({"rows": [0, 0], "nodes": [0, 1], "ancestors": [1, 3], "positions": [2, 3]}, "row 0 has several tokens"),
+    ({"active": [[3, 3]] * 3}, "whole layers"),
+])
+def test_wrong_steps_are_refused(change: dict[str, Any], reason: str) -> None:
+    slow, change = make_reference(CASE), dict(change)
+    steps = StepsStruct(most=change.pop("most", 2))
+    batch = native.NativeBatch(**{"ids": [1, 2], "positions": [2, 2], "rows": [0, 1], "nodes": [0, 0], "bases": [2, 2],
+                                  "ancestors": [1, 1], "wanted": [0, 1], **change})
+    struct = batch.struct(CASE.layers, slow.native.bind(*storage(CASE, 2, 16)))
+    with pytest.raises(ValueError, match=reason):
+        slow.native.run(struct, array("i", bytes(4 * len(batch.wanted) * steps.most)), steps=steps)

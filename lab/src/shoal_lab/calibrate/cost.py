@@ -1,6 +1,6 @@
 """Measures an engine's cost card: whole steps of its loop at a few constant depths and two context lengths.
 
-The cases take turns, step by step, so that a slow moment of the machine affects all of them.
+The cases take turns, call by call, so that a slow moment of the machine affects all of them.
 
 The cost of layers is measured with an LM head that reads all its rows. The head that searches for the argmax alone
 reads few rows after the full model, and many after a few layers, whose distributions are flat: with a vocabulary of
@@ -83,12 +83,11 @@ def _take_turns(courses: Sequence[_Course], seconds: float) -> None:
     for course in courses:
         course.step()
         course.steps.clear()
-    start = time.perf_counter()
-    for done in range(_MOST - 3):
-        if done >= _FEWEST and time.perf_counter() - start >= seconds:
-            break
+    start, done = time.perf_counter(), 0
+    while min(course.left for course in courses) and (done < _FEWEST or time.perf_counter() - start < seconds):
         for course in courses:
             course.step()
+        done += 1
 
 
 class _Course(AbstractContextManager["_Course"]):
@@ -97,10 +96,11 @@ class _Course(AbstractContextManager["_Course"]):
     Attributes:
         first: seconds until the first tokens.
         steps: seconds of each step after that.
+        left: how many steps there may still be.
     """
 
     def __init__(self, engine: Engine, rows: int, length: int, depth: int, asked: Mapping[str, Any]) -> None:
-        self.length, self.rows, self.steps = length, rows, list[float]()
+        self.length, self.rows, self.steps, self.left = length, rows, list[float](), _MOST
         self._engine, self._method = engine, EarlyExit(exit_layer=depth)
         prompts = [[(7 * place + row) % engine.runner.vocab_size for place in range(length)] for row in range(rows)]
         self._stream = engine.stream(prompts, method=self._method, max_new_tokens=_MOST, ignore_eos=True, **asked)
@@ -111,11 +111,14 @@ class _Course(AbstractContextManager["_Course"]):
         self._stream.close()
 
     def step(self) -> None:
-        """Time a step of all rows."""
-        start = time.perf_counter()
-        for _ in range(self.rows):
+        """Time a step of all rows, or several that one call makes: each of them counts as their mean."""
+        start, taken = time.perf_counter(), 0
+        while taken < self.rows or self._stream.pending:
             next(self._stream)
-        self.steps.append(time.perf_counter() - start)
+            taken += 1
+        count = taken // self.rows
+        self.steps += [(time.perf_counter() - start) / count] * count
+        self.left -= count
 
     def observation(self) -> Observation:
         """The median step."""

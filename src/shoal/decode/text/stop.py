@@ -83,6 +83,11 @@ class StopState:
         """Ids that end the sequence."""
         return self._rules.eos_token_ids | self._rules.stop_token_ids
 
+    @property
+    def by_ids(self) -> bool:
+        """Whether ids and limits alone end the sequence."""
+        return not self._rules.stop_strings and not self._rules.criteria
+
     def text_of(self, tokens: Sequence[int]) -> str:
         """Tokens as text, decoded as the sequence's own."""
         return self._detokenizer.text_of(tokens)

@@ -44,6 +44,11 @@ class Stream(Iterator[Step]):
             self._seconds = time.perf_counter() - self._started
         return self._ready.pop()
 
+    @property
+    def pending(self) -> int:
+        """How many steps have come that were not taken yet: several may come at once."""
+        return len(self._ready)
+
     def _size(self) -> tuple[str, str]:
         """What fills the memory, and what to do where it is too small."""
         prompt = max(seq.prompt_length for seq in self._seqs)

@@ -121,15 +121,22 @@ class NativeRunner(PackedRunner):
         found = self._found(chunks, cache, hook, None, argmax=True)
         return found if isinstance(found, list) else greedy(found)
 
+    @override
+    def argmax_steps(
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, most: int, ends: Sequence[int]
+    ) -> list[list[int]]:
+        found = self._plain.run(chunks, cache, most, self._binding, ends)
+        return found if isinstance(found, list) else [self.argmax(chunks, cache)]
+
     def _found(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None, start: Start | None,
         argmax: bool,
     ) -> _Found:
         """What a forward finds; where plain torch runs it, logits in any case."""
         if hook is None and start is None:
-            found = self._plain.run(chunks, cache, argmax, self._binding)
+            found = self._plain.run(chunks, cache, int(argmax), self._binding)
             if found is not None:
-                return found
+                return found[0] if isinstance(found, list) else found
         if start is not None and start.layer:
             return super().forward(chunks, cache, hook, start=start)
         calls = calls_of(chunks, cache)

@@ -1,4 +1,4 @@
-"""Steps in which each sequence runs one more token through the same layers as before.
+"""Steps in which each sequence runs one more token through the same layers as before, one after another in one call.
 
 What the kernels are told is kept from step to step as long as the same sequences run the same layers on the same
 storage; only ids and positions are written anew. The model streams through the processor's caches between two steps, so
@@ -7,19 +7,23 @@ that whatever Python touches has to come back from memory: a step is the faster,
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_void_p
 
+import torch
 from torch import Tensor
 
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.layer import KVLayer
 from shoal.model.packed import native
-from shoal.model.packed.native.library import BatchStruct
+from shoal.model.packed.native.library import BatchStruct, StepsStruct
 from shoal.model.packed.native.spans import put_spans
 from shoal.model.packed.native_states import NativeStates
 from shoal.model.runner import SequenceChunk
+
+_NOTHING = torch.empty(0)
 
 
 class PlainSteps:
@@ -42,13 +46,15 @@ class PlainSteps:
         self._table: Array[c_void_p] = (c_void_p * 0)()
 
     def run(
-        self, chunks: Sequence[SequenceChunk], cache: KVCache, argmax: bool,
-        bind: Callable[[KVCache], native.KVBinding],
-    ) -> Tensor | list[int] | None:
-        """The logits, or argmax tokens if `argmax`; None, and nothing changed, if the forward needs more than this.
+        self, chunks: Sequence[SequenceChunk], cache: KVCache, most: int,
+        bind: Callable[[KVCache], native.KVBinding], ends: Sequence[int] = (),
+    ) -> Tensor | list[list[int]] | None:
+        """The logits, or argmax tokens [steps][chunks]; None, and nothing changed, if the forward needs more than this.
 
         Args:
+            most: most steps; 0 for one that returns logits.
             bind: gives the addresses of a cache's storage, the same object as long as they hold.
+            ends: tokens after which no step follows.
         """
         layers = chunks[0].plan.layers(chunks[0].steps[0])
         for chunk in chunks:
@@ -64,7 +70,8 @@ class PlainSteps:
         if self._states is not None:
             storing = [store for layer, store in zip(layers, stores, strict=True) if self._attends[layer]]
             others = [store for layer, store in zip(layers, stores, strict=True) if not self._attends[layer]]
-        if not _ready(storing, seqs, positions) or not _read(others, seqs, positions):
+        room = _room(storing, seqs, positions)
+        if not room or not _read(others, seqs, positions):
             return None
         kv = bind(cache)
         if kv is not self._kv or seqs != self._seqs or layers != self._layers:
@@ -72,18 +79,30 @@ class PlainSteps:
             self._seqs, self._layers, self._kv = seqs, layers, kv
         assert self._struct is not None
         self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, stores)
-        best = self._best if argmax else None
         begun = None if self._states is None else self._states.begin_step(self._table, layers, stores, seqs)
-        logits = self._decoder.run(self._struct, best)
+        logits, best, done = _NOTHING, array("i"), 1
+        if not most:
+            logits = self._decoder.run(self._struct)
+        else:
+            most = self._most(chunks, layers, min(most, room, self._decoder.reach - max(positions)))
+            best, stops = array("i", bytes(4 * most * len(seqs))), array("i", ends)
+            steps = StepsStruct(ends=stops.buffer_info()[0], end_count=len(stops), most=most)
+            self._decoder.run(self._struct, best, steps=steps)
+            done = steps.done
         for store in stores:
             for seq in seqs:
-                store.scratch[seq] = 1
+                store.scratch[seq] = done
         if begun is not None:
             begun.hold()
         if len(layers) < self._decoder.num_layers:
             for seq, position in zip(seqs, positions, strict=True):
                 cache.mark_shallow(seq, position)
-        return logits if best is None else list(best)
+        return [list(best[at : at + len(seqs)]) for at in range(0, done * len(seqs), len(seqs))] if most else logits
+
+    def _most(self, chunks: Sequence[SequenceChunk], layers: tuple[int, ...], most: int) -> int:
+        """How many steps may follow one another: recurrences commit each, and all must run the same layers."""
+        same = self._states is None and all(chunk.plan.layers(chunk.steps[0] + most - 1) == layers for chunk in chunks)
+        return most if same else 1
 
     def _written(
         self, count: int, seqs: Sequence[int], layers: Sequence[int], kv: native.KVBinding
@@ -93,7 +112,7 @@ class PlainSteps:
         batch = native.NativeBatch(zeros, zeros, seqs, zeros, zeros, native.chain_ancestors(range(1)) * count,
                                    range(count), layers, starts=[zeros] * len(layers))
         struct = batch.struct(self._decoder.num_layers, kv)
-        self._starts, self._best = struct.start, array("i", zeros)
+        self._starts = struct.start
         if self._states is not None:
             self._table = (c_void_p * (2 * count * len(layers)))()
             put_spans(struct, [1] * count, self._table)
@@ -112,16 +131,17 @@ class PlainSteps:
             numbers[-len(starts) :] = array("i", starts)
 
 
-def _ready(stores: Sequence[KVLayer], seqs: Sequence[int], positions: Sequence[int]) -> bool:
-    """Whether each layer has read all positions of each sequence, and has room for one more in its place."""
+def _room(stores: Sequence[KVLayer], seqs: Sequence[int], positions: Sequence[int]) -> int:
+    """For how many more positions each layer has room in its place; 0 if one has not read all of them so far."""
+    room = sys.maxsize
     for store in stores:
         if store.extra:
-            return False
+            return 0
         for seq, position in zip(seqs, positions, strict=True):
-            if (store.lengths[seq] != position or store.scratch[seq] or store.released[seq]
-                    or position - store.starts[seq] >= store.capacity):
-                return False
-    return True
+            if store.lengths[seq] != position or store.scratch[seq] or store.released[seq]:
+                return 0
+            room = min(room, store.capacity - position + store.starts[seq])
+    return max(0, room)
 
 
 def _read(stores: Sequence[KVLayer], seqs: Sequence[int], positions: Sequence[int]) -> bool:

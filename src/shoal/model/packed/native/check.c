@@ -128,3 +128,14 @@ int shoal_check_chains(const ShoalModel *m, const ShoalBatch *b, const ShoalChai
         if (check_chain(m, b, c, chain, message, size)) return 1;
     return 0;
 }
+
+int shoal_check_steps(const ShoalModel *m, const ShoalBatch *b, const ShoalSteps *s, char *message, int size) {
+    if (s->most < 1) REFUSE("%d steps were asked for; there must be at least 1", s->most);
+    if (m->inputs && s->most > 1) REFUSE("a model with recurrences takes one step at a time, since each must be committed before the next");
+    if (!b->argmax || b->active || b->select || b->choices || b->vectors || b->groups || b->taps)
+        REFUSE("steps follow one another by argmax, and only in rows that run whole layers and read all of the cache");
+    if (b->wanted_count != b->tokens) REFUSE("%d of %d tokens are wanted; a step wants the one token of each row", b->wanted_count, b->tokens);
+    for (int t = 1; t < b->tokens; t++)
+        if (b->row[t] == b->row[t - 1]) REFUSE("row %d has several tokens; a step takes one", b->row[t]);
+    return 0;
+}

@@ -218,6 +218,30 @@ int shoal_guess(const ShoalModel *m, const ShoalBatch *b, const ShoalChain *c, f
     return DONE;
 }
 
+/* Whether some token ends its text. */
+static int ends(const ShoalBatch *b, const ShoalSteps *s) {
+    for (int t = 0; t < b->tokens; t++)
+        for (int i = 0; i < s->end_count; i++)
+            if (b->argmax[t] == s->ends[i]) return 1;
+    return 0;
+}
+
+/* Steps of one token per row, each after the argmax tokens of the one before: at most `most`, or until a token ends its text or the
+   scratch memory no longer suffices. */
+int shoal_steps(const ShoalModel *m, ShoalBatch *b, ShoalSteps *s, float *logits, char *scratch, int64_t room, int threads, double *had,
+                char *message, int size) {
+    if (shoal_check(m, b, message, size) || shoal_check_steps(m, b, s, message, size)) return REFUSED;
+    int32_t *const argmax = b->argmax;
+    int found = shoal_forward(m, b, logits, scratch, room, threads, had, message, size);
+    for (s->done = found == DONE; s->done && s->done < s->most && !ends(b, s); s->done++) {
+        for (int t = 0; t < b->tokens; t++) b->ids[t] = b->argmax[t], b->position[t]++, b->base[t]++;
+        b->argmax += b->tokens;
+        if (shoal_forward(m, b, logits, scratch, room, threads, had, message, size) != DONE) break;
+    }
+    b->argmax = argmax;
+    return found;
+}
+
 /* Bytes of scratch memory of one thread, for shoal_matmul. */
 int64_t shoal_matmul_scratch(const ShoalWeight *w, int tokens) { return round_up(acts_bytes(tokens, w->depth) + 4 * SUMS, 128); }
 
@@ -241,9 +265,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that compares them with their mirrors in Python. */
-void shoal_sizes(int64_t sizes[8]) {
-    sizes[7] = sizeof(ShoalRecurrence);
-    sizes[6] = sizeof(ShoalChoice);
+void shoal_sizes(int64_t sizes[9]) {
+    sizes[6] = sizeof(ShoalChoice), sizes[7] = sizeof(ShoalRecurrence), sizes[8] = sizeof(ShoalSteps);
     sizes[4] = sizeof(ShoalOwn), sizes[5] = sizeof(ShoalChain);
     sizes[0] = sizeof(ShoalWeight), sizes[1] = sizeof(ShoalLayer), sizes[2] = sizeof(ShoalModel), sizes[3] = sizeof(ShoalBatch);
 }

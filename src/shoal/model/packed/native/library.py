@@ -113,7 +113,7 @@ class BatchStruct(ctypes.Structure):
 
     _fields_ = [
         ("tokens", c_int32), ("wanted_count", c_int32), ("active_count", c_int32), ("rows", c_int32), ("ids", c_void_p),
-        ("position", c_void_p), ("row", c_void_p), ("node", c_void_p), ("base", c_void_p), ("ancestors", c_void_p),
+        ("position", c_void_p), ("base", c_void_p), ("row", c_void_p), ("node", c_void_p), ("ancestors", c_void_p),
         ("wanted", c_void_p), ("argmax", c_void_p), ("likeliest", c_void_p), ("layers", c_void_p), ("active", c_void_p),
         ("start", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("capacity", c_void_p), ("own", c_void_p), ("queries", c_void_p),
@@ -136,6 +136,12 @@ class ChainStruct(ctypes.Structure):
     ]
 
 
+class StepsStruct(ctypes.Structure):
+    """Steps that follow the first one of a batch, of which `done` counts all."""
+
+    _fields_ = [("ends", c_void_p), ("end_count", c_int32), ("most", c_int32), ("done", c_int32)]
+
+
 REFUSED, NO_ROOM = 1, 2
 """Results of a forward, as in forward.c."""
 _ROOM = c_void_p, c_int64, c_int, POINTER(c_double), c_char_p, c_int
@@ -156,6 +162,7 @@ _SIGNATURES = {
     "shoal_scratch_bytes": (c_int64, [POINTER(Model), POINTER(BatchStruct), c_int]),
     "shoal_forward": (c_int, [POINTER(Model), POINTER(BatchStruct), c_void_p, *_ROOM]),
     "shoal_guess": (c_int, [POINTER(Model), POINTER(BatchStruct), POINTER(ChainStruct), c_void_p, *_ROOM]),
+    "shoal_steps": (c_int, [POINTER(Model), POINTER(BatchStruct), POINTER(StepsStruct), c_void_p, *_ROOM]),
     "shoal_recur": (None, [POINTER(RecurrenceStruct), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64,
                            c_int]),
     "shoal_matmul_scratch": (c_int64, [POINTER(Weight), c_int]),

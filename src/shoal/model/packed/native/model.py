@@ -30,6 +30,7 @@ from shoal.model.packed.native.library import (
     BatchStruct,
     LayerStruct,
     Model,
+    StepsStruct,
     Weight,
     require,
 )
@@ -234,26 +235,34 @@ class NativeModel:
 
     def run(
         self, struct: BatchStruct, argmax: array[int] | None = None, threads: int | None = None,
-        asked: _Asked | None = None,
+        asked: _Asked | None = None, steps: StepsStruct | None = None,
     ) -> Tensor:
-        """Run a batch in the library's form; arguments and result are those of `forward`."""
+        """Run a batch in the library's form; arguments and result are those of `forward`.
+
+        With `steps` the batch is one token per sequence, and argmax tokens follow it: `argmax` is [most steps, tokens],
+        and ids, positions and bases of the batch move on.
+        """
         wanted: int = struct.wanted_count
         logits, read, bounded = _NOTHING, c_int32(), False
         struct.best, struct.read = argmax, read
         if argmax is None:
             logits = torch.empty(wanted, self.shape.vocab)
             struct.argmax = None
-        elif len(argmax) != wanted or argmax.itemsize != 4:
-            raise ValueError(f"argmax has {len(argmax)} numbers of {argmax.itemsize} bytes; {wanted} of 4 are needed")
+        elif argmax.itemsize != 4 or len(argmax) != (needed := wanted * (1 if steps is None else steps.most)):
+            raise ValueError(f"argmax has {len(argmax)} numbers of {argmax.itemsize} bytes; {needed} of 4 are needed")
         else:
             struct.argmax, bounded = argmax.buffer_info()[0], self.bounds and self._bounds_pay(wanted)
         struct.likeliest = ctypes.addressof(read) if bounded else None
-        self._call(self._library.shoal_forward, (struct,), logits if argmax is None else None, threads, asked)
-        let_through = min(self.shape.vocab, read.value * LANES)
+        if steps is None:
+            self._call(self._library.shoal_forward, (struct,), logits if argmax is None else None, threads, asked)
+        else:
+            self._call(self._library.shoal_steps, (struct, steps), None, threads)
+        done = 1 if steps is None else steps.done
+        let_through = min(self.shape.vocab, read.value * LANES // done)
         if bounded:
             self._note_read(wanted, let_through > self._most_read * self.shape.vocab)
         if wanted:
-            self.head_read += self._head_bytes(let_through)
+            self.head_read += done * self._head_bytes(let_through)
         return logits
 
     def guess(

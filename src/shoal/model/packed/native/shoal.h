@@ -132,7 +132,8 @@ typedef struct {
    Rows ascend. */
 typedef struct {
     int32_t tokens, wanted_count, active_count, rows;
-    const int32_t *ids, *position, *row, *node, *base;
+    int32_t *ids, *position, *base; /* steps move them on */
+    const int32_t *row, *node;
     const uint64_t *ancestors; /* bit j: node j of the same row is visible: itself and its path to node 0. 0: all nodes up to itself, as in
                                   a piece of a prompt, which may have more nodes than a tree */
     const int32_t *wanted;     /* tokens whose logits are asked for */
@@ -186,8 +187,17 @@ typedef struct {
     float least;              /* paths less likely than e^least are not continued */
 } ShoalChain;
 
-/* Whether a batch, and chains whose batch has passed, have an index out of range: 0, or 1 with the reason in `message`. */
+/* Steps that follow the first one of a batch. */
+typedef struct {
+    const int32_t *ends; /* tokens after which no step follows */
+    int32_t end_count;
+    int32_t most;        /* most steps, the first among them; argmax has room for the tokens of all: [most][wanted_count] */
+    int32_t done;        /* gets the number of steps */
+} ShoalSteps;
+
+/* Whether a batch, and chains or steps whose batch has passed, have an index out of range: 0, or 1 with the reason in `message`. */
 int shoal_check(const ShoalModel *, const ShoalBatch *, char *message, int size);
 int shoal_check_chains(const ShoalModel *, const ShoalBatch *, const ShoalChain *, char *message, int size);
+int shoal_check_steps(const ShoalModel *, const ShoalBatch *, const ShoalSteps *, char *message, int size);
 
 #endif
