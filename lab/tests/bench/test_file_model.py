@@ -12,6 +12,8 @@ import torch
 
 import bench_file
 from bench_systems import GRID, MODEL, SETTING, Fake, FakeBaseline, Local
+from families import RECURRENT, tiny
+from gguf_fixtures import HYBRIDS, MadeHybrid
 from shoal.errors import Unsupported
 from shoal_lab.bench import gguf_facts, report
 from shoal_lab.bench.baselines.hf import HFGenerate
@@ -61,6 +63,29 @@ def test_a_file_in_numbers(model: MeasuredModel) -> None:
     assert facts.bytes == Path(str(model.model)).stat().st_size > facts.tensor_bytes
     traffic = file_traffic(model, kv_bytes=2)
     assert (traffic.layer * 4, traffic.head) == (facts.layer_bytes, facts.head_bytes)
+
+
+@pytest.mark.parametrize("made", HYBRIDS if RECURRENT else [], ids=lambda made: made.name)
+def test_hybrids_in_numbers(made: MadeHybrid) -> None:
+    """Their matrices are counted from the file, and keys and values in the layers that have some."""
+    model, twin = MeasuredModel(model=str(made.path)), made.model()
+    model.check()
+    layers = [one.numel() for name, one in twin.named_parameters() if ".layers." in name and one.dim() == 2]
+    convolutions = [one.numel() for name, one in twin.named_parameters() if one.dim() == 3]
+    assert model.layer_weights() == pytest.approx(sum(layers + convolutions) / 2, rel=1e-3), "but for vectors of states"
+    text = model.text
+    attending = {"falcon_h1": 2, "mamba2": 0}.get(text.model_type, 1)
+    head_dim = getattr(text, "head_dim", None) or (attending and text.hidden_size // text.num_attention_heads)
+    assert model.kv_entries() == (attending and 2 * text.num_key_value_heads * head_dim * attending // 2)
+    assert prepared(Shoal, model, Setting("float32", FILE, threads=1)).expect(8, 1, 4, None).step_bytes > 0
+
+
+def test_a_folder_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    if not RECURRENT:
+        pytest.skip("this transformers has no common cache of states")
+    tiny("lfm2").save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="'lfm2': the bytes that a step reads are counted for Llama-shaped models"):
+        MeasuredModel(model=str(tmp_path)).check()
 
 
 def test_a_broken_file_is_refused_in_words(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ class Facts:
         layer_bytes: of all tensors of the layers.
         head_bytes: of the LM head, which may be the embedding.
         weights: numbers in all tensors.
+        layer_weights: numbers in the matrices of the layers.
         types: GGML type -> number of matrices of that type, the most frequent first.
     """
 
@@ -29,6 +30,7 @@ class Facts:
     layer_bytes: int
     head_bytes: int
     weights: int
+    layer_weights: int
     types: Mapping[str, int]
 
     @property
@@ -61,6 +63,9 @@ def read(path: str | Path) -> Facts:
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in tensors}
     matrices = Counter(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
     head = sizes.get("output.weight", sizes.get("token_embd.weight", 0))
-    layers = sum(size for name, size in sizes.items() if name.startswith("blk."))
-    weights = sum(int(tensor.n_elements) for tensor in tensors)
-    return Facts(Path(path).stat().st_size, sum(sizes.values()), layers, head, weights, dict(matrices.most_common()))
+    layers = [tensor for tensor in tensors if tensor.name.startswith("blk.")]
+    return Facts(
+        Path(path).stat().st_size, sum(sizes.values()), sum(int(tensor.n_bytes) for tensor in layers), head,
+        sum(int(tensor.n_elements) for tensor in tensors),
+        sum(int(tensor.n_elements) for tensor in layers if len(tensor.shape) > 1), dict(matrices.most_common()),
+    )

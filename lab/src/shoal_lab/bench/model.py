@@ -16,6 +16,7 @@ from shoal.engine.loading.checkpoint import shown_name
 from shoal.engine.loading.device import default_dtype
 from shoal.errors import Unsupported
 from shoal.model.config import windows_of
+from shoal.model.packed.kinds import MODELS, ModelKind
 from shoal.model.packed.shape import FAMILIES
 from shoal_lab.bench import gguf_facts, shapes
 
@@ -23,7 +24,7 @@ FILE = "file"
 """Format of a GGUF file's own weights."""
 
 _COUNTED = (*FAMILIES, "gemma2", "gemma3_text", "olmo2")
-"""Model types whose layers hold the seven matrices that are counted here."""
+"""Model types whose layers hold the seven matrices that are counted here. Of a GGUF file those of its layers are."""
 
 if TYPE_CHECKING:
     from shoal.model.packed.source import Source
@@ -142,12 +143,13 @@ class MeasuredModel:
         return engine_for(self.hf_model(dtype, device), name=self.name, backend="hf")
 
     def check(self) -> None:
-        """Refuse a model whose bytes cannot be counted from its config; Unsupported."""
-        if self.text.model_type not in _COUNTED:
+        """Refuse a model whose bytes cannot be counted; Unsupported."""
+        known = [*MODELS] if self.is_file else _COUNTED
+        if self.text.model_type not in known:
             raise Unsupported(
                 f"a benchmark of model type {self.text.model_type!r}",
-                "the bytes that a step reads are counted for Llama-shaped models alone",
-                f"Use one of {', '.join(_COUNTED)}, or a shape",
+                "the bytes that a step reads are counted for Llama-shaped models alone, and for GGUF files",
+                f"Use one of {', '.join(known)}, or a shape",
             )
         if self.is_file:
             self.file  # noqa: B018 (read here, before the processes start, which inherit it)
@@ -161,7 +163,10 @@ class MeasuredModel:
         return DepthPlan.full(self.text.num_hidden_layers)
 
     def layer_weights(self) -> int:
-        """Weights in the matrices of one Llama-shaped layer."""
+        """Weights in the matrices of one layer, their mean in a GGUF file."""
+        if self.is_file:
+            count: int = self.text.num_hidden_layers
+            return self.file.layer_weights // count
         c, head_dim = self.text, self._head_dim()
         attention = 2 * c.hidden_size * head_dim * (c.num_attention_heads + c.num_key_value_heads)
         total: int = attention + 3 * c.hidden_size * c.intermediate_size
@@ -182,9 +187,13 @@ class MeasuredModel:
         return (1 if self.text.tie_word_embeddings else 2) * self.head_weights()
 
     def kv_entries(self) -> int:
-        """Numbers that one layer stores per position."""
+        """Numbers that one layer stores per position; their mean over the layers."""
+        kinds = MODELS.get(self.text.model_type, ModelKind()).of(self.text)
+        attending = sum(kind.attends for kind in kinds)
+        if not attending:
+            return 0
         heads: int = self.text.num_key_value_heads
-        return 2 * heads * self._head_dim()
+        return 2 * heads * self._head_dim() * attending // len(kinds)
 
     def _head_dim(self) -> int:
         size: int = getattr(self.text, "head_dim", None) or self.text.hidden_size // self.text.num_attention_heads
