@@ -334,10 +334,10 @@ def test_a_row_that_cannot_join_takes_nobody_with_it(together: bool, monkeypatch
     scheduler = Scheduler(engine("hybrid"), start=False)
     fill, long = scheduler.prefixes.fill, prompt(23)
 
-    def broken(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> int:
+    def broken(cache: KVCache, seq_id: int, tokens: Sequence[int], salt: str) -> tuple[int, int]:
         if list(tokens) == long:
             raise MemoryError
-        return fill(cache, seq_id, tokens)
+        return fill(cache, seq_id, tokens, salt)
 
     monkeypatch.setattr(scheduler.prefixes, "fill", broken)
     good = [submit(scheduler, job) for job in (0, 1)]

@@ -28,7 +28,7 @@ from shoal.methods.d3_spec import D3Spec
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
-from shoal.model.kv.cache import KVCache, copy_in, look
+from shoal.model.kv.cache import KVCache, copy_in, look, restorable, usable
 from shoal.model.packed import native
 from shoal.model.runner import ModelRunner, SequenceChunk
 from shoal.model.state.layer import MOST_SNAPSHOTS, StateLayer
@@ -97,7 +97,7 @@ class Schedule:
         elif (seen := look(self.cache, source)) is not None:
             held = seen.copied()
             self.cache.extend(1)
-            copy_in(self.cache, len(self.texts), held, held.length)
+            copy_in(self.cache, len(self.texts), [held], held.last)
             self.texts.append([*self.texts[source]])
 
     def leave(self) -> None:
@@ -215,7 +215,7 @@ def test_a_copy_serves_its_own_length_alone(way: Way) -> None:
     runner.forward([SequenceChunk(0, [5, 6, 7], [0] * 3, DepthPlan.full(LAYERS))], cache)
     cache.commit(0, range(3))
     held = look(cache, 0)
-    assert held is not None and held.restorable(3) and not held.restorable(2)
+    assert held is not None and restorable([held], 3) and not restorable([held], 2)
     assert held.bytes == sum(layer.seq_bytes(0) for layer in cache.recurrent) + 3 * sum(runner.position_bytes)
     assert cache.truncate(0, 2) == 0  # a state cannot be cut back
 
@@ -230,12 +230,12 @@ def test_decoding_goes_back_to_snapshots(way: Way) -> None:
         runner.forward([SequenceChunk(0, [token], [0], full)], cache)
         cache.commit(0, [0])
     seen = look(cache, 0)
-    assert seen is not None and [seen.usable(most) for most in (7, 6, 5, 4, 3, 2, 0)] == [7, 5, 5, 3, 3, 0, 0]
+    assert seen is not None and [usable([seen], most) for most in (7, 6, 5, 4, 3, 2, 0)] == [7, 5, 5, 3, 3, 0, 0]
     held = seen.copied()
     assert cache.truncate(0, 4) == 3 and cache.recurrent[0].seq_bytes(0) == runner.state_bytes[min(runner.state_bytes)]
     for other in (cache, fresh):
         if other is fresh:
-            copy_in(other, 0, held, 3)
+            copy_in(other, 0, [held], 3)
         assert other.positions == [3]
     found = [runner.forward([SequenceChunk(0, [20], [0], full)], other) for other in (cache, fresh)]
     cold = runner.new_cache(1)

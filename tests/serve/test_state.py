@@ -71,6 +71,19 @@ def test_a_prompt_that_was_read_is_found_again(server: Running) -> None:
     assert metrics(server)["shoal:prefix_cache_hits_total"] >= read - 1
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_what_was_read_with_another_salt_is_not_found(server: Running, route: str) -> None:
+    """So that a client cannot learn from the speed what another one asked."""
+    ask = {"completions": {"prompt": "A text"}, "responses": {"input": "A text"}}.get(
+        route, {"messages": [{"role": "user", "content": "A text"}]})
+    body = {"model": MODEL, **ask, "temperature": 0, "method": "full"}
+    answers = [httpx.post(f"{server.url}/v1/{route}", json={**body, "cache_salt": f"{route} {salt}"}).json()
+               for salt in ("mine", "mine", "yours", "mine")]
+    details = [(one["usage"].get("prompt_tokens_details") or one["usage"]["input_tokens_details"])["cached_tokens"]
+               for one in answers]
+    assert details[0] == details[2] == 0 < details[1] == details[3]
+
+
 def test_the_names_are_those_that_dashboards_know(server: Running) -> None:
     spec = {"method": "d3_spec", "method_args": {"mean": 0.8, "core": 2, "length": 2}}
     body = {**BODY, "max_tokens": 12, "metrics": True, **spec}

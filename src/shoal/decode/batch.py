@@ -101,7 +101,8 @@ class Batch:
             seq.seq_id = seq_id
             self._set_store(seq, None if slots is None else slots[seq_id - first])
             if not seq.recipe.alters_kv:
-                seq.cached = self._prefixes.fill(self.cache, seq_id, seq.tokens)
+                seq.cached, known = self._prefixes.fill(self.cache, seq_id, seq.tokens, seq.salt)
+                seq.parting = known if self.cache.recurrent and known > seq.cached else 0
             self._take([self._begun(seq)])
 
     def _set_store(self, seq: RunningSequence, slots: Sequence[int] | None = None) -> None:
@@ -259,6 +260,8 @@ class Batch:
                 first = self.cache.positions[seq.seq_id]
                 due = self.due(seq)
                 size = self.piece(due, min(due, budget, most or budget, self.components.ahead(seq, first) or budget))
+                if first < seq.parting < first + size:  # a state is kept of where texts part
+                    size = seq.parting - first
                 pieces.append(_piece(seq, first, size))
                 budget -= size
         return sorted(pieces, key=lambda share: share.seq.seq_id)
@@ -285,6 +288,8 @@ class Batch:
                 score_forced(share.seq, self.cache.positions[share.seq.seq_id], values)
             if share.tree is None:
                 self.commit(share.seq, range(len(share.chunk.tokens)))
+                if self.cache.positions[share.seq.seq_id] == share.seq.parting:
+                    self.cache.mark(share.seq.seq_id)
             else:
                 ended.append((share, SequenceTarget(share.seq, share.tree, values)))
         outcomes = self.judge_all([(share.seq, target, len(share.chunk.tokens)) for share, target in ended])
@@ -357,7 +362,7 @@ class Batch:
             if fed == 0 and seq.emitted:
                 self.cache.mark(seq.seq_id)  # the next turn of a chat begins with this prompt
             if (leaves and not given_up) or (fed == 0 and seq.emitted):  # beyond its prompt a plan may give layers up
-                self._prefixes.keep(self.cache, seq.seq_id, seq.tokens)
+                self._prefixes.keep(self.cache, seq.seq_id, seq.tokens, seq.salt)
             if leaves:
                 seq.note_bytes(self.cache.seq_bytes(seq.seq_id))
                 done.append(seq)

@@ -1,74 +1,159 @@
-"""A prefix cache: KV of earlier prompts and answers for later prompts that begin alike.
+"""A prefix cache: KV and states of earlier prompts and answers for later prompts that begin alike.
 
-It serves the next turn of a chat and a common instruction. Only positions that ran every layer are kept: of an answer
-under a depth plan that is its prompt. The rest runs at full depth when it returns as part of a longer prompt.
+It serves the next turn of a chat and a common instruction. Texts form a radix tree, so that what several have in common
+is kept once. Only positions that ran every layer are kept: of an answer under a depth plan that is its prompt. The rest
+runs at full depth when it returns as part of a longer prompt.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from shoal.heap import give_back
-from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look
+from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look, usable
+from shoal.model.state.layer import State, state_bytes
 
 _HOLES = 2**26
 """Memory is returned after this many dropped bytes, or a quarter of the limit: returning it takes milliseconds."""
 
 
+@dataclass(slots=True, eq=False)
+class _Node:
+    """Some tokens that follow those of its parent, with what is kept of their positions."""
+
+    tokens: list[int]
+    piece: SequenceCopy
+    parent: _Node | None
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
 class Prefixes:
-    """Keeps the most recently used entries, up to `limit` bytes; 0 keeps nothing."""
+    """Keeps the most recently used texts, up to `limit` bytes; 0 keeps nothing. Texts of one salt see no other's.
+
+    Attributes:
+        limit: most bytes.
+        bytes: what is kept.
+    """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._entries: list[tuple[list[int], SequenceCopy]] = []  # tokens, and what is held of them
-        self._dropped = 0
+        self.limit, self.bytes, self._dropped = limit, 0, 0
+        self._roots: dict[str, _Node] = {}
+        self._order: OrderedDict[_Node, None] = OrderedDict()
+        """All nodes but roots by their last use; a node comes after its children, so the first one is a leaf."""
 
-    @property
-    def bytes(self) -> int:
-        """What is kept."""
-        return sum(held.bytes for _, held in self._entries)
-
-    def fill(self, cache: KVCache, seq: int, prompt: Sequence[int]) -> int:
-        """Give an empty sequence the longest kept prefix of its prompt; returns how many positions it holds now.
+    def fill(self, cache: KVCache, seq: int, prompt: Sequence[int], salt: str = "") -> tuple[int, int]:
+        """Give an empty sequence the longest kept prefix of its prompt.
 
         The last token is left to run, since its logits are needed.
-        """
-        if not self.limit:
-            return 0
-        lengths = ((_usable(*entry, prompt), place) for place, entry in enumerate(self._entries))
-        length, best = max(lengths, default=(0, 0))
-        if length:
-            entry = self._entries.pop(best)
-            self._entries.append(entry)  # used last
-            copy_in(cache, seq, entry[1], length)
-        return length
 
-    def keep(self, cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
-        """Keep a copy of a sequence's KV; `tokens` are at least those at its positions."""
-        whole = tokens[: cache.first_shallow(seq)]
-        if not self.limit or any(common(own, whole) == len(whole) for own, _ in self._entries):
+        Returns:
+            How many positions it holds now; and how many tokens are known, which is more where recurrent layers have no
+            state of that length, or a window has moved on.
+        """
+        path, known = self._find(prompt, salt)
+        known = min(known, len(prompt) - 1)
+        pieces = [node.piece for node in path]
+        length = usable(pieces, known) if path else 0
+        if length:
+            self._touch(path)
+            copy_in(cache, seq, pieces, length)
+        return length, known
+
+    def keep(self, cache: KVCache, seq: int, tokens: Sequence[int], salt: str = "") -> None:
+        """Keep a copy of what a sequence has stored and is not kept yet; `tokens` are at least those it stores."""
+        seen = look(cache, seq) if self.limit else None
+        if seen is None:
             return
-        seen = look(cache, seq)
-        if seen is None or seen.bytes > self.limit:
+        own = list(tokens[: seen.last])
+        path, known = self._find(own, salt)
+        if path and known < min(path[-1].piece.last, seen.last):
+            path[-1] = self._split(path[-1], known)
+        self._touch(path)
+        new = seen.cut(known, seen.last)
+        states = [_missing(node.piece, seen) for node in path]
+        if not self._make_room(new.bytes + sum(state_bytes(one) for lost in states for one in lost), path):
             return
-        kept, before = list(tokens[: seen.length]), self.bytes
-        self._entries = [entry for entry in self._entries if common(entry[0], kept) < len(entry[0])]
-        while self.bytes + seen.bytes > self.limit:  # before it is copied: both would not fit
-            del self._entries[0]
-        self._dropped += before - self.bytes
-        if self._dropped > min(_HOLES, self.limit // 4):  # they leave holes into which new sequences seldom fit
-            self._dropped = 0
-            give_back()
-        self._entries.append((kept, seen.copied()))
+        for node, lost in zip(path, states, strict=True):
+            self._add(node, lost)
+        if known < seen.last:
+            parent = path[-1] if path else self._roots.setdefault(salt, _Node([], seen.cut(0, 0), None))
+            self._attach(_Node(own[known:], new.copied(), parent))
+            self._touch(path)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._entries = []
+        self._roots, self.bytes = {}, 0
+        self._order.clear()
+
+    def _find(self, tokens: Sequence[int], salt: str) -> tuple[list[_Node], int]:
+        """The nodes that tokens begin with, of which the last one may go on otherwise, and how many tokens that are."""
+        path, node, at = list[_Node](), self._roots.get(salt), 0
+        while node is not None and at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
+            same = common(child.tokens, tokens[at : at + len(child.tokens)])
+            path.append(child)
+            at += same
+            node = child if same == len(child.tokens) else None
+        return path, at
+
+    def _touch(self, path: Sequence[_Node]) -> None:
+        for node in reversed(path):
+            self._order.move_to_end(node)
+
+    def _attach(self, node: _Node) -> None:
+        assert node.parent is not None
+        node.parent.children[node.tokens[0]] = node
+        self._order[node] = None
+        self.bytes += node.piece.bytes
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Cut a node in two after position at - 1; returns the first part. What is stored is moved layer by layer."""
+        first, whole, size = node.piece.first, [*node.piece.layers], at - node.piece.first
+        self.bytes -= node.piece.bytes
+        low, high = list(whole), list(whole)
+        for number, layer in enumerate(whole):
+            low[number], high[number] = layer.cut(first, at).copied(), layer.cut(at, node.piece.last).copied()
+        part = _Node(node.tokens[:size], SequenceCopy(tuple(low), first, at), node.parent)
+        self._attach(part)
+        node.tokens, node.parent = node.tokens[size:], part
+        node.piece = SequenceCopy(tuple(high), at, node.piece.last)
+        part.children[node.tokens[0]] = node
+        self.bytes += node.piece.bytes
+        return part
+
+    def _add(self, node: _Node, states: Sequence[dict[int, State]]) -> None:
+        """Keep states of lengths within a node."""
+        if any(states):
+            layers = tuple(replace(layer, states={**(layer.states or {}), **more}) if more else layer
+                           for layer, more in zip(node.piece.layers, states, strict=True))
+            self.bytes -= node.piece.bytes
+            node.piece = replace(node.piece, layers=layers)
+            self.bytes += node.piece.bytes
+
+    def _make_room(self, size: int, path: Sequence[_Node]) -> bool:
+        """Drop what was used least until there is room, before anything is copied; never a node of `path`."""
+        while self.bytes + size > self.limit:
+            oldest = next(iter(self._order), None)
+            if oldest is None or oldest in path:
+                return False
+            self._drop(oldest)
+        if self._dropped > min(_HOLES, self.limit // 4):  # they leave holes into which new sequences seldom fit
+            self._dropped = 0
+            give_back()
+        return True
+
+    def _drop(self, leaf: _Node) -> None:
+        assert leaf.parent is not None and not leaf.children
+        del leaf.parent.children[leaf.tokens[0]], self._order[leaf]
+        self.bytes -= leaf.piece.bytes
+        self._dropped += leaf.piece.bytes
 
 
-def _usable(tokens: Sequence[int], held: SequenceCopy, prompt: Sequence[int]) -> int:
-    """How much of a prompt an entry holds, its last token left out."""
-    return held.usable(min(common(tokens, prompt), len(prompt) - 1))
+def _missing(piece: SequenceCopy, seen: SequenceCopy) -> list[dict[int, State]]:
+    """Per layer, the states of a sequence that a piece could hold and does not."""
+    return [{at: state for at, state in own.states_in(piece.first, piece.last).items() if at not in (kept.states or {})}
+            for own, kept in zip(seen.layers, piece.layers, strict=True)]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -33,6 +33,8 @@ class SequenceState:
         rule: which guesses are kept.
         drafts: whether tokens are guessed ahead.
         cached: prompt tokens whose KV was there already.
+        parting: where the prompt parts from others of which more is known than `cached` tokens; 0 where it does not.
+        salt: of the request; what is kept of one salt serves no other.
         root: in a search, the sequence of which this one is a branch; else None.
         until: emitted tokens after which a branch rests; None for as many as its stop rules allow.
         held: whether a branch stays in the cache after its end.
@@ -62,6 +64,8 @@ class SequenceState:
     steps: list[Step] = field(default_factory=list)
     ledger: SequenceLedger = field(default_factory=SequenceLedger)
     cached: int = 0
+    parting: int = 0
+    salt: str = ""
     bytes: KVBytes | None = None
     error: BaseException | None = None
     record: Callable[[Tensor, Tensor], None] | None = None

@@ -244,7 +244,7 @@ class Engine:
             own = self._generation_processors(tokens, request.max_new_tokens)
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
-                sampling=request.sampling, seed=seed, plan=recipe.plan,
+                sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt,
                 recipe=recipe if bound is None else replace(recipe, constraint=bound),
                 processors=(*own, *forbid(len(tokens)), *request.logits_processor)))
         return seqs

@@ -63,6 +63,7 @@ class Options(TypedDict, total=False):
     logits_processor: Sequence[Callable[..., Any]]
     stopping_criteria: Sequence[Callable[..., Any]]
     constraint: Any
+    cache_salt: str
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Request:
             `shoal.JsonSchema`, `shoal.Regex`, `shoal.Grammar` and `shoal.Monitor`; or a list with one, or None,
             for each prompt. An answer that `max_new_tokens` ends is the beginning of such a text; under a schema this
             is rare.
+        cache_salt: a scheduler lets this request use what it keeps of prompts with the same salt, and of no others.
 
     Raises:
         Unsupported: a constraint beside ignore_eos.
@@ -106,6 +108,7 @@ class Request:
     logits_processor: tuple[Callable[..., Any], ...] = ()
     stopping_criteria: tuple[Callable[..., Any], ...] = ()
     constraint: Constraint | Monitor | tuple[Constraint | Monitor | None, ...] | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         wanted = self.constraint if isinstance(self.constraint, tuple) else (self.constraint,)
@@ -134,6 +137,8 @@ class Request:
             wanted = given["constraint"]
             several = isinstance(wanted, list | tuple)
             given["constraint"] = tuple(map(constraint_of, wanted)) if several else constraint_of(wanted)
+        if not isinstance(given.get("cache_salt", ""), str):
+            raise ValueError(f"cache_salt is {given['cache_salt']!r}; it must be text")
         request = cls(sampling=Sampling(**sampled), **given)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")

@@ -72,7 +72,7 @@ class SuperposedBatch(Batch):
             seq, drafts = share.seq, Drafts(self._how, share.seq)
             drafts.extend(target.logits(0))  # what fails here can begin again
             self.commit(seq, range(len(share.chunk.tokens)))
-            self._prefixes.keep(self.cache, seq.seq_id, seq.tokens)
+            self._prefixes.keep(self.cache, seq.seq_id, seq.tokens, seq.salt)
             self._drafts[id(seq)] = seq, drafts
             steps += self._end(seq, drafts)
         self.retire()

@@ -8,14 +8,14 @@ into its place. Places and slots grow geometrically. The cache knows nothing of 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
 from shoal.model.kv.form import GROWTH, Store
 from shoal.model.kv.layer import ENDLESS, KVLayer, oldest_seen
-from shoal.model.state.layer import State, StateLayer, state_bytes
+from shoal.model.state.layer import MOST_SNAPSHOTS, State, StateLayer, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,42 +206,51 @@ class KVCache:
 
 @dataclass(frozen=True)
 class LayerCopy:
-    """What one layer stores of a sequence.
+    """What one layer stores of some consecutive positions of a sequence.
 
     Attributes:
         keys, values: [heads, positions, head_dim], from position `start` on; None for a layer without attention.
+        start: not before the first of these positions.
         window: sliding window in positions, or None.
-        states: of a recurrent layer, by length.
+        states: of a recurrent layer, by length; None for another layer.
     """
 
     keys: Tensor | None
     values: Tensor | None
     start: int
     window: int | None
-    states: Mapping[int, State] = field(default_factory=dict)
-
-    def restorable(self, length: int) -> bool:
-        """Whether decoding could continue from `length` positions."""
-        stored = self.keys is None or length <= self.start + self.keys.shape[1]
-        return stored and self.start <= oldest_seen(self.window, length) and (not self.states or length in self.states)
+    states: Mapping[int, State] | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return state_bytes(self.states) + sum(one.nbytes for one in (self.keys, self.values) if one is not None)
+        return state_bytes(self.states or {}) + sum(one.nbytes for one in (self.keys, self.values) if one is not None)
 
     def copied(self) -> LayerCopy:
         """A copy in memory of its own; states never change, so they are shared."""
         keys, values = (None if one is None else one.clone() for one in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
+    def cut(self, first: int, last: int) -> LayerCopy:
+        """What is stored of positions first..last-1, as views, and the states after each of them."""
+        start = min(max(first, self.start), last)
+        low, high = max(0, start - self.start), max(0, last - self.start)
+        keys, values = (None if one is None else one[:, low:high] for one in (self.keys, self.values))
+        states = None if self.states is None else self.states_in(first, last)
+        return replace(self, keys=keys, values=values, start=start, states=states)
+
+    def states_in(self, first: int, last: int) -> dict[int, State]:
+        """The states after positions first..last-1."""
+        return {at: state for at, state in (self.states or {}).items() if first < at <= last}
+
 
 @dataclass(frozen=True)
 class SequenceCopy:
-    """The first positions of a sequence, all of which ran every layer."""
+    """Positions first..last-1 of a sequence, all of which ran every layer. A piece of one stores its last ones."""
 
     layers: tuple[LayerCopy, ...]
-    length: int
+    first: int
+    last: int
 
     @cached_property
     def bytes(self) -> int:
@@ -250,16 +259,44 @@ class SequenceCopy:
 
     def copied(self) -> SequenceCopy:
         """A copy in memory of its own."""
-        return SequenceCopy(tuple(layer.copied() for layer in self.layers), self.length)
+        return replace(self, layers=tuple(layer.copied() for layer in self.layers))
 
-    def restorable(self, length: int) -> bool:
-        """Whether decoding could continue from `length` positions; a sliding window keeps only the last ones."""
-        return length <= self.length and all(layer.restorable(length) for layer in self.layers)
+    def cut(self, first: int, last: int) -> SequenceCopy:
+        """Positions first..last-1, as views."""
+        return SequenceCopy(tuple(layer.cut(first, last) for layer in self.layers), first, last)
 
-    def usable(self, most: int) -> int:
-        """The longest length up to `most` from which decoding could continue; 0 if there is none."""
-        lengths = {most, *(at for layer in self.layers for at in layer.states if at < most)}
-        return max((at for at in lengths if self.restorable(at)), default=0)
+
+def usable(pieces: Sequence[SequenceCopy], most: int) -> int:
+    """The longest length up to `most` from which decoding could continue after consecutive pieces; 0 if there is none.
+
+    A sliding window keeps only the last positions, and recurrent layers keep states of some lengths.
+    """
+    lengths = {most, *(at for piece in pieces for layer in piece.layers for at in layer.states or () if at < most)}
+    return max((at for at in lengths if at and restorable(pieces, at)), default=0)
+
+
+def restorable(pieces: Sequence[SequenceCopy], length: int) -> bool:
+    """Whether decoding could continue from `length` positions of consecutive pieces."""
+    within = [piece for piece in pieces if piece.first < length]
+    return bool(within) and length <= within[-1].last and all(
+        _stored(line, within, length) for line in zip(*(piece.layers for piece in within), strict=True))
+
+
+def _stored(line: Sequence[LayerCopy], pieces: Sequence[SequenceCopy], length: int) -> bool:
+    """Whether the pieces of one layer hold all that the next query would see."""
+    if line[-1].states is not None and length not in line[-1].states:
+        return False
+    return line[-1].keys is None or _run_start(line, pieces, length) <= oldest_seen(line[-1].window, length)
+
+
+def _run_start(line: Sequence[LayerCopy], pieces: Sequence[SequenceCopy], length: int) -> int:
+    """The first of the positions that a layer stores without a gap up to `length`."""
+    start = length
+    for layer, piece in zip(reversed(line), reversed(pieces), strict=True):
+        start = min(start, layer.start)
+        if start > piece.first:
+            break
+    return start
 
 
 def look(cache: KVCache, seq: int) -> SequenceCopy | None:
@@ -267,36 +304,44 @@ def look(cache: KVCache, seq: int) -> SequenceCopy | None:
     length = cache.first_shallow(seq)
     if length == 0 or not all(layer.restorable(seq, length) for layer in cache.layers):
         return None
-    return SequenceCopy(tuple(_look(layer, seq, length) for layer in cache.layers), length)
+    return SequenceCopy(tuple(_look(layer, seq, length) for layer in cache.layers), 0, length)
 
 
 def _look(layer: KVLayer, seq: int, length: int) -> LayerCopy:
-    start = layer.starts[seq]
-    known = layer.known(seq) if isinstance(layer, StateLayer) else {}
-    states = {at: state for at, state in known.items() if at <= length}
+    start, states = layer.starts[seq], None
+    if isinstance(layer, StateLayer):
+        states = {at: state for at, state in layer.known(seq).items() if at <= length}
     if layer.keys is None or layer.values is None:
         return LayerCopy(None, None, start, layer.window, states)
     keys, values = (store[seq, :, : length - start] for store in (layer.keys, layer.values))
     return LayerCopy(keys, values, start, layer.window, states)
 
 
-def copy_in(cache: KVCache, seq: int, held: SequenceCopy, length: int) -> None:
-    """Fill an empty sequence with the first `length` positions of a copy; `held.restorable(length)` must be true."""
-    for layer, copied in zip(cache.layers, held.layers, strict=True):
+def copy_in(cache: KVCache, seq: int, pieces: Sequence[SequenceCopy], length: int) -> None:
+    """Fill an empty sequence with the first `length` positions of consecutive pieces, where `usable` finds them."""
+    within = [piece for piece in pieces if piece.first < length]
+    for layer, line in zip(cache.layers, zip(*(piece.layers for piece in within), strict=True), strict=True):
         if isinstance(layer, StateLayer):
-            layer.states[seq] = copied.states[length]
-            layer.snapshots[seq] = {at: state for at, state in copied.states.items() if at <= length}
-        if copied.keys is not None and copied.values is not None:
-            _fill(layer, seq, copied.keys, copied.values, copied.start, length - copied.start)
+            states = {at: state for copied in line for at, state in copied.states_in(0, length).items()}
+            layer.states[seq], layer.snapshots[seq] = states[length], dict(sorted(states.items())[-MOST_SNAPSHOTS:])
+        if line[-1].keys is not None:
+            start = _run_start(line, within, length)
+            _fill(layer, seq, [copied.cut(start, length) for copied in line], start, length - start)
         layer.lengths[seq] = length
     cache.positions[seq] = length
 
 
-def _fill(layer: KVLayer, seq: int, keys: Tensor, values: Tensor, start: int, count: int) -> None:
-    """Write the first `count` of keys and values [heads, positions, head_dim] to a sequence, from position `start`."""
+def _fill(layer: KVLayer, seq: int, line: Sequence[LayerCopy], start: int, count: int) -> None:
+    """Write the keys and values of consecutive copies, `count` positions in all, to a sequence from `start` on."""
+    first = line[0]
+    assert first.keys is not None and first.values is not None
     if layer.keys is None:
-        layer.allocate(keys, (len(keys), keys.shape[2], values.shape[2]), count)
+        layer.allocate(first.keys, (len(first.keys), first.keys.shape[2], first.values.shape[2]), count)
     layer.lengths[seq] = layer.starts[seq] = start
     layer.make_room([seq], [count])
     assert layer.keys is not None and layer.values is not None
-    layer.keys[seq, :, :count], layer.values[seq, :, :count] = keys[:, :count], values[:, :count]
+    for copied in line:
+        assert copied.keys is not None and copied.values is not None
+        at = copied.start - start
+        layer.keys[seq, :, at : at + copied.keys.shape[1]] = copied.keys
+        layer.values[seq, :, at : at + copied.values.shape[1]] = copied.values

@@ -83,6 +83,7 @@ class Extras(BaseModel):
     guided_grammar: str | None = None
     guided_choice: list[str] | None = Field(default=None, max_length=1024)
     guided_members: str | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
 
 
 class Body(Extras):
@@ -136,7 +137,7 @@ class Body(Extras):
             "keep_stop": self.include_stop_str_in_output or self.no_stop_trim,
             "seed": drawn_seed() if self.seed in (None, -1) else self.seed, "stop": _stops(self.stop),
             "logit_bias": _bias(self.logit_bias), "stop_token_ids": self.stop_token_ids, "ignore_eos": self.ignore_eos,
-            "constraint": constraint_of(dict(self)),
+            "constraint": constraint_of(dict(self)), "cache_salt": self.cache_salt or "",
         }
 
     @property

@@ -137,7 +137,6 @@ OF_PEERS: dict[str, Unread] = {
     # how a request is carried
     "cache_prompt": Ignored("prompts are cached by their beginnings, and answers are the same", (True,)),
     "n_cache_reuse": Ignored("the cache matches prompts by their beginnings only", (0,)),
-    "cache_salt": Refused("all clients share the cache of prompts; `--prefix-gib 0` turns it off"),
     "keep_alive": Ignored("the model stays in memory"),
     "priority": Ignored(_ROUTED, (0,)),
     "id_slot": Ignored(_ROUTED, (-1,)),

@@ -13,7 +13,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.request import Request
 from shoal.engine.scheduling.stream import Stream
 from shoal.methods.base import Method
-from shoal.model.kv.cache import copy_in
+from shoal.model.kv.cache import copy_in, restorable
 from shoal_lab.bench.baselines.hf import Stamps, greedy
 from shoal_lab.bench.baselines.llama_drafts import LlamaDrafts
 from shoal_lab.bench.drafts.suite import Decoded, DecodingSystem, DraftTask, TaskRun
@@ -45,8 +45,8 @@ class ShoalRun(TaskRun):
         cache = engine.cache_for(seqs, task.new_tokens)
         self._stream, self._seconds = Stream(engine, seqs, cache), 0.0
         known = dense_beginning(seqs[0].recipe, len(task.prompt))
-        if task.held is not None and known and task.held.restorable(known):
-            copy_in(cache, seqs[0].seq_id, task.held, known)  # the stream empties a sequence whose KV it transforms
+        if task.held is not None and known and restorable([task.held], known):
+            copy_in(cache, seqs[0].seq_id, [task.held], known)  # the stream empties a sequence whose KV it transforms
         next(self._stream)
         next(self._stream, None)
         self._before = len(self._stream.tokens) - len(task.prompt)

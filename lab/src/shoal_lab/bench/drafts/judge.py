@@ -70,7 +70,7 @@ def scores(engine: Engine, task: DraftTask, tokens: Sequence[int]) -> torch.Tens
     text = [*task.prompt, *tokens]
     cache = runner.new_cache(1, [len(text)] * len(runner.windows))
     if task.held is not None:
-        copy_in(cache, 0, task.held, len(task.prompt) - 1)
+        copy_in(cache, 0, [task.held], len(task.prompt) - 1)
     fed = text[cache.positions[0] : -1]
     steps = [max(0, place - len(fed) + len(tokens)) for place in range(len(fed))]
     chunk = SequenceChunk(0, fed, steps, DepthPlan.full(runner.num_layers), wanted=len(tokens))

@@ -22,7 +22,7 @@ from shoal.engine.scheduling.stream import Stream
 from shoal.errors import unknown
 from shoal.methods.base import Method
 from shoal.methods.full import Full
-from shoal.model.kv.cache import look
+from shoal.model.kv.cache import look, restorable
 from shoal_lab.bench import idle, workloads
 from shoal_lab.bench.baselines import llama_drafts
 from shoal_lab.bench.drafts import stories, summary
@@ -229,7 +229,7 @@ def _begun(engine: Engine, prompt: str, new_tokens: int) -> tuple[DraftTask, tup
     held = None if seen is None else seen.copied()
     for _ in stream:
         pass
-    task = DraftTask(tuple(ids), new_tokens, held if held and held.restorable(len(ids) - 1) else None)
+    task = DraftTask(tuple(ids), new_tokens, held if held and restorable([held], len(ids) - 1) else None)
     return task, stream.result.tokens
 
 

@@ -22,7 +22,7 @@ from shoal.errors import Unsupported
 from shoal.methods.base import Method
 from shoal.methods.common.eviction import EvictionMethod
 from shoal.methods.full import Full
-from shoal.model.kv.cache import SequenceCopy, copy_in, look
+from shoal.model.kv.cache import SequenceCopy, copy_in, look, restorable
 from shoal.model.kv.form import Store
 from shoal.types import Step
 
@@ -86,7 +86,7 @@ class SharedPrompts:
         shared = min(self._common, min(map(len, self.prompts)) - _heard(recipe))
         shared = max(0, shared) if shareable(recipe) else 0
         dense = self._read_dense() if dense_prompt(recipe) and shared else None
-        if dense is not None and not dense.restorable(shared):  # a sliding window has dropped what comes next
+        if dense is not None and not restorable([dense], shared):  # a sliding window has dropped what comes next
             dense = None
         return Forks(self.engine, recipe, self.prompts[0], shared, dense, self._seqs)
 
@@ -112,7 +112,7 @@ class Forks:
         with engine.turn():
             self._batch.join([self._holder])
             if dense is not None:
-                copy_in(self._batch.cache, self._holder.seq_id, dense, shared)
+                copy_in(self._batch.cache, self._holder.seq_id, [dense], shared)
             while (left := shared - self._batch.cache.positions[self._holder.seq_id]) > 0:
                 self._batch.step(min(self._chunk, left), [self._holder])
         stored, spare = self._batch.cache.seq_bytes(self._holder.seq_id).used, free(engine.runner.device)
