@@ -166,6 +166,20 @@ def test_what_texts_have_in_common_is_kept_once() -> None:
     check(scheduler.prefixes)
 
 
+@pytest.mark.parametrize("family", ["llama", "hybrid", *["qwen3_5"] * bool(RECURRENT)])
+def test_requests_that_come_together_read_what_they_share_once(family: str) -> None:
+    """The first one reads it; with recurrent layers the second one, too, for the state of where they part."""
+    scheduler, shared = Scheduler(engine(family), start=False, prefill_chunk=8), prompt(40, 7)
+    asked = [[*shared, 30 + number, 3, 4] for number in range(5)]
+    handles = [scheduler.submit(ids, max_new_tokens=3) for ids in asked]
+    while scheduler.running or scheduler.waiting:
+        scheduler.turn()
+    assert [one.results[0].tokens for one in handles] == [
+        engine(family).generate(ids, max_new_tokens=3).tokens for ids in asked]
+    read = [one.entries[0].seq.ledger.prefill_tokens for one in handles]
+    assert read == ([43, 43, 8 + 3, 3, 3] if family == "qwen3_5" else [43, 3, 3, 3, 3])
+
+
 def test_texts_of_another_salt_are_not_found() -> None:
     scheduler, ids = Scheduler(engine(), start=False), prompt(12, 3)
     salts = ["", "a", "", "a", "b"]

@@ -100,10 +100,15 @@ class Batch:
         for seq_id, seq in enumerate(seqs, start=first):
             seq.seq_id = seq_id
             self._set_store(seq, None if slots is None else slots[seq_id - first])
-            if not seq.recipe.alters_kv:
-                seq.cached, known = self._prefixes.fill(self.cache, seq_id, seq.tokens, seq.salt)
-                seq.parting = known if self.cache.recurrent and known > seq.cached else 0
+            self._take_over(seq)
             self._take([self._begun(seq)])
+
+    def _take_over(self, seq: RunningSequence) -> None:
+        """Take over what is kept of the beginning of a prompt, where it is more than was read of it."""
+        if not seq.recipe.alters_kv:
+            taken, known = self._prefixes.fill(self.cache, seq.seq_id, seq.tokens, seq.salt)
+            seq.cached = taken or seq.cached
+            seq.parting = known if self.cache.recurrent and known > self.cache.positions[seq.seq_id] else 0
 
     def _set_store(self, seq: RunningSequence, slots: Sequence[int] | None = None) -> None:
         """Store the KV in the form that the recipe names; KV in another form is dropped and computed again."""
@@ -257,6 +262,8 @@ class Batch:
         pieces: list[_Share] = []
         for seq in self.reading:
             if seq in seqs and budget > 0:
+                if not seq.emitted:
+                    self._take_over(seq)  # one that came with it may have read more by now
                 first = self.cache.positions[seq.seq_id]
                 due = self.due(seq)
                 size = self.piece(due, min(due, budget, most or budget, self.components.ahead(seq, first) or budget))

@@ -44,21 +44,23 @@ class Prefixes:
         """All nodes but roots by their last use; a node comes after its children, so the first one is a leaf."""
 
     def fill(self, cache: KVCache, seq: int, prompt: Sequence[int], salt: str = "") -> tuple[int, int]:
-        """Give an empty sequence the longest kept prefix of its prompt.
+        """Give a sequence the longest kept prefix of its prompt in place of a shorter one that it may hold.
 
         The last token is left to run, since its logits are needed.
 
         Returns:
-            How many positions it holds now; and how many tokens are known, which is more where recurrent layers have no
-            state of that length, or a window has moved on.
+            How many positions it was given, 0 for none; and how many tokens are known, which is more where recurrent
+            layers have no state of that length, or a window has moved on.
         """
         path, known = self._find(prompt, salt)
         known = min(known, len(prompt) - 1)
         pieces = [node.piece for node in path]
         length = usable(pieces, known) if path else 0
-        if length:
-            self._touch(path)
-            copy_in(cache, seq, pieces, length)
+        if length <= cache.positions[seq]:
+            return 0, known
+        cache.truncate(seq, 0)
+        self._touch(path)
+        copy_in(cache, seq, pieces, length)
         return length, known
 
     def keep(self, cache: KVCache, seq: int, tokens: Sequence[int], salt: str = "") -> None:
