@@ -57,7 +57,7 @@ def test_every_study_has_a_page(site: Path) -> None:
 
 def test_options_of_many_commands_stand_once(site: Path) -> None:
     page = (site / "commands" / "index.html").read_text("utf-8")
-    assert page.count("sample from the most likely tokens that sum to P") == 1 and page.count("#shared-options") > 10
+    assert page.count("branch, tag or commit on the Hub") == 1 and page.count("#shared-options") > 10
 
 
 def test_the_reference_is_made_of_the_source(site: Path) -> None:

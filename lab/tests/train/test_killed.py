@@ -40,7 +40,7 @@ export(folder, target("llama"), module, "float32")
 
 def begun(folder: Path, most: int = 0) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen([sys.executable, "-W", "ignore", "-c", RUN, str(folder), str(most)], text=True,
                             stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
 
