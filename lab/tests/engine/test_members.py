@@ -49,7 +49,8 @@ FREE = [
 
 
 def known(text: str, **options: Any) -> Any:
-    monitor = PythonMembers(**options)
+    """However long it takes where the machine is busy."""
+    monitor = PythonMembers(**{"seconds": 300.0, **options})
     return monitor.follows(text) if monitor.watches(text) else None
 
 
