@@ -36,7 +36,7 @@ CONFIGS = ("vocab_size",)
 
 MOST_CORE_LINES = 36_850  # 2,370 of them: recurrent layers, with GGUF; 330: plain steps; 150: tree of prefixes
 MOST_CORE_FILES = 247  # 20 of them: recurrent layers
-MOST_LAB_LINES = 39_160  # 392 more: plan and members, which the core had before; 127: two checkouts; 230: hybrids, prefixes
+MOST_LAB_LINES = 39_160  # 392 more: plan and members, which the core had; 127: two checkouts; 230: hybrids, prefixes
 """Of the package, benchmarks and tools."""
 MOST_IN_FOLDER = 20
 MOST_CLASSES = 72  # each kind of part and of cache layer is a class, with its defaults; protocols keep circles out
