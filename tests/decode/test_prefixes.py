@@ -177,7 +177,7 @@ def test_requests_that_come_together_read_what_they_share_once(family: str) -> N
     assert [one.results[0].tokens for one in handles] == [
         engine(family).generate(ids, max_new_tokens=3).tokens for ids in asked]
     read = [one.entries[0].seq.ledger.prefill_tokens for one in handles]
-    assert read == ([43, 43, 8 + 3, 3, 3] if family == "qwen3_5" else [43, 5 + 3, 3, 3, 3]), "but for room that was left"
+    assert read == ([43, 43, 8 + 3, 3, 3] if family == "qwen3_5" else [43, 5 + 3, 3, 3, 3]), "beside room left"
 
 
 def test_texts_of_another_salt_are_not_found() -> None:
