@@ -262,7 +262,8 @@ class Batch:
         pieces: list[_Share] = []
         for seq in self.reading:
             if seq in seqs and budget > 0:
-                if not seq.emitted:
+                if not seq.emitted and seq.recipe.loop is None and not (
+                        seq.recipe.has_workers and seq.ledger.prefill_tokens):  # workers have seen what was read
                     self._take_over(seq)  # one that came with it may have read more by now
                 first = self.cache.positions[seq.seq_id]
                 due = self.due(seq)

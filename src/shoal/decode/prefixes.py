@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.heap import give_back
-from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look, usable
+from shoal.model.kv.cache import KVCache, LayerCopy, SequenceCopy, copy_in, look, usable
 from shoal.model.state.layer import State, state_bytes
 
 _HOLES = 2**26
@@ -80,7 +80,7 @@ class Prefixes:
         for node, lost in zip(path, states, strict=True):
             self._add(node, lost)
         if known < seen.last:
-            parent = path[-1] if path else self._roots.setdefault(salt, _Node([], seen.cut(0, 0), None))
+            parent = path[-1] if path else self._roots.setdefault(salt, _Node([], SequenceCopy((), 0, 0), None))
             self._attach(_Node(own[known:], new.copied(), parent))
             self._touch(path)
 
@@ -111,15 +111,22 @@ class Prefixes:
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Cut a node in two after position at - 1; returns the first part. What is stored is moved layer by layer."""
-        first, whole, size = node.piece.first, [*node.piece.layers], at - node.piece.first
+        first, last, size = node.piece.first, node.piece.last, at - node.piece.first
+        layers, low, high = [*reversed(node.piece.layers)], list[LayerCopy](), list[LayerCopy]()
         self.bytes -= node.piece.bytes
-        low, high = list(whole), list(whole)
-        for number, layer in enumerate(whole):
-            low[number], high[number] = layer.cut(first, at).copied(), layer.cut(at, node.piece.last).copied()
+        node.piece = SequenceCopy((), first, last)
+        try:
+            while layers:
+                layer = layers.pop()
+                low.append(layer.cut(first, at).copied())
+                high.append(layer.cut(at, last).copied())
+        except BaseException:  # a node that is half cut is of no use
+            self.clear()
+            raise
         part = _Node(node.tokens[:size], SequenceCopy(tuple(low), first, at), node.parent)
         self._attach(part)
         node.tokens, node.parent = node.tokens[size:], part
-        node.piece = SequenceCopy(tuple(high), at, node.piece.last)
+        node.piece = SequenceCopy(tuple(high), at, last)
         part.children[node.tokens[0]] = node
         self.bytes += node.piece.bytes
         return part
@@ -148,6 +155,8 @@ class Prefixes:
     def _drop(self, leaf: _Node) -> None:
         assert leaf.parent is not None and not leaf.children
         del leaf.parent.children[leaf.tokens[0]], self._order[leaf]
+        if not leaf.parent.children and leaf.parent not in self._order:
+            self._roots = {salt: root for salt, root in self._roots.items() if root.children}
         self.bytes -= leaf.piece.bytes
         self._dropped += leaf.piece.bytes
 
