@@ -12,8 +12,7 @@ import ctypes
 import json
 import sys
 import tempfile
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import script
 from shoal_lab.bench.baselines.llama_cpp import library
+from shoal_lab.bench.shapes import RandomWeights
 
 _QWEN = {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
          "linear_value_head_dim": 128, "vocab_size": 248320, "tie_word_embeddings": True}
@@ -48,8 +48,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "logits_scaling": 8, "attention_multiplier": 0.015625, "tie_word_embeddings": True},
 }
 """Fields of the published configurations of Qwen3.5-0.8B, -2B and -4B, LFM2-1.2B and Granite-4.0-H-Micro."""
-_BLOCK = 1_048_573
-"""A prime, so that the rows of a matrix begin at different places of the block."""
 
 
 def main() -> int:
@@ -77,7 +75,6 @@ def main() -> int:
 
 def _folder(shape: Mapping[str, Any], folder: Path) -> Any:
     """Write a checkpoint in bfloat16; returns the model on no device."""
-    torch.manual_seed(0)
     config = AutoConfig.for_model(**shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -86,23 +83,20 @@ def _folder(shape: Mapping[str, Any], folder: Path) -> Any:
     if "layer_types" in shape:  # by the names of published checkpoints
         fields = json.loads((folder / "config.json").read_text("utf-8"))
         (folder / "config.json").write_text(json.dumps({**fields, "layer_types": shape["layer_types"]}), "utf-8")
-    shared = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    save_file({name: one for name, one in _weights(model) if name not in shared}, folder / "model.safetensors",
-              {"format": "pt"})
+    save_file(_weights(config), folder / "model.safetensors", {"format": "pt"})
     return model
 
 
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Random matrices, each a slice of one block, and vectors of ones, or of zeros for biases."""
-    block = (torch.randn(_BLOCK) * 0.02).bfloat16()
-    for name, parameter in model.named_parameters():
+def _weights(config: Any) -> dict[str, Tensor]:
+    """Random matrices, vectors of ones, biases of zeros, and decays of some size."""
+    drawn = RandomWeights(config, torch.bfloat16)
+    found = {name: drawn[name] for name in drawn.names()}
+    for name, weight in found.items():
         if name.endswith("A_log"):
-            yield name, torch.rand(parameter.shape).bfloat16()
-        elif parameter.dim() == 1:
-            yield name, torch.full(parameter.shape, 0.0 if "bias" in name else 1.0, dtype=torch.bfloat16)
-        else:
-            count, first = parameter.numel(), zlib.crc32(name.encode()) % _BLOCK
-            yield name, block.repeat(-(-(count + first) // _BLOCK))[first : first + count].view(parameter.shape).clone()
+            weight.uniform_(generator=torch.Generator().manual_seed(0))
+        elif weight.dim() == 1 and "bias" in name:
+            weight.zero_()
+    return found
 
 
 def _convert(model: Any, folder: Path) -> None:

@@ -115,7 +115,7 @@ def test_steps_in_one_call_give_the_texts_of_steps_one_by_one(
 
     def answers(most: int) -> list[tuple[Any, ...]]:
         monkeypatch.setattr("shoal.decode.batch._MOST_STEPS", most)
-        monkeypatch.setattr("shoal.decode.batch._LONGEST", 60.0)
+        monkeypatch.setattr("shoal.decode.batch._MOST_SECONDS", 60.0)
         with Scheduler(engine, start=False) as scheduler:
             handles = [scheduler.submit(ids, max_new_tokens=count, ignore_eos=True, **wish)
                        for ids, count in zip(prompts, new, strict=True)]

@@ -31,7 +31,7 @@ from shoal.types import Step
 _LEAST_SHARE = 4
 """Prompts share a forward if decoding leaves them at least 1/n of it, this being n; else they get their own."""
 
-_LONGEST, _MOST_STEPS = 0.05, 8
+_MOST_SECONDS, _MOST_STEPS = 0.05, 8
 """Most seconds and most steps of a call that runs several: sequences join and leave between calls."""
 
 _DOZE = 0.002
@@ -203,10 +203,9 @@ class Batch:
         Where steps are fast, several follow one another in one call: between two calls the model streams through the
         processor's caches, so that Python's part takes longer than it would by itself. What ends a text ends the call.
         """
-        start, most, steps = time.perf_counter(), self._most_steps, list[Step]()
+        start, steps = time.perf_counter(), list[Step]()
         chunks = [SequenceChunk(seq.seq_id, (seq.tokens[-1],), (seq.emitted,), seq.plan) for seq in seqs]
-        for seq in seqs if most > 1 else ():
-            most = min(most, seq.stop.room if seq.stop.by_ids else 1)
+        most = min(self._most_steps, *[seq.stop.room if seq.stop.by_ids else 1 for seq in seqs])
         ends = frozenset[int]().union(*[seq.stop.ends for seq in seqs]) if most > 1 else ()
         found = self.runner.argmax_steps(chunks, self.cache, most, [*ends])
         path = range(len(found))
@@ -216,7 +215,8 @@ class Batch:
             steps += seq.emit(tokens)
             self.commit(seq, path)
         self.retire()
-        self._most_steps = max(1, min(_MOST_STEPS, int(_LONGEST * len(found) / (time.perf_counter() - start))))
+        fitting = int(_MOST_SECONDS * len(found) / (time.perf_counter() - start))
+        self._most_steps = max(1, min(_MOST_STEPS, fitting))
         return steps
 
     def _apart(self, seqs: Sequence[RunningSequence]) -> tuple[list[RunningSequence], list[RunningSequence]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backends import packed
-from families import tiny
+from families import RECURRENT, tiny
 from native_reference import Case, make_reference, storage
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
@@ -208,6 +208,17 @@ def test_a_call_of_several_steps_ends_with_its_room_and_its_layers(runner: Nativ
         cache.rollback(0)
     (first, *_), *_ = found
     assert len(runner.argmax_steps([chunk(runner, cache, 0, plan, 1, 12)], cache, 8, [first])) == 1
+
+
+@pytest.mark.skipif(not RECURRENT, reason="this transformers has no common cache of states")
+def test_recurrences_take_one_step_a_call() -> None:
+    """Each must be committed before the next."""
+    hybrid = packed(tiny("lfm2", dtype=torch.float32, layers=4), "int8", kernels=True)
+    assert isinstance(hybrid, NativeRunner)
+    cache, full = hybrid.new_cache(1, [64] * 4), DepthPlan.full(4)
+    hybrid.forward([chunk(hybrid, cache, 0, full, 4)], cache)
+    cache.commit(0, range(4))
+    assert len(hybrid.argmax_steps([chunk(hybrid, cache, 0, full)], cache, 8, ())) == 1
 
 
 @pytest.mark.parametrize(("change", "reason"), [

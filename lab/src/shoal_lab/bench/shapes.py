@@ -6,6 +6,7 @@ memory, any order gives the same weights, and nothing is initialised twice or he
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from functools import cache
@@ -69,10 +70,10 @@ def config_of(shape: str) -> Any:
 
 
 class RandomWeights:
-    """Random weights of a Llama config by name, made when asked for; a `shoal.model.packed.source.Source`.
+    """Random weights of a model by name, made when asked for; a `shoal.model.packed.source.Source`.
 
     Args:
-        config: a LlamaConfig.
+        config: of transformers.
         dtype: of the tensors.
         device: where they are made.
         seed: decides the weights.
@@ -101,7 +102,7 @@ class RandomWeights:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, dtype=self._block.dtype, device=self._block.device)
-        size = shape[0] * shape[1]
+        size = math.prod(shape)
         first = zlib.crc32(f"{self._seed} {name}".encode()) % _BLOCK
         out = torch.empty(size, dtype=self._block.dtype, device=self._block.device)
         done = 0
@@ -118,16 +119,16 @@ def _block(seed: int) -> Tensor:
 
 
 def weight_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama model's weights, as in its checkpoints; a tied LM head is left out."""
+    """Names and shapes of a model's weights, as in its checkpoints; a tied LM head is left out."""
     return {name: tuple(weight.shape) for name, weight in _empty(config).named_parameters()}
 
 
 def _empty(config: Any) -> Any:
     """The model without weights."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     return model
 

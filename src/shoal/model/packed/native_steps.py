@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_void_p
 
-import torch
 from torch import Tensor
 
 from shoal.model.kv.cache import KVCache
@@ -22,8 +21,6 @@ from shoal.model.packed.native.library import BatchStruct, StepsStruct
 from shoal.model.packed.native.spans import put_spans
 from shoal.model.packed.native_states import NativeStates
 from shoal.model.runner import SequenceChunk
-
-_NOTHING = torch.empty(0)
 
 
 class PlainSteps:
@@ -80,15 +77,13 @@ class PlainSteps:
         assert self._struct is not None
         self._fill(self._struct, [chunk.tokens[0] for chunk in chunks], positions, stores)
         begun = None if self._states is None else self._states.begin_step(self._table, layers, stores, seqs)
-        logits, best, done = _NOTHING, array("i"), 1
-        if not most:
-            logits = self._decoder.run(self._struct)
+        found: Tensor | list[list[int]]
+        if most:
+            fitting = min(most, room, self._decoder.reach - max(positions))
+            found = self._follow(self._most(chunks, layers, fitting), ends)
+            done = len(found)
         else:
-            most = self._most(chunks, layers, min(most, room, self._decoder.reach - max(positions)))
-            best, stops = array("i", bytes(4 * most * len(seqs))), array("i", ends)
-            steps = StepsStruct(ends=stops.buffer_info()[0], end_count=len(stops), most=most)
-            self._decoder.run(self._struct, best, steps=steps)
-            done = steps.done
+            found, done = self._decoder.run(self._struct), 1
         for store in stores:
             for seq in seqs:
                 store.scratch[seq] = done
@@ -97,7 +92,16 @@ class PlainSteps:
         if len(layers) < self._decoder.num_layers:
             for seq, position in zip(seqs, positions, strict=True):
                 cache.mark_shallow(seq, position)
-        return [list(best[at : at + len(seqs)]) for at in range(0, done * len(seqs), len(seqs))] if most else logits
+        return found
+
+    def _follow(self, most: int, ends: Sequence[int]) -> list[list[int]]:
+        """Run up to so many steps, one after another; their argmax tokens."""
+        assert self._struct is not None
+        size, stops = len(self._seqs), array("i", ends)
+        best = array("i", bytes(4 * most * size))
+        steps = StepsStruct(ends=stops.buffer_info()[0], end_count=len(stops), most=most)
+        self._decoder.run(self._struct, best, steps=steps)
+        return [list(best[at : at + size]) for at in range(0, steps.done * size, size)]
 
     def _most(self, chunks: Sequence[SequenceChunk], layers: tuple[int, ...], most: int) -> int:
         """How many steps may follow one another: recurrences commit each, and all must run the same layers."""

@@ -227,7 +227,7 @@ static int ends(const ShoalBatch *b, const ShoalSteps *s) {
 }
 
 /* Steps of one token per row, each after the argmax tokens of the one before: at most `most`, or until a token ends its text or the
-   scratch memory no longer suffices. */
+   scratch memory no longer suffices. `logits` is NULL, as the batch asks for argmax. */
 int shoal_steps(const ShoalModel *m, ShoalBatch *b, ShoalSteps *s, float *logits, char *scratch, int64_t room, int threads, double *had,
                 char *message, int size) {
     if (shoal_check(m, b, message, size) || shoal_check_steps(m, b, s, message, size)) return REFUSED;
