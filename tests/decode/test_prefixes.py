@@ -236,12 +236,12 @@ def same_kv(cache: KVCache, cold: KVCache, length: int, most: float) -> None:
         assert one.lengths[0] == other.lengths[0] == length
         first = oldest_seen(one.window, length)
         assert one.starts[0] <= first
-        for a, b in ((one.keys, other.keys), (one.values, other.values)):
-            if b is not None:
-                assert a is not None
-                seen = [store[0, :, first - layer.starts[0] : length - layer.starts[0]]
-                        for store, layer in ((a, one), (b, other))]
-                assert torch.allclose(*seen, rtol=0, atol=most)
+        if other.keys is None:
+            continue
+        sides = [layer.read(0, length - layer.starts[0], other.keys.dtype) for layer in (one, other)]
+        for pair in zip(*sides, strict=True):
+            seen = [side[:, first - layer.starts[0] :] for side, layer in zip(pair, (one, other), strict=True)]
+            assert torch.allclose(*seen, rtol=0, atol=most)
 
 
 @pytest.mark.parametrize("family", ["llama", "hybrid", *["qwen3_5"] * bool(RECURRENT)])
@@ -258,15 +258,24 @@ def test_random_texts_have_the_bits_of_cold_reading_on_the_kernels(family: str) 
     random_texts(packed(tiny(family, dtype=torch.float32, layers=4), "int8", kernels=True), 5, 60, 6, 0.0)
 
 
-def random_texts(runner: Any, seed: int, rounds: int, longest: int, most: float) -> None:
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_texts_in_pieces_have_the_bits_of_cold_reading(dtype: torch.dtype) -> None:
+    """Pieces begin anywhere within the vectors and chunks of slots that the kernels read at once."""
+    random_texts(packed(tiny("llama", dtype=dtype, layers=2), "int8", kernels=True), 6, 60, 40, 0.0, 300)
+
+
+def random_texts(runner: Any, seed: int, rounds: int, longest: int, most: float, shared: int = 0) -> None:
     """Texts that branch often are kept, found, and dropped where memory is short; all is as cold, up to `most`.
 
     Args:
         longest: most tokens that are read at once.
+        shared: most tokens that texts begin with and have in common.
     """
     drawn = random.Random(seed)
     full, window = DepthPlan.full(runner.num_layers), max([one or 0 for one in runner.windows])
-    prefixes, found, used = Prefixes(30 * sum(runner.position_bytes) + 6 * sum(runner.state_bytes.values())), 0, set()
+    begun = [[drawn.randrange(9) for _ in range(shared)] for _ in range(2)]
+    prefixes, found, used = Prefixes((30 + 3 * shared) * sum(runner.position_bytes) + 6 * sum(runner.state_bytes.values())), 0, set()
 
     def read(cache: KVCache, tokens: Sequence[int], marks: Sequence[int] = ()) -> None:
         while (at := cache.positions[0]) < len(tokens):
@@ -277,7 +286,8 @@ def random_texts(runner: Any, seed: int, rounds: int, longest: int, most: float)
                 cache.mark(0)
 
     for _ in range(rounds):
-        ids = [drawn.randrange(2) for _ in range(drawn.randrange(2, 14 + 2 * window))]
+        ids = drawn.choice(begun)[: drawn.randrange(shared + 1)]
+        ids = [*ids, *[drawn.randrange(2) for _ in range(drawn.randrange(2, 14 + 2 * window))]]
         cache, cold, salt = runner.new_cache(1), runner.new_cache(1), drawn.choice(["", "", "b"])
         length, known = prefixes.fill(cache, 0, ids, salt)
         assert length <= known < len(ids) and length == cache.positions[0]

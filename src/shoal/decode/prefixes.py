@@ -41,7 +41,7 @@ class Prefixes:
         self.limit, self.bytes, self._dropped = limit, 0, 0
         self._roots: dict[str, _Node] = {}
         self._order: OrderedDict[_Node, None] = OrderedDict()
-        """All nodes but roots by their last use; a node comes after its children, so the first one is a leaf."""
+        """All nodes but roots by their last use; a node comes after its children."""
 
     def fill(self, cache: KVCache, seq: int, prompt: Sequence[int], salt: str = "") -> tuple[int, int]:
         """Give a sequence the longest kept prefix of its prompt in place of a shorter one that it may hold.
@@ -65,11 +65,13 @@ class Prefixes:
 
     def keep(self, cache: KVCache, seq: int, tokens: Sequence[int], salt: str = "") -> None:
         """Keep a copy of what a sequence has stored and is not kept yet; `tokens` are at least those it stores."""
-        seen = look(cache, seq) if self.limit else None
+        if not self.limit:
+            return
+        own = list(tokens[: cache.first_shallow(seq)])
+        path, known = self._find(own, salt)
+        seen = look(cache, seq, known)
         if seen is None:
             return
-        own = list(tokens[: seen.last])
-        path, known = self._find(own, salt)
         if path and known < min(path[-1].piece.last, seen.last):
             path[-1] = self._split(path[-1], known)
         self._touch(path)
@@ -141,10 +143,14 @@ class Prefixes:
             self.bytes += node.piece.bytes
 
     def _make_room(self, size: int, path: Sequence[_Node]) -> bool:
-        """Drop what was used least until there is room, before anything is copied; never a node of `path`."""
+        """Drop what was used least until there is room, before anything is copied.
+
+        Never a node of `path`, nor one that a sequence reads in place, which would give no memory back.
+        """
         while self.bytes + size > self.limit:
-            oldest = next(iter(self._order), None)
-            if oldest is None or oldest in path:
+            oldest = next((node for node in self._order
+                           if not node.children and node not in path and not node.piece.readers), None)
+            if oldest is None:
                 return False
             self._drop(oldest)
         if self._dropped > min(_HOLES, self.limit // 4):  # they leave holes into which new sequences seldom fit
