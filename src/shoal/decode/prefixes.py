@@ -8,12 +8,15 @@ runs at full depth when it returns as part of a longer prompt.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.heap import give_back
 from shoal.model.kv.cache import KVCache, LayerCopy, SequenceCopy, copy_in, look, usable
 from shoal.model.state.layer import State, state_bytes
+
+_GRID = 512
+"""Fewest tokens between states that are kept within a prompt."""
 
 _HOLES = 2**26
 """Memory is returned after this many dropped bytes, or a quarter of the limit: returning it takes milliseconds."""
@@ -171,6 +174,25 @@ def _missing(piece: SequenceCopy, seen: SequenceCopy) -> list[dict[int, State]]:
     """Per layer, the states of a sequence that a piece could hold and does not."""
     return [{at: state for at, state in own.states_in(piece.first, piece.last).items() if at not in (kept.states or {})}
             for own, kept in zip(seen.layers, piece.layers, strict=True)]
+
+
+def places_of_states(tokens: Sequence[int], special: Container[int]) -> tuple[int, ...]:
+    """Lengths of a prompt after which recurrent layers keep a state, since a later prompt may part from it there.
+
+    They are the end of a chat's first message, which is often an instruction that other chats share, and a grid of at
+    most three places, however long the prompt.
+
+    Args:
+        special: tokens that text does not hold; the first one that comes twice begins messages.
+    """
+    step, begun = max(_GRID, 1 << (len(tokens) // 4).bit_length()), set[int]()
+    grid = {*range(step, len(tokens), step)}
+    for place, token in enumerate(tokens):
+        if token in begun:
+            return tuple(sorted(grid | {place}))
+        if token in special:
+            begun.add(token)
+    return tuple(sorted(grid))
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, overload
 
 from typing_extensions import Unpack
 
+from shoal.decode.prefixes import places_of_states
 from shoal.decode.recipe import Recipe
 from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.text.stop import StopState
@@ -245,9 +246,15 @@ class Engine:
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
                 sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt,
+                marks=places_of_states(tokens, self._special) if self.runner.state_bytes else (),
                 recipe=recipe if bound is None else replace(recipe, constraint=bound),
                 processors=(*own, *forbid(len(tokens)), *request.logits_processor)))
         return seqs
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Tokens that text does not hold."""
+        return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
 
     @cached_property
     def constraints(self) -> Compiler:

@@ -252,13 +252,13 @@ class SequenceCopy:
     """Positions first..last-1 of a sequence, all of which ran every layer. A piece of one stores its last ones.
 
     Attributes:
-        readers: of `LentSlots` in it.
+        readers: who reads it in place.
     """
 
     layers: tuple[LayerCopy, ...]
     first: int
     last: int
-    readers: WeakSet[object] = field(default_factory=WeakSet, compare=False, repr=False)
+    readers: WeakSet[LentSlots] = field(default_factory=WeakSet, compare=False, repr=False)
 
     @cached_property
     def bytes(self) -> int:
@@ -340,9 +340,7 @@ def copy_in(cache: KVCache, seq: int, pieces: Sequence[SequenceCopy], length: in
 
     What it can read in place is not copied.
     """
-    within, reader = [piece for piece in pieces if piece.first < length], _Reader()
-    for piece in within:
-        piece.readers.add(reader)
+    within = [piece for piece in pieces if piece.first < length]
     for layer, line in zip(cache.layers, zip(*(piece.layers for piece in within), strict=True), strict=True):
         if isinstance(layer, StateLayer):
             states = {at: state for copied in line for at, state in copied.states_in(0, length).items()}
@@ -350,15 +348,12 @@ def copy_in(cache: KVCache, seq: int, pieces: Sequence[SequenceCopy], length: in
         if line[-1].keys is not None:
             start = _run_start(line, within, length)
             if cache.lends and layer.window is None:
-                layer.lend(seq, LentSlots([_stored_whole(copied) for copied in line], length, reader))
+                readers = [piece.readers for piece in within]
+                layer.lend(seq, LentSlots([_stored_whole(copied) for copied in line], length, readers))
             else:
                 _fill(layer, seq, [copied.cut(start, length) for copied in line], start, length - start)
         layer.lengths[seq] = length
     cache.positions[seq] = length
-
-
-class _Reader:
-    """Of what is lent to one sequence."""
 
 
 def _stored_whole(copied: LayerCopy) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ can do so, free places and the unwritten part of a place take no memory. A layer
 that the window has passed, but never a scratch entry, so a rollback is always possible. In a layer without one the
 slots of a sequence may be rewritten: fewer or other slots, with a bias on their scores. Then a sequence has fewer
 *slots* than *positions*, and `starts` counts the difference. A sequence may also store slots outside its place, in
-another form: all of them, or only the first ones, which have *settled*; the others stay in the place. The first ones may
-also be *lent* to it, in memory that other sequences read too.
+another form: all of them, or only the first ones, which have *settled*; the others stay in the place. The first ones
+may also be *lent* to it, in memory that other sequences read too.
 """
 
 from __future__ import annotations
@@ -362,8 +362,8 @@ class KVLayer:
 
     def _check_rewrite(self, seq: int, count: int) -> None:
         if self.first_stored(seq):
-            raise ValueError(f"{self.first_stored(seq)} slots of sequence {seq} have settled or are lent; they cannot be "
-                             "rewritten")
+            raise ValueError(f"{self.first_stored(seq)} slots of sequence {seq} have settled or are lent; they cannot "
+                             "be rewritten")
         self._check_committed(seq, count)
 
     def _check_committed(self, seq: int, count: int) -> None:
