@@ -184,6 +184,8 @@ class NativeRunner(PackedRunner):
         start: Start | None, argmax: bool,
     ) -> _Found:
         """One call into the library."""
+        if cache not in self._bindings:
+            self.check_cache(cache)
         starts = self._make_room(chunks, work, cache)
         batch = self._batch(chunks, work, cache, starts)
         if max(batch.positions) >= self.decoder.reach:
@@ -343,6 +345,7 @@ class NativeRunner(PackedRunner):
         version = sum(map(_VERSION, cache.layers))
         known = self._bindings.get(cache)
         if known is None or known[0] != version or known[1].rows < cache.seqs:  # a cache may have no storage at all
+            self.check_cache(cache)
             stores = cache.layers
             extra = any(map(_EXTRA, stores)) or any(map(any, map(_LENT, stores)))
             own = [[_own(store, seq) for seq in range(cache.seqs)] for store in stores] if extra else None

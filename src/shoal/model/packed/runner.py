@@ -97,6 +97,7 @@ class PackedRunner(ModelRunner):
             if logits is not None:
                 mark_shallow(chunks, cache)
                 return logits
+        self.check_cache(cache)
         run = _Pass(self, chunks, cache, start)
         run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start)
         return self._logits(run.wanted())
