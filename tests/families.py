@@ -81,7 +81,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_heads": 8, "head_dim": 8, "n_groups": 2,
                           "state_size": 16}),
     "granite4": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "shared_intermediate_size": 48, "num_local_experts": 0,
-                                      "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
+                                      "layer_types": ["mamba", "attention", "mamba", "mamba"]}),
     "nemotron_h": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, "mamba_num_heads": 8, "mamba_head_dim": 8,
                                   "ssm_state_size": 16, "n_groups": 2,
                                   "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
@@ -90,7 +90,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": ("zamba2", {**_UNGROUPED, "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1,
                           "mamba_expand": 2, "hybrid_layer_ids": [1, 3],
                           "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]}),
-    "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [2], "block_multiple_of": 8}),
+    "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [1], "block_multiple_of": 8}),
     "minimax": ("minimax", {**_GROUPED, "num_local_experts": 2}),
 }
 """Families with recurrent layers, which transformers 5.0 keeps in caches of many kinds; a model has four layers."""
@@ -159,6 +159,9 @@ def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: d
 def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
     if family in ("hybrid", "gemma3", "olmo3", "exaone4", "ministral"):
         return {"num_hidden_layers": layers, "layer_types": [_HYBRID_PATTERN[i % 3] for i in range(layers)]}
+    if family == "qwen3_5":  # attention first where depth plans keep it
+        kinds = ["full_attention" if i % 4 == 1 else "linear_attention" for i in range(layers)]
+        return {"num_hidden_layers": layers, "layer_types": kinds}
     return {"n_layer" if model_type == "gpt2" else "num_hidden_layers": layers}
 
 
