@@ -105,8 +105,6 @@ if not hasattr(cache_utils, "LinearAttentionLayer"):
 PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "falcon_h1", "lfm2",
                                            *RECURRENT_RELATIVES) if RECURRENT)
 """Those whose layers the packed executor has."""
-NATIVE_RECURRENT = tuple(name for name in PACKED_RECURRENT if name not in ("mamba", "falcon_mamba"))
-"""Those whose layers the kernels have."""
 
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,

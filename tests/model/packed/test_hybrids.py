@@ -12,7 +12,7 @@ import torch
 import shoal.model.packed.build as build_module
 from backends import CPU, packed
 from drive import gap, prompt
-from families import NATIVE_RECURRENT, PACKED_RECURRENT, tiny
+from families import PACKED_RECURRENT, tiny
 from hybrid_steps import one_by_one
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
@@ -52,7 +52,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-ON_KERNELS = [variant for variant, (family, _) in VARIANTS.items() if family in NATIVE_RECURRENT]
 kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
 
@@ -100,7 +99,7 @@ def test_quantised_matrices_are_what_they_stand_for(family: str, quant: Any) -> 
 
 
 @kernels
-@pytest.mark.parametrize("variant", ON_KERNELS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_the_kernels_are_those_of_torch_however_the_text_is_cut(variant: str) -> None:
     family, changes = VARIANTS[variant]
     model, ids = tiny(family, dtype=torch.float32, layers=LAYERS, **changes), prompt(30)
@@ -113,7 +112,7 @@ def test_logits_of_the_kernels_are_those_of_torch_however_the_text_is_cut(varian
 
 
 @kernels
-@pytest.mark.parametrize("family", NATIVE_RECURRENT)
+@pytest.mark.parametrize("family", PACKED_RECURRENT)
 def test_the_kernels_round_no_worse_in_bfloat16(family: str) -> None:
     model, errors = tiny(family, dtype=torch.bfloat16, layers=LAYERS), {True: 0.0, False: 0.0}
     for ids in (prompt(30, seed) for seed in range(4)):
@@ -125,7 +124,7 @@ def test_the_kernels_round_no_worse_in_bfloat16(family: str) -> None:
 
 @kernels
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-@pytest.mark.parametrize("family", NATIVE_RECURRENT)
+@pytest.mark.parametrize("family", PACKED_RECURRENT)
 def test_quantised_matrices_on_the_kernels(family: str, quant: Any) -> None:
     model, ids = tiny(family, dtype=torch.float32, layers=LAYERS), prompt(12)
     runner = packed(model, quant, kernels=True)
@@ -137,14 +136,14 @@ def test_quantised_matrices_on_the_kernels(family: str, quant: Any) -> None:
 
 
 def test_automatic_packing_takes_what_the_kernels_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = {name: tiny(name, dtype=torch.float32, layers=LAYERS).config for name in ("qwen3_5", "mamba")}
-    if native.available():
-        build_module.worth_packing(configs["qwen3_5"], torch.float32, CPU)
-    with pytest.raises(Unsupported, match="no kernels"):
-        build_module.worth_packing(configs["mamba"], torch.float32, CPU)
+    configs = [tiny(name, dtype=torch.float32, layers=LAYERS).config for name in PACKED_RECURRENT]
+    for config in configs:
+        if native.available():
+            build_module.worth_packing(config, torch.float32, CPU)
     monkeypatch.setattr(native, "available", lambda: False)
-    with pytest.raises(Unsupported, match="no kernels"):
-        build_module.worth_packing(configs["qwen3_5"], torch.float32, CPU)
+    for config in configs:
+        with pytest.raises(Unsupported, match="no kernels"):
+            build_module.worth_packing(config, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("family", PACKED_RECURRENT)

@@ -135,6 +135,6 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
         MappingProxyType({"": LayerKind(("mamba",), False, Norms("norm", None))}), _MAMBA)),
 })
-"""Model types with recurrent layers: the kernels run all but Mamba-1."""
+"""Model types with recurrent layers: the kernels run all of them."""
 
 MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **HYBRIDS})

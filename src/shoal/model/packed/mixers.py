@@ -174,12 +174,12 @@ def _scan_sizes(text: Any) -> Sizes:
 def _scan(text: Any, read: Read) -> SelectiveScan:
     conv, size = _conv(read, "conv1d", biased=text.use_conv_bias), text.state_size
     a = -read.vector("A_log").exp().t().contiguous()
-    norms = None
+    norms, rank = None, int(text.time_step_rank)
     if text.model_type == "falcon_mamba":  # norms without weights
-        norms = a.new_ones(int(text.time_step_rank)), a.new_ones(size), a.new_ones(size)
+        norms = a.new_ones(rank), a.new_ones(size), a.new_ones(size)
     return SelectiveScan(
-        read.projection("in_proj"), read.projection("out_proj"), conv, read.projection("x_proj"),
-        read.projection("dt_proj").matrix, a, read.vector("dt_proj.bias"), read.vector("D"), norms,
+        read.projection("in_proj"), read.projection("out_proj"), conv, read.projection("x_proj").matrix,
+        read.projection("dt_proj").matrix, a, read.vector("dt_proj.bias"), read.vector("D"), rank, norms,
         getattr(text, "mixer_rms_eps", 0.0),
     )
 

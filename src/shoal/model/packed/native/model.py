@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
+from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.mixers import Projection
@@ -392,6 +393,10 @@ class NativeModel:
         struct, rows = made.struct, into.matrix.rows
         struct.into = self._stack("into", into.matrix, rows, hidden)
         struct.out = self._matrix("out", out.matrix, hidden, made.outputs)
+        if isinstance(mixer, SelectiveScan):
+            selected = mixer.rank + 2 * len(mixer.a)
+            struct.select = self._matrix("select", as_packed(mixer.select), selected, struct.channels)
+            struct.widen = self._matrix("widen", as_packed(mixer.widen), struct.channels, mixer.rank)
         scale = None if into.scale is None else into.scale.float()
         struct.into_scale = self._vector("the scale of into", scale, rows)
         struct.into_bias = self._vector("the bias of into", into.bias, rows)
