@@ -97,6 +97,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("olmo_hybrid", {**_GROUPED, **_LINEAR}),
     "bamba": ("bamba", {**_GROUPED, **_MAMBA, "attn_layer_indices": [2]}),
+    "jamba": ("jamba", {**_GROUPED, "mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 2,
+                        "num_experts": 1, "num_experts_per_tok": 1}),
     "falcon_mamba": ("falcon_mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
 }
 """More of them, for tests of what they add to the packed layers."""

@@ -44,6 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "position_embedding_type": "rope"}),
     "lfm2, biases": ("lfm2", {"conv_bias": True}),
     "mamba, biases": ("mamba", {"use_bias": True, "use_conv_bias": False}),
+    "jamba, biases": ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False}),
     "mamba2, biases": ("mamba2", {"use_bias": True}),
     "olmo_hybrid, rotation": ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
                                               "linear_allow_neg_eigval": False}),
@@ -144,6 +145,13 @@ def test_automatic_packing_takes_what_the_kernels_have(monkeypatch: pytest.Monke
     for config in configs:
         with pytest.raises(Unsupported, match="no kernels"):
             build_module.worth_packing(config, torch.float32, CPU)
+
+
+def test_layers_with_experts_are_refused_by_number() -> None:
+    config = tiny("jamba", dtype=torch.float32, layers=LAYERS).config
+    mixed = type(config)(**{**config.to_dict(), "num_experts": 4, "expert_layer_offset": 1, "expert_layer_period": 2})
+    with pytest.raises(Unsupported, match="'jamba': its layers 1, 3 have mixtures of experts"):
+        shape_of(mixed)
 
 
 @pytest.mark.parametrize("family", PACKED_RECURRENT)

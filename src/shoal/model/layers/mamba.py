@@ -44,7 +44,7 @@ class SelectiveScan(Mixer):
     dt_bias: Tensor
     d: Tensor
     rank: int
-    norms: tuple[Tensor, Tensor, Tensor] | None = None
+    norms: tuple[Tensor, ...] | None = None
     eps: float = 0.0
 
     @property

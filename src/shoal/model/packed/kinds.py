@@ -131,6 +131,7 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "falcon_h1": ModelKind(MappingProxyType({"": LayerKind(("attention", "mamba2"), norms=_BEFORE_FF)}), _BAMBA),
     "granitemoehybrid": _with("mamba2", Norms(), Names(mixer="mamba.", mlp="shared_mlp.", joined="input_linear",
                                                        down="output_linear")),
+    "jamba": _with("mamba", _BEFORE_FF, _BAMBA),
     "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, Norms("norm", None))}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
         MappingProxyType({"": LayerKind(("mamba",), False, Norms("norm", None))}), _MAMBA)),

@@ -182,6 +182,8 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
             raise _misfit(text, "it has mixtures of experts")
         return {"ffns": (text.shared_intermediate_size,) * shape.num_layers,
                 "rotary": shape.rotary if text.position_embedding_type == "rope" else (None,) * shape.num_layers}
+    if kind == "jamba" and (mixed := [layer for layer, count in enumerate(text.layers_num_experts) if count > 1]):
+        raise _misfit(text, f"its layers {', '.join(map(str, mixed))} have mixtures of experts")
     if kind != "falcon_h1":
         return {}
     into, (gate, down) = text.attention_in_multiplier, text.mlp_multipliers
