@@ -128,7 +128,7 @@ def family_of(metadata: Metadata) -> Family:
         raise ValueError("the GGUF file is one part of several; join them first, with llama-gguf-split --merge")
     if name not in FAMILIES:
         raise Unsupported(f"a GGUF file of architecture {name!r}", f"Shoal reads {', '.join(FAMILIES)}", _REMEDY)
-    if metadata.whole("expert_count", 0, least=0):
+    if metadata.whole("expert_count", 0, least=0) > 1:
         raise Unsupported(f"a GGUF file of architecture {name!r} with experts", "Shoal reads dense models", _REMEDY)
     return FAMILIES[name]
 
@@ -146,7 +146,7 @@ def config_of(file: GgufFile) -> Any:
     fields = common | family.own(file, metadata, common)
     vocabulary = vocabulary_of(file.header)
     _check_vocabulary(file, vocabulary, fields["vocab_size"])
-    return AutoConfig.for_model(family.model_type, **fields, **_special(vocabulary))
+    return AutoConfig.for_model(**{"model_type": family.model_type, **fields}, **_special(vocabulary))
 
 
 def _common(file: GgufFile, metadata: Metadata) -> Fields:
