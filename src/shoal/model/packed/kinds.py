@@ -31,12 +31,19 @@ class LayerKind:
     Attributes:
         mixers: at most one of them is a recurrence.
         gated_mlp: whether a gated MLP follows them.
+        plain_mlp: whether an MLP without a gate does.
         norms: of the mixers, all together, and of the MLP.
     """
 
     mixers: tuple[MixerName, ...] = ("attention",)
     gated_mlp: bool = True
     norms: Norms = Norms()
+    plain_mlp: bool = False
+
+    @property
+    def feeds(self) -> bool:
+        """Whether a feed-forward follows the mixers."""
+        return self.gated_mlp or self.plain_mlp
 
     @property
     def attends(self) -> bool:

@@ -50,7 +50,7 @@ class Shape:
         eps: epsilon of the RMSNorms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
-        activation: activation of the gate, "silu" or "gelu_tanh".
+        activation: activation of the gate, or of an MLP without one: "silu", "gelu_tanh" or "relu2".
         windows: sliding window per layer in positions, or None.
         rotary: per layer, the number of the table in `RotaryTable` that rotates q and k, or None.
         tied: whether the LM head is the embedding.
@@ -141,7 +141,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     heads = text.num_attention_heads if attends else 0
     shape = Shape(
         hidden=text.hidden_size,
-        ffns=widths_of(text) if kinds[0].gated_mlp else (0,) * len(kinds),
+        ffns=tuple(width if kind.feeds else 0 for kind, width in zip(kinds, _widths(text, kinds), strict=True)),
         heads=heads,
         kv_heads=(getattr(text, "num_key_value_heads", None) or heads) if attends else 0,
         head_dim=head_dim,
@@ -168,6 +168,10 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         gated_attention=MODELS[text.model_type].gated_attention,
     )
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
+
+
+def _widths(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[int, ...]:
+    return widths_of(text) if any(kind.feeds for kind in kinds) else (0,) * len(kinds)
 
 
 def _special(text: Any, shape: Shape) -> dict[str, Any]:

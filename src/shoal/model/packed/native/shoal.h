@@ -8,7 +8,7 @@
    are upper bounds of the exact ones, in eighths (likeliest.h); KIND_ROUGH: the same for floats rounded to 8 bits. */
 enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_ROUGH, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
-enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
+enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2 };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
@@ -61,7 +61,7 @@ typedef struct {
 
 typedef struct {
     ShoalWeight qkv[3];     /* one above the other; if their kinds are equal they are one matrix. Absent ones have no rows */
-    ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately */
+    ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately, or up alone, unpaired: an MLP without a gate */
     ShoalWeight o, down;
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     const float *attention_out_norm, *mlp_out_norm; /* [hidden], norms of what a sublayer adds to the states; or NULL */
