@@ -84,6 +84,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
                                       "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
     "nemotron_h": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, "mamba_num_heads": 8, "mamba_head_dim": 8,
                                   "ssm_state_size": 16, "n_groups": 2,
+                                  "time_step_min": 1e-9,  # a limit that its modules have in prompts alone
                                   "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
     "falcon_h1": ("falcon_h1", {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
                                 "mamba_d_state": 16, "mamba_chunk_size": 8}),
@@ -104,8 +105,8 @@ RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
 """More of them, for tests of what they add to the packed layers."""
 if not hasattr(cache_utils, "LinearAttentionLayer"):
     RECURRENT = RECURRENT_RELATIVES = {}
-PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "falcon_h1", "lfm2",
-                                           *RECURRENT_RELATIVES) if RECURRENT)
+PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "nemotron_h", "falcon_h1",
+                                           "lfm2", *RECURRENT_RELATIVES) if RECURRENT)
 """Those whose layers the packed executor has."""
 
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

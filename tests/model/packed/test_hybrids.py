@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba, biases": ("mamba", {"use_bias": True, "use_conv_bias": False}),
     "jamba, biases": ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False}),
     "mamba2, biases": ("mamba2", {"use_bias": True}),
+    "nemotron_h, biases": ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     "olmo_hybrid, rotation": ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
                                               "linear_allow_neg_eigval": False}),
     "bamba, biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),

@@ -115,6 +115,7 @@ _AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layerno
 _SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
 _BEFORE_FF = Norms(mlp="pre_ff_layernorm")
 _MAMBA = Names("embeddings", "norm_f", mixer="mixer.")
+_ALONE = Norms("norm", None)
 _BAMBA = Names(final_norm="final_layernorm", mixer="mamba.", mlp="feed_forward.")
 
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
@@ -139,9 +140,14 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "granitemoehybrid": _with("mamba2", Norms(), Names(mixer="mamba.", mlp="shared_mlp.", joined="input_linear",
                                                        down="output_linear")),
     "jamba": _with("mamba", _BEFORE_FF, _BAMBA),
-    "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, Norms("norm", None))}), _MAMBA),
+    "nemotron_h": ModelKind(
+        MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE), "full_attention": LayerKind(norms=_ALONE,
+                                                                                                  gated_mlp=False),
+                          "mlp": LayerKind((), False, Norms(None, "norm"), plain_mlp=True)}),
+        replace(_MAMBA, attention="mixer.", mlp="mixer.")),
+    "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE)}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
-        MappingProxyType({"": LayerKind(("mamba",), False, Norms("norm", None))}), _MAMBA)),
+        MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
 })
 """Model types with recurrent layers: the kernels run all of them."""
 

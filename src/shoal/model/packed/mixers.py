@@ -126,6 +126,10 @@ def _dual_of(text: Any) -> _Dual:
         return _Dual(text.num_heads, text.head_dim, text.n_groups, text.state_size, text.conv_kernel,
                      int(text.expand * text.hidden_size), text.use_conv_bias, text.use_bias, text.use_bias, True, True,
                      text.layer_norm_epsilon)
+    if text.model_type == "nemotron_h":
+        return _Dual(text.mamba_num_heads, text.mamba_head_dim, text.n_groups, text.ssm_state_size, text.conv_kernel,
+                     text.mamba_num_heads * text.mamba_head_dim, text.use_conv_bias, text.use_bias, text.use_bias, True,
+                     True, text.layer_norm_epsilon)
     falcon, own = text.model_type == "falcon_h1", getattr(text, "mamba_d_ssm", None)
     return _Dual(text.mamba_n_heads, text.mamba_d_head, text.mamba_n_groups, text.mamba_d_state, text.mamba_d_conv,
                  int(text.mamba_expand * text.hidden_size) if own is None else own, text.mamba_conv_bias,

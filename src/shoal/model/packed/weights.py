@@ -24,9 +24,9 @@ from shoal.model.packed.mixers import FORMS, Projection
 from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import FewerLayers, Source
 
-_NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2")
+_NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium")
-_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1")
+_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h")
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid")
 _QKV = ("q_proj", "k_proj", "v_proj")
