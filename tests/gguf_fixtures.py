@@ -103,6 +103,8 @@ _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {"num_heads": 4, "n_groups": 1, "state_size": 32}),
     "mamba": ("mamba", {"state_size": 16}),
     "falcon-mamba": ("falcon_mamba", {"state_size": 16}),
+    "nemotron_h": ("nemotron_h", {**_PAIR, "head_dim": 32, "mamba_num_heads": 4, "ssm_state_size": 32,
+                                  "time_step_min": 1e-30, "layers_block_type": ["mamba", "attention", "mlp"]}),
     "jamba": ("jamba", {**_PAIR, "mamba_d_state": 16, "attn_layer_period": 2, "attn_layer_offset": 1}),
 }
 """Families, and sizes that do not follow from the width, by architecture; files call Falcon-Mamba's "mamba" as well."""
@@ -126,7 +128,8 @@ class MadeHybrid(InFolder):
         family, more = _HYBRIDS[self.architecture]
         sizes = _SMALL if self.kind == "F16" else _BROAD
         inner = 2 * sizes["hidden_size"]
-        own = {"mamba2": {"head_dim": inner // 4}, "falcon-h1": {"mamba_d_ssm": inner, "mamba_d_head": inner // 4},
+        own = {"mamba2": {"head_dim": inner // 4}, "nemotron_h": {"mamba_head_dim": inner // 4},
+               "falcon-h1": {"mamba_d_ssm": inner, "mamba_d_head": inner // 4},
                "granitehybrid": {"mamba_d_head": inner // 4, "shared_intermediate_size": sizes["intermediate_size"]}}
         count = len(words_of("llama")["tokenizer.ggml.tokens"])
         if self.architecture in ("mamba", "falcon-mamba", "mamba2"):

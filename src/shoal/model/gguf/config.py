@@ -150,12 +150,12 @@ def config_of(file: GgufFile) -> Any:
 
 
 def _common(file: GgufFile, metadata: Metadata) -> Fields:
-    length = metadata.whole("context_length")
+    length, names = metadata.whole("context_length"), ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
     return {
         "hidden_size": metadata.whole("embedding_length"),
         "num_hidden_layers": _layers(file, metadata),
         "max_position_embeddings": length,
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": metadata.number(next(filter(metadata.has, names), names[0])),  # nemotron_h has the other
         "vocab_size": _rows(file),
         "tie_word_embeddings": not file.has(HEAD),
     }
@@ -169,7 +169,12 @@ def _attention(file: GgufFile, metadata: Metadata, family: Family) -> Fields:
     if "partial_rotary_factor" in rope and not family.partial:
         what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
         raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
-    widths = metadata.each("feed_forward_length", layers)
+    widths = metadata.each("feed_forward_length", layers, least=0 if family.apart else 1)
+    if family.apart:
+        widths = [width for width in widths if width] or [1]
+        if len(set(widths)) > 1:
+            what = f"a {metadata.architecture!r} GGUF file with MLPs of {min(widths)} to {max(widths)} neurons"
+            raise Unsupported(what, "all must have as many", _SAFETENSORS)
     return {
         "intermediate_size": max(widths),
         **({WIDTHS: widths} if len(set(widths)) > 1 else {}),

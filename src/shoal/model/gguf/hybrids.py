@@ -70,6 +70,22 @@ def _falcon_h1(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _nemotron_h(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    """Each layer is an MLP, attention or a recurrence. llama.cpp's recurrences have no limits of steps."""
+    layers = common["num_hidden_layers"]
+    kv_heads = metadata.each("attention.head_count_kv", layers, least=0)
+    widths = metadata.each("feed_forward_length", layers, least=0)
+    dual = _mamba(file, metadata, common["hidden_size"], "")
+    return {
+        "layer_norm_epsilon": common["rms_norm_eps"], "ssm_state_size": dual["d_state"],
+        "mamba_num_heads": dual["n_heads"], "mamba_head_dim": dual["d_head"], "n_groups": dual["n_groups"],
+        "conv_kernel": dual["d_conv"], "use_conv_bias": dual["conv_bias"], "use_bias": dual["proj_bias"],
+        "rope_parameters": None, "mlp_bias": any(file.has(f"blk.{layer}.ffn_up.bias") for layer in range(layers)), "time_step_min": 1e-30,
+        "layers_block_type": ["mlp" if width else "full_attention" if count else "linear_attention"
+                              for width, count in zip(widths, kv_heads, strict=True)],
+    }
+
+
 def _mamba2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     own = _mamba(file, metadata, common["hidden_size"], "")
     names = {"n_heads": "num_heads", "d_head": "head_dim", "d_state": "state_size", "d_conv": "conv_kernel",
@@ -193,6 +209,12 @@ HYBRIDS: Mapping[str, Family] = MappingProxyType({
         "jamba", _jamba, mixed=True,
         layer={**_below("mamba", _SCAN), **_ffn("feed_forward", _FFN), "pre_ff_layernorm.weight": "ffn_norm.weight"},
         ends=_ends("model.embed_tokens", "model.final_layernorm")),
+    "nemotron_h": Family(
+        "nemotron_h", _nemotron_h, interleaved=True, mixed=True, apart=True, own_head_dim=True, partial=True,
+        ends=_ends("model.embeddings", "model.norm_f"),
+        layer={**_below("mixer", _DUAL), "norm.weight": "attn_norm.weight", **_ffn("mixer", {
+            "up_proj": "ffn_up", "down_proj": "ffn_down", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
+            "o_proj": "attn_output"})}),
     "mamba2": Family("mamba2", _mamba2, attends=False, ends=_ends("backbone.embeddings", "backbone.norm_f"),
                      layer={**_below("mixer", _DUAL), "norm.weight": "attn_norm.weight"}),
 })
