@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shoal
 import shoal.model.packed.build as build_module
 from backends import CPU, packed
 from drive import gap, prompt
@@ -21,7 +23,7 @@ from shoal.model.packed.linear import Dense
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import shape_of
-from shoal.model.packed.source import TensorSource
+from shoal.model.packed.source import FileSource, TensorSource
 from shoal.model.packed.weights import check_names
 from shoal.model.parity import check_parity, chunked_logits
 
@@ -146,6 +148,23 @@ def test_automatic_packing_takes_what_the_kernels_have(monkeypatch: pytest.Monke
     for config in configs:
         with pytest.raises(Unsupported, match="no kernels"):
             build_module.worth_packing(config, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h", "jamba"])
+def test_saved_folders_are_read_by_their_own_names(family: str, tmp_path: Path) -> None:
+    """transformers saves models by the names of published checkpoints."""
+    model, ids = tiny(family, dtype=torch.float32, layers=LAYERS), prompt(20)
+    model.save_pretrained(tmp_path)
+    names = set(FileSource(tmp_path).names())
+    if family == "olmo_hybrid":
+        layer = "model.layers.0."
+        assert {f"{layer}attention_layer_norm.weight", f"{layer}feedforward_layer_norm.weight",
+                f"{layer}linear_attn.q_conv1d.weight"} <= names
+        assert f"{layer}linear_attn.conv1d.weight" not in names
+    engine = shoal.load(str(tmp_path), backend="packed", dtype="float32")
+    assert isinstance(engine.runner, PackedRunner)
+    assert torch.equal(chunked_logits(engine.runner, ids, (20,)), chunked_logits(packed(
+        model, kernels=native.available()), ids, (20,)))
 
 
 def test_layers_with_experts_are_refused_by_number() -> None:

@@ -150,12 +150,13 @@ def config_of(file: GgufFile) -> Any:
 
 
 def _common(file: GgufFile, metadata: Metadata) -> Fields:
-    length, names = metadata.whole("context_length"), ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+    length = metadata.whole("context_length")
+    eps = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"  # the second in nemotron_h
     return {
         "hidden_size": metadata.whole("embedding_length"),
         "num_hidden_layers": _layers(file, metadata),
         "max_position_embeddings": length,
-        "rms_norm_eps": metadata.number(next(filter(metadata.has, names), names[0])),  # nemotron_h has the other
+        "rms_norm_eps": metadata.number(next(filter(metadata.has, eps), eps[0])),
         "vocab_size": _rows(file),
         "tie_word_embeddings": not file.has(HEAD),
     }

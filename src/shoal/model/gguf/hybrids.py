@@ -80,7 +80,8 @@ def _nemotron_h(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
         "layer_norm_epsilon": common["rms_norm_eps"], "ssm_state_size": dual["d_state"],
         "mamba_num_heads": dual["n_heads"], "mamba_head_dim": dual["d_head"], "n_groups": dual["n_groups"],
         "conv_kernel": dual["d_conv"], "use_conv_bias": dual["conv_bias"], "use_bias": dual["proj_bias"],
-        "rope_parameters": None, "mlp_bias": any(file.has(f"blk.{layer}.ffn_up.bias") for layer in range(layers)), "time_step_min": 1e-30,
+        "rope_parameters": None, "time_step_min": 1e-30,
+        "mlp_bias": any(file.has(f"blk.{layer}.ffn_up.bias") for layer in range(layers)),
         "layers_block_type": ["mlp" if width else "full_attention" if count else "linear_attention"
                               for width, count in zip(widths, kv_heads, strict=True)],
     }
