@@ -100,13 +100,16 @@ RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {**_GROUPED, **_MAMBA, "attn_layer_indices": [2]}),
     "jamba": ("jamba", {**_GROUPED, "mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 2,
                         "num_experts": 1, "num_experts_per_tok": 1}),
+    "recurrent_gemma": ("recurrent_gemma", {**_UNGROUPED, "num_key_value_heads": 1, "attention_window_size": WINDOW,
+                                            "intermediate_size": 96, "lru_width": 48}),
     "falcon_mamba": ("falcon_mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
 }
 """More of them, for tests of what they add to the packed layers."""
 if not hasattr(cache_utils, "LinearAttentionLayer"):
     RECURRENT = RECURRENT_RELATIVES = {}
 PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "nemotron_h", "falcon_h1",
-                                           "lfm2", *RECURRENT_RELATIVES) if RECURRENT)
+                                           "lfm2", *RECURRENT_RELATIVES)
+                         if RECURRENT and name != "recurrent_gemma")
 """Those whose layers the packed executor has."""
 
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -201,6 +201,8 @@ def check_quant(quant: str | None) -> None:
 def worth_packing(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse where the model's own modules are better: float64, float16 on a CPU, and layers without kernels."""
     kind = config.get_text_config().model_type
+    if kind == "recurrent_gemma":  # its modules keep states to themselves, so that nothing else runs it
+        return
     if kind in HYBRIDS and not (fits_kernels(shape_of(config, dtype), dtype, device) and native.available()):
         what = f"the packed backend for model type {kind!r}"
         raise Unsupported(what, "its recurrences have no kernels here, which is slow on prompts", 'Use backend="hf"')

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-MixerName = Literal["attention", "gated_delta", "mamba2", "mamba", "short_conv"]
+MixerName = Literal["attention", "gated_delta", "mamba2", "mamba", "short_conv", "rg_lru"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ _AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layerno
 _SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
 _BEFORE_FF = Norms(mlp="pre_ff_layernorm")
 _MAMBA = Names("embeddings", "norm_f", mixer="mixer.")
-_ALONE = Norms("norm", None)
+_ALONE, _TEMPORAL = Norms("norm", None), Norms("temporal_pre_norm", "channel_pre_norm")
 _BAMBA = Names(final_norm="final_layernorm", mixer="mamba.", mlp="feed_forward.")
 
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
@@ -148,7 +148,10 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE)}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
         MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
+    "recurrent_gemma": ModelKind(
+        MappingProxyType({"": LayerKind(("rg_lru",), norms=_TEMPORAL), "sliding_attention": LayerKind(norms=_TEMPORAL)}),
+        Names(final_norm="final_norm", attention="temporal_block.", mlp="mlp_block.", mixer="temporal_block.")),
 })
-"""Model types with recurrent layers: the kernels run all of them."""
+"""Model types with recurrent layers: the kernels run all but RecurrentGemma."""
 
 MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **HYBRIDS})
