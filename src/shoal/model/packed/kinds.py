@@ -149,7 +149,8 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
         MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
     "recurrent_gemma": ModelKind(
-        MappingProxyType({"": LayerKind(("rg_lru",), norms=_TEMPORAL), "sliding_attention": LayerKind(norms=_TEMPORAL)}),
+        MappingProxyType({"": LayerKind(("rg_lru",), norms=_TEMPORAL),
+                          "sliding_attention": LayerKind(norms=_TEMPORAL)}),
         Names(final_norm="final_norm", attention="temporal_block.", mlp="mlp_block.", mixer="temporal_block.")),
 })
 """Model types with recurrent layers: the kernels run all but RecurrentGemma."""
