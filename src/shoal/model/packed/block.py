@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, relu, rms_norm, scaled_dot_product_attention, silu
 
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear
@@ -19,7 +19,8 @@ from shoal.model.packed.weights import Layer
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]."""
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+                                                      "relu2": lambda x: relu(x).square()}
 
 
 def attention(
@@ -74,8 +75,11 @@ def mlp(
 
 
 def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
-    """The gated MLP on normed inputs [T, hidden]."""
-    gate, up = applied(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
+    """The MLP on normed inputs [T, hidden]; where there is no gate, the activation is of `up` alone."""
+    neurons = applied(layer.gate_up, normed, layer.gate_up_bias)
+    if layer.gate_up.rows == layer.down.columns:
+        return applied(layer.down, ACTIVATIONS[shape.activation](neurons), layer.down_bias)
+    gate, up = neurons.chunk(2, dim=-1)
     if shape.gate_scale != 1.0:
         gate = gate * shape.gate_scale
     return applied(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-MixerName = Literal["attention", "gated_delta", "mamba2", "mamba", "short_conv"]
+MixerName = Literal["attention", "gated_delta", "mamba2", "mamba", "short_conv", "rg_lru"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,19 @@ class LayerKind:
     Attributes:
         mixers: at most one of them is a recurrence.
         gated_mlp: whether a gated MLP follows them.
+        plain_mlp: whether an MLP without a gate does.
         norms: of the mixers, all together, and of the MLP.
     """
 
     mixers: tuple[MixerName, ...] = ("attention",)
     gated_mlp: bool = True
     norms: Norms = Norms()
+    plain_mlp: bool = False
+
+    @property
+    def feeds(self) -> bool:
+        """Whether a feed-forward follows the mixers."""
+        return self.gated_mlp or self.plain_mlp
 
     @property
     def attends(self) -> bool:
@@ -108,6 +115,7 @@ _AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layerno
 _SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
 _BEFORE_FF = Norms(mlp="pre_ff_layernorm")
 _MAMBA = Names("embeddings", "norm_f", mixer="mixer.")
+_ALONE, _TEMPORAL = Norms("norm", None), Norms("temporal_pre_norm", "channel_pre_norm")
 _BAMBA = Names(final_norm="final_layernorm", mixer="mamba.", mlp="feed_forward.")
 
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
@@ -131,10 +139,20 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "falcon_h1": ModelKind(MappingProxyType({"": LayerKind(("attention", "mamba2"), norms=_BEFORE_FF)}), _BAMBA),
     "granitemoehybrid": _with("mamba2", Norms(), Names(mixer="mamba.", mlp="shared_mlp.", joined="input_linear",
                                                        down="output_linear")),
-    "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, Norms("norm", None))}), _MAMBA),
+    "jamba": _with("mamba", _BEFORE_FF, _BAMBA),
+    "nemotron_h": ModelKind(
+        MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE), "full_attention": LayerKind(norms=_ALONE,
+                                                                                                  gated_mlp=False),
+                          "mlp": LayerKind((), False, Norms(None, "norm"), plain_mlp=True)}),
+        replace(_MAMBA, attention="mixer.", mlp="mixer.")),
+    "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE)}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
-        MappingProxyType({"": LayerKind(("mamba",), False, Norms("norm", None))}), _MAMBA)),
+        MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
+    "recurrent_gemma": ModelKind(
+        MappingProxyType({"": LayerKind(("rg_lru",), norms=_TEMPORAL),
+                          "sliding_attention": LayerKind(norms=_TEMPORAL)}),
+        Names(final_norm="final_norm", attention="temporal_block.", mlp="mlp_block.", mixer="temporal_block.")),
 })
-"""Model types with recurrent layers: the kernels run all but Mamba-1."""
+"""Model types with recurrent layers: the kernels run all but RecurrentGemma."""
 
 MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **HYBRIDS})
