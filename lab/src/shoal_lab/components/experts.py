@@ -20,8 +20,7 @@ from shoal.errors import Unsupported
 from shoal.model.experts import ExpertMLPs, Opened
 from shoal.model.hf import HFRunner
 from shoal.model.packed import native
-from shoal.model.packed.block import ACTIVATIONS
-from shoal.model.packed.linear import Dense, Linear, Quantised, parts_of
+from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, Quantised, parts_of
 from shoal.model.packed.native.library import LANES, BatchStruct, Weight
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner

@@ -172,7 +172,7 @@ class _Pass:
                 ))
             for part in parts:
                 x = x + part
-        if piece.part != "attention" and kind.gated_mlp:
+        if piece.part != "attention" and kind.feeds:
             x = x + self._mlp(layer, piece, x)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
