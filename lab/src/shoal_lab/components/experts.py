@@ -195,6 +195,9 @@ def split_mlps(runner: ModelRunner, neurons: Sequence[Tensor]) -> SplitMLPs:
         return _of_modules(runner, neurons)
     assert isinstance(runner, PackedRunner)
     shape, layers = runner.shape, runner.weights.layers
+    if shape.experts is not None:
+        raise Unsupported("groups of neurons in a model with experts", "a router chooses them already",
+                          "Leave out layers instead, as d3 does")
     _check_groups(neurons, shape.ffns)
     made = SplitMLPs(
         [_split(runner, layer, groups) for layer, groups in zip(layers, neurons, strict=True)],

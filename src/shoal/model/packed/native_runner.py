@@ -61,7 +61,7 @@ def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool
     """Whether the kernels can compute such a model."""
     even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
     known = all(mixer in _MIXERS for layer in range(shape.num_layers) for mixer in shape.kind(layer).mixers)
-    known = known and shape.experts is None
+    known = known and (shape.experts is None or shape.experts.routing.count <= native.MAX_EXPERTS)
     return even and known and device.type == "cpu" and dtype in _KINDS
 
 
