@@ -126,12 +126,12 @@ MIXED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4_moe": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "intermediate_size": 16, "shared_intermediate_size": 24,
                                           "num_local_experts": 6, "num_experts_per_tok": 3,
                                           "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
-} if RECURRENT else {}
+}
 """Mixtures of experts with recurrent layers; a model has four layers."""
 if not hasattr(cache_utils, "LinearAttentionLayer"):
-    RECURRENT = RECURRENT_RELATIVES = {}
+    RECURRENT = RECURRENT_RELATIVES = MIXED_RECURRENT = {}
 PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "falcon_h1", "lfm2",
-                                           *RECURRENT_RELATIVES) if RECURRENT)
+                                           *RECURRENT_RELATIVES, *MIXED_RECURRENT) if RECURRENT)
 """Those whose layers the packed executor has."""
 NATIVE_RECURRENT = tuple(name for name in PACKED_RECURRENT if name not in ("mamba", "falcon_mamba"))
 """Those whose layers the kernels have."""

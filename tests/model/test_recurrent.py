@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from backends import packed
 from drive import gap, stack_of
-from families import NATIVE_RECURRENT, PACKED_RECURRENT, RECURRENT, VOCAB, tiny
+from families import MIXTURES, NATIVE_RECURRENT, PACKED_RECURRENT, RECURRENT, VOCAB, tiny
 from kv_peaks import run as run_watched
 from shoal import compat
 from shoal.depth.plan import DepthPlan
@@ -352,7 +352,8 @@ METHODS: list[Any] = [PromptLookup(min_ngram=1), ADED(), DraftModel(branching=(3
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-@each_family
+@pytest.mark.parametrize(("family", "way"), [
+    *EACH, *((family, way) for family in MIXTURES for way in ("packed", *["kernels"] * KERNELS))])
 def test_drafts_do_not_change_a_text(family: str, way: Way, method: Any) -> None:
     engine = engine_of(family, way)
     if isinstance(method, DraftModel):
