@@ -410,14 +410,14 @@ class NativeModel:
         """A layer's experts with their matrices."""
         routing, hidden, ffn = experts.routing, self.shape.hidden, experts.down[0].columns
         if routing.count > MAX_EXPERTS or not len(experts.gate_up) == len(experts.down) == routing.count:
-            raise ValueError(f"{len(experts.gate_up)} and {len(experts.down)} matrices of {routing.count} experts; there "
-                             f"are as many of each, and at most {MAX_EXPERTS}")
+            raise ValueError(f"{len(experts.gate_up)} and {len(experts.down)} matrices of {routing.count} experts; "
+                             f"there must be as many of each, and at most {MAX_EXPERTS}")
         struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
         parts = (Weight * (3 * routing.count))()
         for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
-            parts[3 * number : 3 * number + 2] = self._gate_up(parts_of(gate_up), ffn)
+            parts[3 * number : 3 * number + 2] = list(self._gate_up(parts_of(gate_up), ffn))
             parts[3 * number + 2] = self._matrix("down", down, hidden, ffn)
         struct.parts = parts
         self._sizes = tuple(map(max, self._sizes, (routing.count, routing.top, ffn)))
