@@ -165,8 +165,9 @@ class MadeHybrid(InFolder):
         """A copy with weights on a grid."""
         model = copy.deepcopy(tiny_model)
         generator = torch.Generator().manual_seed(len(self.name))
-        held = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name.endswith("_bias"))]
-        for name, parameter in sorted(held, key=lambda one: one[0]):
+        held = dict(model.named_parameters())
+        held |= {name: one for name, one in model.named_buffers() if name.endswith("_bias")}
+        for name, parameter in sorted(held.items()):
             parameter.data = (_drawn(name, parameter, generator) * 2**14).round().div(2**14).float()
         return model
 

@@ -19,6 +19,7 @@ from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
 from shoal.model.layers.experts import Experts, Routing
+from shoal.model.packed import build as build_module
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.linear import Dense
@@ -26,7 +27,7 @@ from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, TensorSource
-from shoal.model.parity import check_parity, chunked_logits
+from shoal.model.parity import OTHER_ARITHMETIC, check_parity, chunked_logits
 from shoal.model.runner import SequenceChunk
 
 LAYERS = 4
@@ -86,6 +87,19 @@ def test_logits_of_the_kernels_are_those_of_the_modules_however_the_text_is_cut(
     assert gap(whole, wanted) < NEAR[torch.float32] * float(wanted.abs().max())
     for sizes in ((5, 25, 1, 9), (17, 23), (1,) * 40):
         assert torch.equal(chunked_logits(runner, ids, sizes), whole)
+
+
+@pytest.mark.parametrize("on", [False, pytest.param(True, marks=kernels)], ids=["torch", "kernels"])
+@pytest.mark.parametrize("family", ALL)
+def test_rounding_that_sends_tokens_elsewhere_is_no_wrong_model(
+    family: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(family, torch.bfloat16)
+    assert check_parity(packed(model, kernels=on), model, OTHER_ARITHMETIC) < 0.2
+    monkeypatch.setattr(build_module, "shape_of", lambda *_: replace(shape_of(model.config), rotary=(None,) * LAYERS,
+                                                                     eps=1.0))
+    with pytest.raises(Unsupported, match="its logits differ"):
+        check_parity(packed(model, kernels=on), model, OTHER_ARITHMETIC)
 
 
 @kernels
