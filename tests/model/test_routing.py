@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from shoal.model.layers.experts import Experts, Routing
+from shoal.model.layers.experts import Mixture, Routing
 
 FORMS = {
     "softmax": Routing(8, 3),
@@ -70,7 +70,7 @@ def test_outputs_are_sums_over_the_chosen(gated: bool) -> None:
     gate_up = [drawn(2 * width, hidden, seed=one) for one in range(count)]
     down, router = [drawn(hidden, width, seed=9 + one) for one in range(count)], drawn(count + gated, hidden, seed=50)
     first, last = (tuple(partial(linear, weight=one) for one in own) for own in (gate_up, down))
-    layer = Experts(Routing(count, 2), partial(linear, weight=router), first, last, silu, gated=gated)
+    layer = Mixture(Routing(count, 2), partial(linear, weight=router), first, last, silu, gated=gated)
     x, beside = drawn(9, hidden, seed=60), drawn(9, hidden, seed=61)
     found = layer(x, torch.float64, beside)
     for token, line in enumerate(x):

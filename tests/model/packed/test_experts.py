@@ -18,7 +18,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.methods.d3 import D3
-from shoal.model.layers.experts import Experts, Routing
+from shoal.model.layers.experts import Mixture, Routing
 from shoal.model.packed import build as build_module
 from shoal.model.packed import native
 from shoal.model.packed.build import build
@@ -124,7 +124,7 @@ def test_rows_and_long_prompts_have_the_bits_of_one_row(family: str, dtype: torc
 
 def dense(experts: Any) -> Any:
     """The same with every matrix dequantised."""
-    if isinstance(experts, Experts):
+    if isinstance(experts, Mixture):
         return replace(experts, router=dense(experts.router), gate_up=tuple(map(dense, experts.gate_up)),
                        down=tuple(map(dense, experts.down)))
     return Dense(experts(torch.eye(experts.columns)).t().contiguous(), indexed=True) if experts.rows else experts

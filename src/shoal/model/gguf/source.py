@@ -173,7 +173,7 @@ class GgufSource(Source):
 
     def unread(self, known: Iterable[str]) -> list[str]:
         """Tensors of the file, by its names, that are neither in `known` (transformers' names) nor read otherwise."""
-        places = {gguf_name(name, self._family) for name in known}
+        places = {self._place(name) for name in known}
         further = tuple(f"blk.{layer}." for layer in self._further())
         return [place for place in self._file.header.tensors
                 if place not in places and not ASIDE.search(place) and not place.startswith(further)]

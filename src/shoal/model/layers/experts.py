@@ -85,7 +85,7 @@ def _first(values: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Experts(Generic[M]):
+class Mixture(Generic[M]):
     """The experts of one layer, and their router.
 
     Attributes:

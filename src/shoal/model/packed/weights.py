@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.errors import Unsupported
 from shoal.heap import give_back
 from shoal.model.gguf.source import GgufSource
-from shoal.model.layers.experts import Experts
+from shoal.model.layers.experts import Mixture
 from shoal.model.layers.mixer import Mixer
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.experts import ExpertShape
@@ -197,7 +197,7 @@ class Layer:
     mlp_out_norm: Tensor | None = None
     mixer: Mixer | None = None
     of_mixer: tuple[Linear, ...] = ()
-    experts: Experts[Linear] | None = None
+    experts: Mixture[Linear] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -308,7 +308,7 @@ class Packer:
         layer.gate_up_bias = self._joined_bias(gate_up)
         layer.down_bias = self._optional(f"{name}{names.down}.bias", hidden)
 
-    def _experts(self, layer: str, shape: ExpertShape, beside: bool) -> Experts[Linear]:
+    def _experts(self, layer: str, shape: ExpertShape, beside: bool) -> Mixture[Linear]:
         """The experts of a layer; the gate of the MLP beside them is a further row of the router."""
         names, routing, hidden = shape.names, shape.routing, self._shape.hidden
         router = self.vector(self._held(layer, names.router), routing.count, hidden)
@@ -320,7 +320,7 @@ class Packer:
             bias = self.vector(self._held(layer, names.bias), *names.bias_rows, routing.count).flatten()
         gate, up, down = (layer + name for name in names.apart)
         joined = [[layer + pair[side] for pair in names.joined] for side in range(2)]
-        return Experts(
+        return Mixture(
             routing, self._packed_by(router, "router"),
             self._each(joined[0], {gate: shape.width, up: shape.width}, hidden, routing.count, "pair"),
             self._each(joined[1], {down: hidden}, shape.width, routing.count, "matrix"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
-from shoal.model.layers.experts import Experts
+from shoal.model.layers.experts import Mixture
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.mixers import Projection
@@ -406,7 +406,7 @@ class NativeModel:
         struct.out_bias = self._vector("the bias of out", out.bias, hidden)
         return made
 
-    def _experts(self, experts: Experts[Linear]) -> ExpertsStruct:
+    def _experts(self, experts: Mixture[Linear]) -> ExpertsStruct:
         """A layer's experts with their matrices."""
         routing, hidden, ffn = experts.routing, self.shape.hidden, experts.down[0].columns
         if routing.count > MAX_EXPERTS or not len(experts.gate_up) == len(experts.down) == routing.count:
