@@ -111,12 +111,14 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", {**_PAIR, **_FEW, "head_dim": 32}),
     "olmoe": ("olmoe", {**_PAIR, **_FEW, "num_key_value_heads": 2}),
     "granitemoe": ("granitemoe", {**_PAIR, **_LOCAL}),
+    "glm4moe": ("glm4_moe", {**_PAIR, "head_dim": 32, "n_routed_experts": 3, "num_experts_per_tok": 2, "n_group": 1,
+                             "topk_group": 1, "use_qk_norm": True, "attention_bias": True}),
     "granitehybrid-moe": ("granite4_moe", {**_HYBRIDS["granitehybrid"][1], **_LOCAL}),
     "qwen35moe": ("qwen3_5_moe", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "qwen3next": ("qwen3_next", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "lfm2moe": ("lfm2_moe", {**_PAIR, **_FEW, "layer_types": ["conv", "full_attention"]}),
 }
-"""The same with experts; hybrids have two layers, others one."""
+"""The same with experts; hybrids and GLM have two layers, others one."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ class MadeHybrid(InFolder):
             sizes["moe_intermediate_size"] = width
         if self.architecture == "qwen35moe":
             del sizes["intermediate_size"]
-        return self._drawn(tiny(family, dtype=torch.float32, layers=2 if family in MIXED_RECURRENT else 1, **{
+        layers = 2 if family in (*MIXED_RECURRENT, "glm4_moe") else 1
+        return self._drawn(tiny(family, dtype=torch.float32, layers=layers, **{
             **sizes, **own.get(self.architecture, {}), "vocab_size": count}))
 
     def _drawn(self, tiny_model: Any) -> Any:
@@ -181,7 +184,7 @@ def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2
     if re.search(r"\.(gate|router|shared_expert_gate)\.weight$", name):  # so that rounding changes no choice
         return 4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / parameter.shape[1] ** 0.5
-    if "experts." in name:
+    if ".experts." in name:
         return torch.stack([_matrix(one, generator) for one in [parameter.shape[1:]] * len(parameter)])
     if parameter.dim() != 2:
         middle = 1.0 if name.endswith(("norm.weight", ".D", "norm_f.weight")) else 0.0

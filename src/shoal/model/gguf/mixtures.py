@@ -105,6 +105,19 @@ def _lfm2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _glm(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    return {
+        "n_routed_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "n_shared_experts": metadata.whole("expert_shared_count"),
+        "first_k_dense_replace": metadata.whole("leading_dense_block_count", 0, least=0),
+        "n_group": metadata.whole("expert_group_count", 1), "topk_group": metadata.whole("expert_group_used_count", 1),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "use_qk_norm": file.has("blk.0.attn_q_norm.weight"), "attention_bias": file.has("blk.0.attn_q.bias"),
+    }
+
+
 def _names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
     return {f"{prefix}.experts.#.{name}.weight": place for name, place in ((gate, GATE), (up, UP), (down, DOWN))}
 
@@ -112,6 +125,9 @@ def _names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str 
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _QWEN = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
          **{f"mlp.shared_expert.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()}}
+_GLM = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        **{f"mlp.shared_experts.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()},
+        "post_attention_layernorm.weight": "post_attention_norm.weight"}
 _GRANITE = {"block_sparse_moe.router.weight": _ROUTER, **_names("block_sparse_moe")}
 _SHARED_MLP = {f"shared_mlp.{name}.weight": f"ffn_{part}_shexp.weight"
                for name, part in (*_PARTS.items(), ("output_linear", "down"))}
@@ -134,6 +150,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "qwen2moe": Family("qwen2_moe", _qwen(_attention_bias, False), layer=_QWEN),
     "qwen3moe": Family("qwen3_moe", _qwen(_attention_bias, True), own_head_dim=True, layer=_QWEN),
     "olmoe": Family("olmoe", _olmoe, layer=_QWEN),
+    "glm4moe": Family("glm4_moe", _glm, partial=True, own_head_dim=True, layer=_GLM),
     "granitemoe": Family("granitemoe", _local(_granite), interleaved=True, layer=_GRANITE),
     "granitehybrid": _with(HYBRIDS["granitehybrid"], "granitemoehybrid", _local(_granite_hybrid),
                            {**_GRANITE, **_SHARED_MLP}),

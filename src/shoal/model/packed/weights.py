@@ -104,7 +104,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     yield from (_one(f"{norm}.weight") for norm in astuple(kind.norms) if norm is not None)
     if kind.recurrence is not None:
         yield from (_one(names.mixer + name) for name in FORMS[kind.recurrence].sizes(text))
-    if kind.attends and model in _HEAD_NORMS:
+    if kind.attends and (model in _HEAD_NORMS or (model == "glm4_moe" and text.use_qk_norm)):
         yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
     if kind.attends:
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
