@@ -116,11 +116,12 @@ static const Route *route_tokens(Worker *w, const ShoalExperts *e, int count) {
     return to;
 }
 
-/* Append a lot of `count` tokens, which are filled in by the caller; returns where. */
+/* Append a lot of `count` tokens, which are filled in by the caller; returns it. */
 static Lot *add_lot(Lots *l, const ShoalWeight *gate_up, const ShoalWeight *down, int count) {
-    Lot *lot = l->lot + l->count, *before = lot - 1;
+    Lot *lot = l->lot + l->count;
     *lot = (Lot){.gate_up = gate_up, .down = down, .count = count, .token = l->token, .factor = l->factor};
     if (l->count++) {
+        const Lot *before = lot - 1;
         lot->first = before->first + before->count * round_up(before->down->cols, LANES);
         lot->token = before->token + before->count, lot->factor = before->factor + before->count;
     }
@@ -131,9 +132,9 @@ static Lot *add_lot(Lots *l, const ShoalWeight *gate_up, const ShoalWeight *down
 static void add_beside(Worker *w, const ShoalLayer *layer, const Chosen *c) {
     const ShoalExperts *e = layer->experts;
     Lot *lot = add_lot(&w->lots, layer->gate_up, &layer->down, c->count);
-    memcpy((int *)lot->token, c->token, sizeof(int) * c->count);
+    memcpy(lot->token, c->token, sizeof(int) * c->count);
     for (int i = 0; i < c->count; i++)
-        ((float *)lot->factor)[i] = e->gated ? 1.0f / (1.0f + expf(-w->run->scores[i * w->run->scores_line + e->count])) : 1.0f;
+        lot->factor[i] = e->gated ? 1.0f / (1.0f + expf(-w->run->scores[i * w->run->scores_line + e->count])) : 1.0f;
 }
 
 /* The lots of a layer's experts, ascending. */
@@ -148,7 +149,7 @@ static void add_experts(Worker *w, const ShoalExperts *e, const Chosen *c, const
     for (int i = 0; i < c->count * e->top; i++) {
         const Lot *lot = w->lots.lot + number[routes[i].expert];
         const int at = counts[routes[i].expert]++;
-        ((int *)lot->token)[at] = c->token[i / e->top], ((float *)lot->factor)[at] = routes[i].weight;
+        lot->token[at] = c->token[i / e->top], lot->factor[at] = routes[i].weight;
     }
 }
 
@@ -193,25 +194,28 @@ static void gate_lots(Worker *w, const float *norm) {
     meet(&w->run->team, w->id);
 }
 
-/* Prepare the inputs of all down matrices: each thread its own copy for few tokens, of which no lot has more than `tokens`. */
+static void prepare_some_lots(Worker *w, int first, int last) {
+    for (const Lot *lot = w->lots.lot + first; lot < w->lots.lot + last; lot++) {
+        const Lines lines = {.x = w->run->hidden + lot->first, .step = round_up(lot->down->cols, LANES), .count = lot->count};
+        w->ready = &lot->acts;
+        prepare_some(w, lot->down, &lines, 0, lot->count);
+    }
+}
+
+/* Prepare the inputs of all down matrices: for few tokens each thread its own copy. No lot has more than `tokens`. */
 static void prepare_lots(Worker *w, int tokens) {
-    const Run *r = w->run;
-    const int together = tokens >= TOGETHER;
-    char *memory = together ? r->lot_acts : w->lots.acts;
-    for (int i = 0; i < w->lots.count; i++) {
+    const int together = tokens >= TOGETHER, count = w->lots.count;
+    char *memory = together ? w->run->lot_acts : w->lots.acts;
+    for (int i = 0; i < count; i++) {
         Lot *lot = w->lots.lot + i;
         lot->acts = acts_at(memory, lot->count, lot->down->depth);
         memory += round_up(acts_bytes(lot->count, lot->down->depth), 64);
     }
-    int first = 0, taken = w->lots.count;
-    while (!together || (first = take(&w->run->team, w->id, 0, w->lots.count, 1, &taken)) >= 0) {
-        for (const Lot *lot = w->lots.lot + first; lot < w->lots.lot + first + taken; lot++) {
-            const Lines lines = {.x = r->hidden + lot->first, .step = round_up(lot->down->cols, LANES), .count = lot->count};
-            w->ready = &lot->acts;
-            prepare_some(w, lot->down, &lines, 0, lot->count);
-        }
-        if (!together) return;
+    if (!together) {
+        prepare_some_lots(w, 0, count);
+        return;
     }
+    for (int first, taken; (first = take(&w->run->team, w->id, 0, count, 1, &taken)) >= 0;) prepare_some_lots(w, first, first + taken);
     meet(&w->run->team, w->id);
 }
 
@@ -259,7 +263,7 @@ static void run_groups(Worker *w, int entry) {
         const Chosen c = choose_group(b, entry, group);
         if (!c.count) continue;
         Lot *lot = add_lot(&w->lots, parts + 2 * group, parts + 2 * group + 1, c.count);
-        memcpy((int *)lot->token, c.token, sizeof(int) * c.count);
+        memcpy(lot->token, c.token, sizeof(int) * c.count);
     }
     for (int i = 0; i < w->lots.count; i++) w->lots.lot[i].factor = NULL;
     run_lots(w, w->run->m->layers + b->layers[entry], &some);

@@ -22,8 +22,8 @@ typedef struct {
 /* A part of a feed-forward and the tokens that run it, see experts.h. */
 typedef struct {
     const ShoalWeight *gate_up, *down; /* gate_up: a paired matrix, or gate and up */
-    const int *token;    /* [count], ascending */
-    const float *factor; /* [count], of what the part gives; or NULL for 1 */
+    int *token;    /* [count], ascending */
+    float *factor; /* [count], of what the part gives; or NULL for 1 */
     int count;
     int64_t first; /* where the inputs of `down` begin in Run.hidden: [count] lines */
     Acts acts;     /* these inputs, prepared */
