@@ -105,10 +105,38 @@ RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("falcon_mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
 }
 """More of them, for tests of what they add to the packed layers."""
+
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+_BESIDE = {**_EXPERTS, "shared_expert_intermediate_size": 24}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("qwen2_moe", {**_GROUPED, **_BESIDE, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {**_GROUPED, **_HEAD_DIM, **_EXPERTS, "norm_topk_prob": True}),
+    "mixtral8": ("mixtral", {**_GROUPED, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {**_GROUPED, "num_experts": 6, "num_experts_per_tok": 3}),
+    "granitemoe": ("granitemoe", {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 3,
+                                  "residual_multiplier": 0.7, "logits_scaling": 0.5, "embedding_multiplier": 3.0,
+                                  "attention_multiplier": 0.4}),
+    "glm4_moe": ("glm4_moe", {**_GROUPED, **_HEAD_DIM, "n_routed_experts": 8, "num_experts_per_tok": 3,
+                              "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+                              "routed_scaling_factor": 1.5}),
+    "ernie4_5_moe": ("ernie4_5_moe", {**_GROUPED, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 16,
+                                      "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
+}
+"""Mixtures of experts."""
+MIXED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {**_GROUPED, **_HEAD_DIM, **_LINEAR, **_BESIDE}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_UNGROUPED, "num_key_value_heads": 2, **_HEAD_DIM, **_LINEAR, **_BESIDE}),
+    "lfm2_moe": ("lfm2_moe", {**_GROUPED, **_EXPERTS, "num_dense_layers": 1,
+                              "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "granite4_moe": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "intermediate_size": 16, "shared_intermediate_size": 24,
+                                          "num_local_experts": 6, "num_experts_per_tok": 3,
+                                          "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
+}
+"""Mixtures of experts with recurrent layers; a model has four layers."""
 if not hasattr(cache_utils, "LinearAttentionLayer"):
-    RECURRENT = RECURRENT_RELATIVES = {}
+    RECURRENT = RECURRENT_RELATIVES = MIXED_RECURRENT = {}
 PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "nemotron_h", "falcon_h1",
-                                           "lfm2", *RECURRENT_RELATIVES)
+                                           "lfm2", *RECURRENT_RELATIVES, *MIXED_RECURRENT)
                          if RECURRENT and name != "recurrent_gemma")
 """Those whose layers the packed executor has."""
 
@@ -116,7 +144,6 @@ _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                "resid_pdrop": 0.0, "resid_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
 _ATTENTION = {"gemma2": "eager_in_full_precision", "mamba": "eager", "mamba2": "eager", "falcon_mamba": "eager"}
-_EXTRA = {"mixtral": {"experts_implementation": "eager"}}
 _HYBRID_PATTERN = ("sliding_attention", "sliding_attention", "full_attention")
 
 
@@ -125,7 +152,7 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, layers:
     """A tiny random causal LM with sdpa attention, in eval mode, without EOS.
 
     Args:
-        family: a key of `FAMILIES`, `RELATIVES`, `RECURRENT` or `RECURRENT_RELATIVES`.
+        family: a key of `FAMILIES`, `RELATIVES`, `RECURRENT`, `RECURRENT_RELATIVES`, `MIXTURES` or `MIXED_RECURRENT`.
         seed: of the weights; the caller's random state is left as it was.
         dtype: the weights' dtype. The same seed gives the same weights up to rounding.
         layers: number of decoder layers.
@@ -143,7 +170,8 @@ def _cached(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: 
 
 
 def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: dict[str, Any]) -> PreTrainedModel:
-    model_type, own = {**FAMILIES, **RELATIVES, **RECURRENT, **RECURRENT_RELATIVES}[family]
+    model_type, own = {**FAMILIES, **RELATIVES, **RECURRENT, **RECURRENT_RELATIVES, **MIXTURES,
+                       **MIXED_RECURRENT}[family]
     settings = {**_NO_SPECIAL, **own, **_depth(family, model_type, layers), **overrides}
     config = AutoConfig.for_model(model_type, **settings)
     for name, value in _NO_DROPOUT.items():
@@ -152,12 +180,17 @@ def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: d
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION.get(family, "sdpa"),
-                                                 dtype=torch.float64, **_EXTRA.get(family, {}))
+                                                 dtype=torch.float64, **_extra(family))
         _sharpen(model)
     model.to(dtype).eval().requires_grad_(False)
     for name in _NO_SPECIAL:
         setattr(model.generation_config, name, None)
     return model
+
+
+def _extra(family: str) -> dict[str, Any]:
+    eager = family in ("mixtral", *MIXTURES, *MIXED_RECURRENT)
+    return {"experts_implementation": "eager"} if eager else {}
 
 
 def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:

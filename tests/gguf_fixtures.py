@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from families import tiny
+from families import MIXED_RECURRENT, tiny
 from gguf_models import INTERLEAVED, file_name
 from gguf_words import byte_level, sentencepiece
 
@@ -108,6 +109,22 @@ _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("jamba", {**_PAIR, "mamba_d_state": 16, "attn_layer_period": 2, "attn_layer_offset": 1}),
 }
 """Families, and sizes that do not follow from the width, by architecture; files call Falcon-Mamba's "mamba" as well."""
+_FEW = {"num_experts": 3, "num_experts_per_tok": 2}
+_LOCAL = {"num_local_experts": 3, "num_experts_per_tok": 2}
+_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral8", {**_PAIR, **_LOCAL}),
+    "qwen2moe": ("qwen2_moe", {**_PAIR, **_FEW, "mlp_only_layers": []}),
+    "qwen3moe": ("qwen3_moe", {**_PAIR, **_FEW, "head_dim": 32}),
+    "olmoe": ("olmoe", {**_PAIR, **_FEW, "num_key_value_heads": 2}),
+    "granitemoe": ("granitemoe", {**_PAIR, **_LOCAL}),
+    "glm4moe": ("glm4_moe", {**_PAIR, "head_dim": 32, "n_routed_experts": 3, "num_experts_per_tok": 2, "n_group": 1,
+                             "topk_group": 1, "use_qk_norm": True, "attention_bias": True}),
+    "granitehybrid-moe": ("granite4_moe", {**_HYBRIDS["granitehybrid"][1], **_LOCAL}),
+    "qwen35moe": ("qwen3_5_moe", {**_HYBRIDS["qwen35"][1], **_FEW}),
+    "qwen3next": ("qwen3_next", {**_HYBRIDS["qwen35"][1], **_FEW}),
+    "lfm2moe": ("lfm2_moe", {**_PAIR, **_FEW, "layer_types": ["conv", "full_attention"]}),
+}
+"""The same with experts; hybrids and GLM have two layers, others one."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,8 @@ class MadeHybrid(InFolder):
 
     def model(self) -> Any:
         """A transformers model, float32, whose weights the file holds rounded to its types."""
+        if self.architecture in _MIXTURES:
+            return self._mixture()
         family, more = _HYBRIDS[self.architecture]
         sizes = _SMALL if self.kind == "F16" else _BROAD
         inner = 2 * sizes["hidden_size"]
@@ -134,21 +153,46 @@ class MadeHybrid(InFolder):
         count = len(words_of("llama")["tokenizer.ggml.tokens"])
         if self.architecture in ("mamba", "falcon-mamba", "mamba2"):
             sizes = {"hidden_size": sizes["hidden_size"]}
-        model = copy.deepcopy(tiny(family, dtype=torch.float32, layers=2, **{
+        return self._drawn(tiny(family, dtype=torch.float32, layers=2, **{
             **sizes, **more, **own.get(self.architecture, {}), "vocab_size": count}))
+
+    def _mixture(self) -> Any:
+        family, more = _MIXTURES[self.architecture]
+        sizes = {**(_SMALL if self.kind == "F16" else _BROAD), **more}
+        width, count = sizes["intermediate_size"], len(words_of("llama")["tokenizer.ggml.tokens"])
+        dual = {"mamba_d_head": sizes["hidden_size"] // 2, "shared_intermediate_size": width}
+        beside = {"shared_expert_intermediate_size": width}
+        own = {"granitehybrid-moe": dual, "qwen2moe": beside, "qwen35moe": beside, "qwen3next": beside}
+        if "moe" in family.partition("_")[2] or family == "qwen3_next":
+            sizes["moe_intermediate_size"] = width
+        if self.architecture == "qwen35moe":
+            del sizes["intermediate_size"]
+        layers = 2 if family in (*MIXED_RECURRENT, "glm4_moe") else 1
+        return self._drawn(tiny(family, dtype=torch.float32, layers=layers, **{
+            **sizes, **own.get(self.architecture, {}), "vocab_size": count}))
+
+    def _drawn(self, tiny_model: Any) -> Any:
+        """A copy with weights on a grid."""
+        model = copy.deepcopy(tiny_model)
         generator = torch.Generator().manual_seed(len(self.name))
-        for name, parameter in sorted(model.named_parameters()):
+        held = dict(model.named_parameters())
+        held |= {name: one for name, one in model.named_buffers() if name.endswith("_bias")}
+        for name, parameter in sorted(held.items()):
             parameter.data = (_drawn(name, parameter, generator) * 2**14).round().div(2**14).float()
         return model
 
 
-HYBRIDS = [MadeHybrid(architecture, kind) for architecture in _HYBRIDS for kind in ("F16", "Q4_K_M")]
+HYBRIDS = [MadeHybrid(architecture, kind) for architecture in (*_HYBRIDS, *_MIXTURES) for kind in ("F16", "Q4_K_M")]
 
 
 def _drawn(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     """Values of a hybrid's parameter."""
     if name.endswith("A_log"):
         return torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2
+    if re.search(r"\.(gate|router|shared_expert_gate)\.weight$", name):  # so that rounding changes no choice
+        return 4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / parameter.shape[1] ** 0.5
+    if ".experts." in name:
+        return torch.stack([_matrix(one, generator) for one in [parameter.shape[1:]] * len(parameter)])
     if parameter.dim() != 2:
         middle = 1.0 if name.endswith(("norm.weight", ".D", "norm_f.weight")) else 0.0
         return middle + (0.3 if parameter.dim() > 2 else 0.1) * torch.randn(

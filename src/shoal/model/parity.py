@@ -65,7 +65,8 @@ def check_parity(runner: ModelRunner, model: Any, tolerances: Mapping[torch.dtyp
         what = f"with its cache transformers computes other logits than without, by {own:.1e} of the largest logit"
         raise Unsupported(name, what, "Use model.generate for this architecture, and report it to transformers")
     logits = torch.cat(_run(runner, tokens, name))
-    error = relative_error(logits, torch.cat([expected, expected, expected[:4]]))
+    by_tokens = runner.routes and runner.dtype.itemsize == 2
+    error = (typical_error if by_tokens else relative_error)(logits, torch.cat([expected, expected, expected[:4]]))
     if tolerance < error <= most:
         own = max(own, relative_error(_generated(runner, model, tokens)[1], expected))
     allowed = max(tolerance, min(_TIMES_ITSELF * own, most))
@@ -159,6 +160,15 @@ def ragged_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
 
 def _chain(runner: ModelRunner, seq: int, tokens: list[int]) -> SequenceChunk:
     return SequenceChunk(seq, tokens, [0] * len(tokens), DepthPlan.full(runner.num_layers), wanted=len(tokens))
+
+
+def typical_error(actual: Tensor, expected: Tensor) -> float:
+    """The median over tokens of the largest difference, relative to the largest expected magnitude of all.
+
+    In half types a token near the boundary of two experts may go to another one than in the model, far from it then.
+    """
+    differences = (actual.double() - expected.double()).abs().amax(-1)
+    return float(differences.median() / expected.double().abs().max().clamp_min(1e-30))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

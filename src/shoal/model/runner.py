@@ -222,6 +222,7 @@ class ModelRunner(Protocol):
         score_scale: factor of the products of queries and keys before softmax.
         score_cap: c of the soft cap c * tanh(x / c) that follows, or None.
         activation_dtype: what inputs of matrix products are rounded to: int8 if kernels multiply integers, or `dtype`.
+        routes: whether routers, on inputs that this runner rounds in its own way, choose experts.
     """
 
     num_layers: int
@@ -241,6 +242,7 @@ class ModelRunner(Protocol):
     shows_queries: bool
     score_scale: float
     score_cap: float | None
+    routes: bool = False
 
     def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:
         """An empty cache for `seqs` sequences; `reserve` as for `KVCache`."""

@@ -24,7 +24,6 @@ from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, TensorSource
-from shoal.model.packed.weights import check_names
 from shoal.model.parity import check_parity, chunked_logits
 
 LAYERS = 4
@@ -177,12 +176,12 @@ def test_layers_with_experts_are_refused_by_number() -> None:
 @pytest.mark.parametrize("family", PACKED_RECURRENT)
 def test_missing_and_surplus_tensors_are_refused(family: str) -> None:
     model = tiny(family, dtype=torch.float32, layers=LAYERS)
-    held, shape = dict(model.state_dict()), shape_of(model.config)
-    check_names(model.config, shape, TensorSource(held))
+    held = dict(model.state_dict())
+    build_module.build(model.config, TensorSource(held), torch.float32, CPU, kernels=False)
     name = next(name for name in held if name.endswith(("conv1d.weight", "conv.conv.weight")))
     for wrong in ({key: value for key, value in held.items() if key != name}, {**held, f"{name}s": held[name]}):
         with pytest.raises(Unsupported):
-            check_names(model.config, shape, TensorSource(wrong))
+            build_module.build(model.config, TensorSource(wrong), torch.float32, CPU, kernels=False)
 
 
 @pytest.mark.parametrize("wrong", [{"gate_scale": 0.9}, {"out_scales": (1.0, 0.9, 1.0)}, {"rotary": (None,) * LAYERS},

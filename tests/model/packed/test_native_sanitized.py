@@ -36,6 +36,7 @@ def runtime(name: str) -> str:
     ("test_native_choice.py", "not again"),
     ("test_native_trees.py", "not many"),
     ("test_native_blocks.py", "1280 or ragged"),
+    ("test_experts.py", "rows_and or other_experts or stand_for"),
 ])
 def test_memory_and_arithmetic(file: str, some: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = tmp_path_factory.getbasetemp() / "sanitized"  # compiled for the first of these tests

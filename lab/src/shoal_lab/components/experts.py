@@ -20,8 +20,7 @@ from shoal.errors import Unsupported
 from shoal.model.experts import ExpertMLPs, Opened
 from shoal.model.hf import HFRunner
 from shoal.model.packed import native
-from shoal.model.packed.block import ACTIVATIONS
-from shoal.model.packed.linear import Dense, Linear, Quantised, parts_of
+from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, Quantised, parts_of
 from shoal.model.packed.native.library import LANES, BatchStruct, Weight
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
@@ -196,6 +195,9 @@ def split_mlps(runner: ModelRunner, neurons: Sequence[Tensor]) -> SplitMLPs:
         return _of_modules(runner, neurons)
     assert isinstance(runner, PackedRunner)
     shape, layers = runner.shape, runner.weights.layers
+    if shape.experts is not None:
+        raise Unsupported("groups of neurons in a model with experts", "a router chooses them already",
+                          "Leave out layers instead, as d3 does")
     _check_groups(neurons, shape.ffns)
     made = SplitMLPs(
         [_split(runner, layer, groups) for layer, groups in zip(layers, neurons, strict=True)],

@@ -19,10 +19,13 @@ from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS
 from shoal.model.gguf.metadata import Metadata, Vocabulary, vocabulary_of
+from shoal.model.gguf.mixtures import MIXTURES, check_experts
 
 _SAFETENSORS = "Use the model's safetensors"
 _FREQUENCIES, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _TOLERANCE = 1e-4
+_WIDTHS = ("feed_forward_length", "expert_feed_forward_length")
+"""Widths of MLPs, and of models that have experts alone."""
 _REMEDY = 'Use backend="hf", which reads it as transformers does, or the model\'s safetensors'
 
 
@@ -117,7 +120,7 @@ def family_of(metadata: Metadata) -> Family:
     """The family of a file.
 
     Raises:
-        Unsupported: Shoal does not know the architecture, or the model has experts.
+        Unsupported: Shoal does not know the architecture, or knows it without experts alone.
         ValueError: the file is no model, or one part of a split one.
     """
     name = metadata.architecture
@@ -126,11 +129,12 @@ def family_of(metadata: Metadata) -> Family:
                          "does nothing alone. Give the model's own file, with an adapter merged into it")
     if metadata.whole("split.count", 0, least=0) > 1:
         raise ValueError("the GGUF file is one part of several; join them first, with llama-gguf-split --merge")
-    if name not in FAMILIES:
-        raise Unsupported(f"a GGUF file of architecture {name!r}", f"Shoal reads {', '.join(FAMILIES)}", _REMEDY)
-    if metadata.whole("expert_count", 0, least=0) > 1:
-        raise Unsupported(f"a GGUF file of architecture {name!r} with experts", "Shoal reads dense models", _REMEDY)
-    return FAMILIES[name]
+    mixed = bool(metadata.whole("expert_count", 0, least=0))
+    known = MIXTURES if mixed else FAMILIES
+    if name not in known:
+        what = f"a GGUF file of architecture {name!r}{' with experts' if mixed else ''}"
+        raise Unsupported(what, f"Shoal reads {', '.join(known)}", _REMEDY)
+    return known[name]
 
 
 def config_of(file: GgufFile) -> Any:
@@ -142,6 +146,7 @@ def config_of(file: GgufFile) -> Any:
     """
     metadata = Metadata(file.header)
     family = family_of(metadata)
+    check_experts(file, metadata.whole("expert_count", 0, least=0))
     common = _common(file, metadata) | (_attention(file, metadata, family) if family.attends else {})
     fields = common | family.own(file, metadata, common)
     vocabulary = vocabulary_of(file.header)
@@ -170,7 +175,8 @@ def _attention(file: GgufFile, metadata: Metadata, family: Family) -> Fields:
     if "partial_rotary_factor" in rope and not family.partial:
         what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
         raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
-    widths = metadata.each("feed_forward_length", layers, least=0 if family.apart else 1)
+    key = next((name for name in _WIDTHS if metadata.has(name)), _WIDTHS[0])
+    widths = metadata.each(key, layers, least=0 if family.apart else 1)
     if family.apart:
         widths = [width for width in widths if width] or [1]
         if len(set(widths)) > 1:

@@ -221,13 +221,16 @@ HYBRIDS: Mapping[str, Family] = MappingProxyType({
 })
 """Architectures by their name in GGUF files."""
 
-JOINED = {"shared_mlp.input_linear.weight": ("shared_mlp.gate_proj.weight", "shared_mlp.up_proj.weight")}
+JOINED = {"shared_mlp.input_linear.weight": ("shared_mlp.gate_proj.weight", "shared_mlp.up_proj.weight"),
+          "linear_attn.in_proj_qkvz.weight": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight")}
 """Matrices of transformers' modules, below a layer, that files have in parts, one above the other."""
 
 
 def as_in_checkpoint(place: str, values: Tensor) -> Tensor:
     """A vector of a recurrence as checkpoints have it: A by its logarithm, a convolution of each channel by itself."""
     inside = place.split(".", 2)[-1]
+    if inside == "ffn_gate_inp_shexp.weight":
+        return values.view(1, -1)
     if inside == "ssm_a":
         logs = (-values).log()
         return logs if logs.shape[-1] > 1 else logs.flatten()  # of each channel's states, or of each head
@@ -243,7 +246,8 @@ def grouped_heads(place: str, values: Tensor, config: Any) -> Tensor:
     """
     keys, heads = getattr(config, "linear_num_key_heads", 0), getattr(config, "linear_num_value_heads", 0)
     inside = place.split(".", 2)[-1]
-    if keys == heads or inside not in _DELTA.values() or inside == "ssm_norm.weight":
+    alike = keys == heads or config.model_type == "qwen3_next"
+    if alike or inside not in _DELTA.values() or inside == "ssm_norm.weight":
         return values
     if inside == "ssm_out.weight":
         return _grouped(values.t(), keys, heads).t().contiguous()
@@ -251,6 +255,13 @@ def grouped_heads(place: str, values: Tensor, config: Any) -> Tensor:
         first = 2 * keys * config.linear_key_head_dim
         return torch.cat([values[:first], _grouped(values[first:], keys, heads)])
     return _grouped(values, keys, heads)
+
+
+def by_key_heads(qkv: Tensor, gate: Tensor, config: Any) -> Tensor:
+    """Qwen3-Next's projection as its modules have it: of each key head q, k, its values, and their gates."""
+    keys, width = config.linear_num_key_heads, config.linear_num_key_heads * config.linear_key_head_dim
+    parts: list[Tensor] = [*qkv.split([width, width, len(qkv) - 2 * width]), gate]
+    return torch.cat([part.unflatten(0, (keys, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def _grouped(values: Tensor, keys: int, heads: int) -> Tensor:

@@ -17,8 +17,9 @@ from shoal.model.gguf.config import family_of
 from shoal.model.gguf.family import Family
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import GgmlType, TensorInfo
-from shoal.model.gguf.hybrids import JOINED, as_in_checkpoint, grouped_heads
+from shoal.model.gguf.hybrids import JOINED, as_in_checkpoint, by_key_heads, grouped_heads
 from shoal.model.gguf.metadata import Metadata
+from shoal.model.gguf.mixtures import DOWN, FUSED, GATE, UP, expert_of, unnumbered
 from shoal.model.modules import expected
 from shoal.model.packed.source import Source
 
@@ -34,6 +35,10 @@ _SANDWICH = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_n
 _LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
 ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
+_STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|down_proj)")
+"""The tensors of transformers' modules that have the matrices of all experts."""
+_KEY_HEADS = {"in_proj_b": 0, "in_proj_a": 1}
+"""Halves of a matrix whose rows are ordered by key heads."""
 
 
 def gguf_name(name: str, family: Family) -> str | None:
@@ -43,7 +48,7 @@ def gguf_name(name: str, family: Family) -> str | None:
     found = _LAYER.fullmatch(name)
     if found is None:
         return None
-    layer, rest = found.groups()
+    layer, rest = found[1], unnumbered(found[2])
     if rest in family.layer:
         return f"blk.{layer}.{family.layer[rest]}"
     part, _, kind = rest.rpartition(".")
@@ -77,7 +82,7 @@ class GgufSource(Source):
     @override
     def names(self) -> list[str]:
         """The tensors of transformers' modules that the file has."""
-        return sorted(filter(self.has, expected(self._config)))
+        return sorted(name for name in expected(self._config) if all(map(self.has, self.parts(name))))
 
     @override
     def has(self, name: str) -> bool:
@@ -86,10 +91,12 @@ class GgufSource(Source):
     def __getitem__(self, name: str) -> Tensor:
         """The tensor, in its dtype if that is floating point, else dequantised to float32; may be a read-only view."""
         info = self._info(name)
-        order = self._order(info)
-        if order is not None and len(info.shape) > 1:
-            blocks = self._file.blocks(info.name).select(order)
+        order = self._order(name, info)
+        if expert_of(name) is not None or (order is not None and len(info.shape) > 1):
+            blocks = self.blocks(name)
             return blocks.dequantise(PLAIN.get(blocks.type, torch.float32))
+        if _STACKED.fullmatch(name):
+            raise KeyError(name)
         values = self._file.values(info.name)
         values = values if order is None else values[order]
         if self._family.norm_shift and info.name.endswith("norm.weight") and not info.name.endswith("ssm_norm.weight"):
@@ -99,14 +106,23 @@ class GgufSource(Source):
     def of_modules(self, name: str) -> Tensor | None:
         """The tensor as transformers' modules have it, dequantised; None if the file lacks it."""
         parts = self.parts(name)
+        if _STACKED.fullmatch(name):
+            places = dict.fromkeys(place for part in parts if (place := self._place(part)) is not None)
+            return torch.cat([self._file.values(place) for place in places], 1) if places else None
+        if name.endswith("in_proj_qkvz.weight"):
+            return by_key_heads(self[parts[0]], self[parts[1]], self._config)
         if parts != (name,):
             return torch.cat([self[part] for part in parts]) if all(map(self.has, parts)) else None
         place = self._place(name)
         return None if place is None else grouped_heads(place, self[name], self._config)
 
-    @staticmethod
-    def parts(name: str) -> tuple[str, ...]:
-        """The names under which the file has a matrix of the modules: itself, or those of its parts."""
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The names under which the file has a tensor of the modules: itself, or its parts; of experts the first."""
+        stacked = _STACKED.fullmatch(name)
+        if stacked is not None:
+            wanted = (DOWN,) if stacked[3] == "down_proj" else (GATE, UP)
+            return tuple(stacked[1] + own.replace("#", "0") for own, place in self._family.layer.items()
+                         if place in wanted)
         for joined, parts in JOINED.items():
             if name.endswith(joined):
                 return tuple(name.removesuffix(joined) + part for part in parts)
@@ -117,11 +133,15 @@ class GgufSource(Source):
 
         A view of the mapped file, unless rows had to be reordered.
         """
-        info = self._info(name)
+        info, expert = self._info(name), expert_of(name)
+        if expert is not None:
+            whole, rows = self._file.blocks(info.name), info.shape[1]
+            first, last = self._rows_of_expert(name, info)
+            return whole.select(slice(expert * rows + first, expert * rows + last))
         if len(info.shape) != 2:
             what = f"blocks of {name!r}, which is {list(info.shape)}"
             raise Unsupported(what, "only matrices have them", "Read its values")
-        order, blocks = self._order(info), self._file.blocks(info.name)
+        order, blocks = self._order(name, info), self._file.blocks(info.name)
         return blocks if order is None else blocks.select(order)
 
     @property
@@ -135,16 +155,25 @@ class GgufSource(Source):
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; KeyError if there is none of that name."""
-        return self._info(name).shape
+        info = self._info(name)
+        if expert_of(name) is not None:
+            first, last = self._rows_of_expert(name, info)
+            return last - first, info.shape[2]
+        order = self._order(name, info)
+        return info.shape if order is None or len(info.shape) < 2 else (len(order), info.shape[1])
 
     def matrices(self) -> list[tuple[GgmlType, tuple[int, int]]]:
-        """Type, rows and columns of every matrix in the file."""
-        return [(info.type, (info.shape[0], info.shape[1])) for info in self._file.header.tensors.values()
-                if len(info.shape) == 2]
+        """Type, rows and columns of every matrix in the file, those of experts one by one."""
+        found = [(info.type, (info.shape[0], info.shape[1])) for info in self._file.header.tensors.values()
+                 if len(info.shape) == 2]
+        for info in self._file.header.tensors.values():
+            if len(info.shape) == 3 and info.name.endswith("_exps.weight"):
+                found += [(info.type, (info.shape[1], info.shape[2]))] * info.shape[0]
+        return found
 
     def unread(self, known: Iterable[str]) -> list[str]:
         """Tensors of the file, by its names, that are neither in `known` (transformers' names) nor read otherwise."""
-        places = {gguf_name(name, self._family) for name in known}
+        places = {self._place(name) for name in known}
         further = tuple(f"blk.{layer}." for layer in self._further())
         return [place for place in self._file.header.tensors
                 if place not in places and not ASIDE.search(place) and not place.startswith(further)]
@@ -152,7 +181,7 @@ class GgufSource(Source):
     @property
     def by_turns(self) -> bool:
         """Whether value heads of a gated delta rule take turns: the first one of each key head, then the second."""
-        return self._family.model_type == "qwen3_5_text"
+        return self._family.model_type in ("qwen3_5_text", "qwen3_5_moe_text")
 
     def _further(self) -> range:
         """Layers of heads that predict further tokens."""
@@ -170,11 +199,27 @@ class GgufSource(Source):
         return self._file.header.tensors[place]
 
     def _place(self, name: str) -> str | None:
-        place = gguf_name(name, self._family)
-        return place if place is not None and self._file.has(place) else None
+        place, expert = gguf_name(name, self._family), expert_of(name)
+        if place is not None and not self._file.has(place) and place.endswith((GATE, UP)):
+            place = f"{place.rpartition('.ffn_')[0]}.{FUSED}"
+        if place is None or not self._file.has(place):
+            return None
+        return place if expert is None or expert < self._file.header.tensors[place].shape[0] else None
 
-    def _order(self, info: TensorInfo) -> Tensor | None:
+    def _rows_of_expert(self, name: str, info: TensorInfo) -> tuple[int, int]:
+        """The rows of an expert's matrix that a tensor of this name has: one half where gate and up are one matrix."""
+        rows = info.shape[1]
+        if not info.name.endswith(FUSED):
+            return 0, rows
+        place = gguf_name(name, self._family)
+        assert place is not None
+        return (0, rows // 2) if place.endswith(GATE) else (rows // 2, rows)
+
+    def _order(self, name: str, info: TensorInfo) -> Tensor | None:
         """The row order of transformers, as rows of the file: neighbouring pairs become halves. None if they agree."""
+        half = _KEY_HEADS.get(name.split(".")[-2])
+        if half is not None and info.name.endswith("ssm_ba.weight"):
+            return torch.arange(info.shape[0]).view(self._config.linear_num_key_heads, 2, -1)[:, half].flatten()
         heads = self._heads.get(info.name.split(".")[-2])
         if heads is None:
             return None

@@ -9,18 +9,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from shoal.model.layers.mixer import Mixer
-from shoal.model.packed.linear import Linear
+from shoal.model.packed.linear import ACTIVATIONS, Linear
 from shoal.model.packed.shape import Shape, rotate
 from shoal.model.packed.weights import Layer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]."""
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-                                                      "relu2": lambda x: relu(x).square()}
 
 
 def attention(
@@ -68,9 +65,14 @@ def recurrence(
 def mlp(
     x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, inside: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """What the MLP adds to the residual stream `x` [T, hidden]; `inside` replaces `gated` between the norms."""
-    normed = _norm(x, layer.mlp_norm, shape.eps).to(dtype)
-    out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
+    """What the feed-forward adds to the stream `x` [T, hidden]; `inside` replaces `gated` between the norms."""
+    wide = _norm(x, layer.mlp_norm, shape.eps)
+    normed, out = wide.to(dtype), None
+    if inside is not None or layer.down.rows:
+        out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
+    if layer.experts is not None:
+        out = layer.experts(wide, dtype, out)
+    assert out is not None
     return _norm(out, layer.mlp_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[2])
 
 

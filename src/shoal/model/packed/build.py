@@ -17,13 +17,21 @@ from shoal.model.gguf.blocks import Blocks
 from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
-from shoal.model.packed.kinds import HYBRIDS
+from shoal.model.packed.kinds import HYBRIDS, MIXTURES
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
 from shoal.model.packed.native_runner import NativeRunner, fits_kernels, pack_for
 from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
-from shoal.model.packed.source import FewerLayers, GatesBelow, HalvesPaired, ModelSource, OlmoHybridNames, Source
+from shoal.model.packed.source import (
+    FewerLayers,
+    GatesBelow,
+    HalvesPaired,
+    KeyHeadsApart,
+    ModelSource,
+    OlmoHybridNames,
+    Source,
+)
 from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
 
 log = logging.getLogger(__name__)
@@ -138,12 +146,14 @@ def build(
     """
     shape = shape_of(config, dtype)
     check(dtype, quant)
-    if config.model_type == "olmo_hybrid" and not isinstance(source, ModelSource):
+    file, plain = source.source if isinstance(source, FewerLayers) else source, source
+    if config.get_text_config().model_type == "qwen3_next" and not isinstance(file, GgufSource):
+        source = _apart(config.get_text_config(), source)
+    if config.model_type == "olmo_hybrid" and not isinstance(plain, ModelSource):
         source = OlmoHybridNames(source)
-    if not isinstance(source, ModelSource):  # a loaded model needs no check
+    if not isinstance(plain, ModelSource):  # a loaded model needs no check
         check_unquantised(config)
         check_names(config, shape, source)
-    file, plain = source.source if isinstance(source, FewerLayers) else source, source
     if shape.interleaved:
         source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
     gates = None
@@ -169,6 +179,13 @@ def build(
             undone.pop_all()
             kept.finish()
     return (NativeRunner if kernels else PackedRunner)(shape, weights, rotary, dtype, device)
+
+
+def _apart(text: Any, source: Source) -> KeyHeadsApart:
+    groups = text.linear_num_key_heads
+    shared = text.linear_num_value_heads // groups
+    values = shared * text.linear_value_head_dim
+    return KeyHeadsApart(source, groups, (2 * text.linear_key_head_dim, values, shared))
 
 
 def _pack_original(source: FewerLayers, pack: PackFile, names: Sequence[str], role: Role) -> Linear:
@@ -203,9 +220,10 @@ def worth_packing(config: Any, dtype: torch.dtype, device: torch.device) -> None
     kind = config.get_text_config().model_type
     if kind == "recurrent_gemma":  # its modules keep states to themselves, so that nothing else runs it
         return
-    if kind in HYBRIDS and not (fits_kernels(shape_of(config, dtype), dtype, device) and native.available()):
-        what = f"the packed backend for model type {kind!r}"
-        raise Unsupported(what, "its recurrences have no kernels here, which is slow on prompts", 'Use backend="hf"')
+    special = kind in (*HYBRIDS, *MIXTURES)
+    if special and not (fits_kernels(shape_of(config, dtype), dtype, device) and native.available()):
+        what, lacking = f"the packed backend for model type {kind!r}", "recurrences" if kind in HYBRIDS else "experts"
+        raise Unsupported(what, f"its {lacking} have no kernels here, which is slow on prompts", 'Use backend="hf"')
     if dtype == torch.float64 or (dtype == torch.float16 and device.type == "cpu"):
         what = f"the packed backend in {dtype} on {device.type}"
         raise Unsupported(what, "it gains nothing there", 'Use backend="hf"')

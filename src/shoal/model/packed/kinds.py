@@ -30,20 +30,22 @@ class LayerKind:
 
     Attributes:
         mixers: at most one of them is a recurrence.
-        gated_mlp: whether a gated MLP follows them.
+        gated_mlp: whether a gated MLP follows them, beside experts if there are any.
         plain_mlp: whether an MLP without a gate does.
         norms: of the mixers, all together, and of the MLP.
+        experts: whether experts follow them, see `shoal.model.packed.experts`.
     """
 
     mixers: tuple[MixerName, ...] = ("attention",)
     gated_mlp: bool = True
     norms: Norms = Norms()
     plain_mlp: bool = False
+    experts: bool = False
 
     @property
     def feeds(self) -> bool:
         """Whether a feed-forward follows the mixers."""
-        return self.gated_mlp or self.plain_mlp
+        return self.gated_mlp or self.plain_mlp or self.experts
 
     @property
     def attends(self) -> bool:
@@ -127,14 +129,20 @@ LLAMA: Mapping[str, ModelKind] = MappingProxyType({
 })
 """Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
 
+MIXTURES: Mapping[str, ModelKind] = MappingProxyType(dict.fromkeys(
+    ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe"), ModelKind()))
+"""Model types whose layers are attention and experts, or in some layers a gated MLP."""
+
+_LFM2 = _with("short_conv", Norms("operator_norm", "ffn_norm"), Names(
+    final_norm="embedding_norm", mixer="conv.", mlp="feed_forward.", out="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"), gate_up=("w1", "w3"), down="w2"))
 HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
-    "qwen3_5_text": _with("gated_delta", Norms(), Names(mixer="linear_attn."), gated_attention=True),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _with(
+        "gated_delta", Norms(), Names(mixer="linear_attn."), gated_attention=True)),
     "olmo_hybrid": ModelKind(MappingProxyType({"": LayerKind(("gated_delta",)),
                                                "full_attention": LayerKind(norms=_AFTER)}),
                              Names(mixer="linear_attn.")),
-    "lfm2": _with("short_conv", Norms("operator_norm", "ffn_norm"), Names(
-        final_norm="embedding_norm", mixer="conv.", mlp="feed_forward.", out="out_proj",
-        head_norms=("q_layernorm", "k_layernorm"), gate_up=("w1", "w3"), down="w2")),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     "bamba": _with("mamba2", _BEFORE_FF, _BAMBA),
     "falcon_h1": ModelKind(MappingProxyType({"": LayerKind(("attention", "mamba2"), norms=_BEFORE_FF)}), _BAMBA),
     "granitemoehybrid": _with("mamba2", Norms(), Names(mixer="mamba.", mlp="shared_mlp.", joined="input_linear",
@@ -155,4 +163,4 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
 })
 """Model types with recurrent layers: the kernels run all but RecurrentGemma."""
 
-MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **HYBRIDS})
+MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **MIXTURES, **HYBRIDS})

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import gelu, linear, pad, relu, silu
 from typing_extensions import override
 
 from shoal.model.gguf.blocks import Blocks
@@ -38,6 +38,8 @@ _TOLERANCE = 0.02
 _DEQUANTISED = 2**21
 """Values of a file's blocks that are dequantised at a time."""
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+                                                      "relu2": lambda x: relu(x).square()}
 Product = Callable[[Tensor], Tensor]
 log = logging.getLogger(__name__)
 
@@ -270,10 +272,12 @@ def _quantise(weight: Tensor, group: int, top: int, scale_dtype: torch.dtype) ->
 
 
 def quant_for(role: str, quant: Quant | None) -> Quant | None:
-    """How a matrix of that role is quantised: with int4, embedding and head take int8.
+    """How a matrix of that role is quantised: with int4, embedding and head take int8; a router never is.
 
     Every token passes these two, and llama.cpp's quantiser also keeps them in 6 or 8 bits.
     """
+    if role == "router":
+        return None
     return "int8" if quant == "int4" and role in ("table", "head") else quant
 
 

@@ -21,17 +21,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 
 from shoal.errors import Unsupported
 from shoal.model.config import widths_of, windows_of
-from shoal.model.packed.kinds import HYBRIDS, MODELS, LayerKind, Names
+from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
+from shoal.model.packed.kinds import HYBRIDS, MIXTURES, MODELS, LayerKind, Names
 
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
     "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium",
 )  # fmt: skip
-"""Values of `model_type` whose block is the packed one, besides `HYBRIDS`."""
+"""Values of `model_type` whose block is the packed one, besides `MIXTURES` and `HYBRIDS`."""
 
 _MOVING_ROPE = ("dynamic", "longrope")
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
-_INTERLEAVED = ("glm", "glm4", "helium")
+_INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5_moe")
+_CENTRED = (*_GEMMA, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma")
+"""Model types whose norm weights are stored minus 1."""
 REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 _BY_FUNCTION = ("linear", "llama3", "yarn")
 """Rope types whose frequencies transformers computes without the model's code."""
@@ -46,7 +49,7 @@ class Shape:
     Attributes:
         hidden, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers: sizes; the first `rotary_dim` dimensions of a
             head are rotated.
-        ffns: neurons of each layer's MLP.
+        ffns: neurons of each layer's MLP, beside experts where it has these.
         eps: epsilon of the RMSNorms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
@@ -66,6 +69,7 @@ class Shape:
         gated_attention: whether attention's outputs are gated, by rows of the fused projection after those of q.
         gate_scale: factor of the MLP's gate before its activation.
         out_scales: further factors of what attention, a recurrence and the MLP add to the residual stream.
+        experts: those of the layers whose kinds say that they have any; None if no layer has.
     """
 
     hidden: int
@@ -96,6 +100,7 @@ class Shape:
     gated_attention: bool = False
     gate_scale: float = 1.0
     out_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    experts: ExpertShape | None = None
 
     def kind(self, layer: int) -> LayerKind:
         """What a layer is made of."""
@@ -104,7 +109,7 @@ class Shape:
     @property
     def plain(self) -> bool:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
-        whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp for kind in self.kinds)
+        whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
         return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
@@ -121,8 +126,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         dtype: dtype of the weights, to which transformers rounds Gemma's embedding scale.
     """
     text = config.get_text_config()
-    if text.model_type not in FAMILIES and text.model_type not in HYBRIDS:
-        raise _misfit(text, f"the packed block fits {', '.join((*FAMILIES, *HYBRIDS))}")
+    if text.model_type not in MODELS:
+        raise _misfit(text, f"the packed block fits {', '.join((*FAMILIES, *MIXTURES, *HYBRIDS))}")
     activations = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
     if type(text) not in CAUSAL:
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
@@ -135,13 +140,17 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     for rope in ropes.values():
         if rope.get("rope_type", "default") in _MOVING_ROPE:
             raise _misfit(text, f"its rotary table ({rope['rope_type']}) changes with the length of the sequence")
-    kinds = MODELS[text.model_type].of(text)
+    if getattr(text, "clip_qkv", None) is not None:
+        raise _misfit(text, "it limits queries, keys and values (clip_qkv)")
+    if text.model_type == "ernie4_5_moe" and text.use_bias:
+        raise _misfit(text, "its matrices have biases (use_bias)")
+    kinds, ffns = with_experts(text, *_dense(text, MODELS[text.model_type].of(text)))
     attends = any(kind.attends for kind in kinds)
     head_dim = head_dim_of(text) if attends else 0
     heads = text.num_attention_heads if attends else 0
     shape = Shape(
         hidden=text.hidden_size,
-        ffns=tuple(width if kind.feeds else 0 for kind, width in zip(kinds, _widths(text, kinds), strict=True)),
+        ffns=ffns,
         heads=heads,
         kv_heads=(getattr(text, "num_key_value_heads", None) or heads) if attends else 0,
         head_dim=head_dim,
@@ -159,19 +168,23 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         tied=bool(text.tie_word_embeddings),
         max_positions=getattr(text, "max_position_embeddings", None),
         interleaved=text.model_type in _INTERLEAVED,
-        norm_offset=1.0 if text.model_type in (*_GEMMA, "qwen3_5_text", "recurrent_gemma") else 0.0,
-        wide_head_norms=text.model_type in ("olmo2", "olmo3", "olmo_hybrid"),
+        norm_offset=1.0 if text.model_type in _CENTRED else 0.0,
+        wide_head_norms=text.model_type in ("olmo2", "olmo3", "olmo_hybrid", "olmoe"),
         attention_cap=text.attn_logit_softcapping if text.model_type == "gemma2" else None,
         logit_cap=getattr(text, "final_logit_softcapping", None),
         kinds=kinds,
         names=MODELS[text.model_type].names,
         gated_attention=MODELS[text.model_type].gated_attention,
+        experts=expert_shape(text),
     )
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 
 
-def _widths(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[int, ...]:
-    return widths_of(text) if any(kind.feeds for kind in kinds) else (0,) * len(kinds)
+def _dense(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """The kinds of a model's layers, and the widths of their MLPs if none had experts."""
+    dense = any(kind.feeds for kind in kinds) and hasattr(text, "intermediate_size")
+    widths = widths_of(text) if dense else (0,) * len(kinds)
+    return kinds, tuple(width if kind.feeds else 0 for kind, width in zip(kinds, widths, strict=True))
 
 
 def _special(text: Any, shape: Shape) -> dict[str, Any]:
@@ -185,8 +198,6 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
     if kind == "lfm2":
         return {"ffns": (_lfm2_width(text),) * shape.num_layers}
     if kind == "granitemoehybrid":
-        if text.num_local_experts:
-            raise _misfit(text, "it has mixtures of experts")
         return {"ffns": (text.shared_intermediate_size,) * shape.num_layers,
                 "rotary": shape.rotary if text.position_embedding_type == "rope" else (None,) * shape.num_layers}
     if kind == "nemotron_h":

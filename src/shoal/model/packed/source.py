@@ -191,6 +191,59 @@ class OlmoHybridNames(ChangedSource):
                       if ours in name and self._source.has(other := name.replace(ours, theirs))), name),)
 
 
+class KeyHeadsApart(ChangedSource):
+    """Splits the projections of Qwen3-Next's gated delta rule, ordered by key heads, as Qwen3.5 has them.
+
+    Args:
+        groups: key heads.
+        parts: rows per key head of q and k together, v (and as many of the gate), and b (and as many of a).
+    """
+
+    _SPLIT: Mapping[str, tuple[str, int]] = {"in_proj_qkv": ("in_proj_qkvz", 0), "in_proj_z": ("in_proj_qkvz", 1),
+                                             "in_proj_b": ("in_proj_ba", 0), "in_proj_a": ("in_proj_ba", 1)}
+
+    def __init__(self, source: Source, groups: int, parts: tuple[int, int, int]) -> None:
+        super().__init__(source)
+        self._groups, (keys, values, heads) = groups, parts
+        self._sizes = {"in_proj_qkvz": (keys + values, values), "in_proj_ba": (heads, heads)}
+
+    @override
+    def names(self) -> list[str]:
+        found = list[str]()
+        for name in self._source.names():
+            apart = [part for part, (whole, _) in self._SPLIT.items() if name.split(".")[-2:-1] == [whole]]
+            found += [name.replace(name.split(".")[-2], part) for part in apart] or [name]
+        return found
+
+    @override
+    def has(self, name: str) -> bool:
+        whole = self._whole(name)
+        return self._source.has(whole[0] if whole else name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        whole = self._whole(name)
+        if whole is None:
+            return self._source[name]
+        tensor, sizes = self._source[whole[0]], self._sizes[whole[1]]
+        if len(tensor) != self._groups * sum(sizes):
+            return tensor  # whose size is refused
+        first: Tensor
+        second: Tensor
+        first, second = tensor.unflatten(0, (self._groups, -1)).split(sizes, 1)
+        if whole[2]:
+            return second.flatten(0, 1)
+        if whole[1] == "in_proj_ba":
+            return first.flatten(0, 1)
+        key = (sizes[0] - sizes[1]) // 2
+        return torch.cat([part.flatten(0, 1) for part in first.split([key, key, sizes[1]], 1)])
+
+    def _whole(self, name: str) -> tuple[str, str, int] | None:
+        """The tensor of the checkpoint that has a part, its own name and the number of the part."""
+        stem = name.split(".")[-2:-1]
+        found = self._SPLIT.get(stem[0]) if stem else None
+        return None if found is None else (name.replace(stem[0], found[0]), *found)
+
+
 class FewerLayers(Source):
     """Some layers of a source, ascending and renumbered from 0, and all tensors that belong to no layer.
 

@@ -16,18 +16,21 @@ from torch import Tensor
 from shoal.errors import Unsupported
 from shoal.heap import give_back
 from shoal.model.gguf.source import GgufSource
+from shoal.model.layers.experts import Mixture
 from shoal.model.layers.mixer import Mixer
 from shoal.model.modules import leftovers, refuse
+from shoal.model.packed.experts import ExpertShape
 from shoal.model.packed.kinds import Names
-from shoal.model.packed.linear import Dense, Linear, parts_of
+from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection
 from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import FewerLayers, Source
 
 _NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
-_NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium")
+_NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe")
 _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h")
-_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid")
+_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
+               "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid")
 _QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -42,9 +45,9 @@ _ROOTS = ("model.", "model.language_model.", "language_model.model.", "backbone.
 HEADS = ("lm_head.", "language_model.lm_head.")
 """Prefixes of the names of an untied head."""
 
-Role = Literal["matrix", "table", "pair", "head"]
+Role = Literal["matrix", "table", "pair", "head", "router"]
 """What a matrix is for: "matrix" is multiplied, "table" is the embedding (and a tied head), "pair" is gate above up,
-"head" is an untied head."""
+"head" is an untied head, "router" chooses experts."""
 
 Pack = Callable[[Tensor, Role], Linear]
 PackFile = Callable[[Sequence[str], Role], Linear]
@@ -87,7 +90,9 @@ def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
 
 def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     kind, names, model = shape.kind(layer), shape.names, text.model_type
-    attention, mlp = names.attention, names.mlp
+    attention, mlp = names.attention, _mlp_of(shape, layer)
+    if kind.experts and shape.experts is not None:
+        yield from _experts(shape.experts, kind.gated_mlp)
     if kind.attends:
         yield _joining([attention + part for part in _QKV], f"{attention}qkv_proj", model == "phi3")
     if kind.gated_mlp:
@@ -101,12 +106,30 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     yield from (_one(f"{norm}.weight") for norm in astuple(kind.norms) if norm is not None)
     if kind.recurrence is not None:
         yield from (_one(names.mixer + name) for name in FORMS[kind.recurrence].sizes(text))
-    if kind.attends and model in _HEAD_NORMS:
+    if kind.attends and (model in _HEAD_NORMS or (model == "glm4_moe" and text.use_qk_norm)):
         yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
     if kind.attends:
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
     if kind.feeds and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
+
+
+def _mlp_of(shape: Shape, layer: int) -> str:
+    """What the names of a layer's gated MLP begin with."""
+    beside = shape.kind(layer).experts and shape.experts is not None
+    return shape.experts.names.shared if beside and shape.experts is not None else shape.names.mlp
+
+
+def _experts(experts: ExpertShape, beside: bool) -> Iterator[Forms]:
+    names, each = experts.names, range(experts.routing.count)
+    gate, up, down = ([name.format(expert) for expert in each] for name in names.apart)
+    yield tuple((router,) for router in names.router)
+    yield (*(((joined,)) for joined, _ in names.joined), tuple(gate + up))
+    yield (*(((joined,)) for _, joined in names.joined), tuple(down))
+    if experts.biased:
+        yield tuple((bias,) for bias in names.bias)
+    if beside and names.shared_gate is not None:
+        yield _one(names.shared_gate)
 
 
 def _joining(parts: Sequence[str], joined: str, first: bool) -> Forms:
@@ -119,7 +142,7 @@ def _biased(text: Any, out: str) -> Iterator[str]:
     """The projections of attention that have a bias."""
     kind = text.model_type
     attention = kind not in _NO_BIAS and bool(getattr(text, "attention_bias", False))
-    if attention or kind == "qwen2":
+    if attention or kind == "qwen2" or (kind == "qwen2_moe" and text.qkv_bias):
         yield from _QKV
     out_biased = text.attention_out_bias if kind == "seed_oss" else attention and kind not in _NO_OUT_BIAS
     if out_biased or kind == "recurrent_gemma":
@@ -159,6 +182,7 @@ class Layer:
         qkv_bias, out_bias, gate_up_bias, down_bias: biases, or None.
         mixer: the recurrence, instead of attention or beside it.
         of_mixer: its packed matrices.
+        experts: beside the MLP, or instead of it.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -177,15 +201,23 @@ class Layer:
     mlp_out_norm: Tensor | None = None
     mixer: Mixer | None = None
     of_mixer: tuple[Linear, ...] = ()
+    experts: Mixture[Linear] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices, which one token reads."""
-        return sum(matrix.nbytes for matrix in self.matrices())
+        """Bytes of the matrices that one token reads."""
+        every = sum(matrix.nbytes for matrix in self.matrices())
+        if self.experts is None:
+            return every
+        routing, all_experts = self.experts.routing, (*self.experts.gate_up, *self.experts.down)
+        idle = sum(matrix.nbytes for matrix in all_experts) * (routing.count - routing.top) // routing.count
+        return every - idle
 
     def matrices(self) -> tuple[Linear, ...]:
         """All packed matrices."""
-        held = (self.qkv, self.out, self.gate_up, self.down, *self.of_mixer)
+        held = [self.qkv, self.out, self.gate_up, self.down, *self.of_mixer]
+        if self.experts is not None:
+            held += [self.experts.router, *self.experts.gate_up, *self.experts.down]
         return tuple(part for matrix in held if matrix.rows for part in parts_of(matrix))
 
 
@@ -250,8 +282,10 @@ class Packer:
         if kind.recurrence is not None:
             read = _MixerReader(self, name + self._shape.names.mixer, FORMS[kind.recurrence].sizes(self._text))
             layer.mixer, layer.of_mixer = FORMS[kind.recurrence].build(self._text, read), tuple(read.matrices)
-        if kind.feeds:
-            self._mlp(layer, name + self._shape.names.mlp, self._shape.ffns[index], kind.gated_mlp)
+        if kind.gated_mlp or kind.plain_mlp:
+            self._mlp(layer, name + _mlp_of(self._shape, index), self._shape.ffns[index], kind.gated_mlp)
+        if kind.experts and self._shape.experts is not None:
+            layer.experts = self._experts(name, self._shape.experts, kind.gated_mlp)
         layer.attention_norm = self._norm(name, kind.norms.attention)
         layer.mlp_norm = self._norm(name, kind.norms.mlp)
         layer.attention_out_norm = self._norm(name, kind.norms.attention_out)
@@ -277,6 +311,42 @@ class Packer:
         layer.down = self.pack({f"{name}{names.down}.weight": hidden}, ffn, "matrix")
         layer.gate_up_bias = self._joined_bias(gate_up)
         layer.down_bias = self._optional(f"{name}{names.down}.bias", hidden)
+
+    def _experts(self, layer: str, shape: ExpertShape, beside: bool) -> Mixture[Linear]:
+        """The experts of a layer; the gate of the MLP beside them is a further row of the router."""
+        names, routing, hidden = shape.names, shape.routing, self._shape.hidden
+        router = self.vector(self._held(layer, names.router), routing.count, hidden)
+        gated = shape.gated and beside
+        if gated and names.shared_gate is not None:
+            router = torch.cat([router, self.vector(layer + names.shared_gate, 1, hidden)])
+        bias = None
+        if shape.biased:
+            bias = self.vector(self._held(layer, names.bias), *names.bias_rows, routing.count).flatten()
+        gate, up, down = (layer + name for name in names.apart)
+        joined = [[layer + pair[side] for pair in names.joined] for side in range(2)]
+        return Mixture(
+            routing, self._packed_by(router, "router"),
+            self._each(joined[0], {gate: shape.width, up: shape.width}, hidden, routing.count, "pair"),
+            self._each(joined[1], {down: hidden}, shape.width, routing.count, "matrix"),
+            ACTIVATIONS[self._shape.activation], bias, gated,
+        )
+
+    def _each(
+        self, joined: Sequence[str], apart: Mapping[str, int], columns: int, count: int, role: Role
+    ) -> tuple[Linear, ...]:
+        """Pack the matrices of all experts, which the checkpoint has as one tensor or, by number, in parts."""
+        whole = next((name for name in joined if self._source.has(name)), None)
+        if whole is None:
+            return tuple(self.pack({name.format(expert): rows for name, rows in apart.items()}, columns, role)
+                         for expert in range(count))
+        tensor = self._tensor(whole, count, sum(apart.values()), columns)
+        packed = tuple(self._packed_by(one.to(self._device, self._dtype, copy=True), role) for one in tensor)
+        give_back()
+        return packed
+
+    def _held(self, layer: str, names: Sequence[str]) -> str:
+        """The name that the checkpoint uses, or the first one."""
+        return layer + next((name for name in names if self._source.has(layer + name)), names[0])
 
     def _norm(self, layer: str, name: str | None) -> Tensor | None:
         if name is None:

@@ -20,7 +20,7 @@ from shoal.model.packed import block
 from shoal.model.packed.cuda import kernels
 from shoal.model.packed.cuda.form import ForwardForm
 from shoal.model.packed.cuda.products import Activation, matrix_of, product
-from shoal.model.packed.linear import Linear
+from shoal.model.packed.linear import ACTIVATIONS, Linear
 from shoal.model.packed.shape import RotaryTable, Shape
 from shoal.model.packed.weights import Layer, Weights
 from shoal.model.runner import SequenceChunk
@@ -168,7 +168,7 @@ class StaticForward:
             product(self._normed, matrix, out, bias=layer.gate_up_bias, gate=gate)
             return
         first, second = block.applied(layer.gate_up, self._normed, layer.gate_up_bias).chunk(2, dim=-1)
-        torch.mul(block.ACTIVATIONS[self._shape.activation](first), second, out=out)
+        torch.mul(ACTIVATIONS[self._shape.activation](first), second, out=out)
 
     def _add(self, linear: Linear, x: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
         """Add a sublayer's output to the stream."""

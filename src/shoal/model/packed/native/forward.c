@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include "chain.h"
+#include "experts.h"
 #include "likeliest.h"
 #include "lookup.h"
 #include "recurrence.h"
@@ -54,11 +55,7 @@ static int deepest(const ShoalModel *m) {
     return max_int(max_int(m->hidden, m->ffn), max_int(m->heads * m->head_dim, m->outputs)) + GROUP_K;
 }
 
-/* Bytes of a thread's activations; those of the groups of an MLP follow one another, each padded by at most GROUP_K values. */
-static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) {
-    const int64_t groups = b->groups ? b->expert_count : 0;
-    return round_up(acts_bytes(b->tokens, deepest(m)), 64) + groups * round_up(acts_bytes(b->tokens, GROUP_K), 64);
-}
+static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) { return round_up(acts_bytes(b->tokens, deepest(m)), 64); }
 
 static Worker worker_of(Run *r, int id, int threads) {
     const ShoalModel *m = r->m;
@@ -71,6 +68,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
     w.line = (float *)at, at += 4 * round_up(m->hidden, LANES);
+    at += lay_out_lots(&w.lots, m, r->b, at);
     w.best = r->best ? r->best + (int64_t)id * r->b->wanted_count : NULL;
     for (int i = 0; w.best && i < r->b->wanted_count; i++) w.best[i] = (Largest){-INFINITY, INT32_MAX};
     w.chunk = chunk_at(at, m->head_dim);
@@ -80,6 +78,8 @@ static Worker worker_of(Run *r, int id, int threads) {
 static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
     int64_t queries = tokens * (m->kv_heads ? m->heads / m->kv_heads : 0) * round_up(m->head_dim, 32) * 4;
+    Lots lots;
+    queries += lay_out_lots(&lots, m, b, NULL);
     return own_acts(m, b) + queries + round_up(4ll * SUMS, 64) + 4 * round_up(m->hidden, LANES) + chunk_bytes(m->head_dim);
 }
 
@@ -102,7 +102,12 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->x = at, at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
-    r->hidden = at, at += tokens * r->hidden_line;
+    r->hidden = at, at += hidden_floats(m, r->b);
+    r->scores_line = m->experts ? round_up(m->experts + 1, LANES) : 0;
+    r->scores = at, at += tokens * r->scores_line;
+    r->routes = (Route *)at, at += round_up(2 * tokens * m->top, LANES);
+    r->lot_acts = (char *)at;
+    if (tokens >= TOGETHER && most_lots(m, r->b)) at += round_up(lot_acts_bytes(m, r->b, (int)tokens), 128) / 4;
     r->mixed_line = round_up(m->outputs, LANES);
     r->inputs = at, at += tokens * round_up(m->inputs, LANES);
     r->channels = at, at += round_up(tokens * m->channels, LANES);
@@ -138,7 +143,7 @@ static void run_layers(Worker *w) {
         if (layer->recurrence) project(w, entry);
         if (layer->o.rows) run_attention(w, entry);
         if (layer->recurrence) run_recurrence(w, entry);
-        if (layer->down.rows) run_mlp(w, entry);
+        if (layer->down.rows || layer->experts) run_mlp(w, entry);
     }
     copy_states(w, w->run->b->active_count);
     run_head(w);
@@ -265,7 +270,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that compares them with their mirrors in Python. */
-void shoal_sizes(int64_t sizes[9]) {
+void shoal_sizes(int64_t sizes[10]) {
+    sizes[9] = sizeof(ShoalExperts);
     sizes[6] = sizeof(ShoalChoice), sizes[7] = sizeof(ShoalRecurrence), sizes[8] = sizeof(ShoalSteps);
     sizes[4] = sizeof(ShoalOwn), sizes[5] = sizeof(ShoalChain);
     sizes[0] = sizeof(ShoalWeight), sizes[1] = sizeof(ShoalLayer), sizes[2] = sizeof(ShoalModel), sizes[3] = sizeof(ShoalBatch);

@@ -58,14 +58,19 @@ static void multiply_all(const Worker *w, const ShoalWeight *weight, const Chose
     multiply_part(w, 0, weight, 0, c, bias, finish, to);
 }
 
-/* Two matrices of equal size whose row blocks alternate, as in a paired one. */
-static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, Finish *finish, void *to) {
+/* Row blocks first..last-1 of two matrices of equal size, as if they alternated in a paired one. */
+static void multiply_sides(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, int first, int last,
+                           Finish *finish, void *to) {
     const int step = c->count * 2 * LANES;
+    for (int block = first; block < last; block++) {
+        for (int side = 0; side < 2; side++) multiply(pair + side, w->ready, c->count, block, 1, w->sums + side * step);
+        finish(w, c, bias, 2 * block, 2, to);
+    }
+}
+
+static void multiply_both(const Worker *w, const ShoalWeight pair[2], const Chosen *c, const float *bias, Finish *finish, void *to) {
     for (int first, taken; (first = take(&w->run->team, w->id, 0, pair->blocks, PANEL, &taken)) >= 0;)
-        for (int block = first; block < first + taken; block++) {
-            for (int side = 0; side < 2; side++) multiply(pair + side, w->ready, c->count, block, 1, w->sums + side * step);
-            finish(w, c, bias, 2 * block, 2, to);
-        }
+        multiply_sides(w, pair, c, bias, first, first + taken, finish, to);
 }
 
 /* Row block b of the current `count`, for chosen token i, with its bias. */
@@ -88,14 +93,15 @@ static void finish_qkv(const Worker *w, const Chosen *c, const float *bias, int 
 
 static void finish_residual(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const Vf scale = vf_all(w->scale);
     (void)to;
-    for (int i = 0; i < c->count; i++)
+    for (int i = 0; i < c->count; i++) {
+        const Vf scale = vf_all(w->factors ? w->scale * w->factors[i] : w->scale);
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
             float *x = r->x + c->token[i] * r->x_line + row;
             vf_store(x, vf_fma(result(w, c, bias, row, r->m->hidden, b, i), scale, vf_load(x)));
         }
+    }
 }
 
 /* Store what a sublayer adds in the memory of the queries, until it is normalised. */
@@ -117,7 +123,8 @@ static void finish_added(const Worker *w, const Chosen *c, const float *bias, in
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
             float *at = r->qkv + c->token[i] * r->qkv_line + row;
-            vf_store(at, vf_add(result(w, c, bias, row, r->m->hidden, b, i), vf_load(at)));
+            const Vf found = result(w, c, bias, row, r->m->hidden, b, i);
+            vf_store(at, w->factors ? vf_fma(found, vf_all(w->factors[i]), vf_load(at)) : vf_add(found, vf_load(at)));
         }
 }
 
@@ -137,10 +144,10 @@ static void add_normed(const Worker *w, const Chosen *c, const float *norm) {
     }
 }
 
-/* Neurons of an MLP or of a group, and the place of the first one in a line. */
+/* Neurons of an MLP or of a part of it, where the first line of their activations begins, and the length of a line. */
 typedef struct {
     int ffn;
-    int64_t first;
+    int64_t first, line;
 } Neurons;
 
 INLINE Vf activated(int activation, Vf x) {
@@ -164,14 +171,15 @@ static void finish_plain(const Worker *w, const Chosen *c, const float *bias, in
 
 static void finish_gated(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const int ffn = ((const Neurons *)to)->ffn;
-    float *hidden = r->hidden + ((const Neurons *)to)->first;
+    const Neurons at = *(const Neurons *)to;
+    const int ffn = at.ffn;
+    float *hidden = r->hidden + at.first;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b += 2) {
             const int row = (block + b) / 2 * LANES;
             Vf gate = vf_mul(result(w, c, bias, row, ffn, b, i), vf_all(r->m->gate_scale));
             Vf up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
-            vf_store(hidden + c->token[i] * r->hidden_line + row, vf_mul(activated(r->m->activation, gate), up));
+            vf_store(hidden + c->token[i] * at.line + row, vf_mul(activated(r->m->activation, gate), up));
         }
 }
 
@@ -252,120 +260,22 @@ static void run_attention(Worker *w, int entry) {
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
 
-/* Gate and up of the groups in `mask`, for tokens that all run them; matrix i of `experts` belongs to group i / 2. */
-static void gate_together(Worker *w, const ShoalWeight *experts, uint32_t mask, const Chosen *c) {
-    Team *team = &w->run->team;
-    const int groups = w->run->b->expert_count;
-    int total = 0;
-    for (int group = 0; group < groups; group++) total += mask >> group & 1 ? experts[2 * group].blocks / 2 : 0;
-    for (int first, taken; (first = take(team, w->id, 0, total, PANEL / 2, &taken)) >= 0;) {
-        Neurons at = {0};
-        for (int group = 0, before = 0; group < groups; at.first += at.ffn, group++) {
-            const ShoalWeight *weight = experts + 2 * group;
-            at.ffn = weight[1].cols;
-            if (!(mask >> group & 1)) continue;
-            const int last = min_int(2 * (first + taken - before), weight->blocks);
-            for (int block = 2 * max_int(first - before, 0), count; block < last; block += count) {
-                count = min_int(last - block, PANEL - block % PANEL);
-                multiply(weight, w->ready, c->count, block, count, w->sums);
-                finish_gated(w, c, NULL, block, count, &at);
-            }
-            before += weight->blocks / 2;
-        }
-    }
-    meet(team, w->id);
-}
-
-/* The same for down: a thread adds the parts of all groups for the rows that it takes, group by group. */
-static void down_together(Worker *w, const ShoalWeight *experts, uint32_t mask, const Chosen *c, Finish *finish) {
-    const Run *r = w->run;
-    char *memory = (char *)w->acts.words;
-    Acts acts[32]; /* a mask has as many bits */
-    int64_t first_neuron = 0;
-    for (int group = 0; group < r->b->expert_count; first_neuron += experts[2 * group++ + 1].cols) {
-        const ShoalWeight *down = experts + 2 * group + 1;
-        if (!(mask >> group & 1)) continue;
-        acts[group] = acts_at(memory, c->count, down->depth);
-        memory += round_up(acts_bytes(c->count, down->depth), 64);
-        w->ready = acts + group;
-        prepare_some(w, down, &(Lines){.x = r->hidden + first_neuron, .step = r->hidden_line, .tokens = c->token, .count = c->count}, 0, c->count);
-    }
-    for (int first, taken; (first = take(&w->run->team, w->id, 0, experts[1].blocks, PANEL, &taken)) >= 0;)
-        for (int group = 0; group < r->b->expert_count; group++)
-            for (int block = first, last = first + taken, count; mask >> group & 1 && block < last; block += count) {
-                count = min_int(last - block, PANEL - block % PANEL);
-                multiply(experts + 2 * group + 1, acts + group, c->count, block, count, w->sums);
-                finish(w, c, NULL, block, count, NULL);
-            }
-    meet(&w->run->team, w->id);
-}
-
-/* Groups that only some tokens run: one after the other, all gate and up products before the down products, which change the states. */
-static void run_in_turn(Worker *w, int entry, const ShoalWeight *experts, Finish *finish) {
-    Run *r = w->run;
-    const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
-    Neurons at = {0};
-    for (int group = 0; group < r->b->expert_count; group++, at.first += at.ffn) {
-        const ShoalWeight *gate_up = experts + 2 * group;
-        const Chosen c = choose_group(r->b, entry, group);
-        at.ffn = gate_up[1].cols;
-        if (!c.count) continue;
-        prepare_together(w, gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
-        multiply_all(w, gate_up, &c, NULL, finish_gated, &at);
-        meet(&r->team, w->id);
-    }
-    at.first = 0;
-    for (int group = 0; group < r->b->expert_count; group++) {
-        const ShoalWeight *down = experts + 2 * group + 1;
-        const Chosen c = choose_group(r->b, entry, group);
-        if (c.count) {
-            prepare_together(w, down, (Lines){.x = r->hidden + at.first, .step = r->hidden_line, .tokens = c.token, .count = c.count});
-            multiply_all(w, down, &c, NULL, finish, NULL);
-            meet(&r->team, w->id);
-        }
-        at.first += down->cols;
-    }
-}
-
-/* The groups that all of these tokens run; 0 if they differ. */
-static uint32_t common_groups(const ShoalBatch *b, int entry, const Chosen *c) {
-    const uint32_t *masks = b->groups + (int64_t)entry * b->tokens;
-    for (int i = 1; i < c->count; i++)
-        if (masks[c->token[i]] != masks[c->token[0]]) return 0;
-    return masks[c->token[0]];
-}
-
-/* Groups of the MLP, for the tokens that run some. Groups have no biases. */
-static void run_groups(Worker *w, int entry) {
-    Run *r = w->run;
-    const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
-    const Chosen some = choose_group(r->b, entry, ANY);
-    if (!some.count) return;
-    const int blocks = (int)r->x_line / LANES;
-    const int64_t first = share(blocks, w->id, w->threads) * LANES, last = share(blocks, w->id + 1, w->threads) * LANES;
-    for (int i = 0; layer->mlp_out_norm && i < some.count; i++)
-        memset(r->qkv + some.token[i] * r->qkv_line + first, 0, 4 * (last - first));
-    const ShoalWeight *experts = r->b->experts + (int64_t)r->b->layers[entry] * r->b->expert_count * 2;
-    Finish *finish = layer->mlp_out_norm ? finish_added : finish_residual;
-    const uint32_t mask = some.count < TOGETHER ? common_groups(r->b, entry, &some) : 0;
-    if (mask) { /* two phases, whatever the number of groups */
-        prepare_all(w, experts, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = some.token, .count = some.count});
-        gate_together(w, experts, mask, &some);
-        down_together(w, experts, mask, &some, finish);
-    } else run_in_turn(w, entry, experts, finish);
-    if (!layer->mlp_out_norm) return;
-    add_normed(w, &some, layer->mlp_out_norm);
-    meet(&r->team, w->id);
-}
+/* See experts.h. */
+static void run_groups(Worker *w, int entry);
+static void run_experts(Worker *w, int entry);
 
 static void run_mlp(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose_group(r->b, entry, WHOLE);
     w->scale = r->m->residual_scale * r->m->out_scales[2];
+    if (layer->experts) {
+        run_experts(w, entry);
+        return;
+    }
     if (c.count) {
         prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
-        Neurons all = {.ffn = layer->down.cols};
+        Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
         if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
         else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_plain, &all);
         else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);

@@ -23,6 +23,7 @@ PANEL_ROWS = 4 * LANES
 MAX_THREADS = 64
 MAX_HEAD_DIM = 256
 MOST_TAPS, MOST_KEYS = 8, 256
+MAX_EXPERTS = 1024
 ROOM_BESIDE = 256
 _log = logging.getLogger(__name__)
 
@@ -50,6 +51,16 @@ class RecurrenceStruct(ctypes.Structure):
     ]
 
 
+class ExpertsStruct(ctypes.Structure):
+    """Experts beside or instead of a layer's MLP."""
+
+    _fields_ = [
+        ("router", Weight), ("parts", POINTER(Weight)), ("bias", c_void_p), ("count", c_int32), ("top", c_int32),
+        ("groups", c_int32), ("top_groups", c_int32), ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32),
+        ("added", c_float), ("least", c_float), ("scale", c_float),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """A decoder layer; a null pointer stands for an absent part."""
 
@@ -58,7 +69,7 @@ class LayerStruct(ctypes.Structure):
         ("mlp_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("attention_out_norm", c_void_p),
         ("mlp_out_norm", c_void_p), ("qkv_bias", c_void_p), ("out_bias", c_void_p), ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("window", c_int32), ("positions", c_int32),
-        ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)),
+        ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)), ("experts", POINTER(ExpertsStruct)),
     ]
 
 
@@ -71,8 +82,8 @@ class Model(ctypes.Structure):
         ("kv_dtype", c_int32), ("embedding_dtype", c_int32), ("eps", c_float), ("attention_scale", c_float),
         ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("attention_cap", c_float),
         ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("gated_attention", c_int32),
-        ("inputs", c_int32), ("channels", c_int32), ("outputs", c_int32), ("layers", POINTER(LayerStruct)),
-        ("norm", c_void_p), ("head", Weight),
+        ("inputs", c_int32), ("channels", c_int32), ("outputs", c_int32), ("experts", c_int32), ("top", c_int32),
+        ("expert_ffn", c_int32), ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("head", Weight),
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
     ]
 

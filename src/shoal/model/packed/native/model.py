@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
+from shoal.model.layers.experts import Mixture
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
@@ -23,12 +24,14 @@ from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
 from shoal.model.packed.native.library import (
     ACTIVATIONS,
     LANES,
+    MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_THREADS,
     NO_ROOM,
     REFUSED,
     SELECT,
     BatchStruct,
+    ExpertsStruct,
     LayerStruct,
     Model,
     StepsStruct,
@@ -45,6 +48,8 @@ from shoal.model.packed.weights import Layer, Weights
 _SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "vocab", "eps", "attention_scale", "residual_scale",
           "embedding_scale", "logit_scale", "gate_scale", "gated_attention")
 """What a model's struct has of its `Shape` under the same names."""
+_ROUTING = ("count", "top", "groups", "top_groups", "sigmoid", "normalised", "added", "least", "scale")
+"""What the struct of a mixture has of its `Routing` under the same names."""
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256
 _NOTHING = torch.empty(0)
@@ -145,6 +150,7 @@ class NativeModel:
         self._library, self._lock = require(), threading.Lock()
         self._parts: list[object] = [embedding]
         self.recurrences: dict[int, NativeRecurrence] = {}
+        self._sizes: tuple[int, ...] = (0, 0, 0)  # of the largest mixture: experts, of a token, neurons
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
         self._structs = (LayerStruct * len(layers))(*layers)
         self._head = as_packed(weights.head)
@@ -376,6 +382,8 @@ class NativeModel:
         if layer.mixer is not None:
             self.recurrences[index] = self._recurrence(layer.mixer)
             struct.recurrence = ctypes.pointer(self.recurrences[index].struct)
+        if layer.experts is not None:
+            struct.experts = ctypes.pointer(self._experts(layer.experts))
         struct.wide_norms = wide = layer.q_norm is not None and shape.heads > 1 and len(layer.q_norm) == query
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
                                  "down_bias"), hidden)
@@ -406,6 +414,23 @@ class NativeModel:
         struct.out_bias = self._vector("the bias of out", out.bias, hidden)
         return made
 
+    def _experts(self, experts: Mixture[Linear]) -> ExpertsStruct:
+        """A layer's experts with their matrices."""
+        routing, hidden, ffn = experts.routing, self.shape.hidden, experts.down[0].columns
+        if routing.count > MAX_EXPERTS or not len(experts.gate_up) == len(experts.down) == routing.count:
+            raise ValueError(f"{len(experts.gate_up)} and {len(experts.down)} matrices of {routing.count} experts; "
+                             f"there must be as many of each, and at most {MAX_EXPERTS}")
+        struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
+        struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
+        struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
+        parts = (Weight * (3 * routing.count))()
+        for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            parts[3 * number : 3 * number + 2] = list(self._gate_up(parts_of(gate_up), ffn))
+            parts[3 * number + 2] = self._matrix("down", down, hidden, ffn)
+        struct.parts = parts
+        self._sizes = tuple(map(max, self._sizes, (routing.count, routing.top, ffn)))
+        return struct
+
     def _model_struct(self, norm: Tensor, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None) -> Model:
         shape, struct = self.shape, Model(num_layers=self.num_layers, ffn=max(self.shape.ffns), layers=self._structs)
         for name in _SIZES:
@@ -416,6 +441,7 @@ class NativeModel:
         struct.inputs = max((one.input_line for one in own), default=0)
         struct.channels = max((one.struct.channels for one in own), default=0)
         struct.outputs = max((one.outputs for one in own), default=0)
+        struct.experts, struct.top, struct.expert_ffn = self._sizes
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
         struct.norm = self._vector("norm", norm, shape.hidden)
         struct.head = self._matrix("head", self._head, shape.vocab, shape.hidden)
@@ -473,7 +499,7 @@ def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
         raise ValueError(f"kv_dtype is {kv_dtype}; it must be torch.float32 or torch.bfloat16")
     if not any(shape.kind(layer).attends for layer in range(shape.num_layers)):
         return
-    ffns = [width for layer, width in enumerate(shape.ffns) if shape.kind(layer).feeds]
+    ffns = [ffn for layer, ffn in enumerate(shape.ffns) if shape.kind(layer).gated_mlp or shape.kind(layer).plain_mlp]
     if min(shape.hidden, *ffns, shape.heads, shape.kv_heads, shape.vocab) < 1 or shape.heads % shape.kv_heads:
         raise ValueError(f"sizes must be positive and kv_heads ({shape.kv_heads}) divide heads ({shape.heads})")
     if not 2 <= shape.head_dim <= MAX_HEAD_DIM or shape.head_dim % 2:

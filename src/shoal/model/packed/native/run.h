@@ -13,12 +13,42 @@ typedef struct {
     int32_t row;
 } Largest;
 
+/* An expert of a token, and its weight. */
+typedef struct {
+    int32_t expert;
+    float weight;
+} Route;
+
+/* A part of a feed-forward and the tokens that run it, see experts.h. */
+typedef struct {
+    const ShoalWeight *gate_up, *down; /* gate_up: a paired matrix, or gate and up */
+    int *token;    /* [count], ascending */
+    float *factor; /* [count], of what the part gives; or NULL for 1 */
+    int count;
+    int64_t first; /* where the inputs of `down` begin in Run.hidden: [count] lines */
+    Acts acts;     /* these inputs, prepared */
+} Lot;
+
+/* The lots of a layer, in the memory of one thread. */
+typedef struct {
+    Lot *lot;
+    int *token;
+    float *factor;
+    Route *routes; /* of fewer than TOGETHER tokens; those of more are in Run */
+    char *acts;    /* likewise */
+    int count;
+} Lots;
+
 typedef struct {
     const ShoalModel *m;
     const ShoalBatch *b;
     float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
     float *inputs, *channels, *mixed; /* [tokens] lines each, of recurrences */
     int64_t x_line, qkv_line, hidden_line, mixed_line;
+    float *scores;  /* [tokens] lines of a router's outputs */
+    int64_t scores_line;
+    Route *routes;  /* [tokens][top] */
+    char *lot_acts; /* inputs of the down matrices of all lots */
     char *together; /* activations that all threads prepare and read */
     char *private;  /* memory of the threads, `private_bytes` each */
     int64_t private_bytes, acts_bytes;
@@ -56,6 +86,8 @@ typedef struct {
     float *sums;   /* of a panel, see multiply() */
     Largest *best;    /* of each wanted token, if no logits are returned; or NULL */
     float scale;   /* of what the current sublayer adds to the states */
+    const float *factors; /* of each chosen token, besides; or NULL */
+    Lots lots;
     float *line;   /* [hidden rounded up to whole vectors] */
     int asked;     /* whose queries these are: first token of a segment * KV heads + KV head; -1: nobody's */
     int stored;    /* whether the keys and values of the current layer are already in the cache */

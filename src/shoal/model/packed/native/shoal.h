@@ -59,6 +59,19 @@ typedef struct {
     float least, most;  /* limits of steps */
 } ShoalRecurrence;
 
+/* Experts beside or instead of a layer's MLP. The weights of those that a token runs are its scores, which are sigmoids or the softmax
+   of its logits; if they are normalised, divided by their sum plus `added`, or by `least` if that is more. */
+#define MAX_EXPERTS 1024
+typedef struct {
+    ShoalWeight router;       /* [count, or 1 more if the MLP beside them is gated; hidden] */
+    const ShoalWeight *parts; /* [count][3]: gate and up as in a layer, and down */
+    const float *bias;        /* [count], added to scores for the choice alone; or NULL */
+    int32_t count, top;       /* experts, and how many of them a token runs */
+    int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of, those with the best two */
+    int32_t sigmoid, normalised, gated;
+    float added, least, scale; /* scale: of the weights */
+} ShoalExperts;
+
 typedef struct {
     ShoalWeight qkv[3];     /* one above the other; if their kinds are equal they are one matrix. Absent ones have no rows */
     ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately, or up alone, unpaired: an MLP without a gate */
@@ -71,6 +84,7 @@ typedef struct {
     int32_t positions;      /* rows of the tables */
     int32_t wide_norms;     /* whether q_norm and k_norm go over all heads together */
     const ShoalRecurrence *recurrence; /* beside attention, or in place of it: then o has no rows. Or NULL */
+    const ShoalExperts *experts; /* beside the MLP, or in place of it: then down has no rows. Or NULL */
 } ShoalLayer;
 
 typedef struct {
@@ -82,6 +96,7 @@ typedef struct {
     float out_scales[3];            /* factors of what attention, a recurrence and an MLP add, beside residual_scale */
     int32_t gated_attention;        /* whether attention's outputs are multiplied by sigmoids of the rows of qkv after those of q */
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
+    int32_t experts, top, expert_ffn; /* the most of any layer; 0: there are none */
     const ShoalLayer *layers;
     const float *norm;
     ShoalWeight head;

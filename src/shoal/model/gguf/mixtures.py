@@ -1,0 +1,163 @@
+"""Architectures of GGUF files with mixtures of experts: transformers' names of their metadata and tensors.
+
+A file has the matrices of all experts of a layer as one tensor, whose part for one expert is called by that expert's
+number here. The meaning follows llama.cpp (src/models, conversion): https://github.com/ggml-org/llama.cpp
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from shoal.model.gguf.family import Family, Fields
+from shoal.model.gguf.file import GgufFile
+from shoal.model.gguf.hybrids import HYBRIDS
+from shoal.model.gguf.metadata import Metadata
+
+Own = Callable[[GgufFile, Metadata, Fields], Fields]
+
+GATE, UP, DOWN, FUSED = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down", "gate_up"))
+_ROUTER = "ffn_gate_inp.weight"
+_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+
+
+def unnumbered(name: str) -> str:
+    """A tensor's name with # in place of the number of an expert."""
+    return _NUMBER.sub(".experts.#.", name)
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a tensor belongs to; None if it belongs to none."""
+    found = _NUMBER.search(name)
+    return None if found is None else int(found[1])
+
+
+def check_experts(file: GgufFile, count: int) -> None:
+    """Refuse, by ValueError, tensors of another number of experts than the metadata say."""
+    for name, info in file.header.tensors.items():
+        if name.endswith("_exps.weight") and (len(info.shape) != 3 or info.shape[0] != count):
+            raise ValueError(f"the GGUF file announces {count} experts, and its tensor {name!r} is {list(info.shape)}; "
+                             f"it must be [{count}, rows, columns]. Convert the model again")
+
+
+def _qwen(own: Own, normalised: bool | None) -> Own:
+    """Fields of Qwen's mixtures, besides those of `own`; `normalised` None: the architecture has no such field."""
+
+    def fields(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+        found = own(file, metadata, common) | {
+            "num_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+            "mlp_only_layers": [], "decoder_sparse_step": 1,
+        }
+        if metadata.has("expert_shared_feed_forward_length"):
+            found["shared_expert_intermediate_size"] = metadata.whole("expert_shared_feed_forward_length")
+        return found if normalised is None else found | {"norm_topk_prob": normalised}
+
+    return fields
+
+
+def _attention_bias(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    biased = file.has("blk.0.attn_q.bias")
+    return {"attention_bias": biased, "qkv_bias": biased}
+
+
+def _olmoe(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    limit = metadata.number("attention.clamp_kqv") if metadata.has("attention.clamp_kqv") else None
+    return {"num_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "attention_bias": file.has("blk.0.attn_q.bias"), "norm_topk_prob": False, "clip_qkv": limit}
+
+
+def _local(own: Own) -> Own:
+    """Fields of mixtures whose config counts local experts, besides those of `own`."""
+
+    def fields(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+        return own(file, metadata, common) | {
+            "num_local_experts": metadata.whole("expert_count"),
+            "num_experts_per_tok": metadata.whole("expert_used_count"),
+        }
+
+    return fields
+
+
+def _granite(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    return {
+        "attention_multiplier": metadata.number("attention.scale", common["head_dim"] ** -0.5),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale"), "attention_bias": file.has("blk.0.attn_q.bias"),
+    }
+
+
+def _granite_hybrid(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    shared = metadata.whole("expert_shared_feed_forward_length")
+    return HYBRIDS["granitehybrid"].own(file, metadata, common) | {"shared_intermediate_size": shared}
+
+
+def _lfm2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    dense, own = metadata.whole("leading_dense_block_count", 0, least=0), HYBRIDS["lfm2"].own(file, metadata, common)
+    return own | {
+        "num_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"), "num_dense_layers": dense,
+        "use_expert_bias": file.has(f"blk.{dense}.exp_probs_b.bias"), "norm_topk_prob": True,
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+
+
+def _glm(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    return {
+        "n_routed_experts": metadata.whole("expert_count"), "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "n_shared_experts": metadata.whole("expert_shared_count"),
+        "first_k_dense_replace": metadata.whole("leading_dense_block_count", 0, least=0),
+        "n_group": metadata.whole("expert_group_count", 1), "topk_group": metadata.whole("expert_group_used_count", 1),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "use_qk_norm": file.has("blk.0.attn_q_norm.weight"), "attention_bias": file.has("blk.0.attn_q.bias"),
+    }
+
+
+def _names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
+    return {f"{prefix}.experts.#.{name}.weight": place for name, place in ((gate, GATE), (up, UP), (down, DOWN))}
+
+
+_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_QWEN = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+         **{f"mlp.shared_expert.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()}}
+_GLM = {"mlp.gate.weight": _ROUTER, **_names("mlp"), "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        **{f"mlp.shared_experts.{name}.weight": f"ffn_{part}_shexp.weight" for name, part in _PARTS.items()},
+        "post_attention_layernorm.weight": "post_attention_norm.weight"}
+_GRANITE = {"block_sparse_moe.router.weight": _ROUTER, **_names("block_sparse_moe")}
+_SHARED_MLP = {f"shared_mlp.{name}.weight": f"ffn_{part}_shexp.weight"
+               for name, part in (*_PARTS.items(), ("output_linear", "down"))}
+_BY_KEY_HEADS = {f"linear_attn.in_proj_{part}.weight": "ssm_ba.weight" for part in ("ba", "b", "a")}
+
+
+def _with(family: Family, model_type: str, own: Own, names: Mapping[str, str]) -> Family:
+    """A family whose model type with experts is another one."""
+    return replace(family, model_type=model_type, own=own, layer={**family.layer, **names})
+
+
+def _plain(*_: object) -> Fields:
+    return {}
+
+
+_QWEN35 = HYBRIDS["qwen35"]
+MIXTURES: Mapping[str, Family] = MappingProxyType({
+    "llama": Family("mixtral", _local(_plain), interleaved=True, own_head_dim=True, layer={
+        "mlp.gate.weight": _ROUTER, **_names("block_sparse_moe", "w1", "w3", "w2")}),
+    "qwen2moe": Family("qwen2_moe", _qwen(_attention_bias, False), layer=_QWEN),
+    "qwen3moe": Family("qwen3_moe", _qwen(_attention_bias, True), own_head_dim=True, layer=_QWEN),
+    "olmoe": Family("olmoe", _olmoe, layer=_QWEN),
+    "glm4moe": Family("glm4_moe", _glm, partial=True, own_head_dim=True, layer=_GLM),
+    "granitemoe": Family("granitemoe", _local(_granite), interleaved=True, layer=_GRANITE),
+    "granitehybrid": _with(HYBRIDS["granitehybrid"], "granitemoehybrid", _local(_granite_hybrid),
+                           {**_GRANITE, **_SHARED_MLP}),
+    "qwen35moe": _with(_QWEN35, "qwen3_5_moe_text", _qwen(_QWEN35.own, None), _QWEN),
+    "qwen3next": _with(_QWEN35, "qwen3_next", _qwen(_QWEN35.own, True), {**_QWEN, **_BY_KEY_HEADS}),
+    "lfm2moe": _with(HYBRIDS["lfm2"], "lfm2_moe", _lfm2, {
+        "feed_forward.gate.weight": _ROUTER, **_names("feed_forward", "w1", "w3", "w2"),
+        "feed_forward.expert_bias": "exp_probs_b.bias"}),
+})
+"""Architectures by their name in GGUF files that announce experts."""

@@ -1,0 +1,127 @@
+"""A mixture of experts in plain torch: a router gives each token a few of many gated MLPs (arXiv 1701.06538).
+
+Routers follow Switch and Mixtral (arXiv 2401.04088, softmax) or DeepSeek-V3 (arXiv 2412.19437, section 2.1.2: sigmoids,
+a bias for the choice alone, groups of experts). A token's sum goes over its experts in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.model.layers.mixer import Matrix
+
+M = TypeVar("M", bound=Matrix, covariant=True)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts follow from the router's logits.
+
+    Attributes:
+        count, top: experts, and how many of them a token runs.
+        sigmoid: whether an expert's score is the sigmoid of its logit; otherwise the softmax of all.
+        normalised: whether the weights, which are the scores of the chosen, are divided by their sum.
+        added, least: what is added to that sum, and its lower bound after that.
+        scale: factor of the weights.
+        groups, top_groups: equal groups of experts, and how many of them a token's experts may be of. A group counts by
+            its two best experts.
+    """
+
+    count: int
+    top: int
+    sigmoid: bool = False
+    normalised: bool = True
+    added: float = 0.0
+    least: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top <= self.count:
+            raise ValueError(f"a token runs {self.top} of {self.count} experts; it must be 1 to {self.count}")
+        if self.groups < 1 or self.count % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(f"{self.top_groups} of {self.groups} groups of {self.count} experts; groups must divide "
+                             "the experts, and at least one be chosen")
+        if self.top > self.top_groups * (self.count // self.groups):
+            raise ValueError(f"{self.top_groups} groups of {self.count // self.groups} experts have fewer than the "
+                             f"{self.top} that a token runs")
+
+    def __call__(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The experts of each token, int64 [n, top], ascending, and their weights [n, top].
+
+        Of equal scores the expert with the lowest number comes first.
+
+        Args:
+            logits: [n, count], float32 or float64.
+            bias: [count], added to the scores for the choice.
+        """
+        scores = torch.sigmoid(logits) if self.sigmoid else logits.softmax(-1)
+        wanted = logits if bias is None and self.groups == 1 else scores if bias is None else scores + bias
+        if self.groups > 1:
+            wanted = wanted.masked_fill(~self._within(wanted), -torch.inf)
+        chosen = _first(wanted, self.top).sort(-1).values
+        weights = scores.gather(-1, chosen)
+        if self.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + self.added).clamp_min(self.least)
+        return chosen, weights * self.scale
+
+    def _within(self, wanted: Tensor) -> Tensor:
+        """Whether an expert is of a chosen group, bool [n, count]."""
+        grouped = wanted.unflatten(-1, (self.groups, -1))
+        best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        seen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _first(best, self.top_groups), True)
+        return seen.repeat_interleave(grouped.shape[-1], -1)
+
+
+def _first(values: Tensor, count: int) -> Tensor:
+    """Places of the `count` largest values of each row, the first of equals first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+@dataclass(frozen=True)
+class Mixture(Generic[M]):
+    """The experts of one layer, and their router.
+
+    Attributes:
+        routing: how tokens choose.
+        router: [n, hidden] to logits [n, count], in float32 or float64. If the MLP beside the experts is gated, one
+            more column follows, whose sigmoid is the gate.
+        gate_up, down: matrices of each expert; the rows of `gate_up` are gate, then up.
+        activation: of the gate.
+        bias: [count], added to scores for the choice alone, or None.
+        gated: whether the MLP beside them is gated.
+    """
+
+    routing: Routing
+    router: M
+    gate_up: tuple[M, ...]
+    down: tuple[M, ...]
+    activation: Callable[[Tensor], Tensor]
+    bias: Tensor | None = None
+    gated: bool = False
+
+    def __call__(self, x: Tensor, dtype: torch.dtype, beside: Tensor | None = None) -> Tensor:
+        """Outputs [n, hidden] for normed inputs [n, hidden], both in float32 or float64.
+
+        Args:
+            dtype: of the inputs of the experts' matrices.
+            beside: [n, hidden], what a shared expert gives, which is added first; or None.
+        """
+        logits = self.router(x)
+        chosen, weights = self.routing(logits[:, : self.routing.count], self.bias)
+        out = torch.zeros_like(x)
+        if beside is not None:
+            out += beside * torch.sigmoid(logits[:, self.routing.count :]) if self.gated else beside
+        narrow = x.to(dtype)
+        for expert in chosen.unique().tolist():
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = self.gate_up[expert](narrow[token]).chunk(2, dim=-1)
+            found = self.down[expert](self.activation(gate) * up).to(out.dtype)
+            out.index_add_(0, token, found * weights[token, place, None])
+        return out

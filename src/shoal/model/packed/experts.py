@@ -1,0 +1,171 @@
+"""Mixtures of experts by model type: which layers have one, how it routes, and the names of its tensors.
+
+A checkpoint has the matrices of all experts as one tensor [experts, rows, columns], as transformers' modules have, or
+one by one, as most files have. Beside the experts there may be an MLP that every token runs (a shared expert).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from shoal.model.layers.experts import Routing
+from shoal.model.packed.kinds import LayerKind
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names below a layer; where there are several, a checkpoint has one of them.
+
+    Attributes:
+        router: of its matrix.
+        joined: pairs of the tensors [experts, rows, columns]: gate above up, and the output projection.
+        apart: gate, up and output projection of one expert, whose number takes the place of {}.
+        bias: of the vector that is added to scores for the choice; none if there is no such vector.
+        bias_rows: sizes of the vector's tensor before its last one.
+        shared: of the MLP beside the experts, with the dot.
+        shared_gate: of its gate's matrix, or None.
+    """
+
+    router: tuple[str, ...] = ("mlp.gate.weight",)
+    joined: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
+    apart: tuple[str, str, str] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight",
+                                   "mlp.experts.{}.down_proj.weight")
+    bias: tuple[str, ...] = ()
+    bias_rows: tuple[int, ...] = ()
+    shared: str = "mlp.shared_expert."
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """The experts of a model type.
+
+    Attributes:
+        names: of their tensors.
+        routing: by config.
+        has: whether a layer has experts, by config and number of the layer.
+        width: neurons of an expert, by config.
+        shared: neurons of the MLP beside the experts, by config; 0 for none.
+        biased: whether the router has a bias, by config.
+    """
+
+    names: ExpertNames
+    routing: Callable[[Any], Routing]
+    has: Callable[[Any, int], bool] = lambda text, layer: True
+    width: Callable[[Any], int] = lambda text: int(text.moe_intermediate_size)
+    shared: Callable[[Any], int] = lambda text: 0
+    biased: Callable[[Any], bool] = lambda text: False
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts of a model: its kind's functions called with its config.
+
+    Attributes:
+        names, routing: see `ExpertKind`.
+        width: neurons of an expert.
+        biased, gated: whether there are a bias of the choice, and a gate of the MLP beside.
+    """
+
+    names: ExpertNames
+    routing: Routing
+    width: int
+    biased: bool
+    gated: bool
+
+
+def expert_shape(text: Any) -> ExpertShape | None:
+    """The experts of a config; None if its model type has none."""
+    kind = EXPERTS.get(text.model_type)
+    if kind is None or not any(kind.has(text, layer) for layer in range(text.num_hidden_layers)):
+        return None
+    return ExpertShape(kind.names, kind.routing(text), kind.width(text), kind.biased(text),
+                       kind.names.shared_gate is not None)
+
+
+def with_experts(
+    text: Any, kinds: tuple[LayerKind, ...], widths: tuple[int, ...]
+) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """Kinds of layers and widths of their MLPs, with experts where the config has them."""
+    own = EXPERTS.get(text.model_type)
+    if own is None:
+        return kinds, widths
+    shared, sparse = own.shared(text), [own.has(text, layer) for layer in range(len(kinds))]
+    return (tuple(replace(kind, experts=True, gated_mlp=shared > 0) if has else kind
+                  for kind, has in zip(kinds, sparse, strict=True)),
+            tuple(shared if has else width for has, width in zip(sparse, widths, strict=True)))
+
+
+def _softmax(text: Any) -> Routing:
+    """Qwen's; of transformers' two names of the number of experts a config has at least one."""
+    count = text.num_experts if hasattr(text, "num_experts") else text.num_local_experts
+    return Routing(count, text.num_experts_per_tok, normalised=bool(getattr(text, "norm_topk_prob", True)))
+
+
+def _lfm2(text: Any) -> Routing:
+    return Routing(text.num_experts, text.num_experts_per_tok, sigmoid=True, normalised=bool(text.norm_topk_prob),
+                   added=1e-6, scale=float(text.routed_scaling_factor))
+
+
+def _glm(text: Any) -> Routing:
+    return Routing(text.n_routed_experts, text.num_experts_per_tok, sigmoid=True, normalised=bool(text.norm_topk_prob),
+                   added=1e-20, scale=float(text.routed_scaling_factor), groups=text.n_group,
+                   top_groups=text.topk_group)
+
+
+def _ernie(text: Any) -> Routing:
+    return Routing(text.moe_num_experts, text.moe_k, least=float(text.moe_norm_min))
+
+
+def _sparse_steps(text: Any, layer: int) -> bool:
+    return layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
+
+
+def _shared_width(text: Any) -> int:
+    return int(text.shared_expert_intermediate_size)
+
+
+_GATED = ExpertNames(shared_gate="mlp.shared_expert_gate.weight")
+_GRANITE = ExpertNames(
+    ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+    (("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+     ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")),
+    ("block_sparse_moe.experts.{}.gate_proj.weight", "block_sparse_moe.experts.{}.up_proj.weight",
+     "block_sparse_moe.experts.{}.down_proj.weight"), shared="shared_mlp.")
+_MIXTRAL = ExpertNames(
+    ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
+    apart=("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight",
+           "block_sparse_moe.experts.{}.w2.weight"))
+_LFM2 = ExpertNames(
+    ("feed_forward.gate.weight",), (("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),),
+    ("feed_forward.experts.{}.w1.weight", "feed_forward.experts.{}.w3.weight", "feed_forward.experts.{}.w2.weight"),
+    ("feed_forward.expert_bias",))
+_GLM = ExpertNames(bias=("mlp.gate.e_score_correction_bias",), shared="mlp.shared_experts.")
+_ERNIE = replace(_GLM, bias_rows=(1,), bias=("mlp.gate.moe_statics.e_score_correction_bias",
+                                             "mlp.moe_statics.e_score_correction_bias"))
+
+EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
+    "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
+    "qwen3_moe": ExpertKind(ExpertNames(), _softmax, _sparse_steps),
+    "mixtral": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
+    "olmoe": ExpertKind(ExpertNames(), _softmax, width=lambda text: int(text.intermediate_size)),
+    "granitemoe": ExpertKind(_GRANITE, _softmax, width=lambda text: int(text.intermediate_size)),
+    "glm4_moe": ExpertKind(
+        _GLM, _glm, lambda text, layer: layer >= text.first_k_dense_replace, biased=lambda text: True,
+        shared=lambda text: int(text.moe_intermediate_size * text.n_shared_experts)),
+    "ernie4_5_moe": ExpertKind(
+        _ERNIE, _ernie, lambda text, layer: (layer + 1) % text.moe_layer_interval == 0
+        and text.moe_layer_start_index <= layer <= text.moe_layer_end_index, biased=lambda text: True,
+        shared=lambda text: int(text.moe_intermediate_size * text.moe_num_shared_experts)),
+    "qwen3_next": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
+    "qwen3_5_moe_text": ExpertKind(_GATED, _softmax, shared=_shared_width),
+    "lfm2_moe": ExpertKind(_LFM2, _lfm2, lambda text, layer: layer >= text.num_dense_layers,
+                           biased=lambda text: bool(text.use_expert_bias)),
+    "granitemoehybrid": ExpertKind(
+        _GRANITE, _softmax, lambda text, layer: text.num_local_experts > 0,
+        width=lambda text: int(text.intermediate_size), shared=lambda text: int(text.shared_intermediate_size)),
+})
+"""Model types with mixtures of experts."""
