@@ -81,7 +81,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_heads": 8, "head_dim": 8, "n_groups": 2,
                           "state_size": 16}),
     "granite4": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "shared_intermediate_size": 48, "num_local_experts": 0,
-                                      "layer_types": ["mamba", "attention", "mamba", "mamba"]}),
+                                      "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
     "nemotron_h": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, "mamba_num_heads": 8, "mamba_head_dim": 8,
                                   "ssm_state_size": 16, "n_groups": 2,
                                   "time_step_min": 1e-9,  # a limit that its modules have in prompts alone
@@ -91,7 +91,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": ("zamba2", {**_UNGROUPED, "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1,
                           "mamba_expand": 2, "hybrid_layer_ids": [1, 3],
                           "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]}),
-    "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [1], "block_multiple_of": 8}),
+    "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [2], "block_multiple_of": 8}),
     "minimax": ("minimax", {**_GROUPED, "num_local_experts": 2}),
 }
 """Families with recurrent layers, which transformers 5.0 keeps in caches of many kinds; a model has four layers."""
@@ -196,9 +196,6 @@ def _extra(family: str) -> dict[str, Any]:
 def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
     if family in ("hybrid", "gemma3", "olmo3", "exaone4", "ministral"):
         return {"num_hidden_layers": layers, "layer_types": [_HYBRID_PATTERN[i % 3] for i in range(layers)]}
-    if family == "qwen3_5":  # attention first where depth plans keep it
-        kinds = ["full_attention" if i % 4 == 1 else "linear_attention" for i in range(layers)]
-        return {"num_hidden_layers": layers, "layer_types": kinds}
     return {"n_layer" if model_type == "gpt2" else "num_hidden_layers": layers}
 
 

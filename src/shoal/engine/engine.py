@@ -35,7 +35,7 @@ from shoal.engine.scheduling.stream import Stream
 from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
-from shoal.methods.base import check_kinds, check_order
+from shoal.methods.base import check_order, lost_kind
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
@@ -204,7 +204,8 @@ class Engine:
         chosen, info = make(method), self.info(max_new_tokens)
         recipe = chosen.recipe(info)
         check_order(chosen.name, recipe, info)
-        check_kinds(chosen.name, recipe, info)
+        if (lost := lost_kind(chosen.name, recipe, info)) is not None:
+            self._say_once(lost)
         if (notice := chosen.notice(info)) is not None:
             self._say_once(notice)
         elif chosen.wants_card and self.card.empty and self.misses_card:

@@ -129,7 +129,7 @@ def family_of(metadata: Metadata) -> Family:
                          "does nothing alone. Give the model's own file, with an adapter merged into it")
     if metadata.whole("split.count", 0, least=0) > 1:
         raise ValueError("the GGUF file is one part of several; join them first, with llama-gguf-split --merge")
-    mixed = bool(metadata.whole("expert_count", 0, least=0))
+    mixed = metadata.whole("expert_count", 0, least=0) > 1
     known = MIXTURES if mixed else FAMILIES
     if name not in known:
         what = f"a GGUF file of architecture {name!r}{' with experts' if mixed else ''}"

@@ -43,9 +43,14 @@ class LayerKind:
     experts: bool = False
 
     @property
+    def has_mlp(self) -> bool:
+        """Whether an MLP, with a gate or without, follows the mixers."""
+        return self.gated_mlp or self.plain_mlp
+
+    @property
     def feeds(self) -> bool:
         """Whether a feed-forward follows the mixers."""
-        return self.gated_mlp or self.plain_mlp or self.experts
+        return self.has_mlp or self.experts
 
     @property
     def attends(self) -> bool:

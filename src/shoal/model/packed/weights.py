@@ -101,7 +101,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield _one(f"{mlp}{names.gate_up[1]}.weight")
     if kind.attends:
         yield _one(f"{attention}{names.out}.weight")
-    if kind.feeds:
+    if kind.has_mlp:
         yield _one(f"{mlp}{names.down}.weight")
     yield from (_one(f"{norm}.weight") for norm in astuple(kind.norms) if norm is not None)
     if kind.recurrence is not None:
@@ -110,7 +110,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
     if kind.attends:
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
-    if kind.feeds and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
+    if kind.has_mlp and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
 
@@ -282,7 +282,7 @@ class Packer:
         if kind.recurrence is not None:
             read = _MixerReader(self, name + self._shape.names.mixer, FORMS[kind.recurrence].sizes(self._text))
             layer.mixer, layer.of_mixer = FORMS[kind.recurrence].build(self._text, read), tuple(read.matrices)
-        if kind.gated_mlp or kind.plain_mlp:
+        if kind.has_mlp:
             self._mlp(layer, name + _mlp_of(self._shape, index), self._shape.ffns[index], kind.gated_mlp)
         if kind.experts and self._shape.experts is not None:
             layer.experts = self._experts(name, self._shape.experts, kind.gated_mlp)

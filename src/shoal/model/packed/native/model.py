@@ -377,7 +377,7 @@ class NativeModel:
             struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
         if kind.plain_mlp:
             struct.gate_up = (Weight * 2)(self._matrix("up", layer.gate_up, ffn, hidden))
-        if kind.feeds:
+        if kind.has_mlp:
             struct.down = self._matrix("down", layer.down, hidden, ffn)
         if layer.mixer is not None:
             self.recurrences[index] = self._recurrence(layer.mixer)
@@ -499,7 +499,7 @@ def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
         raise ValueError(f"kv_dtype is {kv_dtype}; it must be torch.float32 or torch.bfloat16")
     if not any(shape.kind(layer).attends for layer in range(shape.num_layers)):
         return
-    ffns = [ffn for layer, ffn in enumerate(shape.ffns) if shape.kind(layer).gated_mlp or shape.kind(layer).plain_mlp]
+    ffns = [ffn for layer, ffn in enumerate(shape.ffns) if shape.kind(layer).has_mlp]
     if min(shape.hidden, *ffns, shape.heads, shape.kv_heads, shape.vocab) < 1 or shape.heads % shape.kv_heads:
         raise ValueError(f"sizes must be positive and kv_heads ({shape.kv_heads}) divide heads ({shape.heads})")
     if not 2 <= shape.head_dim <= MAX_HEAD_DIM or shape.head_dim % 2:
