@@ -10,8 +10,9 @@ from shoal.errors import Unsupported
 from shoal.types import MaskedModel
 
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
-_KNOWN = {*_SLIDING, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
-"""Types of layers, as transformers names them. A hybrid layer has attention beside a recurrence."""
+_KNOWN = {*_SLIDING, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe", "cross_attention",
+          "gated_memory"}
+"""Types of layers, as transformers names them, and SambaY's. A hybrid layer has attention beside a recurrence."""
 MASKED = ("llama", "qwen2", "qwen3")
 """Model types that are masked-diffusion models if their config has a `mask_token_id`."""
 WIDTHS = "layer_intermediate_sizes"
@@ -21,6 +22,12 @@ WIDTHS = "layer_intermediate_sizes"
 def layers_of(config: Any) -> int:
     """Number of decoder layers; in configs of encoder-decoders, `num_hidden_layers` counts the encoder's."""
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+
+
+def layer_types(config: Any) -> Sequence[str] | None:
+    """The type of each layer, as transformers names them or, for names that it does not know, as `block_types` does."""
+    found: Sequence[str] | None = getattr(config, "block_types", None) or getattr(config, "layer_types", None)
+    return found
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
@@ -34,7 +41,7 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
                           "its layers apply the window themselves, by column of the KV, which is wrong for rows of "
                           "different lengths", "Use model.generate for this architecture")
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
+    types = layer_types(config)
     if types is None:
         return (window,) * layers_of(config)
     unknown = set(types) - _KNOWN

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
+from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
 
@@ -169,6 +170,17 @@ class LayerWork:
     last: tuple[int, ...]
 
     @property
+    def counts(self) -> list[int]:
+        """Number of tokens of each chunk."""
+        return [last - first for first, last in zip(self.first, self.last, strict=True)]
+
+    def wanted_by(self, chunks: Sequence[SequenceChunk]) -> LayerWork:
+        """The same part for those of its tokens whose logits are wanted."""
+        firsts = tuple(max(first, chunk.with_ids - chunk.wanted) for chunk, first in zip(chunks, self.first, strict=True))
+        ends = zip(chunks, firsts, self.last, strict=True)
+        return LayerWork(self.part, firsts, tuple(max(first, min(last, chunk.with_ids)) for chunk, first, last in ends))
+
+    @property
     def chunks(self) -> list[int]:
         """Numbers of the chunks that have tokens in it."""
         return [i for i, (first, last) in enumerate(zip(self.first, self.last, strict=True)) if last > first]
@@ -217,6 +229,8 @@ class ModelRunner(Protocol):
         position_bytes: bytes of the keys and values of one position, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer; zeros without attention.
         state_bytes: bytes of a sequence's state, per recurrent layer.
+        sources: per layer, the one whose keys and values, or whose memory of the same token, it reads instead of
+            keeping something itself, or None; empty if no layer does.
         adds_masks: whether attention adds its mask to the scores, instead of taking bools.
         shows_queries: whether chunks may have a `query_hook`.
         score_scale: factor of the products of queries and keys before softmax.
@@ -234,6 +248,7 @@ class ModelRunner(Protocol):
     position_bytes: tuple[int, ...]
     kv_sizes: tuple[KVSizes, ...]
     state_bytes: Mapping[int, int] = MappingProxyType({})
+    sources: tuple[int | None, ...] = ()
     device: torch.device
     dtype: torch.dtype
     activation_dtype: torch.dtype
@@ -249,6 +264,15 @@ class ModelRunner(Protocol):
     @property
     def can_split(self) -> bool:
         """Whether attention and MLP of a layer can run separately."""
+
+    @property
+    def prompt_layers(self) -> int:
+        """Layers, from the first on, that every token runs. Those after them keep nothing of a token.
+
+        So a token whose logits nobody wants may skip them, as those of a prompt but the last; forwards with a hook run
+        them all the same.
+        """
+        return self.num_layers
 
     def forward(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
@@ -368,6 +392,15 @@ def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int,
         held, scratch = store.lengths[chunk.seq], store.scratch[chunk.seq]
         if last > first and (held, scratch) != (cache.positions[chunk.seq], chunk.fed + first):
             raise missing_kv(layer, chunk, cache)
+
+
+def check_sources(plan: DepthPlan, sources: Sequence[int | None]) -> None:
+    """Refuse, by Unsupported, a plan that drops a layer before one that reads it."""
+    for layer, source in enumerate(sources):
+        if source is not None and plan.attention[source] < plan.attention[layer]:
+            raise Unsupported(f"a depth plan that drops layer {source} at step {plan.attention[source]}",
+                              f"layer {layer}, which still runs, reads what that one keeps of each token",
+                              f"Drop layer {layer} no later, or keep layer {source}")
 
 
 def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError:

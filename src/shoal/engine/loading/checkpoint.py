@@ -21,6 +21,7 @@ from shoal.model.modules import check_loading_info, check_quantised, class_of, l
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 from shoal.model.packed.weights import check_names
+from shoal.model.sambay import OWN_CONFIGS
 from shoal.model.transform import Transform
 
 NOTE = "shoal_prune"
@@ -108,6 +109,8 @@ class Checkpoint:
 
         if self._foreign is not None:
             return self._foreign.config(self._config_json)
+        if (own := OWN_CONFIGS.get(self._config_json.get("model_type", ""))) is not None:
+            return own.from_dict(self._config_json)
         config = AutoConfig.from_pretrained(self.place, **self._options)
         if "quantization_config" in vars(config) and config.quantization_config is None:
             del config.quantization_config  # transformers 5.0 takes one that is null for one that is there

@@ -34,6 +34,7 @@ class SelectiveScan(Mixer):
         dt_bias, d: [C].
         norms: weights of the norms of r, B and C, or None.
         eps: of these norms.
+        shows: whether y_t follows the outputs, as the memory of SambaY (arXiv 2507.06607, section 2).
     """
 
     conv: Convolution
@@ -44,6 +45,12 @@ class SelectiveScan(Mixer):
     d: Tensor
     norms: tuple[Tensor, Tensor, Tensor] | None = None
     eps: float = 0.0
+    shows: bool = False
+
+    @property
+    @override
+    def memory(self) -> int:
+        return len(self.d) if self.shows else 0
 
     @property
     @override
@@ -70,8 +77,9 @@ class SelectiveScan(Mixer):
         step = softplus(dt + self.dt_bias)
         matrix *= torch.exp(step * self.a)
         matrix += b[:, None] * (step * x)
-        out: Tensor = ((matrix * c[:, None]).sum(0) + self.d * x) * silu(gate)
-        return out
+        read: Tensor = (matrix * c[:, None]).sum(0) + self.d * x
+        out = read * silu(gate)
+        return torch.cat([out, read]) if self.shows else out
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -24,6 +24,7 @@ from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import FewerLayers, GatesBelow, HalvesPaired, ModelSource, Source
+from shoal.model.sambay import OWN_CONFIGS
 from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
 
 log = logging.getLogger(__name__)
@@ -199,6 +200,8 @@ def check_quant(quant: str | None) -> None:
 def worth_packing(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse where the model's own modules are better: float64, float16 on a CPU, and layers without kernels."""
     kind = config.get_text_config().model_type
+    if kind in OWN_CONFIGS:  # it has no modules
+        return
     if kind in HYBRIDS and not (fits_kernels(shape_of(config, dtype), dtype, device) and native.available()):
         what = f"the packed backend for model type {kind!r}"
         raise Unsupported(what, "its recurrences have no kernels here, which is slow on prompts", 'Use backend="hf"')

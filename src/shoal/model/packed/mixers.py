@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.model.layers.convolution import Convolution, channels_last
 from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.gated_memory import GatedMemory
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
@@ -162,6 +163,7 @@ def _dual(text: Any, read: Read) -> Mamba2:
 
 
 def _scan_sizes(text: Any) -> Sizes:
+    text = getattr(text, "scan", text)
     hidden, inner, size, rank = text.hidden_size, text.intermediate_size, text.state_size, int(text.time_step_rank)
     sizes: Sizes = {"in_proj.weight": (2 * inner, hidden), "conv1d.weight": (inner, 1, text.conv_kernel),
                     "x_proj.weight": (rank + 2 * size, inner), "dt_proj.weight": (inner, rank),
@@ -172,6 +174,7 @@ def _scan_sizes(text: Any) -> Sizes:
 
 
 def _scan(text: Any, read: Read) -> SelectiveScan:
+    text = getattr(text, "scan", text)
     conv, size = _conv(read, "conv1d", biased=text.use_conv_bias), text.state_size
     a = -read.vector("A_log").exp().t().contiguous()
     norms = None
@@ -182,6 +185,19 @@ def _scan(text: Any, read: Read) -> SelectiveScan:
         read.projection("dt_proj").matrix, a, read.vector("dt_proj.bias"), read.vector("D"), norms,
         getattr(text, "mixer_rms_eps", 0.0),
     )
+
+
+def memory_sizes(text: Any) -> Sizes:
+    """The tensors of a gated memory unit."""
+    hidden, inner = text.hidden_size, text.scan.intermediate_size
+    sizes: Sizes = {"in_proj.weight": (inner, hidden), "out_proj.weight": (hidden, inner)}
+    biases: Sizes = {"in_proj.bias": (inner,), "out_proj.bias": (hidden,)}
+    return sizes | (biases if text.scan.use_bias else {})
+
+
+def memory_unit(read: Read) -> GatedMemory:
+    """A gated memory unit."""
+    return GatedMemory(read.projection("in_proj"), read.projection("out_proj"))
 
 
 def _short_sizes(text: Any) -> Sizes:
