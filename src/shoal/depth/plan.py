@@ -91,6 +91,22 @@ class DepthPlan:
         """The first step that drops something; `NEVER` for a full plan."""
         return min(self.attention + self.mlp)
 
+    def first_drop(self, layers: int) -> int:
+        """The first step that drops something of the first `layers` layers."""
+        return min(self.attention[:layers] + self.mlp[:layers], default=NEVER)
+
+    def check_sources(self, sources: Sequence[int | None]) -> None:
+        """Refuse, by Unsupported, to drop a layer before one that reads it.
+
+        Args:
+            sources: per layer, the one that it reads, or None.
+        """
+        for layer, source in enumerate(sources):
+            if source is not None and self.attention[source] < self.attention[layer]:
+                raise Unsupported(f"a depth plan that drops layer {source} at step {self.attention[source]}",
+                                  f"layer {layer}, which runs longer, reads what that one computes of each token",
+                                  f"Drop layers after {max(one for one in sources if one is not None)} alone")
+
     @property
     def is_full(self) -> bool:
         """Whether every token runs everything."""
@@ -124,6 +140,10 @@ class DepthPlan:
     def depth(self, step: int) -> float:
         """Number of layers that run at `step`; a single sublayer counts half."""
         return self.num_layers - bisect_right(self._drops, step) / 2
+
+    def depth_in(self, layers: int, step: int) -> float:
+        """Number of layers that run at `step` out of the first `layers`; a single sublayer counts half."""
+        return sum(drop > step for drop in self.attention[:layers] + self.mlp[:layers]) / 2
 
     @cached_property
     def _drops(self) -> list[int]:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shoal.depth.plan import DepthPlan
-from shoal.errors import Unsupported
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
+from shoal.model.kv.passing import PassingLayer
 
 if TYPE_CHECKING:
     from shoal.model.experts import ExpertChoice, Opened
@@ -142,7 +142,12 @@ class SequenceChunk:
     @property
     def whole(self) -> int:
         """Length of the prefix of tokens that run every layer with its whole MLP."""
-        deep = self.running(self.plan.first_shallow_step)
+        return self.whole_in(None)
+
+    def whole_in(self, layers: int | None) -> int:
+        """Length of the prefix of tokens that run each of the first `layers`, or all layers, with its whole MLP."""
+        plan = self.plan
+        deep = self.running(plan.first_shallow_step if layers is None else plan.first_drop(layers))
         if self.experts is None:
             return deep
         return next((node for node, masks in enumerate(self.experts.masks[:deep]) if masks is not None), deep)
@@ -259,7 +264,8 @@ class ModelRunner(Protocol):
 
     def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:
         """An empty cache for `seqs` sequences; `reserve` as for `KVCache`."""
-        return KVCache(self.windows, seqs, reserve, self.state_bytes)
+        passing = [layer for layer, source in enumerate(self.sources) if source is not None]
+        return KVCache(self.windows, seqs, reserve, self.state_bytes, passing)
 
     @property
     def can_split(self) -> bool:
@@ -384,23 +390,14 @@ def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
 
 
 def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int, cache: KVCache) -> None:
-    """Refuse to run a layer that lacks the KV of an earlier node; a single MLP needs none."""
-    if piece.part == "mlp":
-        return
+    """Refuse to run a layer that lacks the KV of an earlier node; a single MLP, or one that keeps none, needs none."""
     store = cache.layers[layer]
+    if piece.part == "mlp" or isinstance(store, PassingLayer):
+        return
     for chunk, first, last in zip(chunks, piece.first, piece.last, strict=True):
         held, scratch = store.lengths[chunk.seq], store.scratch[chunk.seq]
         if last > first and (held, scratch) != (cache.positions[chunk.seq], chunk.fed + first):
             raise missing_kv(layer, chunk, cache)
-
-
-def check_sources(plan: DepthPlan, sources: Sequence[int | None]) -> None:
-    """Refuse, by Unsupported, a plan that drops a layer before one that reads it."""
-    for layer, source in enumerate(sources):
-        if source is not None and plan.attention[source] < plan.attention[layer]:
-            raise Unsupported(f"a depth plan that drops layer {source} at step {plan.attention[source]}",
-                              f"layer {layer}, which still runs, reads what that one keeps of each token",
-                              f"Drop layer {layer} no later, or keep layer {source}")
 
 
 def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError:
@@ -415,12 +412,13 @@ def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError
 
 def run_layers(
     num_layers: int, chunks: Sequence[SequenceChunk], cache: KVCache, run: Callable[[int, LayerWork], None],
-    states: Callable[[], Tensor], hook: HiddenStateHook | None, start: Start | None,
+    states: Callable[[], Tensor], hook: HiddenStateHook | None, start: Start | None, keeping: int | None = None,
 ) -> None:
     """Run the layers of a forward, piece by piece, and show the hidden states to the hook.
 
     Args:
         states: gives the hidden states as the hook gets them.
+        keeping: how many layers, from the first on, keep something; None for all.
     """
     for layer in range(0 if start is None else start.layer, num_layers):
         if hook is not None:
@@ -430,7 +428,7 @@ def run_layers(
             run(layer, piece)
     if hook is not None:
         hook(num_layers, states())
-    mark_shallow(chunks, cache)
+    mark_shallow(chunks, cache, keeping)
 
 
 def wanted_states(chunks: Sequence[SequenceChunk], states: Iterable[Tensor]) -> Tensor:
@@ -439,9 +437,9 @@ def wanted_states(chunks: Sequence[SequenceChunk], states: Iterable[Tensor]) -> 
     return torch.cat([own[chunk.with_ids - chunk.wanted : chunk.with_ids] for chunk, own in pairs])
 
 
-def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
-    """Mark in the cache the first position at which each chunk skipped something."""
+def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache, keeping: int | None = None) -> None:
+    """Mark in the cache the first position at which each chunk skipped something of the first `keeping` layers."""
     for chunk in chunks:
-        shallow = chunk.whole
+        shallow = chunk.whole_in(keeping)
         if shallow < len(chunk.tokens):
             cache.mark_shallow(chunk.seq, chunk.positions(cache.positions[chunk.seq])[shallow])

@@ -28,7 +28,6 @@ from shoal.model.runner import (
     ModelRunner,
     SequenceChunk,
     Start,
-    check_sources,
     lay_vectors,
     mark_shallow,
     opened_in,
@@ -100,7 +99,8 @@ class PackedRunner(ModelRunner):
                 return logits
         self._check_sources(chunks, start)
         run = _Pass(self, chunks, cache, start, self.num_layers if hook is not None else self.prompt_layers)
-        run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start)
+        run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start,
+                   self.prompt_layers if self.sources else None)
         return self._logits(run.wanted())
 
     @property
@@ -114,7 +114,7 @@ class PackedRunner(ModelRunner):
             return
         for chunk in chunks:
             if not chunk.plan.is_full:
-                check_sources(chunk.plan, self.sources)
+                chunk.plan.check_sources(self.sources)
         first = min(source for source in self.sources if source is not None)
         if start is not None and start.layer > first:
             raise Unsupported(f"a forward from layer {start.layer} on", f"later layers read what layer {first} computes "
@@ -180,8 +180,6 @@ class _Pass:
         """Run a piece of work and add its output to the stream."""
         runner, weights = self.runner, self.runner.weights.layers[layer]
         source = runner.shape.source(layer)
-        if source is not None and piece.part != "mlp":  # it stores nothing, but counts who has run it
-            self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if layer >= self._late:
             piece = piece.wanted_by(self.chunks)
             if not piece.chunks:
