@@ -161,8 +161,8 @@ class Oracle:
         rank = len(selected) - 2 * size
         step = torch.log1p(torch.exp(self._matrix(name + "dt_proj", selected[:rank])))
         b, c = selected[rank : rank + size], selected[rank + size :]
-        state, decay = self.states.get(layer, torch.zeros(inner, size, dtype=x.dtype)), -self._tensors[name + "A_log"].exp()
-        state = torch.exp(step[:, None] * decay) * state + (step * u)[:, None] * b[None]
+        state, rate = self.states.get(layer, torch.zeros(inner, size, dtype=x.dtype)), self._tensors[name + "A_log"]
+        state = torch.exp(-step[:, None] * torch.exp(rate)) * state + (step * u)[:, None] * b[None]
         self.states[layer] = state
         memory = state @ c + self._tensors[name + "D"] * u
         return self._tensors[name + "out_proj.weight"] @ (memory * _silu(both[inner:])), memory

@@ -181,9 +181,10 @@ class LayerWork:
 
     def wanted_by(self, chunks: Sequence[SequenceChunk]) -> LayerWork:
         """The same part for those of its tokens whose logits are wanted."""
-        firsts = tuple(max(first, chunk.with_ids - chunk.wanted) for chunk, first in zip(chunks, self.first, strict=True))
-        ends = zip(chunks, firsts, self.last, strict=True)
-        return LayerWork(self.part, firsts, tuple(max(first, min(last, chunk.with_ids)) for chunk, first, last in ends))
+        spans = [(chunk.with_ids - chunk.wanted, chunk.with_ids) for chunk in chunks]
+        first = tuple(max(own, low) for own, (low, _) in zip(self.first, spans, strict=True))
+        last = tuple(max(begin, min(own, high)) for begin, own, (_, high) in zip(first, self.last, spans, strict=True))
+        return LayerWork(self.part, first, last)
 
     @property
     def chunks(self) -> list[int]:

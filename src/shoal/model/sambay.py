@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from shoal.errors import Unsupported
 
 
-class Phi4FlashConfig(PreTrainedConfig):
+class Phi4FlashConfig(PreTrainedConfig):  # type: ignore[misc]  # it comes without types
     """Sizes of a SambaY model of L layers; the fields are those of the published `config.json`.
 
     Layers 0, 2, ..., L/2 are Mamba, 1, 3, ..., L/2 - 1 attention with a sliding window, L/2 + 1 is full attention. Of
@@ -61,15 +61,15 @@ class Phi4FlashConfig(PreTrainedConfig):
     def _check(self) -> None:
         layers, heads, kv_heads = self.num_hidden_layers, self.num_attention_heads, self.num_key_value_heads
         if self.mb_per_layer != 2:
-            raise ValueError(f"mb_per_layer is {self.mb_per_layer}; it must be 2, as in the published models: layers of "
-                             "Mamba and attention by turns. Correct config.json")
+            raise ValueError(f"mb_per_layer is {self.mb_per_layer}; it must be 2, Mamba and attention by turns. "
+                             "Correct config.json")
         if layers < 4 or layers % 4:
             raise ValueError(f"num_hidden_layers is {layers}; it must be a multiple of 4, so that a self-decoder and a "
                              "cross-decoder are of one length. Correct config.json")
         if heads % 2 or kv_heads % 2 or heads % kv_heads or self.hidden_size % heads:
             raise ValueError(f"num_attention_heads is {heads} and num_key_value_heads {kv_heads} at hidden_size "
-                             f"{self.hidden_size}; differential attention has pairs of heads, so both must be even, and "
-                             "each must divide what is before it. Correct config.json")
+                             f"{self.hidden_size}; heads come in pairs, so both must be even, num_key_value_heads must "
+                             "divide num_attention_heads, and that hidden_size. Correct config.json")
 
     def _window(self, window: int | Sequence[int | None]) -> int:
         """The one window of a list with those of all layers."""

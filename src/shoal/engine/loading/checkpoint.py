@@ -109,8 +109,8 @@ class Checkpoint:
 
         if self._foreign is not None:
             return self._foreign.config(self._config_json)
-        if (own := OWN_CONFIGS.get(self._config_json.get("model_type", ""))) is not None:
-            return own.from_dict(self._config_json)
+        if self._own is not None:
+            return self._own.from_dict(self._config_json)
         config = AutoConfig.from_pretrained(self.place, **self._options)
         if "quantization_config" in vars(config) and config.quantization_config is None:
             del config.quantization_config  # transformers 5.0 takes one that is null for one that is there
@@ -136,6 +136,11 @@ class Checkpoint:
         if kind in OF_LAB:
             raise Unsupported(f"model type {kind!r}", "what reads it comes with shoal-lab", LAB_INSTALL)
         return None
+
+    @property
+    def _own(self) -> Any | None:
+        """The class of its config where transformers has none."""
+        return None if self._gguf is not None else OWN_CONFIGS.get(self._config_json.get("model_type", ""))
 
     def generation_config(self) -> Any | None:
         """The generation config, or None where the checkpoint has none."""
@@ -224,6 +229,10 @@ class Checkpoint:
         folder = Path(self.place)
         if folder.is_dir() and not any(folder.glob("*token*")):
             return None
+        if self._own is not None:  # the class that its files name would cut text at other places than these say
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(self.place, revision=self.revision or "main")
         return AutoTokenizer.from_pretrained(self.place, **self._options)
 
 

@@ -135,15 +135,16 @@ def scaled_attention(
 
 
 def differential_attention(
-    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, own: Differential, mask: Tensor | None, causal: bool = False
+    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, mask: Tensor | None, causal: bool = False, *,
+    own: Differential,
 ) -> Tensor:
     """Outputs [seqs, heads / 2, n, 2 head_dim] of pairs of heads.
 
     Args:
         q: [seqs, heads, n, head_dim].
         keys, values: of pairs, [seqs, kv_heads / 2, c, 2 head_dim].
+        mask, causal: as of `scaled_attention`; a mask with heads has one for every pair.
         own: what the layer does with the outputs of both softmaxes.
-        mask, causal: as of `scaled_attention`, with one row of heads for every pair.
     """
     halves = keys.split(shape.head_dim, dim=-1)
     return own(*(scaled_attention(q[:, side::2], half, values, shape, mask, causal)

@@ -24,8 +24,8 @@ from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import FewerLayers, GatesBelow, HalvesPaired, ModelSource, Source
-from shoal.model.sambay import OWN_CONFIGS
 from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
+from shoal.model.sambay import OWN_CONFIGS
 
 log = logging.getLogger(__name__)
 QUANTS = ("int8", "int4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -117,8 +118,8 @@ class PackedRunner(ModelRunner):
                 chunk.plan.check_sources(self.sources)
         first = min(source for source in self.sources if source is not None)
         if start is not None and start.layer > first:
-            raise Unsupported(f"a forward from layer {start.layer} on", f"later layers read what layer {first} computes "
-                              "of the same tokens", "Begin no later than there")
+            why = f"later layers read what layer {first} computes of the same tokens"
+            raise Unsupported(f"a forward from layer {start.layer} on", why, "Begin no later than there")
 
     @override
     @torch.no_grad()
@@ -286,10 +287,8 @@ class _Pass:
             rows = len(queries) if own is None else len(queries) // 2
             seen = seq_mask(None, bias[:, : keys.shape[2]], every, rows, dtype)
         causal = seen is None and len(q) > 1
-        if own is not None:
-            shape = self.runner.shape
-            return block.differential_attention(queries[None], keys, values, shape, own, seen, causal)[0].transpose(0, 1)
-        return block.scaled_attention(queries[None], keys, values, self.runner.shape, seen, causal)[0].transpose(0, 1)
+        attend = block.scaled_attention if own is None else partial(block.differential_attention, own=own)
+        return attend(queries[None], keys, values, self.runner.shape, seen, causal)[0].transpose(0, 1)
 
     def padded(self) -> Tensor:
         """The stream as [chunks, widest, hidden]."""
