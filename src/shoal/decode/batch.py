@@ -443,7 +443,7 @@ class _Share:
         """Whether only the argmax tokens of its logits are needed."""
         return self.seq.takes_argmax and not self.forced
 
-    def count(self, layers: int) -> None:
+    def count(self, layers: float) -> None:
         """Note the work in the sequence's ledger.
 
         Args:

@@ -9,6 +9,7 @@ A plan knows step indices, never sequence positions.
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -141,9 +142,13 @@ class DepthPlan:
         """Number of layers that run at `step`; a single sublayer counts half."""
         return self.num_layers - bisect_right(self._drops, step) / 2
 
-    def depth_in(self, layers: int, step: int) -> float:
-        """Number of layers that run at `step` out of the first `layers`; a single sublayer counts half."""
-        return sum(drop > step for drop in self.attention[:layers] + self.mlp[:layers]) / 2
+    def depth_in(self, layers: float, step: int) -> float:
+        """Number of layers that run at `step` out of the first `layers`; a single sublayer counts half.
+
+        Of a number that ends in a half, the last layer's attention is meant.
+        """
+        attention, mlp = self.attention[: math.ceil(layers)], self.mlp[: math.floor(layers)]
+        return sum(drop > step for drop in attention + mlp) / 2
 
     @cached_property
     def _drops(self) -> list[int]:

@@ -10,9 +10,8 @@ from shoal.errors import Unsupported
 from shoal.types import MaskedModel
 
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
-_KNOWN = {*_SLIDING, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe", "cross_attention",
-          "gated_memory"}
-"""Types of layers, as transformers names them, and SambaY's. A hybrid layer has attention beside a recurrence."""
+_KNOWN = {*_SLIDING, "full_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+"""Types of layers, as transformers names them. A hybrid layer has attention beside a recurrence."""
 MASKED = ("llama", "qwen2", "qwen3")
 """Model types that are masked-diffusion models if their config has a `mask_token_id`."""
 WIDTHS = "layer_intermediate_sizes"
@@ -25,7 +24,7 @@ def layers_of(config: Any) -> int:
 
 
 def layer_types(config: Any) -> Sequence[str] | None:
-    """The type of each layer, as transformers names them or, for names that it does not know, as `block_types` does."""
+    """The type of each layer, as transformers names them or, in configs of ours, as `block_types` does."""
     found: Sequence[str] | None = getattr(config, "block_types", None) or getattr(config, "layer_types", None)
     return found
 
@@ -44,7 +43,7 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     types = layer_types(config)
     if types is None:
         return (window,) * layers_of(config)
-    unknown = set(types) - _KNOWN
+    unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN
     if unknown:
         raise Unsupported(f"layers of type {', '.join(sorted(unknown))}", f"Shoal runs {', '.join(sorted(_KNOWN))}",
                           "Use a model whose layers are all of these types")

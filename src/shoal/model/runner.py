@@ -273,11 +273,11 @@ class ModelRunner(Protocol):
         """Whether attention and MLP of a layer can run separately."""
 
     @property
-    def prompt_layers(self) -> int:
-        """Layers, from the first on, that every token runs. Those after them keep nothing of a token.
+    def prompt_layers(self) -> float:
+        """Layers, from the first on, that every token runs; one that only stores keys and values counts half.
 
-        So a token whose logits nobody wants may skip them, as those of a prompt but the last; forwards with a hook run
-        them all the same.
+        Those after them keep nothing of a token. So one whose logits nobody wants may skip them, as all of a prompt but
+        the last; forwards with a hook run them all the same.
         """
         return self.num_layers
 

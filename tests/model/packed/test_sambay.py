@@ -36,6 +36,7 @@ from shoal.methods.early_exit import EarlyExit
 from shoal.methods.kv_int8 import KVInt8
 from shoal.methods.prompt_lookup import PromptLookup
 from shoal.methods.unified_layer_skipping import UnifiedLayerSkipping
+from shoal.model.packed import block
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.weights import tensors as named
@@ -44,7 +45,8 @@ from shoal.model.runner import SequenceChunk, Start
 from shoal.model.sambay import Phi4FlashConfig
 
 NEW, EXACT = 16, 1e-10
-KEEPING = LAYERS // 2 + 2
+KEEPING, READ = LAYERS // 2 + 2, LAYERS // 2 + 1.5
+"""Layers that keep something, and layers that a token of a prompt runs: of the last one keys and values alone."""
 SCHEDULES = int(os.environ.get("SHOAL_SCHEDULES", "8"))
 PROMPTS = [prompt(30), prompt(9, 1), prompt(1, 2)]
 REPEATING = [*prompt(6, 3), *prompt(6, 3), *prompt(3, 3)]
@@ -158,9 +160,23 @@ def test_the_prompt_runs_the_self_decoder_alone(engine: Engine, monkeypatch: pyt
 
     monkeypatch.setattr(PackedRunner, "forward", forward)
     (result,) = engine.generate([PROMPTS[0]], max_new_tokens=5)
-    assert ran == [30 + 4] * KEEPING + [1 + 4] * (LAYERS - KEEPING)
-    assert result.stats.extras["skipped_layer_tokens"] == 29 * (LAYERS - KEEPING)
+    assert ran == [30 + 4] * (KEEPING - 1) + [1 + 4] * (LAYERS - KEEPING + 1)
+    assert result.stats.extras["skipped_layer_tokens"] == 29 * (LAYERS - READ)
     assert result.stats.mean_layers == LAYERS
+
+
+def test_a_prompt_attends_beyond_windows_from_its_last_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the time of a prompt grows with its length, not with its square."""
+    queries, layers = Counter[int](), {0.8 - 0.6 * math.exp(-0.3 * layer): layer for layer in range(LAYERS)}
+    real = block.differential_attention
+
+    def counted(q: Tensor, *args: Any, own: Any, **more: Any) -> Tensor:
+        queries[layers[own.start]] += q.shape[2]
+        return real(q, *args, own=own, **more)
+
+    monkeypatch.setattr(block, "differential_attention", counted)
+    engine.generate([PROMPTS[0]], max_new_tokens=1)
+    assert queries == {layer: 30 if role(layer) == "window" else 1 for layer in range(1, LAYERS, 2)}
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7])
@@ -172,7 +188,7 @@ def test_prompts_in_pieces_run_the_cross_decoder_on_the_last_token_alone(engine:
     assert [list(handle.results[0].tokens) for handle in handles] == texts(PROMPTS)
     for handle, ids in zip(handles, PROMPTS, strict=True):
         ledger = handle.entries[0].seq.ledger
-        assert ledger.prefill_layer_tokens == len(ids) * KEEPING + LAYERS - KEEPING
+        assert ledger.prefill_layer_tokens == (len(ids) - 1) * READ + LAYERS
         assert ledger.decode_layer_tokens == (NEW - 1) * LAYERS
 
 

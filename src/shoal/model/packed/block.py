@@ -34,19 +34,7 @@ def attention(
         tables: cos and sin [T, rotary_dim / 2] of the tokens; None for a layer without rotary embedding.
         attend: writes k and v to the cache and attends.
     """
-    normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
-    if layer.differential is not None:
-        return _differential(x, layer, shape, normed, attend)
-    qkv = applied(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
-    gate = None
-    if shape.gated_attention:
-        q, gate, k, v = qkv.split([shape.heads, shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    else:
-        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = norm_heads(q, layer.q_norm, shape.eps), norm_heads(k, layer.k_norm, shape.eps)
-    if tables is not None:
-        q, k = rotate(q, *tables), rotate(k, *tables)
+    q, k, v, gate = projected(x, layer, shape, dtype, tables)
     mixed = attend(q, k, v)
     if gate is not None:
         mixed = mixed * torch.sigmoid(gate)
@@ -54,12 +42,27 @@ def attention(
     return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[0])
 
 
-def _differential(x: Tensor, layer: Layer, shape: Shape, normed: Tensor, attend: Attend) -> Tensor:
-    """What differential attention adds to the residual stream `x` [T, hidden]."""
-    q, *kv = applied(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim).split(
-        [shape.heads, *[shape.kv_heads] * (2 if layer.qkv.rows > shape.heads * shape.head_dim else 0)], dim=1)
-    k, v = map(paired, kv) if kv else (None, None)
-    return applied(layer.out, attend(q, k, v).reshape(len(x), -1), layer.out_bias).to(x.dtype)
+def projected(
+    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Q, k and v as `Attend` takes them, and the gate of the outputs, or None, of the stream `x` [T, hidden]."""
+    normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
+    qkv = applied(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
+    sizes = [shape.heads] * (1 + shape.gated_attention)
+    q, *rest = qkv.split([*sizes, *[shape.kv_heads] * (2 if qkv.shape[1] > sum(sizes) else 0)], dim=1)
+    gate = rest.pop(0) if shape.gated_attention else None
+    if layer.q_norm is not None:
+        q = norm_heads(q, layer.q_norm, shape.eps)
+    if tables is not None:
+        q = rotate(q, *tables)
+    if not rest:
+        return q, None, None, gate
+    k, v = rest
+    if layer.k_norm is not None:
+        k = norm_heads(k, layer.k_norm, shape.eps)
+    if tables is not None:
+        k = rotate(k, *tables)
+    return (q, k, v, gate) if layer.differential is None else (q, paired(k), paired(v), gate)
 
 
 def memory_unit(x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, memory: Tensor) -> Tensor:

@@ -99,15 +99,15 @@ class PackedRunner(ModelRunner):
                 mark_shallow(chunks, cache)
                 return logits
         self._check_sources(chunks, start)
-        run = _Pass(self, chunks, cache, start, self.num_layers if hook is not None else self.prompt_layers)
+        run = _Pass(self, chunks, cache, start, self.num_layers if hook is not None else self.shape.late)
         run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start,
-                   self.prompt_layers if self.sources else None)
+                   self.shape.keeping if self.sources else None)
         return self._logits(run.wanted())
 
     @property
     @override
-    def prompt_layers(self) -> int:
-        return self.shape.prompt_layers
+    def prompt_layers(self) -> float:
+        return (self.shape.late + self.shape.keeping) / 2
 
     def _check_sources(self, chunks: Sequence[SequenceChunk], start: Start | None) -> None:
         """Refuse plans and starts without the layers whose keys, values or memory others read."""
@@ -181,19 +181,21 @@ class _Pass:
         """Run a piece of work and add its output to the stream."""
         runner, weights = self.runner, self.runner.weights.layers[layer]
         source = runner.shape.source(layer)
-        if layer >= self._late:
-            piece = piece.wanted_by(self.chunks)
-            if not piece.chunks:
-                return
-        chosen = self._chosen(piece)
+        kind, asked = runner.shape.kind(layer), piece.wanted_by(self.chunks) if layer >= self._late else piece
+        stored = asked != piece and source is None
+        if stored and piece.part != "mlp":
+            self._store(layer, piece)
+        piece, chosen = asked, self._chosen(asked)
+        if not piece.chunks:
+            return
         x = self.x if chosen is None else self.x[chosen]
-        kind = runner.shape.kind(layer)
         if piece.part != "mlp":
             parts = []
             if kind.attends:  # first of all, since it counts the scratch entries before these tokens
                 tables = self._tables(layer, chosen)
                 parts.append(block.attention(
-                    x, weights, runner.shape, runner.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
+                    x, weights, runner.shape, runner.dtype, tables,
+                    lambda q, k, v: self._attend(layer, piece, q, *((None, None) if stored else (k, v)))
                 ))
             if weights.mixer is not None:
                 parts.append(block.recurrence(
@@ -252,6 +254,17 @@ class _Pass:
             memory = known.index_copy(0, chosen, memory)
         self._memory[layer] = memory
         return outputs
+
+    def _store(self, layer: int, piece: LayerWork) -> None:
+        """Keep keys and values of the piece's tokens, whose attention nobody wants or comes later."""
+        runner, chosen = self.runner, self._chosen(piece)
+        x = self.x if chosen is None else self.x[chosen]
+        tables = self._tables(layer, chosen)
+        _, k, v, _ = block.projected(x, runner.weights.layers[layer], runner.shape, runner.dtype, tables)
+        assert k is not None and v is not None
+        parts = zip(self.chunks, piece.counts, k.split(piece.counts), v.split(piece.counts), strict=True)
+        for chunk, count, keys, values in (part for part in parts if part[1]):
+            self.cache.layers[layer].append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], [chunk.seq], [count])
 
     def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention of each chunk's tokens over its own sequence."""

@@ -107,11 +107,19 @@ class Shape:
         return self.sources[layer] if self.sources else None
 
     @property
-    def prompt_layers(self) -> int:
-        """How many layers, from the first on, a token must run whose logits nobody wants; see `ModelRunner`."""
+    def keeping(self) -> int:
+        """How many layers, from the first on, keep something of a token; those after them read others."""
         if not self.sources:
             return self.num_layers
         return 1 + max(layer for layer, source in enumerate(self.sources) if source is None)
+
+    @property
+    def late(self) -> int:
+        """From which layer on a token may stop whose logits nobody wants, once its keys and values are stored there."""
+        if not self.sources:
+            return self.num_layers
+        last = self.keeping - 1
+        return last if self.kind(last).attends and self.kind(last).recurrence is None else last + 1
 
     def kv_sizes(self, layer: int) -> tuple[int, int, int]:
         """KV heads, and head_dim of keys and of values, of what a layer stores of a token; zeros for nothing."""
