@@ -1,9 +1,13 @@
-"""Prefix cache: memory and hits of chats under one system prompt, and the time of a lookup among many kept texts.
+"""Prefix cache: memory and hits of chats under one system prompt, turns and branches of a chat beside cold starts, and
+the time of a lookup among many kept texts.
 
     python lab/benchmarks/prefixes.py --model FILE [--requests 200] [--streams 16] [--tokens 48] [--json OUT]
 
 The chats are answered in one process by the scheduler, `--streams` at a time. Each has a question of its own. Bytes are
 those that the cache keeps, beside what whole copies of the same texts would take, and the resident set of the process.
+The turns are texts of drawn tokens: ten turns, each with the former ones before it; two other questions after the fifth
+one; 16 questions after an instruction of 1,500 tokens, one after the other. Each is asked warm and, under a salt of its
+own, cold, by turns. `new` tokens are those that no text before had; a model with recurrent layers may read more.
 The last line on stdout is the report.
 """
 
@@ -40,7 +44,8 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=10_000)
     args = parser.parse_args()
     found = {"kind": "prefixes", "vectors": native.vector_set(), "model": Path(args.model).name,
-             "chats": _chats(args.model, args.requests, args.streams, args.tokens), "lookup": _lookup(args.texts)}
+             "turns": _turns(args.model, args.tokens), "lookup": _lookup(args.texts),
+             "chats": _chats(args.model, args.requests, args.streams, args.tokens) if args.requests else None}
     script.publish(__file__, sys.argv[1:], found, args.json)
     return 0
 
@@ -65,6 +70,46 @@ def _chats(model: str, requests: int, streams: int, tokens: int) -> dict[str, An
             "cached_tokens": sum(seq.cached for seq in seqs), "all_prompt_tokens": sum(s.prompt_length for s in seqs),
             "seconds": round(seconds, 2), "kept_bytes": kept, "bytes_of_whole_copies": sum(lengths) * position,
             "resident_before": before, "resident": resident()}
+
+
+def _turns(model: str, answer: int) -> dict[str, Any]:
+    """Tokens read and seconds to the first token of the turns of a chat, of its branches, and under an instruction."""
+    engine, drawn = shoal.load(model), random.Random(2)
+    first = next(iter(engine.tokenizer.all_special_ids), 0)  # it begins messages
+
+    def said(count: int) -> list[int]:
+        return [first, *(drawn.randrange(1000, engine.runner.vocab_size) for _ in range(count - 1))]
+
+    def asked(ids: list[int], salt: str) -> tuple[list[int], dict[str, float]]:
+        handle = scheduler.submit(ids, max_new_tokens=answer, temperature=0, ignore_eos=True, cache_salt=salt)
+        tokens = [step.token for step in handle]
+        seq, stats = handle.entries[0].seq, handle.results[0].stats
+        return tokens, {"read": seq.ledger.prefill_tokens, "new": len(ids) - seq.known,
+                        "first_seconds": stats.prefill_seconds}
+
+    found = dict[str, list[dict[str, Any]]]()
+    with Scheduler(engine, max_seqs=1) as scheduler:
+
+        def both(kind: str, ids: list[int]) -> list[int]:
+            answered, warm = asked(ids, "")
+            again, cold = asked(ids, f"{kind} {len(found.get(kind, ()))}")
+            assert answered == again, "warm answers are cold ones"
+            found.setdefault(kind, []).append({"prompt": len(ids), "warm": warm, "cold": cold})
+            return answered
+
+        chat, fifth = said(120), list[int]()
+        for turn in range(10):
+            chat += said(40)
+            chat += both("turn", chat)
+            fifth = fifth if turn != 4 else list(chat)
+        for _ in range(2):
+            both("branch", fifth + said(40))
+        system = said(1500)
+        for _ in range(16):
+            both("shared instruction", system + said(40))
+    ratios = {kind: [row["warm"]["first_seconds"] / row["cold"]["first_seconds"] for row in rows[1:]]
+              for kind, rows in found.items()}
+    return {kind: {"requests": rows, "warm_over_cold": statistics.median(ratios[kind])} for kind, rows in found.items()}
 
 
 def _lookup(texts: int, length: int = 500) -> dict[str, Any]:

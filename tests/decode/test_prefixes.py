@@ -16,7 +16,7 @@ from backends import packed
 from drive import prompt
 from families import RECURRENT, tiny
 from method_matrix import LAGGING, MATRIX
-from shoal.decode.prefixes import Prefixes, common
+from shoal.decode.prefixes import Prefixes, common, places_of_states
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
@@ -208,6 +208,31 @@ def test_recurrent_layers_keep_a_state_of_where_texts_part() -> None:
     check(scheduler.prefixes)
 
 
+@pytest.mark.skipif(not RECURRENT, reason="this transformers has no common cache of states")
+def test_the_end_of_a_chats_first_message_is_found_by_the_second_chat() -> None:
+    """Token 9 begins messages; the system message has 20 tokens."""
+    chat = engine("qwen3_5")
+    scheduler, system = Scheduler(chat, start=False), [9, *[one for one in prompt(60, 7) if one != 9][:19]]
+    asked = [[*system, 9, 30 + number, 3, 9, 4] for number in range(3)]
+    handles = []
+    for ids in asked:
+        handles.append(scheduler.submit(ids, max_new_tokens=3))
+        handles[-1].entries[0].seq.marks = places_of_states(ids, {9})
+        while scheduler.running or scheduler.waiting:
+            scheduler.turn()
+    assert [one.entries[0].seq.cached for one in handles] == [0, 20, 21]
+    assert [one.results[0].tokens for one in handles] == [chat.generate(ids, max_new_tokens=3).tokens for ids in asked]
+
+
+def test_where_states_are_kept() -> None:
+    assert places_of_states([5, *[1] * 99], {5}) == ()
+    assert places_of_states([7, 5, 1, 1, 5, 1, 5], {7, 5}) == (4,), "7 begins the text, 5 each message"
+    assert places_of_states([1] * 5000, {5}) == (2048, 4096)
+    assert all(len(places_of_states([1] * size, ())) <= 3 for size in range(1, 9000, 7))
+    assert places_of_states([1] * 512, ()) == (), "the end is kept in any case"
+    assert places_of_states([1] * 513, ()) == (512,)
+
+
 def texts(prefixes: Prefixes) -> list[tuple[list[int], Any]]:
     """The tokens on the way to each leaf, and the leaf."""
     found = []
@@ -236,12 +261,12 @@ def same_kv(cache: KVCache, cold: KVCache, length: int, most: float) -> None:
         assert one.lengths[0] == other.lengths[0] == length
         first = oldest_seen(one.window, length)
         assert one.starts[0] <= first
-        for a, b in ((one.keys, other.keys), (one.values, other.values)):
-            if b is not None:
-                assert a is not None
-                seen = [store[0, :, first - layer.starts[0] : length - layer.starts[0]]
-                        for store, layer in ((a, one), (b, other))]
-                assert torch.allclose(*seen, rtol=0, atol=most)
+        if other.keys is None:
+            continue
+        sides = [layer.read(0, length - layer.starts[0], other.keys.dtype) for layer in (one, other)]
+        for pair in zip(*sides, strict=True):
+            seen = [side[:, first - layer.starts[0] :] for side, layer in zip(pair, (one, other), strict=True)]
+            assert torch.allclose(*seen, rtol=0, atol=most)
 
 
 @pytest.mark.parametrize("family", ["llama", "hybrid", *["qwen3_5"] * bool(RECURRENT)])
@@ -258,15 +283,25 @@ def test_random_texts_have_the_bits_of_cold_reading_on_the_kernels(family: str) 
     random_texts(packed(tiny(family, dtype=torch.float32, layers=4), "int8", kernels=True), 5, 60, 6, 0.0)
 
 
-def random_texts(runner: Any, seed: int, rounds: int, longest: int, most: float) -> None:
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_texts_in_pieces_have_the_bits_of_cold_reading(dtype: torch.dtype) -> None:
+    """Pieces begin anywhere within the vectors and chunks of slots that the kernels read at once."""
+    random_texts(packed(tiny("llama", dtype=dtype, layers=2), "int8", kernels=True), 6, 60, 40, 0.0, 300)
+
+
+def random_texts(runner: Any, seed: int, rounds: int, longest: int, most: float, shared: int = 0) -> None:
     """Texts that branch often are kept, found, and dropped where memory is short; all is as cold, up to `most`.
 
     Args:
         longest: most tokens that are read at once.
+        shared: most tokens that texts begin with and have in common.
     """
     drawn = random.Random(seed)
     full, window = DepthPlan.full(runner.num_layers), max([one or 0 for one in runner.windows])
-    prefixes, found, used = Prefixes(30 * sum(runner.position_bytes) + 6 * sum(runner.state_bytes.values())), 0, set()
+    begun = [[drawn.randrange(9) for _ in range(shared)] for _ in range(2)]
+    limit = (30 + 3 * shared) * sum(runner.position_bytes) + 6 * sum(runner.state_bytes.values())
+    prefixes, found, used = Prefixes(limit), 0, set()
 
     def read(cache: KVCache, tokens: Sequence[int], marks: Sequence[int] = ()) -> None:
         while (at := cache.positions[0]) < len(tokens):
@@ -277,7 +312,8 @@ def random_texts(runner: Any, seed: int, rounds: int, longest: int, most: float)
                 cache.mark(0)
 
     for _ in range(rounds):
-        ids = [drawn.randrange(2) for _ in range(drawn.randrange(2, 14 + 2 * window))]
+        ids = drawn.choice(begun)[: drawn.randrange(shared + 1)]
+        ids = [*ids, *[drawn.randrange(2) for _ in range(drawn.randrange(2, 14 + 2 * window))]]
         cache, cold, salt = runner.new_cache(1), runner.new_cache(1), drawn.choice(["", "", "b"])
         length, known = prefixes.fill(cache, 0, ids, salt)
         assert length <= known < len(ids) and length == cache.positions[0]

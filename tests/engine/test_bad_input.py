@@ -272,3 +272,16 @@ def test_splits_that_an_architecture_cannot_do_are_refused_before_anything_runs(
     """See tests/model for the plans themselves; the engine says it through its info."""
     assert engine("llama").info().can_split
     assert not engine("opt").info().can_split
+
+
+def test_a_list_of_layers_that_does_not_fit(tmp_path: Path) -> None:
+    """Neither the config's other numbers nor the checkpoint's tensors."""
+    tiny("gemma3").save_pretrained(tmp_path)
+    place = tmp_path / "config.json"
+    config = json.loads(place.read_text())
+    kinds = config["layer_types"]
+    for wrong, message in ((kinds[:-1], "itself: .*layer_types"), (["banana", *kinds[1:]], "contradicts itself")):
+        place.write_text(json.dumps({**config, "layer_types": wrong}))
+        with pytest.raises(ValueError, match=message) as found:
+            shoal.load(str(tmp_path))
+        assert "\n" not in str(found.value)

@@ -18,11 +18,13 @@ from drive import gap, stack_of
 from families import NATIVE_RECURRENT, PACKED_RECURRENT, RECURRENT, VOCAB, tiny
 from kv_peaks import run as run_watched
 from shoal import compat
+from shoal.decode.recipe import Recipe
 from shoal.depth.plan import DepthPlan
 from shoal.engine.engine import Engine
 from shoal.engine.loading.load import engine_for
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.methods.aded import ADED
+from shoal.methods.base import check_kinds
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
 from shoal.methods.draft_model import DraftModel
@@ -365,3 +367,25 @@ def test_drafts_do_not_change_a_text(family: str, way: Way, method: Any) -> None
         assert drafted[0].tokens == alone[0].tokens
         assert "seed" in options or drafted[1].tokens == alone[1].tokens  # draws are keyed by the place in the batch
         assert sum(one.stats.accepted for one in drafted) > 0 or not isinstance(method, DraftModel)
+
+
+@each_way
+def test_a_cache_of_another_model_is_refused(way: Way) -> None:
+    hybrid = runner_for(tiny("qwen3_5", dtype=torch.float32), way)
+    dense = runner_for(tiny("llama", dtype=torch.float32), way)
+    for one, other in ((hybrid, dense), (dense, hybrid)):
+        cache = other.new_cache(1)
+        chunk = SequenceChunk(0, [1, 2], [0, 0], DepthPlan.full(one.num_layers))
+        with pytest.raises(ValueError, match=r"the cache is for a model of \d layers, 0 with a window and \d with a"):
+            one.forward([chunk], cache)
+        assert cache.positions == [0]
+
+
+def test_a_plan_that_leaves_no_layer_of_a_kind_is_refused() -> None:
+    engine = engine_for(tiny("qwen3_5"))
+    with pytest.raises(ValueError, match=r"d3 leaves out all attention layers \(3\) from token \d+ on; at least one"):
+        engine.generate([1, 2], method=D3(alpha=0.8, core=1, order=[3, 1, 2, 4, 5]), max_new_tokens=60)
+    gone = Recipe(DepthPlan.skipping(6, [0, 1, 2, 4, 5], []))
+    with pytest.raises(ValueError, match=r"x leaves out all recurrent layers \(0, 1, 2, 4, 5\) from token 1 on"):
+        check_kinds("x", gone, engine.info(60))
+    check_kinds("x", gone, engine_for(tiny("llama")).info(60))

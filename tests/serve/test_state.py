@@ -24,7 +24,7 @@ request_success_total time_to_first_token_seconds_bucket inter_token_latency_sec
 request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
 request_inference_time_seconds_bucket request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
 request_prompt_tokens_bucket request_generation_tokens_bucket spec_decode_num_drafts_total
-prefix_cache_queries_total prefix_cache_hits_total
+prefix_cache_queries_total prefix_cache_hits_total prefix_cache_misses_total prefix_cache_bytes
 spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total
 layers_executed_total layers_skipped_total decode_depth_bucket
 """
@@ -69,6 +69,19 @@ def test_a_prompt_that_was_read_is_found_again(server: Running) -> None:
     assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": read - 1}
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
     assert metrics(server)["shoal:prefix_cache_hits_total"] >= read - 1
+
+
+def test_what_was_not_found_is_counted_by_reason(server: Running) -> None:
+    def counted() -> dict[str, float]:
+        text = httpx.get(f"{server.url}/metrics").text
+        found = re.findall(r'^shoal:prefix_cache_misses_total\{.*reason="(\w+)"\} (\S+)$', text, re.M)
+        return {reason: float(value) for reason, value in found}
+
+    body, before = {**BODY, "prompt": "Twice upon a time"}, counted()
+    read = [httpx.post(f"{server.url}/v1/completions", json={**body, **more}).json()["usage"]["prompt_tokens"]
+            for more in ({}, {}, {"method": "kv_int8"})]
+    grown = {reason: value - before.get(reason, 0) for reason, value in counted().items()}
+    assert grown == {"new": read[0] + 1, "window": 0, "method": read[0]}, "the last token is always read"
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])

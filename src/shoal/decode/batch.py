@@ -106,9 +106,17 @@ class Batch:
     def _take_over(self, seq: RunningSequence) -> None:
         """Take over what is kept of the beginning of a prompt, where it is more than was read of it."""
         if not seq.recipe.alters_kv:
-            taken, known = self._prefixes.fill(self.cache, seq.seq_id, seq.tokens, seq.salt)
+            taken, seq.known = self._prefixes.fill(self.cache, seq.seq_id, seq.tokens, seq.salt)
             seq.cached = taken or seq.cached
-            seq.parting = known if self.cache.recurrent and known > self.cache.positions[seq.seq_id] else 0
+
+    def _next_mark(self, seq: RunningSequence, first: int) -> int:
+        """The next length of its prompt after `first` tokens of which a state is kept; 0 for none.
+
+        It is where the prompt parts from what is known, or one of its marks.
+        """
+        if not self.cache.recurrent or seq.emitted:
+            return 0
+        return min((mark for mark in (seq.known, *seq.marks) if mark > first), default=0)
 
     def _set_store(self, seq: RunningSequence, slots: Sequence[int] | None = None) -> None:
         """Store the KV in the form that the recipe names; KV in another form is dropped and computed again."""
@@ -268,8 +276,9 @@ class Batch:
                 first = self.cache.positions[seq.seq_id]
                 due = self.due(seq)
                 size = self.piece(due, min(due, budget, most or budget, self.components.ahead(seq, first) or budget))
-                if first < seq.parting < first + size:  # a state is kept of where texts part
-                    size = seq.parting - first
+                mark = self._next_mark(seq, first)
+                if mark:
+                    size = min(size, mark - first)
                 pieces.append(_piece(seq, first, size))
                 budget -= size
         return sorted(pieces, key=lambda share: share.seq.seq_id)
@@ -297,7 +306,7 @@ class Batch:
                 score_forced(share.seq, self.cache.positions[share.seq.seq_id], values)
             if share.tree is None:
                 self.commit(share.seq, range(len(share.chunk.tokens)))
-                if self.cache.positions[share.seq.seq_id] == share.seq.parting:
+                if self.cache.positions[share.seq.seq_id] in (share.seq.known, *share.seq.marks):
                     self.cache.mark(share.seq.seq_id)
             else:
                 ended.append((share, SequenceTarget(share.seq, share.tree, values)))

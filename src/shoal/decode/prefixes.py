@@ -8,12 +8,15 @@ runs at full depth when it returns as part of a longer prompt.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.heap import give_back
 from shoal.model.kv.cache import KVCache, LayerCopy, SequenceCopy, copy_in, look, usable
 from shoal.model.state.layer import State, state_bytes
+
+_GRID = 512
+"""Fewest tokens between states that are kept within a prompt."""
 
 _HOLES = 2**26
 """Memory is returned after this many dropped bytes, or a quarter of the limit: returning it takes milliseconds."""
@@ -41,7 +44,7 @@ class Prefixes:
         self.limit, self.bytes, self._dropped = limit, 0, 0
         self._roots: dict[str, _Node] = {}
         self._order: OrderedDict[_Node, None] = OrderedDict()
-        """All nodes but roots by their last use; a node comes after its children, so the first one is a leaf."""
+        """All nodes but roots by their last use; a node comes after its children."""
 
     def fill(self, cache: KVCache, seq: int, prompt: Sequence[int], salt: str = "") -> tuple[int, int]:
         """Give a sequence the longest kept prefix of its prompt in place of a shorter one that it may hold.
@@ -65,11 +68,13 @@ class Prefixes:
 
     def keep(self, cache: KVCache, seq: int, tokens: Sequence[int], salt: str = "") -> None:
         """Keep a copy of what a sequence has stored and is not kept yet; `tokens` are at least those it stores."""
-        seen = look(cache, seq) if self.limit else None
+        if not self.limit:
+            return
+        own = list(tokens[: cache.first_shallow(seq)])
+        path, known = self._find(own, salt)
+        seen = look(cache, seq, known)
         if seen is None:
             return
-        own = list(tokens[: seen.last])
-        path, known = self._find(own, salt)
         if path and known < min(path[-1].piece.last, seen.last):
             path[-1] = self._split(path[-1], known)
         self._touch(path)
@@ -141,10 +146,14 @@ class Prefixes:
             self.bytes += node.piece.bytes
 
     def _make_room(self, size: int, path: Sequence[_Node]) -> bool:
-        """Drop what was used least until there is room, before anything is copied; never a node of `path`."""
+        """Drop what was used least until there is room, before anything is copied.
+
+        Never a node of `path`, nor one that a sequence reads in place, which would give no memory back.
+        """
         while self.bytes + size > self.limit:
-            oldest = next(iter(self._order), None)
-            if oldest is None or oldest in path:
+            oldest = next((node for node in self._order
+                           if not node.children and node not in path and not node.piece.readers), None)
+            if oldest is None:
                 return False
             self._drop(oldest)
         if self._dropped > min(_HOLES, self.limit // 4):  # they leave holes into which new sequences seldom fit
@@ -165,6 +174,25 @@ def _missing(piece: SequenceCopy, seen: SequenceCopy) -> list[dict[int, State]]:
     """Per layer, the states of a sequence that a piece could hold and does not."""
     return [{at: state for at, state in own.states_in(piece.first, piece.last).items() if at not in (kept.states or {})}
             for own, kept in zip(seen.layers, piece.layers, strict=True)]
+
+
+def places_of_states(tokens: Sequence[int], special: Container[int]) -> tuple[int, ...]:
+    """Lengths of a prompt after which recurrent layers keep a state, since a later prompt may part from it there.
+
+    They are the end of a chat's first message, which is often an instruction that other chats share, and a grid of at
+    most three places, however long the prompt.
+
+    Args:
+        special: tokens that text does not hold; the first one that comes twice begins messages.
+    """
+    step, begun = max(_GRID, 1 << (len(tokens) // 4).bit_length()), set[int]()
+    grid = {*range(step, len(tokens), step)}
+    for place, token in enumerate(tokens):
+        if token in begun:
+            return tuple(sorted(grid | {place}))
+        if token in special:
+            begun.add(token)
+    return tuple(sorted(grid))
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

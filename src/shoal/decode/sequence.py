@@ -33,7 +33,8 @@ class SequenceState:
         rule: which guesses are kept.
         drafts: whether tokens are guessed ahead.
         cached: prompt tokens whose KV was there already.
-        parting: where the prompt parts from others of which more is known than `cached` tokens; 0 where it does not.
+        known: prompt tokens that were known, of which fewer may be `cached`, see `shoal.decode.prefixes`.
+        marks: lengths of the prompt after which recurrent layers keep a state.
         salt: of the request; what is kept of one salt serves no other.
         root: in a search, the sequence of which this one is a branch; else None.
         until: emitted tokens after which a branch rests; None for as many as its stop rules allow.
@@ -64,7 +65,8 @@ class SequenceState:
     steps: list[Step] = field(default_factory=list)
     ledger: SequenceLedger = field(default_factory=SequenceLedger)
     cached: int = 0
-    parting: int = 0
+    known: int = 0
+    marks: Sequence[int] = ()
     salt: str = ""
     bytes: KVBytes | None = None
     error: BaseException | None = None

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, overload
 
 from typing_extensions import Unpack
 
+from shoal.decode.prefixes import places_of_states
 from shoal.decode.recipe import Recipe
 from shoal.decode.running_sequence import RunningSequence
 from shoal.decode.text.stop import StopState
@@ -34,7 +35,7 @@ from shoal.engine.scheduling.stream import Stream
 from shoal.engine.session import Session
 from shoal.errors import OutOfMemory, stays_here
 from shoal.methods import make
-from shoal.methods.base import check_order
+from shoal.methods.base import check_kinds, check_order
 from shoal.model.kv.cache import KVCache
 from shoal.model.packed.source import Source
 from shoal.model.runner import ModelRunner
@@ -204,6 +205,7 @@ class Engine:
         chosen, info = make(method), self.info(max_new_tokens)
         recipe = chosen.recipe(info)
         check_order(chosen.name, recipe, info)
+        check_kinds(chosen.name, recipe, info)
         if (notice := chosen.notice(info)) is not None:
             self._say_once(notice)
         elif chosen.wants_card and self.card.empty and self.misses_card:
@@ -246,9 +248,15 @@ class Engine:
             seqs.append(RunningSequence(
                 number=number, seq_id=number, tokens=list(tokens), prompt_length=len(tokens), stop=stop,
                 sampling=request.sampling, seed=seed, plan=recipe.plan, salt=request.cache_salt,
+                marks=places_of_states(tokens, self._special) if self.runner.state_bytes else (),
                 recipe=recipe if bound is None else replace(recipe, constraint=bound),
                 processors=(*own, *forbid(len(tokens)), *request.logits_processor)))
         return seqs
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Tokens that text does not hold."""
+        return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
 
     @cached_property
     def constraints(self) -> Compiler:

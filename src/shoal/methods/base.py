@@ -41,6 +41,17 @@ def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
                           f"needs {MASKED}")
 
 
+def check_kinds(name: str, recipe: Recipe, info: ModelInfo) -> None:
+    """Refuse, by a ValueError, a plan that leaves no layer of a kind, attention or recurrent, of a model with both."""
+    stores = [heads > 0 for heads, *_ in info.kv_sizes]
+    for attends, kind in ((True, "attention"), (False, "recurrent")):
+        layers = [layer for layer, own in enumerate(stores) if own == attends]
+        last = max((recipe.plan.attention[layer] for layer in layers), default=info.max_new_tokens)
+        if len(layers) < len(stores) and last < info.max_new_tokens:
+            gone = f"all {kind} layers ({', '.join(map(str, layers))}) from token {last} on"
+            raise ValueError(f"{name} leaves out {gone}; at least one must stay: ask for more layers, or another order")
+
+
 def check_layer(name: str, layer: int | None, info: ModelInfo, past: str = "") -> None:
     """Refuse, by a ValueError, a layer index that the model does not have; None passes.
 

@@ -115,6 +115,7 @@ class HFRunner(ModelRunner):
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
         start: Start | None = None,
     ) -> Tensor:
+        self.check_cache(cache)
         apart = reads_apart(chunks, cache)
         if apart and not self.prepacks:
             raise Unsupported("to choose what queries read, or to weigh it", "this model's attention cannot be told",

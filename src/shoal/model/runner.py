@@ -268,6 +268,16 @@ class ModelRunner(Protocol):
         passing = [layer for layer, source in enumerate(self.sources) if source is not None]
         return KVCache(self.windows, seqs, reserve, self.state_bytes, passing)
 
+    def check_cache(self, cache: KVCache) -> None:
+        """Refuse, by a ValueError, a cache that was made for a model with other layers."""
+        wanted = [(window, layer in self.state_bytes) for layer, window in enumerate(self.windows)]
+        found = [(layer.window, layer in cache.recurrent) for layer in cache.layers]
+        if wanted != found:
+            what = [f"{len(layers)} layers, {sum(window is not None for window, _ in layers)} with a window and "
+                    f"{sum(state for _, state in layers)} with a state" for layers in (found, wanted)]
+            raise ValueError(f"the cache is for a model of {what[0]}; this model has {what[1]}, or has them elsewhere. "
+                             "Make a cache with its own `new_cache`")
+
     @property
     def can_split(self) -> bool:
         """Whether attention and MLP of a layer can run separately."""

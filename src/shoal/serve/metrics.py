@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from shoal.decode.running_sequence import RunningSequence
 from shoal.engine.scheduling.request_handle import ScheduledSequence
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.types import Result, Stats
@@ -43,6 +44,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._label, self._scheduler, self._layers = model_name, scheduler, num_layers
+        self._recurrent = bool(scheduler.engine.runner.state_bytes)
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS.items()}
         self._times = {name: self._histogram(name, text, _SECONDS) for name, text in _TIMES.items()}
         self._gaps = self._histogram("inter_token_latency_seconds", "Between a sequence's chunks of tokens.", _SECONDS)
@@ -50,10 +52,13 @@ class Metrics:
         self._made = self._histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
         self._depth = self._histogram("decode_depth", "Layers per generated token.", range(1, num_layers + 1))
         self._success = self._counter("request_success", "Rows that ended, by reason.", "finished_reason")
+        self._missed = self._counter("prefix_cache_misses", "Prompt tokens looked up and read, by reason.", "reason")
         self._kept = self._counter("spec_decode_num_accepted_tokens_per_pos", "Accepted, by position.", "position")
         self._gauge("num_requests_running", "Running sequences.", lambda: scheduler.running)
         self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
         self._gauge("kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", lambda: scheduler.kv_use)
+
+        self._gauge("prefix_cache_bytes", "Bytes kept of prompts and answers.", lambda: scheduler.prefixes.bytes)
 
     def finished(self, entry: ScheduledSequence, result: Result) -> None:
         """Count a sequence that has ended."""
@@ -71,6 +76,8 @@ class Metrics:
         }
         for name, amount in counts.items():
             self._counters[name].labels(self._label).inc(amount)
+        for reason, count in self._misses(entry.seq).items():
+            self._missed.labels(self._label, reason).inc(count)
         for distance in entry.seq.ledger.drafted_at:
             self._kept.labels(self._label, str(distance - 1)).inc(entry.seq.ledger.accepted_at[distance])
         self._success.labels(self._label, _REASONS.get(result.finish_reason, result.finish_reason)).inc()
@@ -79,6 +86,18 @@ class Metrics:
         for step in entry.seq.steps:
             self._depth.labels(self._label).observe(step.depth)
         self._observe_times(entry, stats)
+
+    def _misses(self, seq: RunningSequence) -> dict[str, int]:
+        """Prompt tokens that were read although they were looked up, by reason.
+
+        "new": nothing alike is kept; the last token, whose logits are needed, among them. "no_state": they are kept,
+        without the states of recurrent layers that far. "window": a sliding window has moved on. "method": they ran,
+        or are stored, otherwise than the model itself does it.
+        """
+        looked_up = seq.prompt_length if self._scheduler.prefixes.limit else 0
+        if not looked_up or seq.recipe.alters_kv:
+            return {"method": looked_up}
+        return {"new": looked_up - seq.known, "no_state" if self._recurrent else "window": seq.known - seq.cached}
 
     def _observe_times(self, entry: ScheduledSequence, stats: Stats) -> None:
         for gap in entry.gaps:

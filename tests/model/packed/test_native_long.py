@@ -12,6 +12,7 @@ from native_reference import Case, NativeReference, Token, chain_batch, make_ref
 from settling import Bitmap
 from shoal.model.kv.blocks import Int4, Int8
 from shoal.model.kv.form import forms_of
+from shoal.model.kv.lent import LentSlots
 from shoal.model.packed import native
 from shoal.model.packed.native import KVBinding, NativeBatch
 from shoal.model.packed.native.batch import OwnSlots
@@ -19,7 +20,7 @@ from shoal.model.packed.native.batch import OwnSlots
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
 BLOCKS = {"int8": Int8(), "int4": Int4(), "int8 and int4": Int4(Int8())}
-FORMS = ("cache", *BLOCKS, "bitmap")
+FORMS = ("cache", *BLOCKS, "bitmap", "lent")
 PRUNED = Bitmap(0.6)
 WHOLE = native.available() and native.vector_set() != "amx"
 """Whether blocks are multiplied as whole numbers where others are in bf16; the tile units have no such products."""
@@ -35,6 +36,7 @@ class Long:
     ) -> None:
         self.case, self.start, self.slots, self.form = case, start, slots, form
         self.settled = slots * 3 // 4 if form == "bitmap" else 0
+        self.cuts = [slots // 7, slots // 2, slots * 4 // 5]
         self.slow: NativeReference = make_reference(case)
         dice = torch.Generator().manual_seed(slots)
         shape = (case.kv_heads, slots + ROOM, case.head_dim)
@@ -79,9 +81,20 @@ class Long:
             own = OwnSlots(bias=self.bias, older=older, settled=self.settled)
             for one in (*keys, *values):
                 one[:, :, : self.settled] = torch.nan  # nobody reads it
+        if self.form == "lent":
+            own = OwnSlots(bias=self.bias, lent=self.lent())
+            for one in (*keys, *values):
+                one[:, :, : self.cuts[-1]] = torch.nan
         if self.form in BLOCKS:
             own = OwnSlots(*encoded(self), self.bias)
         return self.slow.native.bind(keys, values, [[own]])
+
+    def lent(self) -> LentSlots:
+        """The slots up to the last cut, in pieces; the last piece goes on otherwise."""
+        pairs = list(zip([0, *self.cuts], self.cuts, strict=False))
+        pieces = [tuple(one[:, first:last].clone() for one in self.lines) for first, last in pairs]
+        pieces[-1] = tuple(torch.cat([one, torch.full_like(one, torch.nan)], 1) for one in pieces[-1])
+        return LentSlots([(keys, values) for keys, values in pieces], self.cuts[-1], [])
 
     def batch(self, first: int, count: int, wanted: list[int] | None = None) -> NativeBatch:
         base = self.start + self.slots + first
@@ -172,6 +185,29 @@ def test_bitmaps_have_the_bits_of_slots_with_zeros(name: str, kv_dtype: torch.dt
         zeroed.lines = row.pruned()
         found, expected = (one.slow.native.forward(one.batch(0, 5, [0, 4]), one.binding()) for one in (row, zeroed))
         assert torch.equal(found, expected), settled
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"window"}))
+def test_lent_slots_have_the_bits_of_slots_in_their_place(name: str, kv_dtype: torch.dtype) -> None:
+    """Wherever pieces end: between chunks, groups of 16 and pairs, one after the other, or at all slots."""
+    case = replace(LONG, kv_dtype=kv_dtype, **SHAPES[name])
+    for slots, start, cuts in ((300, 0, [300]), (300, 0, [64, 128]), (300, 37, [1, 2, 3, 171]), (700, 0, [511, 513])):
+        row, plain = Long(case, slots, start, "lent"), Long(case, slots, start)
+        row.cuts = cuts
+        found, expected = (one.slow.native.forward(one.batch(0, 5, [0, 4]), one.binding()) for one in (row, plain))
+        assert torch.equal(found, expected), cuts
+
+
+def test_lent_slots_that_cannot_be_are_refused() -> None:
+    row = Long(LONG, 130, form="lent")
+    keys, values = ([one[None].clone()] for one in row.lines)
+    own = OwnSlots(lent=replace(row.lent(), slots=131))
+    with pytest.raises(ValueError, match="131 slots of layer 0 are in pieces; there are"):
+        row.slow.native.forward(row.batch(0, 1), row.slow.native.bind(keys, values, [[own]]))
+    with pytest.raises(ValueError, match="a lent piece is torch.float64"):
+        own = OwnSlots(lent=LentSlots([(row.lines[0].double(), row.lines[1])], 10, []))
+        row.slow.native.bind(keys, values, [[own]])
 
 
 @pytest.mark.parametrize(("settled", "message"), [

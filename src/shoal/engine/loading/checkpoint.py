@@ -105,13 +105,19 @@ class Checkpoint:
             return self._config
         if self._gguf is not None:
             return self._gguf.config()
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
         if self._foreign is not None:
             return self._foreign.config(self._config_json)
         if self._own is not None:
             return self._own.from_dict(self._config_json)
-        config = AutoConfig.from_pretrained(self.place, **self._options)
+        try:
+            config = AutoConfig.from_pretrained(self.place, **self._options)
+        except StrictDataclassError as error:
+            why = " ".join(str(error).partition("ValueError: ")[2].split()) or str(error)
+            raise ValueError(f"the config of {str(self.place)!r} contradicts itself: {why}. Fetch the model again, or "
+                             "give a config that belongs to its weights") from error
         if "quantization_config" in vars(config) and config.quantization_config is None:
             del config.quantization_config  # transformers 5.0 takes one that is null for one that is there
         return config

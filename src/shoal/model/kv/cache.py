@@ -8,13 +8,15 @@ into its place. Places and slots grow geometrically. The cache knows nothing of 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from weakref import WeakSet
 
 from torch import Tensor
 
 from shoal.model.kv.form import GROWTH, Store
 from shoal.model.kv.layer import ENDLESS, KVLayer, oldest_seen
+from shoal.model.kv.lent import LentSlots
 from shoal.model.kv.passing import PassingLayer
 from shoal.model.state.layer import MOST_SNAPSHOTS, State, StateLayer, state_bytes
 
@@ -44,6 +46,7 @@ class KVCache:
         layers: one `KVLayer` per decoder layer; a `StateLayer` for a recurrent one.
         positions: committed positions of each sequence, whichever layers ran them.
         most_seqs: most sequences to make room for ahead; if free places take no memory, all are allocated at once.
+        lends: whether the executor reads slots where they are kept for several sequences, see `LentSlots`.
 
     Args:
         windows: sliding window of each layer, or None.
@@ -62,7 +65,7 @@ class KVCache:
             for number, size in sizes]
         self.recurrent = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         self.positions = [0] * seqs
-        self.most_seqs = ENDLESS
+        self.most_seqs, self.lends = ENDLESS, False
         self._marks: list[int | None] = [None] * seqs
 
     @property
@@ -250,11 +253,16 @@ class LayerCopy:
 
 @dataclass(frozen=True)
 class SequenceCopy:
-    """Positions first..last-1 of a sequence, all of which ran every layer. A piece of one stores its last ones."""
+    """Positions first..last-1 of a sequence, all of which ran every layer. A piece of one stores its last ones.
+
+    Attributes:
+        readers: who reads it in place.
+    """
 
     layers: tuple[LayerCopy, ...]
     first: int
     last: int
+    readers: WeakSet[LentSlots] = field(default_factory=WeakSet, compare=False, repr=False)
 
     @cached_property
     def bytes(self) -> int:
@@ -303,26 +311,39 @@ def _run_start(line: Sequence[LayerCopy], pieces: Sequence[SequenceCopy], length
     return start
 
 
-def look(cache: KVCache, seq: int) -> SequenceCopy | None:
-    """The positions that ran every layer, as views of the cache; None if one dropped what the next token would see."""
+def look(cache: KVCache, seq: int, first: int = 0) -> SequenceCopy | None:
+    """The positions from `first` on that ran every layer, as views of the cache where it stores them itself.
+
+    None if a layer dropped what the next token would see.
+    """
     length = cache.first_shallow(seq)
     if length == 0 or not all(layer.restorable(seq, length) for layer in cache.layers):
         return None
-    return SequenceCopy(tuple(_look(layer, seq, length) for layer in cache.layers), 0, length)
+    first = min(first, length)
+    return SequenceCopy(tuple(_look(layer, seq, first, length) for layer in cache.layers), first, length)
 
 
-def _look(layer: KVLayer, seq: int, length: int) -> LayerCopy:
-    start, states = layer.starts[seq], None
+def _look(layer: KVLayer, seq: int, first: int, length: int) -> LayerCopy:
+    before, states = layer.starts[seq], None
+    start = max(first, before)
     if isinstance(layer, StateLayer):
         states = {at: state for at, state in layer.known(seq).items() if at <= length}
-    if layer.keys is None or layer.values is None:
+    span, lent = slice(start - before, length - before), layer.lent[seq]
+    if lent is not None and span.start < lent.slots:
+        stores = layer.read(seq, span.stop, lent.pieces[0][0].dtype)
+    elif layer.keys is None or layer.values is None:
         return LayerCopy(None, None, start, layer.window, states)
-    keys, values = (store[seq, :, : length - start] for store in (layer.keys, layer.values))
+    else:
+        stores = layer.keys[seq], layer.values[seq]
+    keys, values = (store[:, span] for store in stores)
     return LayerCopy(keys, values, start, layer.window, states)
 
 
 def copy_in(cache: KVCache, seq: int, pieces: Sequence[SequenceCopy], length: int) -> None:
-    """Fill an empty sequence with the first `length` positions of consecutive pieces, where `usable` finds them."""
+    """Fill an empty sequence with the first `length` positions of consecutive pieces, where `usable` finds them.
+
+    What it can read in place is not copied.
+    """
     within = [piece for piece in pieces if piece.first < length]
     for layer, line in zip(cache.layers, zip(*(piece.layers for piece in within), strict=True), strict=True):
         if isinstance(layer, StateLayer):
@@ -330,9 +351,18 @@ def copy_in(cache: KVCache, seq: int, pieces: Sequence[SequenceCopy], length: in
             layer.states[seq], layer.snapshots[seq] = states[length], dict(sorted(states.items())[-MOST_SNAPSHOTS:])
         if line[-1].keys is not None:
             start = _run_start(line, within, length)
-            _fill(layer, seq, [copied.cut(start, length) for copied in line], start, length - start)
+            if cache.lends and layer.window is None:
+                readers = [piece.readers for piece in within]
+                layer.lend(seq, LentSlots([_stored_whole(copied) for copied in line], length, readers))
+            else:
+                _fill(layer, seq, [copied.cut(start, length) for copied in line], start, length - start)
         layer.lengths[seq] = length
     cache.positions[seq] = length
+
+
+def _stored_whole(copied: LayerCopy) -> tuple[Tensor, Tensor]:
+    assert copied.keys is not None and copied.values is not None
+    return copied.keys, copied.values
 
 
 def _fill(layer: KVLayer, seq: int, line: Sequence[LayerCopy], start: int, count: int) -> None:

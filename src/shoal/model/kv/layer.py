@@ -9,7 +9,8 @@ can do so, free places and the unwritten part of a place take no memory. A layer
 that the window has passed, but never a scratch entry, so a rollback is always possible. In a layer without one the
 slots of a sequence may be rewritten: fewer or other slots, with a bias on their scores. Then a sequence has fewer
 *slots* than *positions*, and `starts` counts the difference. A sequence may also store slots outside its place, in
-another form: all of them, or only the first ones, which have *settled*; the others stay in the place.
+another form: all of them, or only the first ones, which have *settled*; the others stay in the place. The first ones
+may also be *lent* to it, in memory that other sequences read too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.kv.form import GROWTH, EncodedSequence, KVForm, KVSizes, move
+from shoal.model.kv.lent import LentSlots
 from shoal.model.kv.memory import clear, is_paged, zeros
 
 WINDOW_SLACK = 256
@@ -55,6 +57,7 @@ class KVLayer:
         settled: per sequence, its first slots after they have settled; None if no form waits for that.
         bias: per sequence, float32 [heads, slots or more] that is added to scores; None for nothing.
         extra: whether some sequence has any of the three above.
+        lent: per sequence, its first slots if they lie in memory of others; never of one that has any of those three.
         released: sequences whose entries were freed; their lengths still tell which positions were processed.
         bytes_per_position: bytes of one sequence's keys and values at one position; 0 before the first write.
         max_seqs: number of sequences that the storage has room for.
@@ -64,7 +67,7 @@ class KVLayer:
     """
 
     __slots__ = (
-        "__weakref__", "bias", "bytes_per_position", "capacity", "encoded", "extra", "keys", "lengths", "limit",
+        "__weakref__", "bias", "bytes_per_position", "capacity", "encoded", "extra", "keys", "lengths", "lent", "limit",
         "max_seqs", "reached", "released", "reserve", "rewritten", "scratch", "settled", "starts", "values", "version",
         "window",
     )  # a step looks at all layers, and slots lie closer together
@@ -80,6 +83,7 @@ class KVLayer:
         self.encoded: list[EncodedSequence | None] = [None] * seqs
         self.settled: list[EncodedSequence | None] = [None] * seqs
         self.bias: list[Tensor | None] = [None] * seqs
+        self.lent: list[LentSlots | None] = [None] * seqs
         self.extra = False
         self.max_seqs, self.limit = seqs, ENDLESS
         self.bytes_per_position = self.capacity = self.version = 0
@@ -98,7 +102,7 @@ class KVLayer:
         if any(self.released[seq] for seq in seqs):
             raise RuntimeError(f"a layer whose KV was released in one of the sequences {tuple(seqs)} "
                                "was asked to run again")
-        if self.keys is None or self.extra:
+        if self.keys is None or self.extra or any(self.lent):
             self.prepare(keys.new_empty(0), (keys.shape[1], keys.shape[3], values.shape[3]), seqs, counts)
             if any(self.encoded[seq] or self.first_stored(seq) for seq in seqs):
                 return self._append_apart(keys, values, seqs, counts)
@@ -145,8 +149,10 @@ class KVLayer:
         own = self.encoded[seq]
         if own is not None:
             return own.read(slots, dtype)
+        first, older = min(self.first_stored(seq), slots), self.lent[seq] or self.settled[seq]
+        if older is not None and first == slots:
+            return older.read(slots, dtype)
         assert self.keys is not None and self.values is not None
-        first, older = min(self.first_stored(seq), slots), self.settled[seq]
         keys, values = (store[seq, :, first:slots].to(dtype) for store in (self.keys, self.values))
         if not first or older is None:
             return keys, values
@@ -154,9 +160,17 @@ class KVLayer:
         return torch.cat([older_keys, keys], 1), torch.cat([older_values, values], 1)
 
     def first_stored(self, seq: int) -> int:
-        """The sequence's first slot that has not settled."""
-        older = self.settled[seq]
+        """The sequence's first slot that has not settled and is not lent."""
+        older, lent = self.settled[seq], self.lent[seq]
+        if lent is not None:
+            return lent.slots
         return 0 if older is None else older.settled
+
+    def lend(self, seq: int, lent: LentSlots | None) -> None:
+        """Let an empty sequence read its first slots from memory of others; None ends that."""
+        if lent is not self.lent[seq]:
+            self.lent[seq] = lent
+            self.version += 1
 
     def settle(self, seq: int, slots: int) -> None:
         """Move the sequence's first `slots` from its place to their late form; the place gives their memory back.
@@ -348,7 +362,8 @@ class KVLayer:
 
     def _check_rewrite(self, seq: int, count: int) -> None:
         if self.first_stored(seq):
-            raise ValueError(f"{self.first_stored(seq)} slots of sequence {seq} have settled; they cannot be rewritten")
+            raise ValueError(f"{self.first_stored(seq)} slots of sequence {seq} have settled or are lent; they cannot "
+                             "be rewritten")
         self._check_committed(seq, count)
 
     def _check_committed(self, seq: int, count: int) -> None:
@@ -412,6 +427,9 @@ class KVLayer:
         """Forget every position from `length` on."""
         self._note_reach(seq)
         self.lengths[seq], self.scratch[seq] = length, 0
+        lent = self.lent[seq]
+        if lent is not None and length < lent.slots:
+            self.lend(seq, lent.cut(length))
         if length == 0:
             self.starts[seq] = self.rewritten[seq] = 0
             self.released[seq] = False
@@ -425,10 +443,10 @@ class KVLayer:
 
     def select(self, order: Sequence[int]) -> None:
         """Make sequence `order[i]`, which is i or one beyond the new end, sequence i; drop the others."""
-        if self.extra:
+        if self.extra or any(self.lent):
             self.version += 1
         held, first = self.held(), [self.first_stored(seq) for seq in range(len(self.lengths))]
-        for name in ("lengths", "starts", "scratch", "released", "rewritten", "encoded", "settled", "bias"):
+        for name in ("lengths", "starts", "scratch", "released", "rewritten", "encoded", "settled", "bias", "lent"):
             setattr(self, name, [getattr(self, name)[seq] for seq in order])
         self.reached = [self.reached[seq] if seq == former else 0 for seq, former in enumerate(order)]
         self._note_extra()
@@ -451,13 +469,14 @@ class KVLayer:
         for counts in (self.lengths, self.starts, self.scratch, self.rewritten, self.reached):
             counts.extend([0] * seqs)
         self.released.extend([False] * seqs)
-        for extra in (self.encoded, self.settled, self.bias):
+        for extra in (self.encoded, self.settled, self.bias, self.lent):
             extra.extend([None] * seqs)
 
     def fork(self, seq: int, to: int) -> None:
         """Make an empty sequence an exact copy of another one; neither may have scratch entries."""
         for name in ("lengths", "starts", "released", "rewritten"):
             getattr(self, name)[to] = getattr(self, name)[seq]
+        self.lend(to, self.lent[seq])
         extra = self.encoded[seq], self.settled[seq], self.bias[seq]
         self.encoded[to], self.settled[to], self.bias[to] = copy.deepcopy(extra)
         if any(one is not None for one in extra):
@@ -473,6 +492,7 @@ class KVLayer:
         self._clear(self.encoded[seq])
         self._clear(self.settled[seq])
         self._set_bias(seq, None)
+        self.lend(seq, None)
         if all(self.released) and self.keys is not None:  # every replacement costs all layers a new binding
             self.replace(None, None)
         if self.keys is not None and self.values is not None and not before:

@@ -1,1 +1,1 @@
-"""Recurrent mixers in plain torch, one a file: what each one means, which kernels are held against."""
+"""Mixers in plain torch, one a file: what each one means, which kernels are held against."""

@@ -53,7 +53,8 @@ _MIXERS = ("attention", "gated_delta", "mamba2", "short_conv")
 _FLOATS = ("fp32", "fp16", "bf16")
 _Found: TypeAlias = "Tensor | list[int]"
 """Logits [sum of wanted, V], or argmax tokens [sum of wanted]."""
-_VERSION, _EXTRA, _STARTS = attrgetter("version"), attrgetter("extra"), attrgetter("starts")
+_VERSION, _EXTRA = attrgetter("version"), attrgetter("extra")
+_STARTS, _LENT = attrgetter("starts"), attrgetter("lent")
 """Of a layer's KV; over all layers of a step they are several times as fast as loops."""
 
 
@@ -106,6 +107,12 @@ class NativeRunner(PackedRunner):
         self._plain = PlainSteps(self.decoder, self._states, self._attends)
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):
             self.activation_dtype = torch.int8
+
+    @override
+    def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:
+        cache = super().new_cache(seqs, reserve)
+        cache.lends = True
+        return cache
 
     @override
     def forward(
@@ -177,6 +184,8 @@ class NativeRunner(PackedRunner):
         start: Start | None, argmax: bool,
     ) -> _Found:
         """One call into the library."""
+        if cache not in self._bindings:
+            self.check_cache(cache)
         starts = self._make_room(chunks, work, cache)
         batch = self._batch(chunks, work, cache, starts)
         if max(batch.positions) >= self.decoder.reach:
@@ -336,8 +345,9 @@ class NativeRunner(PackedRunner):
         version = sum(map(_VERSION, cache.layers))
         known = self._bindings.get(cache)
         if known is None or known[0] != version or known[1].rows < cache.seqs:  # a cache may have no storage at all
+            self.check_cache(cache)
             stores = cache.layers
-            extra = any(map(_EXTRA, stores))
+            extra = any(map(_EXTRA, stores)) or any(map(any, map(_LENT, stores)))
             own = [[_own(store, seq) for seq in range(cache.seqs)] for store in stores] if extra else None
             bound = self.decoder.bind([s.keys for s in stores], [s.values for s in stores], own, cache.seqs)
             known = self._bindings[cache] = version, bound.unowned()
@@ -388,7 +398,12 @@ def _experts(chunks: Sequence[SequenceChunk], layers: Sequence[int]) -> tuple[Ex
     return known, [[0 if masks is None else masks[layer] for masks in tokens] for layer in layers]
 
 
-def _own(store: KVLayer, seq: int) -> native.OwnSlots:
+def _own(store: KVLayer, seq: int) -> native.OwnSlots | None:
+    lent = store.lent[seq]
+    if lent is not None:
+        return native.OwnSlots(lent=lent)
+    if not store.extra:
+        return None
     own, older = store.encoded[seq], store.settled[seq]
     if older is not None and older.settled and older.form.kernel == "bitmap":
         return native.OwnSlots(bias=store.bias[seq], older=older.tensors, settled=older.settled)

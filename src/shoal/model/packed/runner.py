@@ -98,6 +98,7 @@ class PackedRunner(ModelRunner):
             if logits is not None:
                 mark_shallow(chunks, cache)
                 return logits
+        self.check_cache(cache)
         self._check_sources(chunks, start)
         run = _Pass(self, chunks, cache, start, self.num_layers if hook is not None else self.shape.late)
         run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start,
@@ -262,9 +263,10 @@ class _Pass:
         tables = self._tables(layer, chosen)
         _, k, v, _ = block.projected(x, runner.weights.layers[layer], runner.shape, runner.dtype, tables)
         assert k is not None and v is not None
-        parts = zip(self.chunks, piece.counts, k.split(piece.counts), v.split(piece.counts), strict=True)
-        for chunk, count, keys, values in (part for part in parts if part[1]):
-            self.cache.layers[layer].append(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], [chunk.seq], [count])
+        split = (one.transpose(0, 1)[None].split(piece.counts, dim=2) for one in (k, v))
+        for chunk, count, keys, values in zip(self.chunks, piece.counts, *split, strict=True):
+            if count:
+                self.cache.layers[layer].append(keys, values, [chunk.seq], [count])
 
     def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention of each chunk's tokens over its own sequence."""

@@ -61,8 +61,10 @@ typedef struct {
     const float *bias;
     int forms[2], dim; /* forms of keys and of values */
     float scale, cap; /* of scores */
-    Bitmaps older[2];    /* keys and values of the first `settled` slots, with `numbers` per line */
-    int settled, numbers;
+    int elsewhere;       /* the first slots, which are bitmaps, with `numbers` per line, or lie in pieces */
+    Bitmaps older[2];    /* of keys and values */
+    int numbers, head;
+    const ShoalPiece *pieces; /* or NULL */
 } Source;
 
 /* What comes next, prefetched a little at a time while a chunk is laid out and multiplied, since memory is idle then; too many
@@ -166,21 +168,40 @@ INLINE Line line_after(const Strided *s, Line last, int i) {
     return (Line){from.numbers + steps * s->step, from.scales + steps * s->blocks};
 }
 
+/* The piece with one of the first slots, and where slot 0 would be if the head's keys or values lay before it in a row. */
+INLINE const ShoalPiece *piece_of(const Source *s, int64_t slot) {
+    const ShoalPiece *piece = s->pieces;
+    while (slot >= piece->first + piece->count) piece++;
+    return piece;
+}
+INLINE const char *piece_base(const Source *s, const ShoalPiece *piece, int values) {
+    const int64_t before = (int64_t)s->head * piece->count - piece->first;
+    return (const char *)(values ? piece->values : piece->keys) + before * slot_bytes(s->dim, s->forms[values]);
+}
+
 INLINE int in_a_row(const int32_t *slots) { return slots[0] >= 0 && slots[15] == slots[0] + 15; }
 
-/* Slots are read where they are stored, unless some are bitmaps: then all are decoded to `room`. */
+/* Slots are read where they are stored, unless some are bitmaps, or in several places: then all are copied to `room`. */
 static Strided find_lines(const Source *s, int values, const int32_t *slots, char *room) {
     const int64_t line = slot_bytes(s->dim, s->forms[values]), step = round_up(line, 64), blocks = blocks_of(s->dim);
     const Line stored = {values ? s->values : s->keys, values ? s->value_scales : s->key_scales};
     const Strided all = {stored, line, stored.scales ? blocks : 0, slots};
-    if (in_a_row(slots) && slots[0] >= s->settled) return (Strided){line_after(&all, stored, 0), line, all.blocks, NULL};
-    int packed = 0;
-    for (int i = 0; i < 16; i++) packed += slots[i] >= 0 && slots[i] < s->settled;
-    if (!packed) return all;
+    if (in_a_row(slots) && slots[0] >= s->elsewhere) return (Strided){line_after(&all, stored, 0), line, all.blocks, NULL};
+    int moved = 0;
+    for (int i = 0; i < 16; i++) moved += slots[i] >= 0 && slots[i] < s->elsewhere;
+    if (!moved) return all;
+    if (s->pieces && in_a_row(slots) && moved == 16) {
+        const ShoalPiece *piece = piece_of(s, slots[0]);
+        if (slots[15] < piece->first + piece->count) return (Strided){{piece_base(s, piece, values) + slots[0] * line, NULL}, line, 0, NULL};
+    }
     for (int i = 0; i < 16; i++) {
+        const char *from = stored.numbers;
         if (slots[i] < 0) memset(room + i * step, 0, line);
-        else if (slots[i] < s->settled) unpack_line(s, s->older + values, slots[i], room + i * step);
-        else copy_line(room + i * step, stored.numbers + slots[i] * line, line);
+        else if (slots[i] < s->elsewhere && !s->pieces) unpack_line(s, s->older + values, slots[i], room + i * step);
+        else {
+            if (slots[i] < s->elsewhere) from = piece_base(s, piece_of(s, slots[i]), values);
+            copy_line(room + i * step, from + slots[i] * line, line);
+        }
     }
     return (Strided){{room, NULL}, step, 0, NULL};
 }
@@ -241,9 +262,9 @@ INLINE void lay_values(Strided from, Ahead *ahead, int dim, char *to, const int 
 /* The keys (side 0) or values of `count` slots, listed or from slot `first` on; if the first one is a bitmap, decoded numbers of
    all. */
 INLINE Ahead ahead_of(const Source *s, int side, const int32_t *slots, int first, int count) {
-    const int packed = count && (slots ? slots[0] : first) < s->settled;
+    const int begin = slots && count ? slots[0] : first, moved = count && begin < s->elsewhere, packed = moved && !s->pieces;
     const int64_t line = packed ? (int64_t)s->numbers * form_bytes(s->forms[side]) : slot_bytes(s->dim, s->forms[side]);
-    const char *at = packed ? s->older[side].numbers : side ? s->values : s->keys;
+    const char *at = packed ? s->older[side].numbers : moved ? piece_base(s, piece_of(s, begin), side) : side ? s->values : s->keys;
     const uint16_t *scales = side ? s->value_scales : s->key_scales;
     return (Ahead){slots ? at : at + first * line, slots, line, count * line, scales, blocks_of(s->dim)};
 }

@@ -7,17 +7,29 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from shoal.model.kv.blocks import BLOCK
-from shoal.model.packed.native.library import LANES, MAX_NODES, MAX_TOKENS, ROOM_BESIDE, BatchStruct, ChoiceStruct, Own
+from shoal.model.kv.lent import LentSlots
+from shoal.model.packed.native.library import (
+    LANES,
+    MAX_NODES,
+    MAX_TOKENS,
+    ROOM_BESIDE,
+    BatchStruct,
+    ChoiceStruct,
+    Own,
+    Piece,
+)
 
 _STORED = {torch.int8: 2, torch.uint8: 3}
 """STORED_INT8 and STORED_INT4 of kv_blocks.h, by the dtype of the stored numbers."""
 
 _OWN = "what a row has of its own"
+_TABLES: WeakKeyDictionary[LentSlots, ctypes.Array[Piece]] = WeakKeyDictionary()
 ATTENTION, MLP = 1, 2
 """Bits of `NativeBatch.active`."""
 
@@ -105,7 +117,7 @@ class KVBinding:
 
     def __init__(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], layers: int, shape: tuple[int, int],
-        dtype: torch.dtype, own: Sequence[Sequence[OwnSlots]] | None = None, seqs: int = 0,
+        dtype: torch.dtype, own: Sequence[Sequence[OwnSlots | None]] | None = None, seqs: int = 0,
     ) -> None:
         if len(keys) != layers or len(values) != layers:
             raise ValueError(f"KV of {len(keys)} and {len(values)} layers was given; the model has {layers}")
@@ -120,10 +132,14 @@ class KVBinding:
         self._arrays: list[ctypes.Array[Any]] = [(ctypes.c_void_p * layers)(*side) for side in places]
         self._arrays.append((ctypes.c_int32 * layers)(*(0 if t is None else t.shape[2] for t in keys)))
         self.addresses = tuple(ctypes.addressof(one) for one in self._arrays)
-        self._own = None if own is None else (Own * (layers * self.rows))(
-            *(one.struct(shape, dtype) for line in own for one in [*line, *[OwnSlots()] * (self.rows - len(line))])
-        )
-        self.own_address = None if self._own is None else ctypes.addressof(self._own)
+        self.own_address = None
+        if own is not None:
+            self._own = (Own * (layers * self.rows))()
+            for layer, line in enumerate(own):
+                for row, one in enumerate(line):
+                    if one is not None:
+                        self._own[layer * self.rows + row] = one.struct(shape, dtype)
+            self.own_address = ctypes.addressof(self._own)
 
     def unowned(self) -> KVBinding:
         """Stop keeping tensors alive, for a caller that does so itself while it uses the binding."""
@@ -144,6 +160,7 @@ class OwnSlots:
             2 bytes per 16 dimensions], and [kv_heads, capacity, numbers] in the place's dtype, the numbers whose bits
             are set. None for the place.
         settled: number of those slots.
+        lent: the first slots in memory of others, in pieces of the place's dtype. None for the place.
     """
 
     keys: Sequence[Tensor] | None = None
@@ -151,6 +168,7 @@ class OwnSlots:
     bias: Tensor | None = None
     older: Sequence[Tensor] | None = None
     settled: int = 0
+    lent: LentSlots | None = None
 
     def struct(self, shape: tuple[int, int], dtype: torch.dtype) -> Own:
         """The library's form, for a cache in `dtype`; ValueError for tensors of wrong dtypes or sizes."""
@@ -171,6 +189,9 @@ class OwnSlots:
             struct.bias_capacity = self.bias.shape[1]
         if self.older is not None:
             self._add_older(struct, shape, dtype, self.older)
+        if self.lent is not None:
+            table = _table(self.lent, shape, dtype)
+            struct.lent, struct.piece_count, struct.pieces = self.lent.slots, len(table), ctypes.addressof(table)
         return struct
 
     def _add_older(self, struct: Own, shape: tuple[int, int], dtype: torch.dtype, older: Sequence[Tensor]) -> None:
@@ -182,6 +203,21 @@ class OwnSlots:
         for name, (bits, some) in (("key", older[:2]), ("value", older[2:])):
             setattr(struct, f"{name}_bits", address(_OWN, bits, sizes[0], torch.uint8))
             setattr(struct, f"{name}_numbers", address(_OWN, some, sizes[1], dtype))
+
+
+def _table(lent: LentSlots, shape: tuple[int, int], dtype: torch.dtype) -> ctypes.Array[Piece]:
+    """The pieces of lent slots in the library's form, made once: all are bound anew whenever a sequence comes."""
+    known = _TABLES.get(lent)
+    if known is not None:
+        return known
+    table, first = (Piece * len(lent.pieces))(), 0
+    for piece, pair in zip(table, lent.pieces, strict=True):
+        count = pair[0].shape[1]
+        piece.keys, piece.values = (address("a lent piece", one, (shape[0], count, shape[1]), dtype) for one in pair)
+        piece.first, piece.count = first, count
+        first += count
+    _TABLES[lent] = table
+    return table
 
 
 def address(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype = torch.float32) -> int:

@@ -26,6 +26,17 @@ static int check_token(const ShoalModel *m, const ShoalBatch *b, int t, char *me
     return 0;
 }
 
+static int check_pieces(const ShoalOwn *own, int stored, int number, char *message, int size) {
+    int reach = 0;
+    for (const ShoalPiece *piece = own->pieces; piece < own->pieces + own->piece_count; reach += piece++->count)
+        if (piece->first != reach || piece->count < 1)
+            REFUSE("a piece of layer %d has %d slots from %d on; it must have at least 1, from %d on", number, piece->count, piece->first, reach);
+    if (!WITHIN(own->lent, 0, reach < stored ? reach : stored))
+        REFUSE("%d slots of layer %d are in pieces; there are pieces for %d, and %d before the token", own->lent, number, reach, stored);
+    if (own->keys || own->settled) REFUSE("a row of layer %d has pieces beside slots in a form of its own", number);
+    return 0;
+}
+
 static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char *message, int size) {
     const int number = b->layers[entry];
     if (!WITHIN(number, 0, m->num_layers - 1)) REFUSE("layers[%d] is %d; it must be in [0, %d]", entry, number, m->num_layers - 1);
@@ -57,6 +68,7 @@ static int check_entry(const ShoalModel *m, const ShoalBatch *b, int entry, char
             REFUSE("layer %d has biases of %d slots; token %d needs slot %d", number, own->bias_capacity, t, slot);
         if (own && !WITHIN(own->settled, 0, b->base[t] - start))
             REFUSE("%d slots of layer %d have settled; token %d has %d before it", own->settled, number, t, b->base[t] - start);
+        if (own && own->pieces && check_pieces(own, b->base[t] - start, number, message, size)) return 1;
         const ShoalChoice *choice = b->choices && b->choices[t].count ? b->choices + t : NULL;
         const int most = !choice || layer->window ? READS_ALL : choice->width ? READS_LABELED : READS_CHOSEN;
         if (choice && !WITHIN(choice->roles[entry], READS_ALL, most))

@@ -24,7 +24,8 @@ INLINE int chosen_in(const Run *r, int entry, const Chosen *c) {
 INLINE float key_number(const Source *s, int64_t slot, int dim) {
     const char *keys = s->keys;
     int64_t at = slot * s->dim + dim;
-    if (slot < s->settled) {
+    if (slot < s->elsewhere && s->pieces) keys = piece_base(s, piece_of(s, slot), 0);
+    else if (slot < s->elsewhere) {
         const uint16_t *bits = s->older->bits + slot * bit_words(s->dim);
         const int word = dim / 16, bit = dim % 16;
         if (!(bits[word] >> bit & 1)) return 0;

@@ -75,6 +75,12 @@ class Model(ctypes.Structure):
     ]
 
 
+class Piece(ctypes.Structure):
+    """Some slots of a sequence in memory that others read too."""
+
+    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("first", c_int32), ("count", c_int32)]
+
+
 class Own(ctypes.Structure):
     """What a sequence stores in a layer outside its place."""
 
@@ -82,7 +88,8 @@ class Own(ctypes.Structure):
         ("keys", c_void_p), ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p),
         ("bias", c_void_p), ("key_bits", c_void_p), ("value_bits", c_void_p), ("key_numbers", c_void_p),
         ("value_numbers", c_void_p), ("capacity", c_int32), ("bias_capacity", c_int32), ("settled", c_int32),
-        ("settled_capacity", c_int32), ("numbers", c_int32), ("forms", c_int32 * 2),
+        ("settled_capacity", c_int32), ("numbers", c_int32), ("forms", c_int32 * 2), ("lent", c_int32),
+        ("piece_count", c_int32), ("pieces", c_void_p),
     ]
 
 

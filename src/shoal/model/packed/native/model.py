@@ -170,14 +170,14 @@ class NativeModel:
 
     def bind(
         self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None],
-        own: Sequence[Sequence[OwnSlots]] | None = None, seqs: int = 0,
+        own: Sequence[Sequence[OwnSlots | None]] | None = None, seqs: int = 0,
     ) -> KVBinding:
         """Check the KV tensors once, for all forwards until one of them is replaced.
 
         Args:
             keys, values: per layer [places, kv_heads, capacity, head_dim], contiguous, in `kv_dtype`; None for a
                 layer that stores nothing.
-            own: per layer and sequence what it stores outside its place; None if there is nothing.
+            own: per layer and sequence what it stores outside its place, or None; None if there is nothing at all.
             seqs: number of places where no layer stores anything in them.
         """
         shape = (self.shape.kv_heads, self.shape.head_dim)

@@ -88,6 +88,12 @@ typedef struct {
     ShoalWeight table;     /* [vocab, hidden]; may be the head */
 } ShoalModel;
 
+/* Some slots of a row in memory that other rows may read too, and nobody writes: [kv_heads, count] lines in the type of the cache. */
+typedef struct {
+    const void *keys, *values;
+    int32_t first, count; /* slots first..first+count-1; a row may read fewer of its last piece */
+} ShoalPiece;
+
 /* What a row stores in a layer outside the common cache. */
 typedef struct {
     void *keys, *values;                 /* [kv_heads, capacity] lines in the form of kv_blocks.h, instead of those of the cache; or NULL */
@@ -98,6 +104,8 @@ typedef struct {
     int32_t capacity, bias_capacity;
     int32_t settled, settled_capacity, numbers; /* settled: number of those slots; the cache has the others at their places */
     int32_t forms[2]; /* of keys and of values: STORED_INT8 or STORED_INT4; values have no more bits than keys */
+    int32_t lent, piece_count;
+    const ShoalPiece *pieces; /* with the first `lent` slots, in order, in place of those of the cache; or NULL */
 } ShoalOwn;
 
 /* What a token does in a layer: it reads all slots that it sees; it also chooses some of them; it reads its last choice; it chooses

@@ -55,14 +55,15 @@ static Source source_of(const Run *r, const Task *task) {
     const ShoalModel *m = r->m;
     const ShoalOwn *own = own_of(r->b, task->number, task->segment->row);
     const int64_t first = first_line(r, task, own);
-    Source s = {.dim = m->head_dim, .scale = m->attention_scale, .cap = m->attention_cap};
+    Source s = {.dim = m->head_dim, .scale = m->attention_scale, .cap = m->attention_cap, .head = task->head};
     if (own && own->settled) {
         const int64_t at = (int64_t)task->head * own->settled_capacity, words = bit_words(s.dim);
         const int64_t line = (int64_t)own->numbers * (m->kv_dtype == DTYPE_BF16 ? 2 : 4);
-        s.settled = own->settled, s.numbers = own->numbers;
+        s.elsewhere = own->settled, s.numbers = own->numbers;
         s.older[0] = (Bitmaps){own->key_bits + at * words, (const char *)own->key_numbers + at * line};
         s.older[1] = (Bitmaps){own->value_bits + at * words, (const char *)own->value_numbers + at * line};
     }
+    if (own && own->pieces) s.elsewhere = own->lent, s.pieces = own->pieces;
     if (own && own->bias) s.bias = own->bias + (int64_t)task->head * own->bias_capacity;
     if (own && own->keys) {
         const int64_t block = first * blocks_of(s.dim);
