@@ -108,6 +108,14 @@ class DepthPlan:
                                   f"layer {layer}, which runs longer, reads what that one computes of each token",
                                   f"Drop layers after {max(one for one in sources if one is not None)} alone")
 
+    def with_readers(self, sources: Sequence[int | None]) -> DepthPlan:
+        """The plan in which no layer's attention goes later than that of the one it reads, as `check_sources` asks."""
+        if not sources:
+            return self
+        drops = [drop if source is None else min(drop, self.attention[source])
+                 for drop, source in zip(self.attention, sources, strict=True)]
+        return DepthPlan(tuple(drops), self.mlp)
+
     @property
     def is_full(self) -> bool:
         """Whether every token runs everything."""

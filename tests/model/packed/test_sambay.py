@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +131,17 @@ def test_texts_of_prompts_of_three_lengths_together_and_alone(engine: Engine) ->
     assert [generated(engine, [ids])[0] for ids in PROMPTS] == texts(PROMPTS)
 
 
-@pytest.mark.parametrize("method", [PromptLookup(min_ngram=1, length=5), D3Spec(length=3), "auto"], ids=str)
+SELF = {"method": "swift", "method_args": {"ratio": 0.5}}, "draft_and_verify", "layerskip", "aded"
+"""Those of the lab, where it is installed, draft with any sublayers of the model's own."""
+
+
+@pytest.mark.parametrize("method", [PromptLookup(min_ngram=1, length=5), D3Spec(length=3), "auto", *(
+    one for one in SELF if one == "aded" or find_spec("shoal_lab"))], ids=str)
 def test_guesses_change_no_token(engine: Engine, method: Any) -> None:
     prompts = [REPEATING, *PROMPTS]
     found = engine.generate(prompts, max_new_tokens=NEW, method=method)
     assert [list(result.tokens) for result in found] == texts(prompts)
-    assert method == "auto" or any(result.stats.drafted > result.stats.accepted for result in found)
+    assert method in ("auto", "aded") or any(result.stats.drafted > result.stats.accepted for result in found)
 
 
 def test_the_prompt_runs_the_self_decoder_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
