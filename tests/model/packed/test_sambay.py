@@ -317,7 +317,8 @@ def test_only_what_is_kept_is_stored(engine: Engine) -> None:
 
 
 JOBS: list[Job] = [
-    ([*prompt(stem, 50)[:stem], *prompt(rest, number)], {"max_new_tokens": new, "method": method})
+    ([*prompt(stem, 50)[:stem], *prompt(rest, number)],
+     {"max_new_tokens": new, "method": method, "n": 1 + (number == 1)})
     for number, (stem, rest, new, method) in enumerate([
         (0, 1, 9, "full"), (20, 2, 5, "full"), (20, 9, 14, PromptLookup(min_ngram=1)), (30, 1, 9, D3(alpha=0.85)),
         (30, 4, 6, "full"), (8, 3, 12, D3Spec(length=2)), (30, 2, 9, PromptLookup(min_ngram=1, length=4))])
@@ -333,7 +334,8 @@ def test_every_sequence_gives_what_it_gives_alone(todo: list[Action], rows: int,
     def alone(job: int) -> list[tuple[int, ...]]:
         ids, options = JOBS[job]
         plan = shared().recipe(options["method"], options["max_new_tokens"]).plan
-        return [tuple(formulas(tuple(ids), None if plan.is_full else plan, options["max_new_tokens"])[0])]
+        text = formulas(tuple(ids), None if plan.is_full else plan, options["max_new_tokens"])[0]
+        return [tuple(text)] * options["n"]
 
     follow(scheduler, JOBS, todo, alone)
 

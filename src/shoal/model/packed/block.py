@@ -112,7 +112,7 @@ def scaled_attention(
 
     Args:
         q: [seqs, heads, n, head_dim].
-        keys, values: [seqs, kv_heads, c, head_dim]; values may have another size, which is that of the outputs.
+        keys, values: [seqs, kv_heads, c, head_dim].
         shape: constants of the decoder; torch's own function lacks its soft cap of the scores.
         mask: [seqs or 1, 1 or heads, n, c]: bool, True = visible, or added to the scores; None hides nothing. A float32
             mask is added in float32, whatever the dtype of the queries.
@@ -134,7 +134,7 @@ def scaled_attention(
         mask = mask.expand(-1, heads, -1, -1).unflatten(1, (kv_heads, -1))
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1).to(values.dtype).view(rows, kv_heads, -1, keys.shape[2])
-    return (weights @ values).view(rows, heads, count, -1)
+    return (weights @ values).view_as(q)
 
 
 def differential_attention(
@@ -149,9 +149,10 @@ def differential_attention(
         mask, causal: as of `scaled_attention`; a mask with heads has one for every pair.
         own: what the layer does with the outputs of both softmaxes.
     """
-    halves = keys.split(shape.head_dim, dim=-1)
-    return own(*(scaled_attention(q[:, side::2], half, values, shape, mask, causal)
-                 for side, half in enumerate(halves)))
+    sides = [(q[:, side::2], half) for side, half in enumerate(keys.split(shape.head_dim, dim=-1))]
+    parts = values.split(shape.head_dim, dim=-1)  # torch is slow where values are wider than keys
+    return own(*(torch.cat([scaled_attention(*side, part, shape, mask, causal) for part in parts], dim=-1)
+                 for side in sides))
 
 
 def gathered_attention(
