@@ -84,6 +84,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
                                       "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
     "nemotron_h": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, "mamba_num_heads": 8, "mamba_head_dim": 8,
                                   "ssm_state_size": 16, "n_groups": 2,
+                                  "time_step_min": 1e-9,  # a limit that its modules have in prompts alone
                                   "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
     "falcon_h1": ("falcon_h1", {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
                                 "mamba_d_state": 16, "mamba_chunk_size": 8}),
@@ -97,16 +98,16 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("olmo_hybrid", {**_GROUPED, **_LINEAR}),
     "bamba": ("bamba", {**_GROUPED, **_MAMBA, "attn_layer_indices": [2]}),
+    "jamba": ("jamba", {**_GROUPED, "mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 2,
+                        "num_experts": 1, "num_experts_per_tok": 1}),
     "falcon_mamba": ("falcon_mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
 }
 """More of them, for tests of what they add to the packed layers."""
 if not hasattr(cache_utils, "LinearAttentionLayer"):
     RECURRENT = RECURRENT_RELATIVES = {}
-PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "falcon_h1", "lfm2",
-                                           *RECURRENT_RELATIVES) if RECURRENT)
+PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "nemotron_h", "falcon_h1",
+                                           "lfm2", *RECURRENT_RELATIVES) if RECURRENT)
 """Those whose layers the packed executor has."""
-NATIVE_RECURRENT = tuple(name for name in PACKED_RECURRENT if name not in ("mamba", "falcon_mamba"))
-"""Those whose layers the kernels have."""
 
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,13 @@ _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
                                 "attention_in_multiplier": 1.3, "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8],
                                 "mlp_multipliers": [1.4, 0.5]}),
     "mamba2": ("mamba2", {"num_heads": 4, "n_groups": 1, "state_size": 32}),
+    "mamba": ("mamba", {"state_size": 16}),
+    "falcon-mamba": ("falcon_mamba", {"state_size": 16}),
+    "nemotron_h": ("nemotron_h", {**_PAIR, "head_dim": 32, "mamba_num_heads": 4, "ssm_state_size": 32,
+                                  "time_step_min": 1e-30, "layers_block_type": ["mamba", "attention", "mlp"]}),
+    "jamba": ("jamba", {**_PAIR, "mamba_d_state": 16, "attn_layer_period": 2, "attn_layer_offset": 1}),
 }
-"""Families by architecture, and sizes that do not follow from the width."""
+"""Families, and sizes that do not follow from the width, by architecture; files call Falcon-Mamba's "mamba" as well."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class MadeHybrid(InFolder):
     """A file with recurrent layers, by llama.cpp's converter and quantiser.
 
     Attributes:
-        architecture: as files call it.
+        architecture: a key of the families.
         kind: the mix of types; F16 for a small model.
     """
 
@@ -122,10 +128,11 @@ class MadeHybrid(InFolder):
         family, more = _HYBRIDS[self.architecture]
         sizes = _SMALL if self.kind == "F16" else _BROAD
         inner = 2 * sizes["hidden_size"]
-        own = {"mamba2": {"head_dim": inner // 4}, "falcon-h1": {"mamba_d_ssm": inner, "mamba_d_head": inner // 4},
+        own = {"mamba2": {"head_dim": inner // 4}, "nemotron_h": {"mamba_head_dim": inner // 4},
+               "falcon-h1": {"mamba_d_ssm": inner, "mamba_d_head": inner // 4},
                "granitehybrid": {"mamba_d_head": inner // 4, "shared_intermediate_size": sizes["intermediate_size"]}}
         count = len(words_of("llama")["tokenizer.ggml.tokens"])
-        if self.architecture == "mamba2":
+        if self.architecture in ("mamba", "falcon-mamba", "mamba2"):
             sizes = {"hidden_size": sizes["hidden_size"]}
         model = copy.deepcopy(tiny(family, dtype=torch.float32, layers=2, **{
             **sizes, **more, **own.get(self.architecture, {}), "vocab_size": count}))
@@ -203,8 +210,8 @@ def model_of(made: Made) -> Any:
 
 
 def _matrix(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Groups of 32 values of different spread and mean, so that scales and minima all differ."""
-    values = torch.randn(shape, generator=generator, dtype=torch.float64).unflatten(1, (-1, 32))
+    """Groups of up to 32 values of different spread and mean, so that scales and minima all differ."""
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).unflatten(1, (-1, math.gcd(32, shape[1])))
     spread = 0.5 + torch.rand(*values.shape[:2], 1, generator=generator, dtype=torch.float64)
     mean = torch.randn(*values.shape[:2], 1, generator=generator, dtype=torch.float64)
     return (values * spread + 0.4 * mean).flatten(1) * (1.5 / shape[1] ** 0.5)

@@ -106,7 +106,8 @@ def scan(module: Any) -> SelectiveScan:
     eps = next((getattr(norm, "variance_epsilon", None) or norm.eps for norm in norms if norm is not None), 0.0)
     return SelectiveScan(row_by_row(module.in_proj.weight), row_by_row(module.out_proj.weight), conv_of(module.conv1d),
                          row_by_row(module.x_proj.weight), row_by_row(module.dt_proj.weight), -module.A_log.exp().t(),
-                         module.dt_proj.bias, module.D, weights or None, eps)  # type: ignore[arg-type]
+                         module.dt_proj.bias, module.D, module.time_step_rank,
+                         weights or None, eps)  # type: ignore[arg-type]
 
 
 def short(module: Any) -> ShortConv:

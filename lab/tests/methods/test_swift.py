@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from families import NATIVE_RECURRENT, PACKED_RECURRENT, tiny
+from families import PACKED_RECURRENT, tiny
 from shoal.engine.loading.load import engine_for
 from shoal.engine.memory.shorter import shorter
 from shoal.methods import make
@@ -25,7 +25,7 @@ def test_swift_keeps_its_tree_as_large_as_its_longest_path() -> None:
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("family", PACKED_RECURRENT)
 def test_it_leaves_out_parts_of_layers_with_recurrences(family: str, kernels: bool, options: dict[str, Any]) -> None:
-    dtype = torch.float32 if kernels and family in NATIVE_RECURRENT else torch.float64
+    dtype = torch.float32 if kernels else torch.float64
     engine = engine_for(tiny(family, dtype=dtype, layers=4), None, backend="packed")
     drafted = engine.generate(PROMPTS, method="swift", max_new_tokens=24, **options)
     alone = [engine.generate([prompt], max_new_tokens=24, **options)[0] for prompt in PROMPTS]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -90,14 +90,6 @@ class Phi4FlashConfig(PreTrainedConfig):  # type: ignore[misc]  # it comes witho
         pairs = [("linear_attention", "sliding_attention")] * (half // 2) + [("linear_attention", "full_attention")]
         pairs += [("gated_memory", "cross_attention")] * (half // 2 - 1)
         return [kind for pair in pairs for kind in pair]
-
-    @property
-    def scan(self) -> SimpleNamespace:
-        """The sizes of its Mamba layers by the names of transformers' `MambaConfig`."""
-        return SimpleNamespace(
-            model_type=self.model_type, hidden_size=self.hidden_size, state_size=self.mamba_d_state,
-            intermediate_size=self.mamba_expand * self.hidden_size, time_step_rank=self.mamba_dt_rank,
-            conv_kernel=self.mamba_d_conv, use_bias=self.mamba_proj_bias, use_conv_bias=self.mamba_conv_bias)
 
 
 OWN_CONFIGS: Mapping[str, type[PreTrainedConfig]] = MappingProxyType({"phi4flash": Phi4FlashConfig})

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shoal
 import shoal.model.packed.build as build_module
 from backends import CPU, packed
 from drive import gap, prompt
-from families import NATIVE_RECURRENT, PACKED_RECURRENT, tiny
+from families import PACKED_RECURRENT, tiny
 from hybrid_steps import one_by_one, unpacked
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
@@ -20,7 +22,7 @@ from shoal.model.packed import native
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import shape_of
-from shoal.model.packed.source import TensorSource
+from shoal.model.packed.source import FileSource, TensorSource
 from shoal.model.packed.weights import check_names
 from shoal.model.parity import check_parity, chunked_logits
 
@@ -43,7 +45,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "position_embedding_type": "rope"}),
     "lfm2, biases": ("lfm2", {"conv_bias": True}),
     "mamba, biases": ("mamba", {"use_bias": True, "use_conv_bias": False}),
+    "jamba, biases": ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False}),
     "mamba2, biases": ("mamba2", {"use_bias": True}),
+    "nemotron_h, biases": ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     "olmo_hybrid, rotation": ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
                                               "linear_allow_neg_eigval": False}),
     "bamba, biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),
@@ -51,7 +55,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-ON_KERNELS = [variant for variant, (family, _) in VARIANTS.items() if family in NATIVE_RECURRENT]
 kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.why_not()}")
 
 
@@ -90,7 +93,7 @@ def test_quantised_matrices_are_what_they_stand_for(family: str, quant: Any) -> 
 
 
 @kernels
-@pytest.mark.parametrize("variant", ON_KERNELS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_the_kernels_are_those_of_torch_however_the_text_is_cut(variant: str) -> None:
     family, changes = VARIANTS[variant]
     model, ids = tiny(family, dtype=torch.float32, layers=LAYERS, **changes), prompt(30)
@@ -103,7 +106,7 @@ def test_logits_of_the_kernels_are_those_of_torch_however_the_text_is_cut(varian
 
 
 @kernels
-@pytest.mark.parametrize("family", NATIVE_RECURRENT)
+@pytest.mark.parametrize("family", PACKED_RECURRENT)
 def test_the_kernels_round_no_worse_in_bfloat16(family: str) -> None:
     model, errors = tiny(family, dtype=torch.bfloat16, layers=LAYERS), {True: 0.0, False: 0.0}
     for ids in (prompt(30, seed) for seed in range(4)):
@@ -115,7 +118,7 @@ def test_the_kernels_round_no_worse_in_bfloat16(family: str) -> None:
 
 @kernels
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-@pytest.mark.parametrize("family", NATIVE_RECURRENT)
+@pytest.mark.parametrize("family", PACKED_RECURRENT)
 def test_quantised_matrices_on_the_kernels(family: str, quant: Any) -> None:
     model, ids = tiny(family, dtype=torch.float32, layers=LAYERS), prompt(12)
     runner = packed(model, quant, kernels=True)
@@ -127,14 +130,38 @@ def test_quantised_matrices_on_the_kernels(family: str, quant: Any) -> None:
 
 
 def test_automatic_packing_takes_what_the_kernels_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = {name: tiny(name, dtype=torch.float32, layers=LAYERS).config for name in ("qwen3_5", "mamba")}
-    if native.available():
-        build_module.worth_packing(configs["qwen3_5"], torch.float32, CPU)
-    with pytest.raises(Unsupported, match="no kernels"):
-        build_module.worth_packing(configs["mamba"], torch.float32, CPU)
+    configs = [tiny(name, dtype=torch.float32, layers=LAYERS).config for name in PACKED_RECURRENT]
+    for config in configs:
+        if native.available():
+            build_module.worth_packing(config, torch.float32, CPU)
     monkeypatch.setattr(native, "available", lambda: False)
-    with pytest.raises(Unsupported, match="no kernels"):
-        build_module.worth_packing(configs["qwen3_5"], torch.float32, CPU)
+    for config in configs:
+        with pytest.raises(Unsupported, match="no kernels"):
+            build_module.worth_packing(config, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h", "jamba"])
+def test_saved_folders_are_read_by_their_own_names(family: str, tmp_path: Path) -> None:
+    """transformers saves models by the names of published checkpoints."""
+    model, ids = tiny(family, dtype=torch.float32, layers=LAYERS), prompt(20)
+    model.save_pretrained(tmp_path)
+    names = set(FileSource(tmp_path).names())
+    if family == "olmo_hybrid":
+        layer = "model.layers.0."
+        assert {f"{layer}attention_layer_norm.weight", f"{layer}feedforward_layer_norm.weight",
+                f"{layer}linear_attn.q_conv1d.weight"} <= names
+        assert f"{layer}linear_attn.conv1d.weight" not in names
+    engine = shoal.load(str(tmp_path), backend="packed", dtype="float32")
+    assert isinstance(engine.runner, PackedRunner)
+    assert torch.equal(chunked_logits(engine.runner, ids, (20,)), chunked_logits(packed(
+        model, kernels=native.available()), ids, (20,)))
+
+
+def test_layers_with_experts_are_refused_by_number() -> None:
+    config = tiny("jamba", dtype=torch.float32, layers=LAYERS).config
+    mixed = type(config)(**{**config.to_dict(), "num_experts": 4, "expert_layer_offset": 1, "expert_layer_period": 2})
+    with pytest.raises(Unsupported, match="'jamba': its layers 1, 3 have mixtures of experts"):
+        shape_of(mixed)
 
 
 @pytest.mark.parametrize("family", PACKED_RECURRENT)

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
 from families import RECURRENT
 from mixers import KINDS, inputs, module_of, row_by_row
 from shoal.model.layers.convolution import Convolution
 from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed import native
@@ -23,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not native.available(), reason=f"the native kernels do not run here: {native.why_not()}"),
 ]
 NAMES = ("qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "mamba2", "granite4", "falcon_h1",
-         "falcon_h1 with a norm", "lfm2")
+         "falcon_h1 with a norm", "mamba", "falcon_mamba", "jamba", "lfm2")
 NONE = row_by_row(torch.zeros(1, 1))
 
 
@@ -46,6 +48,24 @@ def wide_dual() -> Mamba2:
                   norm=drawn(heads * value, seed=3), eps=1e-5)
 
 
+def wide_scan(normed: bool) -> SelectiveScan:
+    channels, state, rank = 330, 19, 21
+    norms = (drawn(rank, seed=8), drawn(state, seed=9), drawn(state, seed=10)) if normed else None
+    return SelectiveScan(
+        NONE, NONE, Convolution(drawn(4, channels), drawn(channels, seed=1)),
+        row_by_row(drawn(rank + 2 * state, channels, seed=3) / 18), row_by_row(drawn(channels, rank, seed=4) / 5),
+        -drawn(state, channels, seed=5).exp(), drawn(channels, seed=6), drawn(channels, seed=7), rank, norms, 1e-5)
+
+
+def for_kernels(mixer: Mixer, lines: torch.Tensor) -> torch.Tensor:
+    """The inputs as the library takes them: those of a scan with what follows from its convolved x."""
+    if not isinstance(mixer, SelectiveScan):
+        return lines
+    window, _ = mixer.empty(lines)
+    before = lines[:, : mixer.a.shape[1]]
+    return mixer.whole(lines, torch.stack([silu(mixer.conv(one, window)) for one in before]))
+
+
 def cases() -> dict[str, tuple[Mixer, torch.Tensor]]:
     found = {name: KINDS[name].mixer(module_of(name)[1]) for name in NAMES}
     lines = {name: (mixer, mixer.project(inputs(torch.float32, 24))) for name, mixer in found.items()}
@@ -53,7 +73,8 @@ def cases() -> dict[str, tuple[Mixer, torch.Tensor]]:
         size = wide.conv.weight.shape[1] + 4 * 100 + 4 + wide.decay_bias.numel()
         lines[name] = wide, drawn(24, size, seed=5)
     dual = wide_dual()
-    return lines | {"wide, dual": (dual, drawn(24, dual.conv.weight.shape[1] + 6 * 80 + 6, seed=6))}
+    lines["wide, dual"] = dual, drawn(24, dual.conv.weight.shape[1] + 6 * 80 + 6, seed=6)
+    return lines | {f"wide, scan{end}": (wide_scan(bool(end)), drawn(24, 660, seed=11)) for end in ("", " with norms")}
 
 
 def flat_of(mixer: Mixer) -> torch.Tensor:
@@ -61,7 +82,7 @@ def flat_of(mixer: Mixer) -> torch.Tensor:
     return torch.zeros(sum(map(math.prod, mixer.state_sizes)))
 
 
-@pytest.fixture(params=[*NAMES, "wide", "wide, by channels", "wide, dual"])
+@pytest.fixture(params=[*NAMES, "wide", "wide, by channels", "wide, dual", "wide, scan", "wide, scan with norms"])
 def case(request: pytest.FixtureRequest) -> tuple[Mixer, torch.Tensor]:
     return cases()[request.param]
 
@@ -70,7 +91,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Mixer, torch.Tensor]:
 def test_outputs_and_states_are_those_of_torch(case: tuple[Mixer, torch.Tensor]) -> None:
     mixer, lines = case
     state, flat = mixer.empty(lines), flat_of(mixer)
-    wanted, found = mixer.recur(lines, state), NativeRecurrence(mixer).recur(lines, flat)
+    wanted, found = mixer.recur(lines, state), NativeRecurrence(mixer).recur(for_kernels(mixer, lines), flat)
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
     for one, other in zip(state, mixer.views(flat), strict=True):
         assert (one - other).abs().max() < 1e-5 * one.abs().max()
@@ -80,7 +101,7 @@ def test_outputs_and_states_are_those_of_torch(case: tuple[Mixer, torch.Tensor])
 @torch.no_grad()
 def test_pieces_and_threads_give_the_same_bits(case: tuple[Mixer, torch.Tensor], threads: int) -> None:
     mixer, lines = case
-    kernel, dice = NativeRecurrence(mixer), random.Random(threads)
+    kernel, dice, lines = NativeRecurrence(mixer), random.Random(threads), for_kernels(mixer, lines)
     whole, parts = flat_of(mixer), flat_of(mixer)
     wanted, found, first = kernel.recur(lines, whole), [], 0
     while first < len(lines):
@@ -104,7 +125,7 @@ def test_the_comparison_has_power() -> None:
 
 
 def test_what_the_kernels_do_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="no SelectiveScan"):
-        NativeRecurrence(KINDS["mamba"].mixer(module_of("mamba")[1]))
+    with pytest.raises(ValueError, match="no LightningAttention"):
+        NativeRecurrence(KINDS["minimax"].mixer(module_of("minimax")[1]))
     with pytest.raises(ValueError, match="9 taps"):
         NativeRecurrence(replace(wide_dual(), conv=Convolution(drawn(9, 6 * 80 + 4 * 128))))

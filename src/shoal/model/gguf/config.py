@@ -128,7 +128,7 @@ def family_of(metadata: Metadata) -> Family:
         raise ValueError("the GGUF file is one part of several; join them first, with llama-gguf-split --merge")
     if name not in FAMILIES:
         raise Unsupported(f"a GGUF file of architecture {name!r}", f"Shoal reads {', '.join(FAMILIES)}", _REMEDY)
-    if metadata.whole("expert_count", 0, least=0):
+    if metadata.whole("expert_count", 0, least=0) > 1:
         raise Unsupported(f"a GGUF file of architecture {name!r} with experts", "Shoal reads dense models", _REMEDY)
     return FAMILIES[name]
 
@@ -146,16 +146,17 @@ def config_of(file: GgufFile) -> Any:
     fields = common | family.own(file, metadata, common)
     vocabulary = vocabulary_of(file.header)
     _check_vocabulary(file, vocabulary, fields["vocab_size"])
-    return AutoConfig.for_model(family.model_type, **fields, **_special(vocabulary))
+    return AutoConfig.for_model(**{"model_type": family.model_type, **fields}, **_special(vocabulary))
 
 
 def _common(file: GgufFile, metadata: Metadata) -> Fields:
     length = metadata.whole("context_length")
+    eps = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"  # the second in nemotron_h
     return {
         "hidden_size": metadata.whole("embedding_length"),
         "num_hidden_layers": _layers(file, metadata),
         "max_position_embeddings": length,
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": metadata.number(next(filter(metadata.has, eps), eps[0])),
         "vocab_size": _rows(file),
         "tie_word_embeddings": not file.has(HEAD),
     }
@@ -169,7 +170,12 @@ def _attention(file: GgufFile, metadata: Metadata, family: Family) -> Fields:
     if "partial_rotary_factor" in rope and not family.partial:
         what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
         raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
-    widths = metadata.each("feed_forward_length", layers)
+    widths = metadata.each("feed_forward_length", layers, least=0 if family.apart else 1)
+    if family.apart:
+        widths = [width for width in widths if width] or [1]
+        if len(set(widths)) > 1:
+            what = f"a {metadata.architecture!r} GGUF file with MLPs of {min(widths)} to {max(widths)} neurons"
+            raise Unsupported(what, "all must have as many", _SAFETENSORS)
     return {
         "intermediate_size": max(widths),
         **({WIDTHS: widths} if len(set(widths)) > 1 else {}),

@@ -31,6 +31,7 @@ class Family:
         own_head_dim: whether heads need not share the embedding's size.
         attends: whether some layer has attention.
         mixed: whether layers without attention count no KV heads.
+        apart: whether a layer is one sublayer alone, so that those without an MLP count no neurons.
         layer: names in transformers below a layer, and in the file, of what is not called as in Llama.
         ends: the same outside of layers.
     """
@@ -45,5 +46,6 @@ class Family:
     own_head_dim: bool = False
     attends: bool = True
     mixed: bool = False
+    apart: bool = False
     layer: Mapping[str, str] = field(default_factory=dict)
     ends: Mapping[str, str] = field(default_factory=lambda: _LLAMA)

@@ -70,6 +70,23 @@ def _falcon_h1(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     }
 
 
+def _nemotron_h(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    """Each layer is an MLP, attention or a recurrence. llama.cpp's recurrences have no limits of steps."""
+    layers = common["num_hidden_layers"]
+    kv_heads = metadata.each("attention.head_count_kv", layers, least=0)
+    widths = metadata.each("feed_forward_length", layers, least=0)
+    dual = _mamba(file, metadata, common["hidden_size"], "")
+    return {
+        "layer_norm_epsilon": common["rms_norm_eps"], "ssm_state_size": dual["d_state"],
+        "mamba_num_heads": dual["n_heads"], "mamba_head_dim": dual["d_head"], "n_groups": dual["n_groups"],
+        "conv_kernel": dual["d_conv"], "use_conv_bias": dual["conv_bias"], "use_bias": dual["proj_bias"],
+        "rope_parameters": None, "time_step_min": 1e-30,
+        "mlp_bias": any(file.has(f"blk.{layer}.ffn_up.bias") for layer in range(layers)),
+        "layers_block_type": ["mlp" if width else "full_attention" if count else "linear_attention"
+                              for width, count in zip(widths, kv_heads, strict=True)],
+    }
+
+
 def _mamba2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
     own = _mamba(file, metadata, common["hidden_size"], "")
     names = {"n_heads": "num_heads", "d_head": "head_dim", "d_state": "state_size", "d_conv": "conv_kernel",
@@ -78,10 +95,51 @@ def _mamba2(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
         "layer_norm_epsilon": common["rms_norm_eps"]}
 
 
+def _mamba1(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    """Mamba, and Falcon-Mamba, whose layers normalise r, B and C."""
+    normed = metadata.flag("ssm.dt_b_c_rms", False)
+    scan = _scan(file, metadata, common["hidden_size"])
+    return {
+        "model_type": "falcon_mamba" if normed else "mamba", "layer_norm_epsilon": common["rms_norm_eps"],
+        "state_size": scan["d_state"], "conv_kernel": scan["d_conv"], "time_step_rank": scan["dt_rank"],
+        "expand": scan["expand"], "use_conv_bias": scan["conv_bias"], "use_bias": scan["proj_bias"],
+    }
+
+
+def _jamba(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
+    kv_heads = metadata.each("attention.head_count_kv", common["num_hidden_layers"], least=0)
+    attending = [layer for layer, count in enumerate(kv_heads) if count]
+    first, *later = attending
+    period = later[0] - first if later else len(kv_heads)
+    if first >= period or attending != [*range(first, len(kv_heads), period)]:
+        raise Unsupported(f"a Jamba GGUF file whose layers {', '.join(map(str, attending))} have attention",
+                          "transformers' Jamba has one such layer in each period", _REMEDY)
+    return {
+        "rope_parameters": None, "num_experts": 1, "num_experts_per_tok": 1, "attn_layer_offset": first,
+        "attn_layer_period": period, **{f"mamba_{name}": found for name, found in _scan(
+            file, metadata, common["hidden_size"]).items()},
+    }
+
+
+def _scan(file: GgufFile, metadata: Metadata, hidden: int) -> Fields:
+    """Sizes of Mamba layers."""
+    first = _first_recurrent(file)
+    return {
+        "d_state": metadata.whole("ssm.state_size"), "d_conv": metadata.whole("ssm.conv_kernel"),
+        "dt_rank": metadata.whole("ssm.time_step_rank"),
+        "expand": _share(metadata.whole("ssm.inner_size"), hidden, "inputs"),
+        "conv_bias": file.has(f"blk.{first}.ssm_conv1d.bias"), "proj_bias": file.has(f"blk.{first}.ssm_in.bias"),
+    }
+
+
+def _first_recurrent(file: GgufFile) -> int:
+    return next((layer for layer in range(len(file.header.tensors)) if file.has(f"blk.{layer}.{_CONV}")), 0)
+
+
 def _mamba(file: GgufFile, metadata: Metadata, hidden: int, prefix: str) -> Fields:
     """Sizes of Mamba-2 layers."""
     inner, heads = metadata.whole("ssm.inner_size"), metadata.whole("ssm.time_step_rank")
-    first = next((layer for layer in range(len(file.header.tensors)) if file.has(f"blk.{layer}.{_CONV}")), 0)
+    first = _first_recurrent(file)
     own = {
         "n_heads": heads, "d_head": _share(inner, heads, "heads"), "n_groups": metadata.whole("ssm.group_count"),
         "d_state": metadata.whole("ssm.state_size"), "d_conv": metadata.whole("ssm.conv_kernel"),
@@ -102,6 +160,11 @@ _FFN = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 _DUAL = {"in_proj.weight": "ssm_in.weight", "in_proj.bias": "ssm_in.bias", "conv1d.weight": _CONV,
          "conv1d.bias": "ssm_conv1d.bias", "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d",
          "norm.weight": "ssm_norm.weight", "out_proj.weight": "ssm_out.weight", "out_proj.bias": "ssm_out.bias"}
+_SCAN = {"in_proj.weight": "ssm_in.weight", "in_proj.bias": "ssm_in.bias", "conv1d.weight": _CONV,
+         "conv1d.bias": "ssm_conv1d.bias", "x_proj.weight": "ssm_x.weight", "dt_proj.weight": "ssm_dt.weight",
+         "dt_proj.bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d", "out_proj.weight": "ssm_out.weight",
+         "out_proj.bias": "ssm_out.bias", "dt_layernorm.weight": "ssm_dt_norm.weight",
+         "b_layernorm.weight": "ssm_b_norm.weight", "c_layernorm.weight": "ssm_c_norm.weight"}
 _DELTA = {"in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight",
           "in_proj_b.weight": "ssm_beta.weight", "in_proj_a.weight": "ssm_alpha.weight", "conv1d.weight": _CONV,
           "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "norm.weight": "ssm_norm.weight",
@@ -141,6 +204,18 @@ HYBRIDS: Mapping[str, Family] = MappingProxyType({
         "falcon_h1", _falcon_h1, own_head_dim=True,
         layer={**_below("mamba", _DUAL), **_ffn("feed_forward", _FFN), "pre_ff_layernorm.weight": "ffn_norm"},
         ends=_ends("model.embed_tokens", "model.final_layernorm")),
+    "mamba": Family("mamba", _mamba1, attends=False, ends=_ends("backbone.embeddings", "backbone.norm_f"),
+                    layer={**_below("mixer", _SCAN), "norm.weight": "attn_norm.weight"}),
+    "jamba": Family(
+        "jamba", _jamba, mixed=True,
+        layer={**_below("mamba", _SCAN), **_ffn("feed_forward", _FFN), "pre_ff_layernorm.weight": "ffn_norm.weight"},
+        ends=_ends("model.embed_tokens", "model.final_layernorm")),
+    "nemotron_h": Family(
+        "nemotron_h", _nemotron_h, interleaved=True, mixed=True, apart=True, own_head_dim=True, partial=True,
+        ends=_ends("model.embeddings", "model.norm_f"),
+        layer={**_below("mixer", _DUAL), "norm.weight": "attn_norm.weight", **_ffn("mixer", {
+            "up_proj": "ffn_up", "down_proj": "ffn_down", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
+            "o_proj": "attn_output"})}),
     "mamba2": Family("mamba2", _mamba2, attends=False, ends=_ends("backbone.embeddings", "backbone.norm_f"),
                      layer={**_below("mixer", _DUAL), "norm.weight": "attn_norm.weight"}),
 })
@@ -154,7 +229,8 @@ def as_in_checkpoint(place: str, values: Tensor) -> Tensor:
     """A vector of a recurrence as checkpoints have it: A by its logarithm, a convolution of each channel by itself."""
     inside = place.split(".", 2)[-1]
     if inside == "ssm_a":
-        return (-values).log().flatten()
+        logs = (-values).log()
+        return logs if logs.shape[-1] > 1 else logs.flatten()  # of each channel's states, or of each head
     if inside in (_CONV, "shortconv.conv.weight"):
         return values.view(len(values), 1, -1)
     return values.flatten() if inside in ("ssm_d", "ssm_norm.weight", "ssm_dt.bias") else values

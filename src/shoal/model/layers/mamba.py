@@ -34,6 +34,7 @@ class SelectiveScan(Mixer):
         dt_bias, d: [C].
         norms: weights of the norms of r, B and C, or None.
         eps: of these norms.
+        rank: numbers of r.
         shows: whether y_t follows the outputs, as the memory of SambaY (arXiv 2507.06607, section 2).
     """
 
@@ -43,7 +44,8 @@ class SelectiveScan(Mixer):
     a: Tensor
     dt_bias: Tensor
     d: Tensor
-    norms: tuple[Tensor, Tensor, Tensor] | None = None
+    rank: int
+    norms: tuple[Tensor, ...] | None = None
     eps: float = 0.0
     shows: bool = False
 
@@ -61,20 +63,27 @@ class SelectiveScan(Mixer):
     def recur(self, inputs: Tensor, state: Memory) -> Tensor:
         window, matrix = state
         size, channels = self.a.shape
-        before, gate = inputs.split(channels, dim=1)
-        x = tokenwise(lambda one: silu(self.conv(one, window)), before, matrix.dtype)
-        selected = self.select(x.to(inputs.dtype))
-        parts = selected.split([selected.shape[1] - 2 * size, size, size], dim=1)
+        x = tokenwise(lambda one: silu(self.conv(one, window)), inputs[:, :channels], matrix.dtype)
+        lines = torch.cat([x, self.whole(inputs, x)], dim=1)
+        return tokenwise(lambda one: self._token(one, matrix), lines, matrix.dtype)
+
+    def whole(self, inputs: Tensor, x: Tensor) -> Tensor:
+        """The inputs [n, 2 C], and after them r, B, C and d_t before its softplus, which follow from the convolved x.
+
+        Args:
+            x: [n, C], in the dtype of the state, as the result.
+        """
+        size = len(self.a)
+        parts = self.select(x.to(inputs.dtype)).split([self.rank, size, size], dim=1)
         if self.norms is not None:
             parts = tuple(_normed(one, norm, self.eps) for one, norm in zip(parts, self.norms, strict=True))
-        dt = self.widen(parts[0].contiguous())
-        lines = torch.cat([x, *(one.to(matrix.dtype) for one in (gate, dt, parts[1], parts[2]))], dim=1)
-        return tokenwise(lambda one: self._token(one, matrix), lines, matrix.dtype)
+        dt = self.widen(parts[0].contiguous()).to(x.dtype) + self.dt_bias
+        return torch.cat([*(one.to(x.dtype) for one in (inputs, *parts)), dt], dim=1)
 
     def _token(self, line: Tensor, matrix: Tensor) -> Tensor:
         size, channels = self.a.shape
-        x, gate, dt, b, c = line.split([channels, channels, channels, size, size])
-        step = softplus(dt + self.dt_bias)
+        x, _, gate, _, b, c, dt = line.split([channels, channels, channels, self.rank, size, size, channels])
+        step = softplus(dt)
         matrix *= torch.exp(step * self.a)
         matrix += b[:, None] * (step * x)
         read: Tensor = (matrix * c[:, None]).sum(0) + self.d * x

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, layer_norm, relu, rms_norm, scaled_dot_product_attention, silu
 
 from shoal.model.layers.differential import Differential, paired
 from shoal.model.layers.mixer import Mixer
@@ -22,7 +22,8 @@ Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 differential attention, k and v are those of pairs of heads, and so are the outputs. A layer that reads the keys and
 values of another one has no k and v."""
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+                                                      "relu2": lambda x: relu(x).square()}
 
 
 def attention(
@@ -98,8 +99,11 @@ def mlp(
 
 
 def gated(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
-    """The gated MLP on normed inputs [T, hidden]."""
-    gate, up = applied(layer.gate_up, normed, layer.gate_up_bias).chunk(2, dim=-1)
+    """The MLP on normed inputs [T, hidden]; where there is no gate, the activation is of `up` alone."""
+    neurons = applied(layer.gate_up, normed, layer.gate_up_bias)
+    if layer.gate_up.rows == layer.down.columns:
+        return applied(layer.down, ACTIVATIONS[shape.activation](neurons), layer.down_bias)
+    gate, up = neurons.chunk(2, dim=-1)
     if shape.gate_scale != 1.0:
         gate = gate * shape.gate_scale
     return applied(layer.down, ACTIVATIONS[shape.activation](gate) * up, layer.down_bias)

@@ -23,7 +23,7 @@ from shoal.model.packed.native_runner import NativeRunner, fits_kernels, pack_fo
 from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
-from shoal.model.packed.source import FewerLayers, GatesBelow, HalvesPaired, ModelSource, Source
+from shoal.model.packed.source import FewerLayers, GatesBelow, HalvesPaired, ModelSource, OlmoHybridNames, Source
 from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
 from shoal.model.sambay import OWN_CONFIGS
 
@@ -139,6 +139,8 @@ def build(
     """
     shape = shape_of(config, dtype)
     check(dtype, quant)
+    if config.model_type == "olmo_hybrid" and not isinstance(source, ModelSource):
+        source = OlmoHybridNames(source)
     if not isinstance(source, ModelSource):  # a loaded model needs no check
         check_unquantised(config)
         check_names(config, shape, source)

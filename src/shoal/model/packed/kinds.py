@@ -36,6 +36,7 @@ class LayerKind:
     Attributes:
         mixers: at most one of them is a recurrence.
         gated_mlp: whether a gated MLP follows them.
+        plain_mlp: whether an MLP without a gate does.
         norms: of the mixers, all together, and of the MLP.
         reads: the type of the layers of which it reads the last one before it: keys and values for attention, which
             then has none of its own, or the memory of a recurrence at the same token. None for a layer by itself.
@@ -45,6 +46,12 @@ class LayerKind:
     gated_mlp: bool = True
     norms: Norms = Norms()
     reads: str | None = None
+    plain_mlp: bool = False
+
+    @property
+    def feeds(self) -> bool:
+        """Whether a feed-forward follows the mixers."""
+        return self.gated_mlp or self.plain_mlp
 
     @property
     def attends(self) -> bool:
@@ -128,6 +135,7 @@ _AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layerno
 _SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
 _BEFORE_FF = Norms(mlp="pre_ff_layernorm")
 _MAMBA = Names("embeddings", "norm_f", mixer="mixer.")
+_ALONE = Norms("norm", None)
 _BAMBA = Names(final_norm="final_layernorm", mixer="mamba.", mlp="feed_forward.")
 _SAMBAY = ModelKind(MappingProxyType({
     "linear_attention": LayerKind(("mamba",)), "": LayerKind(("differential_attention",)),
@@ -157,11 +165,17 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "falcon_h1": ModelKind(MappingProxyType({"": LayerKind(("attention", "mamba2"), norms=_BEFORE_FF)}), _BAMBA),
     "granitemoehybrid": _with("mamba2", Norms(), Names(mixer="mamba.", mlp="shared_mlp.", joined="input_linear",
                                                        down="output_linear")),
-    "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, Norms("norm", None))}), _MAMBA),
+    "jamba": _with("mamba", _BEFORE_FF, _BAMBA),
+    "nemotron_h": ModelKind(
+        MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE), "full_attention": LayerKind(norms=_ALONE,
+                                                                                                  gated_mlp=False),
+                          "mlp": LayerKind((), False, Norms(None, "norm"), plain_mlp=True)}),
+        replace(_MAMBA, attention="mixer.", mlp="mixer.")),
+    "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE)}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
-        MappingProxyType({"": LayerKind(("mamba",), False, Norms("norm", None))}), _MAMBA)),
+        MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
     "phi4flash": _SAMBAY,
 })
-"""Model types with recurrent layers: the kernels run all but Mamba-1 and SambaY."""
+"""Model types with recurrent layers: the kernels run all but SambaY."""
 
 MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **HYBRIDS})

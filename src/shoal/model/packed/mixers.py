@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -127,6 +127,10 @@ def _dual_of(text: Any) -> _Dual:
         return _Dual(text.num_heads, text.head_dim, text.n_groups, text.state_size, text.conv_kernel,
                      int(text.expand * text.hidden_size), text.use_conv_bias, text.use_bias, text.use_bias, True, True,
                      text.layer_norm_epsilon)
+    if text.model_type == "nemotron_h":
+        return _Dual(text.mamba_num_heads, text.mamba_head_dim, text.n_groups, text.ssm_state_size, text.conv_kernel,
+                     text.mamba_num_heads * text.mamba_head_dim, text.use_conv_bias, text.use_bias, text.use_bias, True,
+                     True, text.layer_norm_epsilon)
     falcon, own = text.model_type == "falcon_h1", getattr(text, "mamba_d_ssm", None)
     return _Dual(text.mamba_n_heads, text.mamba_d_head, text.mamba_n_groups, text.mamba_d_state, text.mamba_d_conv,
                  int(text.mamba_expand * text.hidden_size) if own is None else own, text.mamba_conv_bias,
@@ -162,37 +166,65 @@ def _dual(text: Any, read: Read) -> Mamba2:
     )
 
 
+@dataclass(frozen=True)
+class _Scan:
+    """Sizes of a selective scan. Its norms of r, B and C have weights, have none, or are not there."""
+
+    inner: int
+    state_dim: int
+    rank: int
+    kernel: int
+    conv_bias: bool
+    bias: bool
+    norms: Literal["weighted", "plain"] | None
+    eps: float
+
+
+def _scan_of(text: Any) -> _Scan:
+    if text.model_type == "jamba":
+        return _Scan(text.mamba_expand * text.hidden_size, text.mamba_d_state, text.mamba_dt_rank, text.mamba_d_conv,
+                     text.mamba_conv_bias, text.mamba_proj_bias, "weighted", text.rms_norm_eps)
+    if text.model_type == "phi4flash":
+        return _Scan(text.mamba_expand * text.hidden_size, text.mamba_d_state, text.mamba_dt_rank, text.mamba_d_conv,
+                     text.mamba_conv_bias, text.mamba_proj_bias, None, 0.0)
+    falcon = text.model_type == "falcon_mamba"
+    return _Scan(text.intermediate_size, text.state_size, int(text.time_step_rank), text.conv_kernel,
+                 text.use_conv_bias, text.use_bias, "plain" if falcon else None, text.mixer_rms_eps if falcon else 0.0)
+
+
 def _scan_sizes(text: Any) -> Sizes:
-    text = getattr(text, "scan", text)
-    hidden, inner, size, rank = text.hidden_size, text.intermediate_size, text.state_size, int(text.time_step_rank)
-    sizes: Sizes = {"in_proj.weight": (2 * inner, hidden), "conv1d.weight": (inner, 1, text.conv_kernel),
+    scan, hidden = _scan_of(text), text.hidden_size
+    inner, size, rank = scan.inner, scan.state_dim, scan.rank
+    sizes: Sizes = {"in_proj.weight": (2 * inner, hidden), "conv1d.weight": (inner, 1, scan.kernel),
                     "x_proj.weight": (rank + 2 * size, inner), "dt_proj.weight": (inner, rank),
                     "dt_proj.bias": (inner,), "A_log": (inner, size), "D": (inner,), "out_proj.weight": (hidden, inner)}
-    more = {"in_proj.bias": (text.use_bias, 2 * inner), "out_proj.bias": (text.use_bias, hidden),
-            "conv1d.bias": (text.use_conv_bias, inner)}
+    normed = scan.norms == "weighted"
+    more = {"in_proj.bias": (scan.bias, 2 * inner), "out_proj.bias": (scan.bias, hidden),
+            "conv1d.bias": (scan.conv_bias, inner), "dt_layernorm.weight": (normed, rank),
+            "b_layernorm.weight": (normed, size), "c_layernorm.weight": (normed, size)}
     return sizes | {name: (count,) for name, (there, count) in more.items() if there}
 
 
 def _scan(text: Any, read: Read) -> SelectiveScan:
-    text = getattr(text, "scan", text)
-    conv, size = _conv(read, "conv1d", biased=text.use_conv_bias), text.state_size
-    a = -read.vector("A_log").exp().t().contiguous()
-    norms = None
-    if text.model_type == "falcon_mamba":  # norms without weights
-        norms = a.new_ones(int(text.time_step_rank)), a.new_ones(size), a.new_ones(size)
+    scan, norms = _scan_of(text), None
+    conv, a = _conv(read, "conv1d", biased=scan.conv_bias), -read.vector("A_log").exp().t().contiguous()
+    if scan.norms == "weighted":
+        norms = tuple(read.vector(f"{one}_layernorm.weight") for one in ("dt", "b", "c"))
+    elif scan.norms == "plain":
+        norms = tuple(a.new_ones(size) for size in (scan.rank, scan.state_dim, scan.state_dim))
     return SelectiveScan(
-        read.projection("in_proj"), read.projection("out_proj"), conv, read.projection("x_proj"),
-        read.projection("dt_proj").matrix, a, read.vector("dt_proj.bias"), read.vector("D"), norms,
-        getattr(text, "mixer_rms_eps", 0.0),
+        read.projection("in_proj"), read.projection("out_proj"), conv, read.projection("x_proj").matrix,
+        read.projection("dt_proj").matrix, a, read.vector("dt_proj.bias"), read.vector("D"), scan.rank, norms,
+        scan.eps,
     )
 
 
 def memory_sizes(text: Any) -> Sizes:
     """The tensors of a gated memory unit."""
-    hidden, inner = text.hidden_size, text.scan.intermediate_size
+    hidden, inner = text.hidden_size, _scan_of(text).inner
     sizes: Sizes = {"in_proj.weight": (inner, hidden), "out_proj.weight": (hidden, inner)}
     biases: Sizes = {"in_proj.bias": (inner,), "out_proj.bias": (hidden,)}
-    return sizes | (biases if text.scan.use_bias else {})
+    return sizes | (biases if _scan_of(text).bias else {})
 
 
 def memory_unit(read: Read) -> GatedMemory:

@@ -49,7 +49,6 @@ from shoal.model.runner import (
 )
 
 _KINDS: dict[torch.dtype, native.Kind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_MIXERS = ("attention", "gated_delta", "mamba2", "short_conv")
 _FLOATS = ("fp32", "fp16", "bf16")
 _Found: TypeAlias = "Tensor | list[int]"
 """Logits [sum of wanted, V], or argmax tokens [sum of wanted]."""
@@ -61,8 +60,7 @@ _STARTS, _LENT = attrgetter("starts"), attrgetter("lent")
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
     even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
-    known = all(mixer in _MIXERS for layer in range(shape.num_layers) for mixer in shape.kind(layer).mixers)
-    return even and known and device.type == "cpu" and dtype in _KINDS
+    return even and device.type == "cpu" and dtype in _KINDS
 
 
 def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> native.PackedWeight:
@@ -103,6 +101,7 @@ class NativeRunner(PackedRunner):
         self._bindings: WeakKeyDictionary[KVCache, tuple[int, native.KVBinding]] = WeakKeyDictionary()
         self.decoder = self._native_model()
         self._states = NativeStates(self.decoder.recurrences) if self.decoder.recurrences else None
+        self.input_bytes = 4 * sum(one.input_line for one in self.decoder.recurrences.values())
         self._attends = [shape.kind(layer).attends for layer in range(shape.num_layers)]
         self._plain = PlainSteps(self.decoder, self._states, self._attends)
         if not all(native.as_packed(matrix).kind in _FLOATS for matrix in weights.matrices()):

@@ -209,7 +209,10 @@ class _Pass:
                 ))
             for part in parts:
                 x = x + part
-        if piece.part != "attention" and kind.gated_mlp:
+            if not kind.mixers:
+                counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
+                self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], counts)
+        if piece.part != "attention" and kind.feeds:
             x = x + self._mlp(layer, piece, x)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 

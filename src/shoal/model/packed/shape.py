@@ -51,7 +51,7 @@ class Shape:
         eps: epsilon of the norms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
-        activation: activation of the gate, "silu" or "gelu_tanh".
+        activation: activation of the gate, or of an MLP without one: "silu", "gelu_tanh" or "relu2".
         windows: sliding window per layer in positions, or None.
         rotary: per layer, the number of the table in `RotaryTable` that rotates q and k, or None.
         tied: whether the LM head is the embedding.
@@ -174,7 +174,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     heads = text.num_attention_heads if attends else 0
     shape = Shape(
         hidden=text.hidden_size,
-        ffns=widths_of(text) if kinds[0].gated_mlp else (0,) * len(kinds),
+        ffns=tuple(width if kind.feeds else 0 for kind, width in zip(kinds, _widths(text, kinds), strict=True)),
         heads=heads,
         kv_heads=(getattr(text, "num_key_value_heads", None) or heads) if attends else 0,
         head_dim=head_dim,
@@ -205,6 +205,10 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 
 
+def _widths(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[int, ...]:
+    return widths_of(text) if any(kind.feeds for kind in kinds) else (0,) * len(kinds)
+
+
 def _special(text: Any, shape: Shape) -> dict[str, Any]:
     """What sets a hybrid's numbers apart."""
     kind = text.model_type
@@ -217,6 +221,10 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
             raise _misfit(text, "it has mixtures of experts")
         return {"ffns": (text.shared_intermediate_size,) * shape.num_layers,
                 "rotary": shape.rotary if text.position_embedding_type == "rope" else (None,) * shape.num_layers}
+    if kind == "nemotron_h":
+        return {"activation": _nemotron_activation(text)}
+    if kind == "jamba" and (mixed := [layer for layer, count in enumerate(text.layers_num_experts) if count > 1]):
+        raise _misfit(text, f"its layers {', '.join(map(str, mixed))} have mixtures of experts")
     if kind != "falcon_h1":
         return {}
     into, (gate, down) = text.attention_in_multiplier, text.mlp_multipliers
@@ -225,6 +233,17 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
     return {"attention_scale": shape.attention_scale * text.key_multiplier * into**2, "gate_scale": gate,
             "logit_scale": text.lm_head_multiplier,
             "out_scales": (text.attention_out_multiplier * into, text.ssm_out_multiplier, down)}
+
+
+def _nemotron_activation(text: Any) -> str:
+    """That of its MLPs."""
+    if "moe" in text.layer_types:
+        mixed = [layer for layer, kind in enumerate(text.layer_types) if kind == "moe"]
+        raise _misfit(text, f"its layers {', '.join(map(str, mixed))} have mixtures of experts")
+    if (text.mlp_hidden_act, text.mamba_hidden_act) != ("relu2", "silu"):
+        raise _misfit(text, f"its activations are {text.mlp_hidden_act!r} and {text.mamba_hidden_act!r}, and must be "
+                            "'relu2' in MLPs and 'silu' in recurrences")
+    return "relu2"
 
 
 def _lfm2_width(text: Any) -> int:

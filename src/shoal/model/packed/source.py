@@ -21,6 +21,10 @@ _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
 """The name of a layer's tensor: the part before the layer's number, the number, and the rest."""
 
 
+_OLMO_NORMS = (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm"))
+_OLMO_CONV, _OLMO_CONVS = "linear_attn.conv1d.weight", tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
+
+
 class Source(Protocol):
     """Maps names to tensors."""
 
@@ -155,6 +159,36 @@ class GatesBelow(ChangedSource):
         if name.split(".")[-2] != "q_proj":
             return None
         return torch.arange(rows).view(-1, 2, self._head_dim).transpose(0, 1).flatten()
+
+
+class OlmoHybridNames(ChangedSource):
+    """OLMo hybrid by transformers' names: published checkpoints call norms otherwise, and have convolutions in parts."""
+
+    @override
+    def names(self) -> list[str]:
+        found = set()
+        for name in self._source.names():
+            for ours, theirs in (*_OLMO_NORMS, *((_OLMO_CONV, part) for part in _OLMO_CONVS)):
+                name = name.replace(theirs, ours)
+            found.add(name)
+        return sorted(found)
+
+    @override
+    def has(self, name: str) -> bool:
+        return all(map(self._source.has, self._held(name)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        parts = [self._source[held] for held in self._held(name)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _held(self, name: str) -> tuple[str, ...]:
+        """The names in the checkpoint."""
+        if self._source.has(name):
+            return (name,)
+        if name.endswith(_OLMO_CONV):
+            return tuple(name.removesuffix(_OLMO_CONV) + part for part in _OLMO_CONVS)
+        return (next((other for ours, theirs in _OLMO_NORMS
+                      if ours in name and self._source.has(other := name.replace(ours, theirs))), name),)
 
 
 class FewerLayers(Source):

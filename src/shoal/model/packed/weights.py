@@ -27,9 +27,9 @@ from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_un
 from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import FewerLayers, Source
 
-_NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2")
+_NO_BIAS = ("mistral", "ministral", "phi3", "exaone4", "lfm2", "nemotron_h")
 _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium")
-_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1")
+_MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h")
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid")
 _FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -100,9 +100,11 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield _joining([attention + part for part in _QKV], attention + names.qkv, model == "phi3")
     if kind.gated_mlp:
         yield _joining([mlp + part for part in names.gate_up], mlp + names.joined, model in _FUSED)
+    if kind.plain_mlp:
+        yield _one(f"{mlp}{names.gate_up[1]}.weight")
     if kind.attends:
         yield _one(f"{attention}{names.out}.weight")
-    if kind.gated_mlp:
+    if kind.feeds:
         yield _one(f"{mlp}{names.down}.weight")
     yield from (forms for norm in astuple(kind.norms) if norm is not None for forms in _norm_tensors(norm, shape))
     if "gated_memory" in kind.mixers:
@@ -113,8 +115,8 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
     if kind.attends:
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
-    if kind.gated_mlp and model in _MLP_BIAS and text.mlp_bias:
-        yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up, names.down))
+    if kind.feeds and model in _MLP_BIAS and text.mlp_bias:
+        yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
 
 def _norm_tensors(name: str, shape: Shape) -> Iterator[Forms]:
@@ -168,7 +170,8 @@ class Layer:
 
     Attributes:
         qkv, out, gate_up, down: packed matrices; the rows of `qkv` are q, k, v, those of `gate_up` gate, then up. They
-            have no rows where the layer has no attention, or no MLP. If attention is gated, the gate is below q.
+            have no rows where the layer has no attention, or no MLP; `gate_up` is up alone in an MLP without a gate. If
+            attention is gated, the gate is below q.
         attention_norm, mlp_norm: [hidden], norms of the inputs of the sublayers, or None.
         attention_out_norm, mlp_out_norm: [hidden], norms of what the sublayers add to the residual stream, or None.
         q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] over all heads together, or None.
@@ -281,8 +284,8 @@ class Packer:
         if "gated_memory" in kind.mixers:
             read = _MixerReader(self, name + self._shape.names.mixer, memory_sizes(self._text))
             layer.memory_unit, layer.of_mixer = memory_unit(read), tuple(read.matrices)
-        if kind.gated_mlp:
-            self._mlp(layer, name + self._shape.names.mlp, self._shape.ffns[index])
+        if kind.feeds:
+            self._mlp(layer, name + self._shape.names.mlp, self._shape.ffns[index], kind.gated_mlp)
         layer.attention_norm = self._norm(name, kind.norms.attention)
         layer.mlp_norm = self._norm(name, kind.norms.mlp)
         layer.attention_norm_bias = self._norm_bias(name, kind.norms.attention)
@@ -315,10 +318,10 @@ class Packer:
         a, b, c, d = (self.vector(f"{name}{_INNER}{one}", size) for one in LAMBDAS)
         layer.differential = differential(index, (a, b, c, d), self.vector(name + _SUB_NORM, 2 * size))
 
-    def _mlp(self, layer: Layer, name: str, ffn: int) -> None:
+    def _mlp(self, layer: Layer, name: str, ffn: int, gated: bool) -> None:
         names, hidden = self._shape.names, self._shape.hidden
-        gate_up = {name + part: ffn for part in names.gate_up}
-        layer.gate_up = self._joined(name + names.joined, gate_up, "pair")
+        gate_up = {name + part: ffn for part in names.gate_up[not gated :]}
+        layer.gate_up = self._joined(name + names.joined, gate_up, "pair" if gated else "matrix")
         layer.down = self.pack({f"{name}{names.down}.weight": hidden}, ffn, "matrix")
         layer.gate_up_bias = self._joined_bias(gate_up)
         layer.down_bias = self._optional(f"{name}{names.down}.bias", hidden)

@@ -143,6 +143,25 @@ typedef struct {
     int64_t first;
 } Neurons;
 
+INLINE Vf activated(int activation, Vf x) {
+    if (activation == ACTIVATION_SILU) return silu_ps(x);
+    if (activation == ACTIVATION_GELU_TANH) return gelu_tanh_ps(x);
+    const Vf above = vf_max(x, vf_zero());
+    return vf_mul(above, above);
+}
+
+/* Of an MLP without a gate. */
+static void finish_plain(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
+    const Run *r = w->run;
+    const int ffn = ((const Neurons *)to)->ffn;
+    for (int i = 0; i < c->count; i++)
+        for (int b = 0; b < count; b++) {
+            const int row = (block + b) * LANES;
+            const Vf up = result(w, c, bias, row, ffn, b, i);
+            vf_store(r->hidden + c->token[i] * r->hidden_line + row, activated(r->m->activation, up));
+        }
+}
+
 static void finish_gated(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
     const int ffn = ((const Neurons *)to)->ffn;
@@ -152,8 +171,7 @@ static void finish_gated(const Worker *w, const Chosen *c, const float *bias, in
             const int row = (block + b) / 2 * LANES;
             Vf gate = vf_mul(result(w, c, bias, row, ffn, b, i), vf_all(r->m->gate_scale));
             Vf up = result(w, c, bias ? bias + ffn : NULL, row, ffn, b + 1, i);
-            gate = r->m->activation == ACTIVATION_SILU ? silu_ps(gate) : gelu_tanh_ps(gate);
-            vf_store(hidden + c->token[i] * r->hidden_line + row, vf_mul(gate, up));
+            vf_store(hidden + c->token[i] * r->hidden_line + row, vf_mul(activated(r->m->activation, gate), up));
         }
 }
 
@@ -349,6 +367,7 @@ static void run_mlp(Worker *w, int entry) {
         prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
         Neurons all = {.ffn = layer->down.cols};
         if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
+        else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_plain, &all);
         else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
         meet(&r->team, w->id);
         prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c.token, .count = c.count});

@@ -15,7 +15,7 @@ KINDS = (
     "fp32", "bf16", "fp16", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "upper", "rough",
     "q4_k", "q5_k", "q6_k",
 )
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 MAX_TOKENS, MAX_NODES = 256, 64
 LANES = 16
 PANEL_ROWS = 4 * LANES
@@ -38,12 +38,14 @@ class RecurrenceStruct(ctypes.Structure):
     """A recurrence beside or instead of attention."""
 
     _fields_ = [
-        ("into", Weight * 3), ("out", Weight), ("into_scale", c_void_p), ("into_bias", c_void_p),
+        ("into", Weight * 3), ("out", Weight), ("select", Weight), ("widen", Weight), ("into_scale", c_void_p),
+        ("into_bias", c_void_p),
         ("out_bias", c_void_p), ("conv", c_void_p), ("conv_bias", c_void_p), ("rate", c_void_p), ("bias", c_void_p),
         ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32),
         ("heads", c_int32),
-        ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("decays", c_int32), ("sigmoid", c_int32),
-        ("gate_first", c_int32), ("doubled", c_int32), ("by_turns", c_int32), ("eps", c_float), ("bound", c_float),
+        ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("rank", c_int32), ("decays", c_int32),
+        ("sigmoid", c_int32), ("gate_first", c_int32), ("doubled", c_int32), ("by_turns", c_int32), ("eps", c_float),
+        ("bound", c_float),
         ("least", c_float), ("most", c_float),
     ]
 

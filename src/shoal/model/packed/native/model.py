@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
+from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
 from shoal.model.packed.mixers import Projection
@@ -368,6 +369,9 @@ class NativeModel:
             struct.out = self._matrix("out", layer.out, hidden, query)
         if kind.gated_mlp:
             struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
+        if kind.plain_mlp:
+            struct.gate_up = (Weight * 2)(self._matrix("up", layer.gate_up, ffn, hidden))
+        if kind.feeds:
             struct.down = self._matrix("down", layer.down, hidden, ffn)
         if layer.mixer is not None:
             self.recurrences[index] = self._recurrence(layer.mixer)
@@ -376,11 +380,11 @@ class NativeModel:
         lengths = dict.fromkeys(("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "out_bias",
                                  "down_bias"), hidden)
         lengths |= {"q_norm": query if wide else shape.head_dim, "k_norm": kv if wide else shape.head_dim,
-                    "qkv_bias": qkv, "gate_up_bias": 2 * ffn}
+                    "qkv_bias": qkv, "gate_up_bias": (2 if kind.gated_mlp else 1) * ffn}
         for name, length in lengths.items():
             setattr(struct, name, self._vector(name, vars(layer)[name], length))
-        if None in (struct.attention_norm or struct.attention_out_norm,
-                    not kind.gated_mlp or struct.mlp_norm or struct.mlp_out_norm):
+        if None in (not kind.mixers or struct.attention_norm or struct.attention_out_norm,
+                    not kind.feeds or struct.mlp_norm or struct.mlp_out_norm):
             raise ValueError("attention_norm and mlp_norm, or the norms of the sublayers' outputs, must be given")
         return struct
 
@@ -392,6 +396,10 @@ class NativeModel:
         struct, rows = made.struct, into.matrix.rows
         struct.into = self._stack("into", into.matrix, rows, hidden)
         struct.out = self._matrix("out", out.matrix, hidden, made.outputs)
+        if isinstance(mixer, SelectiveScan):
+            selected = mixer.rank + 2 * len(mixer.a)
+            struct.select = self._matrix("select", as_packed(mixer.select), selected, struct.channels)
+            struct.widen = self._matrix("widen", as_packed(mixer.widen), struct.channels, mixer.rank)
         scale = None if into.scale is None else into.scale.float()
         struct.into_scale = self._vector("the scale of into", scale, rows)
         struct.into_bias = self._vector("the bias of into", into.bias, rows)
@@ -465,7 +473,8 @@ def _check_sizes(shape: Shape, kv_dtype: torch.dtype) -> None:
         raise ValueError(f"kv_dtype is {kv_dtype}; it must be torch.float32 or torch.bfloat16")
     if not any(shape.kind(layer).attends for layer in range(shape.num_layers)):
         return
-    if min(shape.hidden, *shape.ffns, shape.heads, shape.kv_heads, shape.vocab) < 1 or shape.heads % shape.kv_heads:
+    ffns = [width for layer, width in enumerate(shape.ffns) if shape.kind(layer).feeds]
+    if min(shape.hidden, *ffns, shape.heads, shape.kv_heads, shape.vocab) < 1 or shape.heads % shape.kv_heads:
         raise ValueError(f"sizes must be positive and kv_heads ({shape.kv_heads}) divide heads ({shape.heads})")
     if not 2 <= shape.head_dim <= MAX_HEAD_DIM or shape.head_dim % 2:
         raise ValueError(f"head_dim is {shape.head_dim}; it must be even and in [2, {MAX_HEAD_DIM}]")

@@ -1,7 +1,7 @@
 /* Recurrences on their own: a run of tokens of one sequence through one of them. */
 #include <omp.h>
 
-#include "mamba2.h"
+#include "recurrences.h"
 
 /* inputs: [tokens] of `step` floats. state: that before the tokens, which becomes that after them.
    scratch: [tokens][channels]. out: [tokens] of `out_step` floats. */
@@ -17,8 +17,8 @@ void shoal_recur(const ShoalRecurrence *r, const float *inputs, int64_t step, in
         convolve(r, convolved, step, tokens, state, state, alone ? out : scratch, alone ? out_step : r->channels, first, last);
 #pragma omp barrier
         if (!alone) {
-            const int from = r->heads * id / all, to = r->heads * (id + 1) / all;
-            (dual ? run_dual : run_delta)(r, inputs, step, scratch, tokens, matrix, matrix, out, out_step, from, to);
+            const int from = piece_at(r, pieces_of(r) * id / all), to = piece_at(r, pieces_of(r) * (id + 1) / all);
+            RECUR_TABLE[r->kind](r, inputs, step, scratch, tokens, matrix, matrix, out, out_step, from, to);
         }
 #pragma omp barrier
         if (dual) gate_dual(r, inputs, step, tokens, out, out_step, r->groups * id / all, r->groups * (id + 1) / all);

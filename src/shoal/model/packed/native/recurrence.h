@@ -4,37 +4,38 @@
 #define SHOAL_RECURRENCE_H
 
 #include "layer.h"
-#include "mamba2.h"
+#include "recurrences.h"
 
-/* Where the inputs of a recurrence go. */
+/* Where the inputs of a recurrence go: `line` floats a token. Of those the `rows` from `place` on are computed now, times factors if
+   there are any. */
 typedef struct {
     const ShoalRecurrence *r;
     float *at;
-    int64_t line;
+    int64_t line, place;
     int rows;
+    const float *factors;
 } Inputs;
 
 static Inputs inputs_of(const Run *r, int entry) {
     const ShoalRecurrence *own = r->m->layers[r->b->layers[entry]].recurrence;
-    Inputs in = {.r = own, .at = r->inputs};
+    Inputs in = {.r = own, .at = r->inputs, .factors = own->into_scale};
     for (int i = 0; i < 3; i++) in.rows += own->into[i].rows;
-    in.line = round_up(in.rows, LANES);
+    in.line = round_up(own->kind == RECUR_SCAN ? first_step(own) + own->channels : in.rows, LANES);
     if (r->b->inputs && r->b->inputs[entry]) in.at = r->b->inputs[entry];
     return in;
 }
 
 static void finish_inputs(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Inputs *in = to;
-    const float *factors = in->r->into_scale;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
             const Mask mask = head_mask(in->rows - row);
             if (!mask) continue;
             Vf sum = sum_at(w->sums, c->count, b, i);
-            if (factors) sum = vf_mul(sum, vf_load_some(mask, factors + row));
+            if (in->factors) sum = vf_mul(sum, vf_load_some(mask, in->factors + row));
             if (bias) sum = vf_add(sum, vf_load_some(mask, bias + row));
-            vf_store(in->at + c->token[i] * in->line + row, sum);
+            vf_store_some(in->at + c->token[i] * in->line + in->place + row, mask, sum);
         }
 }
 
@@ -44,6 +45,37 @@ static void project(Worker *w, int entry) {
     const Chosen c = choose(r->b, entry, RUN_ATTENTION);
     Inputs in = inputs_of(r, entry);
     if (c.count) multiply_stack(w, layer->recurrence->into, layer->input_norm, &c, layer->recurrence->into_bias, finish_inputs, &in);
+}
+
+/* RMSNorm of numbers in their place. */
+static void norm_in_place(float *x, int count, const float *norm, float eps) {
+    const Vf scale = vf_all(inverse_rms(x, count, eps));
+    for (int k = 0; k < count; k += LANES) {
+        const Mask mask = head_mask(count - k);
+        vf_store_some(x + k, mask, vf_mul(vf_mul(vf_load_some(mask, x + k), scale), vf_load_some(mask, norm + k)));
+    }
+}
+
+/* Of a scan: what the convolved x selects, with norms in some models, and the steps. */
+static void select_inputs(Worker *w, const Chosen *c, Inputs in) {
+    const Run *r = w->run;
+    const ShoalRecurrence *own = in.r;
+    Team *team = &w->run->team;
+    in.place = first_selected(own), in.rows = own->select.rows, in.factors = NULL;
+    prepare_together(w, &own->select, (Lines){.x = r->channels, .step = own->channels, .tokens = c->token, .count = c->count});
+    multiply_all(w, &own->select, c, NULL, finish_inputs, &in);
+    meet(team, w->id);
+    float *selected = in.at + in.place;
+    for (int i = share(c->count, w->id, w->threads), last = share(c->count, w->id + 1, w->threads); own->norm && i < last; i++) {
+        float *line = selected + c->token[i] * in.line;
+        norm_in_place(line, own->rank, own->norm, own->eps);
+        for (int k = own->rank; k < in.rows; k += own->key_dim) norm_in_place(line + k, own->key_dim, own->norm + k, own->eps);
+    }
+    if (own->norm) meet(team, w->id);
+    in.place = first_step(own), in.rows = own->widen.rows;
+    prepare_together(w, &own->widen, (Lines){.x = selected, .step = in.line, .tokens = c->token, .count = c->count});
+    multiply_all(w, &own->widen, c, own->bias, finish_inputs, &in);
+    meet(team, w->id);
 }
 
 /* The tokens of a span that run a layer, and the states before and after them. */
@@ -74,14 +106,14 @@ static void convolve_spans(const Worker *w, int entry, const Inputs *in, int fir
     }
 }
 
-static void run_heads(const Worker *w, int entry, const Inputs *in, int first, int last) {
+static void run_pieces(const Worker *w, int entry, const Inputs *in, int first, int last) {
     const Run *r = w->run;
     const int64_t window = window_floats(in->r), channels = in->r->channels;
     for (int span = 0; span < r->b->span_count; span++) {
         const Stretch s = stretch_of(r->b, entry, span);
-        if (s.count) (in->r->kind == RECUR_MAMBA2 ? run_dual : run_delta)(
+        if (s.count) RECUR_TABLE[in->r->kind](
             in->r, in->at + s.first * in->line, in->line, r->channels + s.first * channels, s.count, s.before ? s.before + window : NULL,
-            s.after + window, r->mixed + s.first * r->mixed_line, r->mixed_line, first, last);
+            s.after + window, r->mixed + s.first * r->mixed_line, r->mixed_line, piece_at(in->r, first), piece_at(in->r, last));
     }
 }
 
@@ -96,8 +128,10 @@ static void run_recurrence(Worker *w, int entry) {
     convolve_spans(w, entry, &in, share(blocks, w->id, w->threads) * LANES,
                    min_int(share(blocks, w->id + 1, w->threads) * LANES, own->channels));
     meet(&r->team, w->id);
+    if (own->kind == RECUR_SCAN) select_inputs(w, &c, in);
     if (own->kind != RECUR_SHORT_CONV) {
-        for (int first, taken; (first = take(&r->team, w->id, 0, own->heads, 1, &taken)) >= 0;) run_heads(w, entry, &in, first, first + taken);
+        const int pieces = pieces_of(own);
+        for (int first, taken; (first = take(&r->team, w->id, 0, pieces, 1, &taken)) >= 0;) run_pieces(w, entry, &in, first, first + taken);
         meet(&r->team, w->id);
     }
     if (own->kind == RECUR_MAMBA2) {

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.errors import Unsupported
 from shoal.model.layers.convolution import Convolution
 from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
 from shoal.model.layers.short_conv import ShortConv
@@ -20,7 +21,7 @@ from shoal.model.packed.native.batch import address
 from shoal.model.packed.native.library import LANES, MOST_KEYS, MOST_TAPS, RecurrenceStruct, require
 from shoal.model.packed.shape import REMEDY
 
-_GATED_DELTA, _MAMBA2, _SHORT_CONV = range(3)
+_GATED_DELTA, _MAMBA2, _SHORT_CONV, _SCAN = range(4)
 
 
 class NativeRecurrence:
@@ -38,6 +39,8 @@ class NativeRecurrence:
             self.struct = self._delta(mixer)
         elif isinstance(mixer, Mamba2):
             self.struct = self._dual(mixer)
+        elif isinstance(mixer, SelectiveScan):
+            self.struct = self._scan(mixer)
         elif isinstance(mixer, ShortConv):
             self.struct = self._convolved(mixer.conv, kind=_SHORT_CONV, heads=1, groups=1)
         else:
@@ -49,7 +52,10 @@ class NativeRecurrence:
         self.outputs = self.struct.heads * self.struct.value_dim or self.struct.channels
 
     def recur(self, inputs: Tensor, state: Tensor, threads: int = 1) -> Tensor:
-        """As `Mixer.recur`, in float32, on the tensors of a state one after the other."""
+        """As `Mixer.recur`, in float32, on the tensors of a state one after the other.
+
+        The inputs of a selective scan are those that `SelectiveScan.whole` gives.
+        """
         lines = inputs.float().contiguous()
         at = address("a state", state, (self.floats,))
         out, scratch = torch.empty(len(lines), self.outputs), torch.empty(len(lines), self.struct.channels)
@@ -60,7 +66,10 @@ class NativeRecurrence:
     @property
     def input_line(self) -> int:
         """Numbers from one token's inputs to the next one's: I rounded up to whole vectors."""
-        rows: int = sum(part.rows for part in self.struct.into)
+        struct = self.struct
+        rows: int = sum(part.rows for part in struct.into)
+        if struct.kind == _SCAN:
+            rows += struct.rank + 2 * struct.key_dim + struct.channels
         return -(-rows // LANES) * LANES
 
     def _delta(self, mixer: GatedDelta) -> RecurrenceStruct:
@@ -78,6 +87,14 @@ class NativeRecurrence:
             mixer.conv, kind=_MAMBA2, rate=self._at(mixer.a), bias=self._at(mixer.dt_bias), skip=self._at(mixer.d),
             norm=norm, heads=len(mixer.a), groups=mixer.groups, key_dim=mixer.state_dim, value_dim=mixer.head_dim,
             decays=1, gate_first=mixer.gate_first, eps=mixer.eps, least=mixer.limits[0], most=mixer.limits[1],
+        )
+
+    def _scan(self, mixer: SelectiveScan) -> RecurrenceStruct:
+        state, channels = mixer.a.shape
+        norm = None if mixer.norms is None else self._at(torch.cat(mixer.norms))
+        return self._convolved(
+            mixer.conv, kind=_SCAN, rate=self._at(mixer.a), bias=self._at(mixer.dt_bias), skip=self._at(mixer.d),
+            norm=norm, heads=1, groups=1, key_dim=state, value_dim=channels, rank=mixer.rank, eps=mixer.eps,
         )
 
     def _convolved(self, conv: Convolution, **fields: int | float | None) -> RecurrenceStruct:

@@ -8,7 +8,7 @@
    are upper bounds of the exact ones, in eighths (likeliest.h); KIND_ROUGH: the same for floats rounded to 8 bits. */
 enum { KIND_FP32, KIND_BF16, KIND_FP16, KIND_INT8, KIND_INT4, KIND_Q8_0, KIND_Q4_0, KIND_Q4_1, KIND_Q5_0, KIND_Q5_1, KIND_UPPER, KIND_ROUGH, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K };
 enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16 };
-enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH };
+enum { ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_RELU2 };
 enum { RUN_ATTENTION = 1, RUN_MLP = 2 };
 
 #define LANES 16      /* output rows of a row block: the fp32 lanes of a vector register */
@@ -30,22 +30,25 @@ typedef struct {
 } ShoalWeight;
 
 /* A recurrence beside or instead of attention. Inputs of a token are, in this order, the rows of its projection:
-   RECUR_GATED_DELTA: q, k, v, gate, b, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x. Its state is the window
-   [width - 1][channels] of the convolution, followed, but for a short convolution alone, by a matrix [heads][key_dim][value_dim]. */
-enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV };
+   RECUR_GATED_DELTA: q, k, v, gate, b, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x; RECUR_SCAN: x, gate, and after
+   them, which follow from x once it is convolved: r, B, C, dt. Its state is the window [width - 1][channels] of the convolution,
+   followed, but for a short convolution alone, by a matrix [heads][key_dim][value_dim]; a scan is one head of all channels. */
+enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV, RECUR_SCAN };
 #define MOST_TAPS 8   /* inputs of a convolution */
 #define MOST_KEYS 256 /* dimensions of a key */
 typedef struct {
     ShoalWeight into[3], out;  /* the projection, in parts like qkv below, and the matrix after the recurrence */
+    ShoalWeight select, widen; /* of a scan: x to r, B and C; r to dt */
     const float *into_scale, *into_bias, *out_bias; /* factors of the projection's rows, before the bias; or NULL */
     const float *conv, *conv_bias; /* [width][channels], the last row for a token's own input; [channels], or NULL */
-    const float *rate;  /* [heads]: what the step is multiplied by, without its sign in a gated delta rule */
-    const float *bias;  /* [heads][decays], added to f or dt */
-    const float *skip;  /* [heads]: share of x in its output; of Mamba-2 alone */
-    const float *norm;  /* [value_dim], or in Mamba-2 [heads][value_dim], or NULL */
+    const float *rate;  /* [heads], in a scan [key_dim][channels]: what the step is multiplied by, without its sign in a gated delta rule */
+    const float *bias;  /* [heads][decays], in a scan [channels], added to f or dt */
+    const float *skip;  /* [heads], in a scan [channels]: share of x in its output; of Mamba-2 and Mamba alone */
+    const float *norm;  /* [value_dim], or in Mamba-2 [heads][value_dim], or NULL; in a scan of r, B and C, each by itself */
     int32_t kind, width, channels, heads;
     int32_t groups;     /* of heads that share keys: of q and k, or of B and C */
     int32_t key_dim, value_dim;
+    int32_t rank;       /* of a scan: numbers of r */
     int32_t decays;     /* of a head: 1, or key_dim */
     int32_t sigmoid;    /* whether the gate is a sigmoid, not SiLU */
     int32_t gate_first; /* whether the gate comes before the norm */
@@ -58,7 +61,7 @@ typedef struct {
 
 typedef struct {
     ShoalWeight qkv[3];     /* one above the other; if their kinds are equal they are one matrix. Absent ones have no rows */
-    ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately */
+    ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately, or up alone, unpaired: an MLP without a gate */
     ShoalWeight o, down;
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     const float *attention_out_norm, *mlp_out_norm; /* [hidden], norms of what a sublayer adds to the states; or NULL */

@@ -1,0 +1,21 @@
+/* The recurrences by kind, and how they are divided among threads. */
+#ifndef SHOAL_RECURRENCES_H
+#define SHOAL_RECURRENCES_H
+
+#include "mamba.h"
+#include "mamba2.h"
+
+/* Heads first..last-1 of a run of tokens, or channels of a scan; arguments as in run_delta. */
+typedef void Recur(const ShoalRecurrence *r, const float *inputs, int64_t step, const float *convolved, int tokens, const float *before,
+                   float *after, float *out, int64_t out_step, int first, int last);
+
+/* By kind; a short convolution is nothing more. */
+static Recur *const RECUR_TABLE[] = {run_delta, run_dual, NULL, run_scan};
+
+/* The pieces of work in a recurrence, and where piece `number` begins: a head, or a vector of a scan's channels. */
+INLINE int pieces_of(const ShoalRecurrence *r) { return r->kind == RECUR_SCAN ? (r->channels + LANES - 1) / LANES : r->heads; }
+INLINE int piece_at(const ShoalRecurrence *r, int number) {
+    return r->kind == RECUR_SCAN ? min_int(number * LANES, r->channels) : number;
+}
+
+#endif
