@@ -62,7 +62,7 @@ def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool
     """Whether the kernels can compute such a model."""
     even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
     known = all(mixer in _MIXERS for layer in range(shape.num_layers) for mixer in shape.kind(layer).mixers)
-    return even and known and device.type == "cpu" and dtype in _KINDS
+    return even and known and not shape.in_torch and device.type == "cpu" and dtype in _KINDS
 
 
 def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> native.PackedWeight:
