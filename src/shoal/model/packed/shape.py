@@ -135,9 +135,14 @@ class Shape:
         return self.kinds[layer] if self.kinds else _PLAIN
 
     @property
+    def in_torch(self) -> bool:
+        """Whether it has parts without kernels: LayerNorms, and layers that read others (SambaY)."""
+        return self.layer_norms or bool(self.sources)
+
+    @property
     def plain(self) -> bool:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
-        whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp for kind in self.kinds)
+        whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp for kind in self.kinds) and not self.in_torch
         return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
