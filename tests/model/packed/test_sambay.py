@@ -146,25 +146,14 @@ def test_guesses_change_no_token(engine: Engine, method: Any) -> None:
 
 def test_the_prompt_runs_the_self_decoder_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer, the tokens that ran are counted; the ledger says the same."""
-    ran = [0] * LAYERS
-    real = PackedRunner.forward
+    assert isinstance(engine.runner, PackedRunner)
+    layers, ran, real = engine.runner.weights.layers, [0] * LAYERS, block.mlp
 
-    def forward(self: PackedRunner, chunks: Any, *args: Any, **more: Any) -> Tensor:
-        for layer, weights in enumerate(self.weights.layers):
-            gate_up = weights.gate_up
+    def counted(x: Tensor, layer: Any, *args: Any, **more: Any) -> Tensor:
+        ran[next(number for number, one in enumerate(layers) if one is layer)] += len(x)
+        return real(x, layer, *args, **more)
 
-            def counted(x: Tensor, layer: int = layer, matrix: Any = gate_up) -> Tensor:
-                ran[layer] += len(x)
-                return matrix(x)
-
-            monkeypatch.setattr(weights, "gate_up", counted)
-        try:
-            return real(self, chunks, *args, **more)
-        finally:
-            monkeypatch.undo()
-            monkeypatch.setattr(PackedRunner, "forward", forward)
-
-    monkeypatch.setattr(PackedRunner, "forward", forward)
+    monkeypatch.setattr(block, "mlp", counted)
     (result,) = engine.generate([PROMPTS[0]], max_new_tokens=5)
     assert ran == [30 + 4] * (KEEPING - 1) + [1 + 4] * (LAYERS - KEEPING + 1)
     assert result.stats.extras["skipped_layer_tokens"] == 29 * (LAYERS - READ)
