@@ -81,7 +81,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_heads": 8, "head_dim": 8, "n_groups": 2,
                           "state_size": 16}),
     "granite4": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "shared_intermediate_size": 48, "num_local_experts": 0,
-                                      "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
+                                      "layer_types": ["mamba", "attention", "mamba", "mamba"]}),
     "nemotron_h": ("nemotron_h", {**_GROUPED, **_HEAD_DIM, "mamba_num_heads": 8, "mamba_head_dim": 8,
                                   "ssm_state_size": 16, "n_groups": 2,
                                   "time_step_min": 1e-9,  # a limit that its modules have in prompts alone
@@ -91,7 +91,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": ("zamba2", {**_UNGROUPED, "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1,
                           "mamba_expand": 2, "hybrid_layer_ids": [1, 3],
                           "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]}),
-    "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [2], "block_multiple_of": 8}),
+    "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [1], "block_multiple_of": 8}),
     "minimax": ("minimax", {**_GROUPED, "num_local_experts": 2}),
 }
 """Families with recurrent layers, which transformers 5.0 keeps in caches of many kinds; a model has four layers."""
@@ -100,13 +100,16 @@ RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {**_GROUPED, **_MAMBA, "attn_layer_indices": [2]}),
     "jamba": ("jamba", {**_GROUPED, "mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 2,
                         "num_experts": 1, "num_experts_per_tok": 1}),
+    "recurrent_gemma": ("recurrent_gemma", {**_UNGROUPED, "num_key_value_heads": 1, "attention_window_size": WINDOW,
+                                            "intermediate_size": 96, "lru_width": 48}),
     "falcon_mamba": ("falcon_mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
 }
 """More of them, for tests of what they add to the packed layers."""
 if not hasattr(cache_utils, "LinearAttentionLayer"):
     RECURRENT = RECURRENT_RELATIVES = {}
 PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "nemotron_h", "falcon_h1",
-                                           "lfm2", *RECURRENT_RELATIVES) if RECURRENT)
+                                           "lfm2", *RECURRENT_RELATIVES)
+                         if RECURRENT and name != "recurrent_gemma")
 """Those whose layers the packed executor has."""
 
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -160,6 +163,9 @@ def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: d
 def _depth(family: str, model_type: str, layers: int) -> dict[str, Any]:
     if family in ("hybrid", "gemma3", "olmo3", "exaone4", "ministral"):
         return {"num_hidden_layers": layers, "layer_types": [_HYBRID_PATTERN[i % 3] for i in range(layers)]}
+    if family == "qwen3_5":  # attention first where depth plans keep it
+        kinds = ["full_attention" if i % 4 == 1 else "linear_attention" for i in range(layers)]
+        return {"num_hidden_layers": layers, "layer_types": kinds}
     return {"n_layer" if model_type == "gpt2" else "num_hidden_layers": layers}
 
 

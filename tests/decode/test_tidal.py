@@ -207,7 +207,7 @@ def test_layers_that_cannot_select() -> None:
     assert Tidal().roles(ModelInfo(12, windows=windows * 2)) == (0, 0, 1, 0, 1, 0, 2, 0, 2, 0, 2, 0)
     assert Tidal().roles(ModelInfo(12)) == (0, 0, 1, 2, 1, *[2] * 7)
     assert Tidal().roles(ModelInfo(6, windows=(8, 8, None) * 2)) == (0, 0, 1, 0, 0, 2)
-    with pytest.raises(ValueError, match="select is 1, a layer with a sliding window; it must be one .*: 0, 2, 4"):
+    with pytest.raises(ValueError, match="select is 1, a layer with a sliding window or a state; .*: 0, 2, 4"):
         Tidal(select=1).recipe(replace(INFO, windows=windows))
     with pytest.raises(ValueError, match="reselect is 1; it must come behind select, 1"):
         Tidal(reselect=1).recipe(INFO)

@@ -254,7 +254,7 @@ def test_what_has_settled_is_not_rewritten() -> None:
     while len(run.seqs[0].steps) < 2:
         next(steps)
     layer = run.cache.layers[0]
-    with pytest.raises(ValueError, match="34 slots of sequence 0 have settled; they cannot be rewritten"):
+    with pytest.raises(ValueError, match="34 slots of sequence 0 have settled or are lent; they cannot be"):
         layer.keep_slots(0, [0, 1])
     with pytest.raises(ValueError, match="39 slots for sequence 0, which has 38 committed ones"):
         layer.settle(0, 39)

@@ -69,13 +69,17 @@ DENSE_LAYERS = 2
 
 
 def whole_layers(name: str, info: ModelInfo, queries: bool = True) -> list[int]:
-    """The layers that see all of the text; Unsupported if there are none, or if `queries` are needed and not shown."""
+    """The layers whose attention sees all of the text.
+
+    Unsupported if there are none, or if `queries` are needed and not shown.
+    """
     if queries and not info.shows_queries:
         raise Unsupported(name, "this model's attention does not show its queries", "Use streaming_llm or kv_int8")
-    whole = [layer for layer in range(info.num_layers) if not info.windows or info.windows[layer] is None]
+    whole = [layer for layer in range(info.num_layers) if (not info.windows or info.windows[layer] is None)
+             and (not info.kv_sizes or info.kv_sizes[layer][0])]
     if not whole:
-        raise Unsupported(name, "every layer of this model has a sliding window, and none sees all of the text",
-                          "Use a method that leaves windows as they are, such as kv_int8")
+        raise Unsupported(name, "every layer of this model has a sliding window or a state, and none sees all of the "
+                          "text", "Use a method that leaves those as they are, such as kv_int8")
     return whole
 
 

@@ -65,12 +65,13 @@ class DoubleSparsity(SelectionMethod):
     def labels(self) -> Labels:
         from shoal.model.kv.choice import Labels
 
-        return Labels([[sorted(head[: self.label_width]) for head in layer] for layer in self.channels])
+        some = next(layer for layer in self.channels if layer)  # for layers without keys, which read nothing
+        return Labels([[sorted(head[: self.label_width]) for head in layer or some] for layer in self.channels])
 
     @property
     @override
     def label_width(self) -> int:
-        return self.width or max(1, len(self.channels[0][0]) // 4)
+        return self.width or max(1, _ranked(self.channels) // 4)
 
 
 def _ranked(channels: Ranking) -> int:
@@ -84,10 +85,10 @@ def _ranked(channels: Ranking) -> int:
 
 def _check_sizes(channels: Ranking, info: ModelInfo) -> None:
     """Refuse a ranking for a model of other sizes."""
-    found = [(len(layer), len(layer[0])) for layer in channels]
+    found = [(len(layer), len(layer[0]) if layer else 0) for layer in channels]
     wanted = [(heads, dim) for heads, dim, _ in info.kv_sizes] or found
     if len(found) != info.num_layers or found != wanted:
-        heads, dim = found[0]
+        (heads, dim), (needed, wide) = max(found), max(wanted)
         raise ValueError(f"channels are of {len(found)} layers with {heads} KV heads of {dim} dimensions, and this "
-                         f"model has {info.num_layers} with {wanted[0][0]} of {wanted[0][1]}; calibrate it with "
-                         "`shoal calibrate --for double_sparsity`")
+                         f"model has {info.num_layers} with {needed} of {wide}, or has them in other layers; calibrate "
+                         "it with `shoal calibrate --for double_sparsity`")

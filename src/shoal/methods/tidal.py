@@ -64,8 +64,8 @@ class Tidal(SelectionMethod):
             raise ValueError(f"reselect is {again}; it must come behind select, {first}")
         for option, layer in (("select", first), ("reselect", again)):
             if layer < info.num_layers and layer not in whole:
-                raise ValueError(f"{option} is {layer}, a layer with a sliding window; it must be one that sees all of "
-                                 f"the text: {', '.join(map(str, whole))}")
+                raise ValueError(f"{option} is {layer}, a layer with a sliding window or a state; it must be one that "
+                                 f"sees all of the text: {', '.join(map(str, whole))}")
         if (self.select, self.reselect) != (None, None) and not {*whole[whole.index(first) + 1 :]} - {again}:
             raise ValueError(f"select is {first} and reselect {again}; no layer behind them sees all of the text, to "
                              f"read what they select. Those that do are {', '.join(map(str, whole))}")

@@ -35,6 +35,8 @@ _NARROWER = 1e-5
 _CHUNKED = 1e-2
 """Tolerance of recurrent layers, whose modules compute prompts in chunks, in float32, where long decays lose digits."""
 _TIMES_ITSELF = 10
+_KEEPING = ("recurrent_gemma",)
+"""Model types whose modules keep states to themselves, which a model must not be left with: they are run without."""
 
 
 @torch.no_grad()
@@ -78,7 +80,7 @@ def _generated(runner: ModelRunner, model: Any, given: list[int] | None = None) 
 
     The tokens are `given`, or a random prompt and its greedy continuation.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, cached = torch.Generator().manual_seed(0), model.config.model_type not in _KEEPING
     prompt = torch.randint(0, runner.vocab_size, (_LENGTH - _NEW + 1,), generator=generator).tolist()
     given = given or []
     ahead, kept = given[:1] or prompt, dict[str, Any]()
@@ -88,10 +90,11 @@ def _generated(runner: ModelRunner, model: Any, given: list[int] | None = None) 
     seqs: list[Tensor] = []
     while len(tokens) < _LENGTH:
         tokens += ahead
-        if placed:
+        if placed and cached:
             places = range(len(tokens) - len(ahead), len(tokens))
             kept["position_ids"] = torch.tensor([[*places]], device=runner.device)
-        out = model(input_ids=torch.tensor([ahead], device=runner.device), use_cache=True, **kept)
+        fed = ahead if cached else tokens
+        out = model(input_ids=torch.tensor([fed], device=runner.device), use_cache=cached, **kept)
         seqs.append(out.logits[0, -1])
         ahead = given[len(tokens) : len(tokens) + 1] or [int(seqs[-1].argmax())]
         kept = {name: value for name, value in out.items() if compat.is_cache(value)}  # its argument has the same name

@@ -202,7 +202,7 @@ def check_quant(quant: str | None) -> None:
 def worth_packing(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse where the model's own modules are better: float64, float16 on a CPU, and layers without kernels."""
     kind = config.get_text_config().model_type
-    if kind in OWN_CONFIGS:  # it has no modules
+    if kind in OWN_CONFIGS or kind == "recurrent_gemma":  # no modules, or such as keep states to themselves
         return
     if kind in HYBRIDS and not (fits_kernels(shape_of(config, dtype), dtype, device) and native.available()):
         what = f"the packed backend for model type {kind!r}"

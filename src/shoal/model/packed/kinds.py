@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shoal.model.config import layer_types
 
 MixerName = Literal["attention", "differential_attention", "gated_delta", "mamba2", "mamba", "short_conv",
-                    "gated_memory"]
+                    "rg_lru", "gated_memory"]
 ATTENTIONS = ("attention", "differential_attention")
 """Mixers that read keys and values. The others are recurrences, which keep a state, but for "gated_memory"."""
 
@@ -135,7 +135,7 @@ _AFTER = Norms(None, None, "post_attention_layernorm", "post_feedforward_layerno
 _SANDWICH = replace(_AFTER, attention="input_layernorm", mlp="pre_feedforward_layernorm")
 _BEFORE_FF = Norms(mlp="pre_ff_layernorm")
 _MAMBA = Names("embeddings", "norm_f", mixer="mixer.")
-_ALONE = Norms("norm", None)
+_ALONE, _TEMPORAL = Norms("norm", None), Norms("temporal_pre_norm", "channel_pre_norm")
 _BAMBA = Names(final_norm="final_layernorm", mixer="mamba.", mlp="feed_forward.")
 _SAMBAY = ModelKind(MappingProxyType({
     "linear_attention": LayerKind(("mamba",)), "": LayerKind(("differential_attention",)),
@@ -175,7 +175,11 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
         MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
     "phi4flash": _SAMBAY,
+    "recurrent_gemma": ModelKind(
+        MappingProxyType({"": LayerKind(("rg_lru",), norms=_TEMPORAL),
+                          "sliding_attention": LayerKind(norms=_TEMPORAL)}),
+        Names(final_norm="final_norm", attention="temporal_block.", mlp="mlp_block.", mixer="temporal_block.")),
 })
-"""Model types with recurrent layers: the kernels run all but SambaY."""
+"""Model types with recurrent layers: the kernels run all but RecurrentGemma and SambaY."""
 
 MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **HYBRIDS})

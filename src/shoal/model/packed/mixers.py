@@ -18,6 +18,7 @@ from shoal.model.layers.gated_memory import GatedMemory
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
+from shoal.model.layers.rg_lru import LinearUnit
 from shoal.model.layers.short_conv import ShortConv
 from shoal.model.packed.kinds import MixerName
 from shoal.model.packed.linear import Linear
@@ -245,7 +246,25 @@ def _short(text: Any, read: Read) -> ShortConv:
     return ShortConv(read.projection("in_proj"), read.projection("out_proj"), conv)
 
 
+def _unit_sizes(text: Any) -> Sizes:
+    hidden, width, heads = text.hidden_size, text.lru_width, text.num_attention_heads
+    own = width // heads
+    gates: Sizes = {f"rg_lru.{gate}_gate_{part}": (heads, *[own] * count)
+                    for gate in ("recurrent", "input") for part, count in (("weight", 2), ("bias", 1))}
+    return {"linear_y.weight": (width, hidden), "linear_y.bias": (width,), "linear_x.weight": (width, hidden),
+            "linear_x.bias": (width,), "conv_1d.weight": (width, 1, text.conv1d_width), "conv_1d.bias": (width,),
+            "rg_lru.recurrent_param": (width,), **gates, "linear_out.weight": (hidden, width),
+            "linear_out.bias": (hidden,)}
+
+
+def _unit(text: Any, read: Read) -> LinearUnit:
+    recurrent, own = ((read.vector(f"rg_lru.{gate}_gate_weight"), read.vector(f"rg_lru.{gate}_gate_bias"))
+                      for gate in ("recurrent", "input"))
+    return LinearUnit(read.projection("linear_y", "linear_x"), read.projection("linear_out"),
+                      _conv(read, "conv_1d", biased=True), read.vector("rg_lru.recurrent_param"), (recurrent, own))
+
+
 FORMS: Mapping[MixerName, Form] = {
     "gated_delta": Form(_delta_sizes, _delta), "mamba2": Form(_dual_sizes, _dual), "mamba": Form(_scan_sizes, _scan),
-    "short_conv": Form(_short_sizes, _short),
+    "short_conv": Form(_short_sizes, _short), "rg_lru": Form(_unit_sizes, _unit),
 }

@@ -60,7 +60,8 @@ _STARTS, _LENT = attrgetter("starts"), attrgetter("lent")
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
     even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
-    return even and not shape.in_torch and device.type == "cpu" and dtype in _KINDS
+    known = all(shape.kind(layer).recurrence != "rg_lru" for layer in range(shape.num_layers))
+    return even and known and not shape.in_torch and device.type == "cpu" and dtype in _KINDS
 
 
 def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> native.PackedWeight:

@@ -73,7 +73,7 @@ class PackedRunner(ModelRunner):
         size = weights.final_norm.itemsize
         self.state_bytes = {number: size * sum(map(math.prod, mixer.state_sizes)) for number, mixer in mixers.items()}
         self.input_bytes = 4 * sum(layer.of_mixer[0].rows for layer in weights.layers if layer.mixer is not None)
-        self.shows_queries = not mixers and not shape.sources
+        self.shows_queries = any(heads for heads, *_ in self.kv_sizes) and not shape.sources
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
         self.graphs: GraphRunner | None = None

@@ -197,7 +197,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         tied=bool(text.tie_word_embeddings),
         max_positions=getattr(text, "max_position_embeddings", None),
         interleaved=text.model_type in _INTERLEAVED,
-        norm_offset=1.0 if text.model_type in (*_GEMMA, "qwen3_5_text") else 0.0,
+        norm_offset=1.0 if text.model_type in (*_GEMMA, "qwen3_5_text", "recurrent_gemma") else 0.0,
         wide_head_norms=text.model_type in ("olmo2", "olmo3", "olmo_hybrid"),
         attention_cap=text.attn_logit_softcapping if text.model_type == "gemma2" else None,
         logit_cap=getattr(text, "final_logit_softcapping", None),
@@ -217,6 +217,9 @@ def _widths(text: Any, kinds: tuple[LayerKind, ...]) -> tuple[int, ...]:
 def _special(text: Any, shape: Shape) -> dict[str, Any]:
     """What sets a hybrid's numbers apart."""
     kind = text.model_type
+    if kind == "recurrent_gemma":
+        return {"ffns": tuple(width // 2 for width in shape.ffns), "logit_cap": text.logits_soft_cap,
+                "embedding_scale": torch.tensor(text.hidden_size**0.5, dtype=torch.bfloat16).item()}
     if shape.activation != "silu":
         raise _misfit(text, f"its activation is {shape.activation!r}, and those of recurrences are 'silu'")
     if kind == "lfm2":

@@ -162,7 +162,7 @@ class GatesBelow(ChangedSource):
 
 
 class OlmoHybridNames(ChangedSource):
-    """OLMo hybrid by transformers' names: published checkpoints call norms otherwise, and have convolutions in parts."""
+    """OLMo hybrid by transformers' names: published checkpoints name norms otherwise, and split convolutions."""
 
     @override
     def names(self) -> list[str]:

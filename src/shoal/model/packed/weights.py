@@ -115,7 +115,7 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
     if kind.attends:
         yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
-    if kind.feeds and model in _MLP_BIAS and text.mlp_bias:
+    if kind.feeds and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
 
@@ -141,7 +141,8 @@ def _biased(text: Any, out: str) -> Iterator[str]:
     attention = kind not in _NO_BIAS and bool(getattr(text, "attention_bias", False))
     if attention or kind == "qwen2":
         yield from _QKV
-    if bool(text.attention_out_bias) if kind == "seed_oss" else attention and kind not in _NO_OUT_BIAS:
+    out_biased = text.attention_out_bias if kind == "seed_oss" else attention and kind not in _NO_OUT_BIAS
+    if out_biased or kind == "recurrent_gemma":
         yield out
 
 
