@@ -124,6 +124,7 @@ class ModelInfo:
         can_split: whether attention and MLP of a layer can be dropped separately.
         windows: sliding window of each layer in positions, or None; empty if no layer has one.
         kv_sizes: KV heads, and head_dim of keys and of values, per layer; empty if unknown.
+        sources: per layer, the one that it reads instead of keeping something itself, or None; empty if none does.
         shows_queries: whether a component may see the queries of attention, and choose what they read.
         tokenizer: the model's tokenizer, if it has one.
         draft_engine: makes the engine of another model, given its folder, its Hub id or the loaded model. It must have
@@ -147,6 +148,7 @@ class ModelInfo:
     can_split: bool = False
     windows: tuple[int | None, ...] = ()
     kv_sizes: tuple[tuple[int, int, int], ...] = ()
+    sources: tuple[int | None, ...] = ()
     shows_queries: bool = True
     tokenizer: Any = None
     draft_engine: Callable[..., Any] | None = None
@@ -156,6 +158,11 @@ class ModelInfo:
     memory: dict[Any, Any] = field(default_factory=dict)
     changes: str = ""
     masked: MaskedModel | None = None
+
+    @property
+    def core_head(self) -> int:
+        """How many layers at the head schedules never drop: those up to the last one that another layer reads."""
+        return 1 + max((source for source in self.sources if source is not None), default=-1)
 
 
 def finite_logprob(value: float) -> float:
@@ -216,7 +223,8 @@ class Stats:
         kv_bytes_saved: bytes not stored, compared with every layer storing every position.
         extras: counts of single methods, by name; 0 for all others. For answers by two models or with a judge:
             `second_tokens`, `second_layer_tokens`, `switches`, `judge_calls`, `put_tokens`; for searches `branches` and
-            `thrown_away`, decoded tokens that are not in the answer. See `shoal.decode.ledger.SequenceLedger`.
+            `thrown_away`, decoded tokens that are not in the answer. See `shoal.decode.ledger.SequenceLedger`. For
+            models whose last layers keep nothing `skipped_layer_tokens`, which the prompt did not need.
         records: what single methods note of forwards, by name, such as `draft_rounds` of `mirror_sd`.
     """
 

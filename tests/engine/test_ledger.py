@@ -190,7 +190,7 @@ def test_reports_have_what_single_methods_count_beside_the_rest() -> None:
     found = engine_for(tiny("llama")).generate(IDS, method={"method": "best_of", "method_args": {"n": 3}},
                                                max_new_tokens=4, temperature=1.0, seed=1).stats
     told = found.to_dict()
-    assert [*told][-8:] == ["second_tokens", "second_layer_tokens", "switches", "branches", "thrown_away",
-                            "judge_calls", "put_tokens", "draft_rounds"]
+    assert [*told][-9:] == ["second_tokens", "second_layer_tokens", "switches", "branches", "thrown_away",
+                            "judge_calls", "put_tokens", "skipped_layer_tokens", "draft_rounds"]
     assert (told["branches"], told["switches"], told["draft_rounds"]) == (3, 0, ())
     assert found.extra == {"branches": 3, "thrown_away": told["thrown_away"]} and not {"extras", "records"} & {*told}

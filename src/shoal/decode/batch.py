@@ -298,8 +298,9 @@ class Batch:
         run: Any = self.runner.argmax if all([share.argmax for share in shares]) else self.runner.forward
         logits = split_wanted(run(fed, self.cache, *watched), chunks)
         ended: list[tuple[_Share, SequenceTarget]] = []
+        layers = self.runner.num_layers if watched else self.runner.prompt_layers
         for share, values in zip(shares, logits, strict=True):
-            share.count()
+            share.count(layers)
             share.seq.forced = 0
             if share.forced:
                 score_forced(share.seq, self.cache.positions[share.seq.seq_id], values)
@@ -451,19 +452,25 @@ class _Share:
         """Whether only the argmax tokens of its logits are needed."""
         return self.seq.takes_argmax and not self.forced
 
-    def count(self) -> None:
-        """Note the work in the sequence's ledger."""
+    def count(self, layers: float) -> None:
+        """Note the work in the sequence's ledger.
+
+        Args:
+            layers: how many of them, from the first on, ran on tokens whose logits nobody wanted.
+        """
         ledger, plan, size = self.seq.ledger, self.chunk.plan, len(self.chunk.tokens)
+        unread = self.chunk.with_ids - self.chunk.wanted if layers < plan.num_layers else 0
         if not self.guesses:
             ledger.target_forwards += 1
             ledger.prefill_forwards += 1
             ledger.prefill_tokens += size
-            ledger.prefill_layer_tokens += size * plan.num_layers
+            ledger.prefill_layer_tokens += size * plan.num_layers - unread * (plan.num_layers - layers)
             return
         if self.tree is not None and len(self.tree) > 1:
             ledger.drafted += len(self.tree) - 1
             ledger.drafted_at.update(range(1, self.tree.depths[-1] + 1))
-        ledger.count(*map(plan.depth, self.chunk.steps))
+        steps = self.chunk.steps
+        ledger.count(*(plan.depth_in(layers, step) for step in steps[:unread]), *map(plan.depth, steps[unread:]))
 
 
 def _guesses(seq: RunningSequence, tree: TokenTree, before: int) -> _Share:

@@ -60,10 +60,10 @@ class SequenceLedger:
     draft_rounds: list[Any] = field(default_factory=list)
 
     def count(self, *depths: float) -> None:
-        """Note a forward after the prefill of tokens that run so many layers each, the first one most."""
+        """Note a forward after the prefill of tokens that run so many layers each."""
         self.target_forwards += 1
         self.decode_layer_tokens += sum(depths)
-        self.read(depths[0])
+        self.read(max(depths))
 
     def read(self, layers: float) -> None:
         """Note a forward after the prefill through so many layers and the head."""

@@ -42,15 +42,25 @@ def default_core(num_layers: int) -> Core:
 
 
 def core_for(
-    num_layers: int, size: int | None = None, order: Order = FALLBACK, recommended: Order | None = None
+    num_layers: int, size: int | None = None, order: Order = FALLBACK, recommended: Order | None = None, least: int = 0
 ) -> Core:
-    """The core that goes with an order: split evenly, but `high_first` has no tail; `size` None is max(4, L/8)."""
+    """The core that goes with an order: split evenly, but `high_first` has no tail; `size` None is max(4, L/8).
+
+    Args:
+        least: how many layers at the head must always run, since later ones read them. Without `size` they come in
+            addition to the tail, which is at most half of the others.
+    """
     total = min(max(4, num_layers // 8), num_layers) if size is None else size
-    if not 1 <= total <= num_layers:
-        raise ValueError(f"core is {total} layers; it must be in 1..{num_layers}, the model's number of layers")
     chosen = (recommended or FALLBACK) if order == "auto" else order
     tail = 0 if chosen == "high_first" else total // 2
-    return Core(total - tail, tail)
+    if size is None and least:
+        tail = min(tail, (num_layers - least) // 2)
+        total = max(total, least + tail)
+    if not max(1, least) <= total <= num_layers:
+        raise ValueError(f"core is {total} layers; it must be in {max(1, least)}..{num_layers}, the model's number of "
+                         "layers" + (f"; later ones read the first {least}" if least else ""))
+    head = max(total - tail, least)
+    return Core(head, total - head)
 
 
 def _center_out(flex: range, num_layers: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ A plan knows step indices, never sequence positions.
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -91,6 +92,30 @@ class DepthPlan:
         """The first step that drops something; `NEVER` for a full plan."""
         return min(self.attention + self.mlp)
 
+    def first_drop(self, layers: int) -> int:
+        """The first step that drops something of the first `layers` layers."""
+        return min(self.attention[:layers] + self.mlp[:layers], default=NEVER)
+
+    def check_sources(self, sources: Sequence[int | None]) -> None:
+        """Refuse, by Unsupported, to drop a layer before one that reads it.
+
+        Args:
+            sources: per layer, the one that it reads, or None.
+        """
+        for layer, source in enumerate(sources):
+            if source is not None and self.attention[source] < self.attention[layer]:
+                raise Unsupported(f"a depth plan that drops layer {source} at step {self.attention[source]}",
+                                  f"layer {layer}, which runs longer, reads what that one computes of each token",
+                                  f"Drop layers after {max(one for one in sources if one is not None)} alone")
+
+    def with_readers(self, sources: Sequence[int | None]) -> DepthPlan:
+        """The plan in which no layer's attention goes later than that of the one it reads, as `check_sources` asks."""
+        if not sources:
+            return self
+        drops = [drop if source is None else min(drop, self.attention[source])
+                 for drop, source in zip(self.attention, sources, strict=True)]
+        return DepthPlan(tuple(drops), self.mlp)
+
     @property
     def is_full(self) -> bool:
         """Whether every token runs everything."""
@@ -124,6 +149,14 @@ class DepthPlan:
     def depth(self, step: int) -> float:
         """Number of layers that run at `step`; a single sublayer counts half."""
         return self.num_layers - bisect_right(self._drops, step) / 2
+
+    def depth_in(self, layers: float, step: int) -> float:
+        """Number of layers that run at `step` out of the first `layers`; a single sublayer counts half.
+
+        Of a number that ends in a half, the last layer's attention is meant.
+        """
+        attention, mlp = self.attention[: math.ceil(layers)], self.mlp[: math.floor(layers)]
+        return sum(drop > step for drop in attention + mlp) / 2
 
     @cached_property
     def _drops(self) -> list[int]:

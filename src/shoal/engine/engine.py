@@ -106,6 +106,7 @@ class Engine:
             num_layers=self.runner.num_layers, max_new_tokens=max_new_tokens, head_layers=self.runner.head_layers,
             scores=self.card.layer_scores, order=self.card.order, bears=self.card.bears, skips=self.card.skips,
             can_split=self.runner.can_split, windows=self.runner.windows, kv_sizes=self.runner.kv_sizes,
+            sources=self.runner.sources,
             shows_queries=self.runner.shows_queries, tokenizer=self.tokenizer, draft_engine=self._draft_models,
             tensors=self._tensors, fingerprint=lambda: self.fingerprint, memory=self._memory, changes=self.changes,
             masked=self.masked, free=self.ranks.size == 1,

@@ -108,7 +108,7 @@ class Auto(Method):
             left = info.num_layers - sum(len(set(layers)) for layers in info.skips) / 2 + info.head_layers
             length = min(_HELPED, self.length)
             record = DrafterRecord(_CALIBRATED, left / (info.num_layers + info.head_layers), length)
-            return Adaptive(DepthPlan.skipping(info.num_layers, *info.skips), length), record
+            return Adaptive(DepthPlan.skipping(info.num_layers, *info.skips).with_readers(info.sources), length), record
         return None, DrafterRecord()
 
     def _trained(self, info: ModelInfo) -> EagleProposer | None:

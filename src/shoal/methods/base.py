@@ -27,7 +27,9 @@ _INTEGRATION = "shoal.integrations.transformers"
 
 
 def check_order(name: str, recipe: Recipe, info: ModelInfo) -> None:
-    """Refuse, by Unsupported, a mask-filling method on a left-to-right model, and the reverse."""
+    """Refuse, by Unsupported, a mask-filling method on a left-to-right model and the reverse, and impossible plans."""
+    if recipe.settled:
+        recipe.plan.check_sources(info.sources)
     fills = recipe.loop is not None and recipe.loop.fills_masks
     if fills and info.masked is None:
         raise Unsupported(f"{name} with a model that writes from left to right", "its config names no mask_token_id, "

@@ -69,7 +69,7 @@ class D3Spec(DraftingMethod):
     def recipe(self, info: ModelInfo) -> Recipe:
         """D3's plan over a block drafts."""
         num_layers, horizon = info.num_layers, self.length + 1
-        core = core_for(num_layers, self.core, self.order, info.order)
+        core = core_for(num_layers, self.core, self.order, info.order, info.core_head)
         removal = removal_order(self.order, num_layers, *core, info.scores, info.order)
         alpha = self._solve(num_layers, core.size) if self.alpha is None else self.alpha
         plan = lay_out(PowerLaw(alpha, self.start, self.rounding), removal, num_layers, horizon, horizon)

@@ -39,7 +39,7 @@ class ShortGPT(Method):
         """The prompt runs all layers, and every step from 1 on those that are left."""
         num_layers = info.num_layers
         removed = round(self.removed * num_layers) if isinstance(self.removed, float) else self.removed
-        most = max(num_layers - 2, 0)
+        most = max(num_layers - max(1, info.core_head) - 1, 0)
         if removed > most:
             raise ValueError(
                 f"removed is {self.removed!r}, which is {removed} of {num_layers} layers; the first and the last "
@@ -47,5 +47,5 @@ class ShortGPT(Method):
             )
         if removed == 0:
             return Recipe(DepthPlan.full(num_layers))
-        gone = removal_order("influence", num_layers, 1, 1, info.scores)[:removed]
+        gone = removal_order("influence", num_layers, max(1, info.core_head), 1, info.scores)[:removed]
         return Recipe(DepthPlan.skipping(num_layers, gone, gone))

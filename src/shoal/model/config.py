@@ -23,6 +23,12 @@ def layers_of(config: Any) -> int:
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
 
 
+def layer_types(config: Any) -> Sequence[str] | None:
+    """The type of each layer, as transformers names them or, in configs of ours, as `block_types` does."""
+    found: Sequence[str] | None = getattr(config, "block_types", None) or getattr(config, "layer_types", None)
+    return found
+
+
 def windows_of(config: Any) -> tuple[int | None, ...]:
     """Sliding window of each layer in positions, or None; from the layer's type, or from the config's single window.
 
@@ -34,10 +40,10 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
                           "its layers apply the window themselves, by column of the KV, which is wrong for rows of "
                           "different lengths", "Use model.generate for this architecture")
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
+    types = layer_types(config)
     if types is None:
         return (window,) * layers_of(config)
-    unknown = set(types) - _KNOWN
+    unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN
     if unknown:
         raise Unsupported(f"layers of type {', '.join(sorted(unknown))}", f"Shoal runs {', '.join(sorted(_KNOWN))}",
                           "Use a model whose layers are all of these types")

@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
+from shoal.model.kv.passing import PassingLayer
 
 if TYPE_CHECKING:
     from shoal.model.experts import ExpertChoice, Opened
@@ -141,7 +142,12 @@ class SequenceChunk:
     @property
     def whole(self) -> int:
         """Length of the prefix of tokens that run every layer with its whole MLP."""
-        deep = self.running(self.plan.first_shallow_step)
+        return self.whole_in(None)
+
+    def whole_in(self, layers: int | None) -> int:
+        """Length of the prefix of tokens that run each of the first `layers`, or all layers, with its whole MLP."""
+        plan = self.plan
+        deep = self.running(plan.first_shallow_step if layers is None else plan.first_drop(layers))
         if self.experts is None:
             return deep
         return next((node for node, masks in enumerate(self.experts.masks[:deep]) if masks is not None), deep)
@@ -167,6 +173,18 @@ class LayerWork:
     part: Part
     first: tuple[int, ...]
     last: tuple[int, ...]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of tokens of each chunk."""
+        return [last - first for first, last in zip(self.first, self.last, strict=True)]
+
+    def wanted_by(self, chunks: Sequence[SequenceChunk]) -> LayerWork:
+        """The same part for those of its tokens whose logits are wanted."""
+        spans = [(chunk.with_ids - chunk.wanted, chunk.with_ids) for chunk in chunks]
+        first = tuple(max(own, low) for own, (low, _) in zip(self.first, spans, strict=True))
+        last = tuple(max(begin, min(own, high)) for begin, own, (_, high) in zip(first, self.last, spans, strict=True))
+        return LayerWork(self.part, first, last)
 
     @property
     def chunks(self) -> list[int]:
@@ -217,6 +235,8 @@ class ModelRunner(Protocol):
         position_bytes: bytes of the keys and values of one position, per layer.
         kv_sizes: heads, and head_dim of keys and of values, per layer; zeros without attention.
         state_bytes: bytes of a sequence's state, per recurrent layer.
+        sources: per layer, the one whose keys and values, or whose memory of the same token, it reads instead of
+            keeping something itself, or None; empty if no layer does.
         adds_masks: whether attention adds its mask to the scores, instead of taking bools.
         shows_queries: whether chunks may have a `query_hook`.
         score_scale: factor of the products of queries and keys before softmax.
@@ -235,6 +255,7 @@ class ModelRunner(Protocol):
     position_bytes: tuple[int, ...]
     kv_sizes: tuple[KVSizes, ...]
     state_bytes: Mapping[int, int] = MappingProxyType({})
+    sources: tuple[int | None, ...] = ()
     device: torch.device
     dtype: torch.dtype
     activation_dtype: torch.dtype
@@ -246,7 +267,8 @@ class ModelRunner(Protocol):
 
     def new_cache(self, seqs: int, reserve: Sequence[int] | None = None) -> KVCache:
         """An empty cache for `seqs` sequences; `reserve` as for `KVCache`."""
-        return KVCache(self.windows, seqs, reserve, self.state_bytes)
+        passing = [layer for layer, source in enumerate(self.sources) if source is not None]
+        return KVCache(self.windows, seqs, reserve, self.state_bytes, passing)
 
     def check_cache(self, cache: KVCache) -> None:
         """Refuse, by a ValueError, a cache that was made for a model with other layers."""
@@ -261,6 +283,15 @@ class ModelRunner(Protocol):
     @property
     def can_split(self) -> bool:
         """Whether attention and MLP of a layer can run separately."""
+
+    @property
+    def prompt_layers(self) -> float:
+        """Layers, from the first on, that every token runs; one that only stores keys and values counts half.
+
+        Those after them keep nothing of a token. So one whose logits nobody wants may skip them, as all of a prompt but
+        the last; forwards with a hook run them all the same.
+        """
+        return self.num_layers
 
     def forward(
         self, chunks: Sequence[SequenceChunk], cache: KVCache, hook: HiddenStateHook | None = None, *,
@@ -372,10 +403,10 @@ def lay_vectors(x: Tensor, chunks: Sequence[SequenceChunk]) -> None:
 
 
 def check_lengths(chunks: Sequence[SequenceChunk], piece: LayerWork, layer: int, cache: KVCache) -> None:
-    """Refuse to run a layer that lacks the KV of an earlier node; a single MLP needs none."""
-    if piece.part == "mlp":
-        return
+    """Refuse to run a layer that lacks the KV of an earlier node; a single MLP, or one that keeps none, needs none."""
     store = cache.layers[layer]
+    if piece.part == "mlp" or isinstance(store, PassingLayer):
+        return
     for chunk, first, last in zip(chunks, piece.first, piece.last, strict=True):
         held, scratch = store.lengths[chunk.seq], store.scratch[chunk.seq]
         if last > first and (held, scratch) != (cache.positions[chunk.seq], chunk.fed + first):
@@ -394,12 +425,13 @@ def missing_kv(layer: int, chunk: SequenceChunk, cache: KVCache) -> RuntimeError
 
 def run_layers(
     num_layers: int, chunks: Sequence[SequenceChunk], cache: KVCache, run: Callable[[int, LayerWork], None],
-    states: Callable[[], Tensor], hook: HiddenStateHook | None, start: Start | None,
+    states: Callable[[], Tensor], hook: HiddenStateHook | None, start: Start | None, keeping: int | None = None,
 ) -> None:
     """Run the layers of a forward, piece by piece, and show the hidden states to the hook.
 
     Args:
         states: gives the hidden states as the hook gets them.
+        keeping: how many layers, from the first on, keep something; None for all.
     """
     for layer in range(0 if start is None else start.layer, num_layers):
         if hook is not None:
@@ -409,7 +441,7 @@ def run_layers(
             run(layer, piece)
     if hook is not None:
         hook(num_layers, states())
-    mark_shallow(chunks, cache)
+    mark_shallow(chunks, cache, keeping)
 
 
 def wanted_states(chunks: Sequence[SequenceChunk], states: Iterable[Tensor]) -> Tensor:
@@ -418,9 +450,9 @@ def wanted_states(chunks: Sequence[SequenceChunk], states: Iterable[Tensor]) -> 
     return torch.cat([own[chunk.with_ids - chunk.wanted : chunk.with_ids] for chunk, own in pairs])
 
 
-def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache) -> None:
-    """Mark in the cache the first position at which each chunk skipped something."""
+def mark_shallow(chunks: Sequence[SequenceChunk], cache: KVCache, keeping: int | None = None) -> None:
+    """Mark in the cache the first position at which each chunk skipped something of the first `keeping` layers."""
     for chunk in chunks:
-        shallow = chunk.whole
+        shallow = chunk.whole_in(keeping)
         if shallow < len(chunk.tokens):
             cache.mark_shallow(chunk.seq, chunk.positions(cache.positions[chunk.seq])[shallow])

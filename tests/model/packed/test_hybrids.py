@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ import shoal.model.packed.build as build_module
 from backends import CPU, packed
 from drive import gap, prompt
 from families import PACKED_RECURRENT, tiny
-from hybrid_steps import one_by_one
+from hybrid_steps import one_by_one, unpacked
 from shoal.engine.loading.load import engine_for
 from shoal.errors import Unsupported
 from shoal.model.packed import native
-from shoal.model.packed.linear import Dense
 from shoal.model.packed.native_runner import NativeRunner
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import shape_of
@@ -78,15 +77,6 @@ def test_texts_are_those_of_the_modules(family: str) -> None:
     prompts = [prompt(9), prompt(4, 1)]
     one, other = ([result.tokens for result in engine.generate(prompts, max_new_tokens=24)] for engine in engines)
     assert one == other
-
-
-def unpacked(part: Any) -> Any:
-    """The same with every matrix dequantised."""
-    if hasattr(part, "lookup"):  # a `Linear`
-        return Dense(part(torch.eye(part.columns)).t().contiguous(), indexed=True)
-    if is_dataclass(part):
-        return replace(part, **{one.name: unpacked(getattr(part, one.name)) for one in fields(part) if one.init})
-    return type(part)(map(unpacked, part)) if isinstance(part, list | tuple) else part
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])

@@ -190,7 +190,7 @@ class _SkipJudge:
 
     def rate(self, skips: Skips) -> float:
         """Share of the answers' tokens that the model predicts without these sublayers."""
-        plan = skips.plan(self._runner.num_layers)
+        plan = skips.plan(self._runner.num_layers, self._runner.sources)
         return statistics.fmean(self._share(row, end, plan) for row, end in self._places)
 
     def _share(self, row: int, end: int, plan: DepthPlan) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.depth.plan import DepthPlan
@@ -41,9 +41,9 @@ class Skips:
         """Pairs ("attention" or "mlp", layer), as `of` takes them."""
         return frozenset([*(("attention", layer) for layer in self.attention), *(("mlp", layer) for layer in self.mlp)])
 
-    def plan(self, num_layers: int) -> DepthPlan:
+    def plan(self, num_layers: int, sources: Sequence[int | None] = ()) -> DepthPlan:
         """The plan that skips them from step 1 on; ValueError if the model lacks one of the layers."""
-        return DepthPlan.skipping(num_layers, self.attention, self.mlp)
+        return DepthPlan.skipping(num_layers, self.attention, self.mlp).with_readers(sources)
 
 
 def sublayers(num_layers: int) -> list[tuple[str, int]]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from shoal.decode.recipe import Recipe
+from shoal.depth.plan import DepthPlan
 from shoal.errors import Unsupported
 from shoal.methods.common.drafting import DraftingMethod
 from shoal.methods.common.limits import Guesses, LayerList, Share
@@ -51,7 +52,7 @@ class DraftAndVerify(DraftingMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("share", self.share)
-        self._proposer(Skips(), 1)
+        self._proposer(DepthPlan.full(1))
 
     @override
     def notice(self, info: ModelInfo) -> str | None:
@@ -65,7 +66,7 @@ class DraftAndVerify(DraftingMethod):
             Unsupported: the sets differ, and the model's sublayers are not separate.
         """
         skips = self._skips(info)
-        proposer = self._proposer(skips, info.num_layers)
+        proposer = self._proposer(skips.plan(info.num_layers, info.sources))
         if skips.attention != skips.mlp and not info.can_split:
             raise Unsupported(
                 f"skipping the attention of layers {list(skips.attention)} and the MLP of layers {list(skips.mlp)}",
@@ -86,6 +87,5 @@ class DraftAndVerify(DraftingMethod):
         layers = sorted({layer for _, layer in skips.parts()})
         return Skips(tuple(layers), tuple(layers))
 
-    def _proposer(self, skips: Skips, num_layers: int) -> Adaptive:
-        plan = skips.plan(num_layers)
+    def _proposer(self, plan: DepthPlan) -> Adaptive:
         return Adaptive(plan, self.length, self.greedy_stop, self.sampled_stop, self.accepted)

@@ -152,7 +152,7 @@ class SwiftDrafter(OwnLayersDrafter):
     def draft(self, seq: SequenceState, limit: int) -> Draft:
         """Draft with the best set so far."""
         one = self._method
-        plan = self._searches[seq].best.plan(self.runner.num_layers)
+        plan = self._searches[seq].best.plan(self.runner.num_layers, self.runner.sources)
         length = min(one.length, limit)
         return Draft(seq, plan, length, one.stop, partial(siblings, one.nodes - 1 - length) if one.trees else None)
 
@@ -171,7 +171,7 @@ class SwiftDrafter(OwnLayersDrafter):
         sets = [self._searches[seq].ask() for seq in seqs]
         texts = []
         for seq, skips in zip(seqs, sets, strict=True):
-            plan = within(skips.plan(self.runner.num_layers), seq.plan, seq.emitted)
+            plan = within(skips.plan(self.runner.num_layers, self.runner.sources), seq.plan, seq.emitted)
             texts.append((seq.seq_id, seq.tokens, self._window(seq), plan))
         for seq, skips, score in zip(seqs, sets, self._agreements(self.runner, self.cache, texts), strict=True):
             self._searches[seq].tell(skips, score)

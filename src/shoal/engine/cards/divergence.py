@@ -65,8 +65,12 @@ class Judged:
         self._truth = self._probs(self._states[-1])
 
     def without(self, layer: int) -> DivergenceSums:
-        """All tokens without one layer. The layers below it are not run again."""
-        return self._judge(self._full, Start(layer + 1, self._states[layer]))
+        """All tokens without one layer and those that read it. The layers below it are not run again where they can."""
+        sources = self._runner.sources
+        if layer < min((one for one in sources if one is not None), default=self._runner.num_layers):
+            return self._judge(self._full, Start(layer + 1, self._states[layer]))
+        gone = [layer, *(reader for reader, source in enumerate(sources) if source == layer)]
+        return self._judge(DepthPlan.skipping(self._runner.num_layers, gone, gone), None)
 
     def under(self, plan: DepthPlan) -> DivergenceSums:
         """Token j of the answer at step j of a plan."""

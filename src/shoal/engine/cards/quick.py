@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from shoal.compat import installed_version
 from shoal.depth.budget import lowest_mean
-from shoal.depth.order import ascending, default_core
+from shoal.depth.order import ascending, core_for
 from shoal.engine.cards import card as cards
 from shoal.engine.cards.card import BEARABLE, FORMAT, Card
 from shoal.engine.cards.divergence import DivergenceSums, Judged, Text
@@ -177,7 +177,8 @@ def _curve(
     engine: Engine, texts: Sequence[Text], effort: Effort, order: tuple[int, ...], wanted: Callable[[], bool], bar: Any
 ) -> list[list[float]]:
     """[mean depth, KL, agreement] of D3 in this order, deepest first, until KL exceeds what the model bears."""
-    layers, core = engine.runner.num_layers, default_core(engine.runner.num_layers)
+    layers = engine.runner.num_layers
+    core = core_for(layers, least=engine.info().core_head)
     removal = tuple(layer for layer in order if layer in core.flex(layers))
     shortest = min(len(answer) for _, answer in texts)
     least = lowest_mean(layers, shortest, 0.0, core.size)

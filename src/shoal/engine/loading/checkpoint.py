@@ -21,6 +21,7 @@ from shoal.model.modules import check_loading_info, check_quantised, class_of, l
 from shoal.model.packed.shape import shape_of
 from shoal.model.packed.source import FileSource, Source, has_safetensors
 from shoal.model.packed.weights import check_names
+from shoal.model.sambay import OWN_CONFIGS
 from shoal.model.transform import Transform
 
 NOTE = "shoal_prune"
@@ -109,6 +110,8 @@ class Checkpoint:
 
         if self._foreign is not None:
             return self._foreign.config(self._config_json)
+        if self._own is not None:
+            return self._own.from_dict(self._config_json)
         try:
             config = AutoConfig.from_pretrained(self.place, **self._options)
         except StrictDataclassError as error:
@@ -139,6 +142,11 @@ class Checkpoint:
         if kind in OF_LAB:
             raise Unsupported(f"model type {kind!r}", "what reads it comes with shoal-lab", LAB_INSTALL)
         return None
+
+    @property
+    def _own(self) -> Any | None:
+        """The class of its config where transformers has none."""
+        return None if self._gguf is not None else OWN_CONFIGS.get(self._config_json.get("model_type", ""))
 
     def generation_config(self) -> Any | None:
         """The generation config, or None where the checkpoint has none."""
@@ -227,6 +235,10 @@ class Checkpoint:
         folder = Path(self.place)
         if folder.is_dir() and not any(folder.glob("*token*")):
             return None
+        if self._own is not None:  # the class that its files name would cut text at other places than these say
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(self.place, revision=self.revision or "main")
         return AutoTokenizer.from_pretrained(self.place, **self._options)
 
 

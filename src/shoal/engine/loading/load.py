@@ -29,6 +29,7 @@ from shoal.model.packed.source import ModelSource, Source
 from shoal.model.parity import OTHER_ARITHMETIC, check_parity, settle_layout
 from shoal.model.probe import in_transformers
 from shoal.model.runner import ModelRunner
+from shoal.model.sambay import OWN_CONFIGS, check_modules
 from shoal.model.transform import Transform
 
 Backend = Literal["auto", "hf", "packed"]
@@ -197,6 +198,7 @@ def _shared(files: Checkpoint, tokenizer: Any, dtype: torch.dtype, device: torch
     others = ranks.join(device)
     config = files.config()
     _check_decoder(config)
+    check_modules(config, "tensor parallelism", "Use one process")
     ranks.check_model(config, others)
     tokenizer = files.tokenizer(tokenizer)
     with naming(lambda: (f"a slice of the model {files.name!r} in {dtype}", "Use more processes or a smaller dtype")):
@@ -216,6 +218,9 @@ def _from_files(
     layers = layers_of(config.get_text_config())
     card = read_card(files.place, layers, files.revision) if files.changed is None else Card()
     source = files.weights() if backend != "hf" else None
+    if source is None:
+        asked = ("backend 'hf'", 'Use backend="packed"') if backend == "hf" else ("weights", "Convert to safetensors")
+        check_modules(config, *asked)
     runner = None if source is None else _pack(config, source, dtype, device, quant, backend)
     if runner is not None:
         return _engine(runner, tokenizer, config, files.generation_config(), files.name, card, files)
@@ -250,7 +255,7 @@ def _pack(
     except OutOfMemory:
         raise
     except Unsupported as reason:
-        if backend != "auto" or quant is not None:
+        if backend != "auto" or quant is not None or config.model_type in OWN_CONFIGS:
             raise
         log.info("running the model's own modules: %s", reason)
         return None
@@ -264,7 +269,7 @@ def _check_decoder(config: Any) -> None:
         raise Unsupported(f"model type {config.model_type!r}", "it has an encoder", _DECODER_REMEDY)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    known = {config.model_type, config.get_text_config().model_type} & set(CAUSAL)
+    known = {config.model_type, config.get_text_config().model_type} & {*CAUSAL, *OWN_CONFIGS}
     if not known and not getattr(config, "auto_map", None):
         raise Unsupported(f"model type {config.model_type!r}", "transformers has no causal language model of it",
                           _DECODER_REMEDY)

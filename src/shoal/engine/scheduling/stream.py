@@ -115,7 +115,8 @@ def _stats(seq: RunningSequence, info: ModelInfo, clock: Clock, seconds: float) 
         extras={"second_tokens": ledger.second_tokens, "second_layer_tokens": ledger.second_layer_tokens,
                 "switches": ledger.switches, "branches": ledger.branches,
                 "thrown_away": max(0, ledger.searched - new) if ledger.branches else 0, "judge_calls": ledger.judged,
-                "put_tokens": ledger.put},
+                "put_tokens": ledger.put,
+                "skipped_layer_tokens": ledger.prefill_tokens * info.num_layers - ledger.prefill_layer_tokens},
         records={"draft_rounds": tuple(ledger.draft_rounds)},
     )
 

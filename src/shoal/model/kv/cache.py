@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.model.kv.form import GROWTH, Store
 from shoal.model.kv.layer import ENDLESS, KVLayer, oldest_seen
 from shoal.model.kv.lent import LentSlots
+from shoal.model.kv.passing import PassingLayer
 from shoal.model.state.layer import MOST_SNAPSHOTS, State, StateLayer, state_bytes
 
 
@@ -51,14 +52,17 @@ class KVCache:
         windows: sliding window of each layer, or None.
         reserve: positions per layer for which memory is allocated at once; it grows on demand.
         recurrent: numbers of the layers that keep a state.
+        passing: numbers of the layers that keep nothing.
     """
 
     def __init__(
         self, windows: Sequence[int | None], seqs: int, reserve: Sequence[int] | None = None,
-        recurrent: Container[int] = (),
+        recurrent: Container[int] = (), passing: Container[int] = (),
     ) -> None:
         sizes = enumerate(zip(windows, reserve or [0] * len(windows), strict=True))
-        self.layers = [(StateLayer if number in recurrent else KVLayer)(seqs, *size) for number, size in sizes]
+        self.layers: list[KVLayer] = [
+            (StateLayer if number in recurrent else PassingLayer if number in passing else KVLayer)(seqs, *size)
+            for number, size in sizes]
         self.recurrent = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         self.positions = [0] * seqs
         self.most_seqs, self.lends = ENDLESS, False

@@ -1,1 +1,1 @@
-"""Recurrent mixers and experts in plain torch, one a file: what each means, which kernels are held against."""
+"""Mixers and experts in plain torch, one a file: what each one means, which kernels are held against."""

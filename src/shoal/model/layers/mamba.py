@@ -35,6 +35,7 @@ class SelectiveScan(Mixer):
         norms: weights of the norms of r, B and C, or None.
         eps: of these norms.
         rank: numbers of r.
+        shows: whether y_t follows the outputs, as the memory of SambaY (arXiv 2507.06607, section 2).
     """
 
     conv: Convolution
@@ -46,6 +47,12 @@ class SelectiveScan(Mixer):
     rank: int
     norms: tuple[Tensor, ...] | None = None
     eps: float = 0.0
+    shows: bool = False
+
+    @property
+    @override
+    def memory(self) -> int:
+        return len(self.d) if self.shows else 0
 
     @property
     @override
@@ -79,8 +86,9 @@ class SelectiveScan(Mixer):
         step = softplus(dt)
         matrix *= torch.exp(step * self.a)
         matrix += b[:, None] * (step * x)
-        out: Tensor = ((matrix * c[:, None]).sum(0) + self.d * x) * silu(gate)
-        return out
+        read: Tensor = (matrix * c[:, None]).sum(0) + self.d * x
+        out = read * silu(gate)
+        return torch.cat([out, read]) if self.shows else out
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

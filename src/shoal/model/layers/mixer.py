@@ -40,6 +40,11 @@ class Mixer(ABC):
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the state's tensors."""
 
+    @property
+    def memory(self) -> int:
+        """How many of the last outputs of a token are for other layers to read, and not for the matrix after it."""
+        return 0
+
     @abstractmethod
     def recur(self, inputs: Tensor, state: Memory) -> Tensor:
         """Run the recurrence.

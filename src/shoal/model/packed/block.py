@@ -9,15 +9,18 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
+from shoal.model.layers.differential import Differential, paired
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import ACTIVATIONS, Linear
 from shoal.model.packed.shape import Shape, rotate
 from shoal.model.packed.weights import Layer
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]."""
+Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+"""Maps q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]; of
+differential attention, k and v are those of pairs of heads, and so are the outputs. A layer that reads the keys and
+values of another one has no k and v."""
 
 
 def attention(
@@ -29,22 +32,42 @@ def attention(
         tables: cos and sin [T, rotary_dim / 2] of the tokens; None for a layer without rotary embedding.
         attend: writes k and v to the cache and attends.
     """
-    normed = _norm(x, layer.attention_norm, shape.eps).to(dtype)
-    qkv = applied(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
-    gate = None
-    if shape.gated_attention:
-        q, gate, k, v = qkv.split([shape.heads, shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    else:
-        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = norm_heads(q, layer.q_norm, shape.eps), norm_heads(k, layer.k_norm, shape.eps)
-    if tables is not None:
-        q, k = rotate(q, *tables), rotate(k, *tables)
+    q, k, v, gate = projected(x, layer, shape, dtype, tables)
     mixed = attend(q, k, v)
     if gate is not None:
         mixed = mixed * torch.sigmoid(gate)
     out = applied(layer.out, mixed.reshape(len(x), -1), layer.out_bias).to(x.dtype)
     return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[0])
+
+
+def projected(
+    x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Q, k and v as `Attend` takes them, and the gate of the outputs, or None, of the stream `x` [T, hidden]."""
+    normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
+    qkv = applied(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
+    sizes = [shape.heads] * (1 + shape.gated_attention)
+    q, *rest = qkv.split([*sizes, *[shape.kv_heads] * (2 if qkv.shape[1] > sum(sizes) else 0)], dim=1)
+    gate = rest.pop(0) if shape.gated_attention else None
+    if layer.q_norm is not None:
+        q = norm_heads(q, layer.q_norm, shape.eps)
+    if tables is not None:
+        q = rotate(q, *tables)
+    if not rest:
+        return q, None, None, gate
+    k, v = rest
+    if layer.k_norm is not None:
+        k = norm_heads(k, layer.k_norm, shape.eps)
+    if tables is not None:
+        k = rotate(k, *tables)
+    return (q, k, v, gate) if layer.differential is None else (q, paired(k), paired(v), gate)
+
+
+def memory_unit(x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, memory: Tensor) -> Tensor:
+    """What a gated memory unit adds to the residual stream `x` [T, hidden], from the tokens' memory [T, C]."""
+    assert layer.memory_unit is not None
+    normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
+    return layer.memory_unit(normed, memory).to(x.dtype)
 
 
 def recurrence(
@@ -57,7 +80,8 @@ def recurrence(
     """
     mixer = layer.mixer
     assert mixer is not None
-    mixed = recur(mixer, mixer.project(_norm(x, layer.attention_norm, shape.eps).to(dtype)))
+    normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
+    mixed = recur(mixer, mixer.project(normed))
     out = mixer.out(mixed.to(dtype)).to(x.dtype)
     return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[1])
 
@@ -66,7 +90,7 @@ def mlp(
     x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, inside: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """What the feed-forward adds to the stream `x` [T, hidden]; `inside` replaces `gated` between the norms."""
-    wide = _norm(x, layer.mlp_norm, shape.eps)
+    wide = _norm(x, layer.mlp_norm, shape.eps, layer.mlp_norm_bias)
     normed, out = wide.to(dtype), None
     if inside is not None or layer.down.rows:
         out = (gated(normed, layer, shape) if inside is None else inside(normed)).to(x.dtype)
@@ -95,27 +119,46 @@ def scaled_attention(
     Args:
         q: [seqs, heads, n, head_dim].
         keys, values: [seqs, kv_heads, c, head_dim].
-        shape: sizes of the decoder; torch's own function lacks its soft cap of the scores.
+        shape: constants of the decoder; torch's own function lacks its soft cap of the scores.
         mask: [seqs or 1, 1 or heads, n, c]: bool, True = visible, or added to the scores; None hides nothing. A float32
             mask is added in float32, whatever the dtype of the queries.
         causal: used without a mask, for c = n: query i sees keys 0..i.
     """
     if shape.attention_cap is None and (mask is None or mask.dtype in (torch.bool, q.dtype)):
-        grouped = shape.heads != shape.kv_heads
+        grouped = q.shape[1] != keys.shape[1]
         return scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=causal, scale=shape.attention_scale, enable_gqa=grouped
         )
-    rows, _, count, _ = q.shape
-    grouped_q = q.reshape(rows, shape.kv_heads, -1, shape.head_dim)
+    rows, heads, count, size = q.shape
+    kv_heads = keys.shape[1]
+    grouped_q = q.reshape(rows, kv_heads, -1, size)
     scores = (grouped_q @ keys.mT).to(torch.promote_types(q.dtype, torch.float32)) * shape.attention_scale
-    scores = soft_cap(scores, shape.attention_cap).view(rows, shape.kv_heads, -1, count, keys.shape[2])
+    scores = soft_cap(scores, shape.attention_cap).view(rows, kv_heads, -1, count, keys.shape[2])
     if causal:
         mask = torch.ones(1, 1, count, count, dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        mask = mask.expand(-1, shape.heads, -1, -1).unflatten(1, (shape.kv_heads, -1))
+        mask = mask.expand(-1, heads, -1, -1).unflatten(1, (kv_heads, -1))
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1).to(values.dtype).view(rows, shape.kv_heads, -1, keys.shape[2])
+    weights = scores.softmax(-1).to(values.dtype).view(rows, kv_heads, -1, keys.shape[2])
     return (weights @ values).view_as(q)
+
+
+def differential_attention(
+    q: Tensor, keys: Tensor, values: Tensor, shape: Shape, mask: Tensor | None, causal: bool = False, *,
+    own: Differential,
+) -> Tensor:
+    """Outputs [seqs, heads / 2, n, 2 head_dim] of pairs of heads.
+
+    Args:
+        q: [seqs, heads, n, head_dim].
+        keys, values: of pairs, [seqs, kv_heads / 2, c, 2 head_dim].
+        mask, causal: as of `scaled_attention`; a mask with heads has one for every pair.
+        own: what the layer does with the outputs of both softmaxes.
+    """
+    sides = [(q[:, side::2], half) for side, half in enumerate(keys.split(shape.head_dim, dim=-1))]
+    parts = values.split(shape.head_dim, dim=-1)  # torch is slow where values are wider than keys
+    return own(*(torch.cat([scaled_attention(*side, part, shape, mask, causal) for part in parts], dim=-1)
+                 for side in sides))
 
 
 def gathered_attention(
@@ -156,8 +199,10 @@ def scaled_logits(x: Tensor, shape: Shape) -> Tensor:
     return soft_cap(x * shape.logit_scale, shape.logit_cap)
 
 
-def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return x if weight is None else rms_norm(x, weight.shape, weight, eps)
+def _norm(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None = None) -> Tensor:
+    if weight is None:
+        return x
+    return rms_norm(x, weight.shape, weight, eps) if bias is None else layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

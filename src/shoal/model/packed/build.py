@@ -33,6 +33,7 @@ from shoal.model.packed.source import (
     Source,
 )
 from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
+from shoal.model.sambay import OWN_CONFIGS
 
 log = logging.getLogger(__name__)
 QUANTS = ("int8", "int4")
@@ -218,7 +219,7 @@ def check_quant(quant: str | None) -> None:
 def worth_packing(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse where the model's own modules are better: float64, float16 on a CPU, and layers without kernels."""
     kind = config.get_text_config().model_type
-    if kind == "recurrent_gemma":  # its modules keep states to themselves, so that nothing else runs it
+    if kind in OWN_CONFIGS or kind == "recurrent_gemma":  # no modules, or such as keep states to themselves
         return
     special = kind in (*HYBRIDS, *MIXTURES)
     if special and not (fits_kernels(shape_of(config, dtype), dtype, device) and native.available()):

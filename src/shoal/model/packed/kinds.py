@@ -11,7 +11,12 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-MixerName = Literal["attention", "gated_delta", "mamba2", "mamba", "short_conv", "rg_lru"]
+from shoal.model.config import layer_types
+
+MixerName = Literal["attention", "differential_attention", "gated_delta", "mamba2", "mamba", "short_conv",
+                    "rg_lru", "gated_memory"]
+ATTENTIONS = ("attention", "differential_attention")
+"""Mixers that read keys and values. The others are recurrences, which keep a state, but for "gated_memory"."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,14 @@ class LayerKind:
         plain_mlp: whether an MLP without a gate does.
         norms: of the mixers, all together, and of the MLP.
         experts: whether experts follow them, see `shoal.model.packed.experts`.
+        reads: the type of the layers of which it reads the last one before it: keys and values for attention, which
+            then has none of its own, or the memory of a recurrence at the same token. None for a layer by itself.
     """
 
     mixers: tuple[MixerName, ...] = ("attention",)
     gated_mlp: bool = True
     norms: Norms = Norms()
+    reads: str | None = None
     plain_mlp: bool = False
     experts: bool = False
 
@@ -54,13 +62,13 @@ class LayerKind:
 
     @property
     def attends(self) -> bool:
-        """Whether attention is among its mixers."""
-        return "attention" in self.mixers
+        """Whether attention of some form is among its mixers."""
+        return any(mixer in ATTENTIONS for mixer in self.mixers)
 
     @property
     def recurrence(self) -> MixerName | None:
         """The mixer that keeps a state."""
-        return next((mixer for mixer in self.mixers if mixer != "attention"), None)
+        return next((mixer for mixer in self.mixers if mixer not in (*ATTENTIONS, "gated_memory")), None)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,8 @@ class Names:
     Attributes:
         embedding, final_norm: below the root.
         attention, mlp, mixer: of the sublayers, with the dot; mixer is the recurrence.
-        out, head_norms: below attention: its output projection, and the norms of q and k.
+        qkv, out, head_norms: below attention: the matrix that has q, k and v, its output projection, and the norms of
+            q and k.
         gate_up, joined, down: below the MLP: gate and up, the matrix that has both, and the output projection.
     """
 
@@ -79,6 +88,7 @@ class Names:
     attention: str = "self_attn."
     mlp: str = "mlp."
     mixer: str = ""
+    qkv: str = "qkv_proj"
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
@@ -94,17 +104,27 @@ class ModelKind:
         layers: the kinds of its layers, by the types that transformers gives them; "" stands for all others.
         names: of its tensors.
         gated_attention: whether the rows of q in the checkpoint are, head by head, q and a gate of the outputs.
+        layer_norms: whether the norms are LayerNorms with biases (arXiv 1607.06450) instead of RMSNorms.
     """
 
     layers: Mapping[str, LayerKind] = field(default_factory=lambda: MappingProxyType({"": LayerKind()}))
     names: Names = Names()
     gated_attention: bool = False
+    layer_norms: bool = False
 
     def of(self, text: Any) -> tuple[LayerKind, ...]:
         """The kind of each layer of a config."""
         count = int(text.num_hidden_layers)
-        types = getattr(text, "layer_types", None) or [""] * count
+        types = layer_types(text) or [""] * count
         return tuple(self.layers.get(kind) or self.layers[""] for kind in types[:count])
+
+    def sources(self, text: Any) -> tuple[int | None, ...]:
+        """For each layer the one that it reads, or None; empty if no layer reads another one."""
+        types, kinds = list(layer_types(text) or ()), self.of(text)
+        if all(kind.reads is None for kind in kinds):
+            return ()
+        return tuple(None if kind.reads is None else max(i for i in range(layer) if types[i] == kind.reads)
+                     for layer, kind in enumerate(kinds))
 
 
 def _same(norms: Norms) -> ModelKind:
@@ -124,6 +144,12 @@ _BEFORE_FF = Norms(mlp="pre_ff_layernorm")
 _MAMBA = Names("embeddings", "norm_f", mixer="mixer.")
 _ALONE, _TEMPORAL = Norms("norm", None), Norms("temporal_pre_norm", "channel_pre_norm")
 _BAMBA = Names(final_norm="final_layernorm", mixer="mamba.", mlp="feed_forward.")
+_SAMBAY = ModelKind(MappingProxyType({
+    "linear_attention": LayerKind(("mamba",)), "": LayerKind(("differential_attention",)),
+    "cross_attention": LayerKind(("differential_attention",), reads="full_attention"),
+    "gated_memory": LayerKind(("gated_memory",), reads="linear_attention"),
+}), Names(final_norm="final_layernorm", mixer="attn.", attention="attn.", qkv="Wqkv", out="out_proj", joined="fc1",
+          down="fc2"), layer_norms=True)
 
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma",
@@ -161,11 +187,12 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE)}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
         MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
+    "phi4flash": _SAMBAY,
     "recurrent_gemma": ModelKind(
         MappingProxyType({"": LayerKind(("rg_lru",), norms=_TEMPORAL),
                           "sliding_attention": LayerKind(norms=_TEMPORAL)}),
         Names(final_norm="final_norm", attention="temporal_block.", mlp="mlp_block.", mixer="temporal_block.")),
 })
-"""Model types with recurrent layers: the kernels run all but RecurrentGemma."""
+"""Model types with recurrent layers: the kernels run all but RecurrentGemma and SambaY."""
 
 MODELS: Mapping[str, ModelKind] = MappingProxyType({**LLAMA, **MIXTURES, **HYBRIDS})

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.model.layers.convolution import Convolution, channels_last
 from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.gated_memory import GatedMemory
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
@@ -184,6 +185,9 @@ def _scan_of(text: Any) -> _Scan:
     if text.model_type == "jamba":
         return _Scan(text.mamba_expand * text.hidden_size, text.mamba_d_state, text.mamba_dt_rank, text.mamba_d_conv,
                      text.mamba_conv_bias, text.mamba_proj_bias, "weighted", text.rms_norm_eps)
+    if text.model_type == "phi4flash":
+        return _Scan(text.mamba_expand * text.hidden_size, text.mamba_d_state, text.mamba_dt_rank, text.mamba_d_conv,
+                     text.mamba_conv_bias, text.mamba_proj_bias, None, 0.0)
     falcon = text.model_type == "falcon_mamba"
     return _Scan(text.intermediate_size, text.state_size, int(text.time_step_rank), text.conv_kernel,
                  text.use_conv_bias, text.use_bias, "plain" if falcon else None, text.mixer_rms_eps if falcon else 0.0)
@@ -214,6 +218,19 @@ def _scan(text: Any, read: Read) -> SelectiveScan:
         read.projection("dt_proj").matrix, a, read.vector("dt_proj.bias"), read.vector("D"), scan.rank, norms,
         scan.eps,
     )
+
+
+def memory_sizes(text: Any) -> Sizes:
+    """The tensors of a gated memory unit."""
+    hidden, inner = text.hidden_size, _scan_of(text).inner
+    sizes: Sizes = {"in_proj.weight": (inner, hidden), "out_proj.weight": (hidden, inner)}
+    biases: Sizes = {"in_proj.bias": (inner,), "out_proj.bias": (hidden,)}
+    return sizes | (biases if _scan_of(text).bias else {})
+
+
+def memory_unit(read: Read) -> GatedMemory:
+    """A gated memory unit."""
+    return GatedMemory(read.projection("in_proj"), read.projection("out_proj"))
 
 
 def _short_sizes(text: Any) -> Sizes:

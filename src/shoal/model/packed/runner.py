@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
+from torch.nn.functional import layer_norm, rms_norm
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
-from shoal.errors import stays_here
+from shoal.errors import Unsupported, stays_here
 from shoal.model.kv.cache import KVCache
 from shoal.model.layers.mixer import Mixer
 from shoal.model.masks import Asker, mask, seq_mask
@@ -65,14 +66,14 @@ class PackedRunner(ModelRunner):
         self.num_layers, self.windows = shape.num_layers, shape.windows
         self.score_scale, self.score_cap = shape.attention_scale, shape.attention_cap
         self.vocab_size, self.max_positions = shape.vocab, shape.max_positions
-        sizes = (shape.kv_heads, shape.head_dim, shape.head_dim)
-        self.kv_sizes = tuple(sizes if kind.attends else (0, 0, 0) for kind in map(shape.kind, range(shape.num_layers)))
+        self.sources = shape.sources
+        self.kv_sizes = tuple(map(shape.kv_sizes, range(shape.num_layers)))
         self.position_bytes = tuple(heads * (keys + values) * dtype.itemsize for heads, keys, values in self.kv_sizes)
         mixers = {number: layer.mixer for number, layer in enumerate(weights.layers) if layer.mixer is not None}
         size = weights.final_norm.itemsize
         self.state_bytes = {number: size * sum(map(math.prod, mixer.state_sizes)) for number, mixer in mixers.items()}
         self.input_bytes = 4 * sum(layer.of_mixer[0].rows for layer in weights.layers if layer.mixer is not None)
-        self.shows_queries = any(heads for heads, *_ in self.kv_sizes)
+        self.shows_queries = any(heads for heads, *_ in self.kv_sizes) and not shape.sources
         self.routes = shape.experts is not None
         layer_bytes = sum(layer.nbytes for layer in weights.layers) / len(weights.layers)
         self.head_layers = weights.head.nbytes / layer_bytes
@@ -99,9 +100,28 @@ class PackedRunner(ModelRunner):
                 mark_shallow(chunks, cache)
                 return logits
         self.check_cache(cache)
-        run = _Pass(self, chunks, cache, start)
-        run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start)
+        self._check_sources(chunks, start)
+        run = _Pass(self, chunks, cache, start, self.num_layers if hook is not None else self.shape.late)
+        run_layers(self.num_layers, chunks, cache, run.run, run.padded, hook, start,
+                   self.shape.keeping if self.sources else None)
         return self._logits(run.wanted())
+
+    @property
+    @override
+    def prompt_layers(self) -> float:
+        return (self.shape.late + self.shape.keeping) / 2
+
+    def _check_sources(self, chunks: Sequence[SequenceChunk], start: Start | None) -> None:
+        """Refuse plans and starts without the layers whose keys, values or memory others read."""
+        if not self.sources:
+            return
+        for chunk in chunks:
+            if not chunk.plan.is_full:
+                chunk.plan.check_sources(self.sources)
+        first = min(source for source in self.sources if source is not None)
+        if start is not None and start.layer > first:
+            why = f"later layers read what layer {first} computes of the same tokens"
+            raise Unsupported(f"a forward from layer {start.layer} on", why, "Begin no later than there")
 
     @override
     @torch.no_grad()
@@ -112,7 +132,10 @@ class PackedRunner(ModelRunner):
     @override
     @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, (self.shape.hidden,), self.weights.final_norm, self.shape.eps).to(self.dtype)
+        sizes, weight, bias = (self.shape.hidden,), self.weights.final_norm, self.weights.final_norm_bias
+        if bias is not None:
+            return layer_norm(hidden, sizes, weight, bias, self.shape.eps).to(self.dtype)
+        return rms_norm(hidden, sizes, weight, self.shape.eps).to(self.dtype)
 
     @override
     @torch.no_grad()
@@ -139,9 +162,10 @@ class _Pass:
     """One forward in progress: the residual stream [T, hidden] of the tokens of all chunks, one after the other."""
 
     def __init__(
-        self, runner: PackedRunner, chunks: Sequence[SequenceChunk], cache: KVCache, start: Start | None
+        self, runner: PackedRunner, chunks: Sequence[SequenceChunk], cache: KVCache, start: Start | None, late: int
     ) -> None:
-        self.runner, self.chunks, self.cache = runner, chunks, cache
+        self.runner, self.chunks, self.cache, self._late = runner, chunks, cache, late
+        self._memory: dict[int, Tensor] = {}
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=runner.device)
         places = [place for chunk in chunks for place in chunk.positions(cache.positions[chunk.seq])]
         runner.rotary.reach(max(places) + 1)
@@ -158,19 +182,31 @@ class _Pass:
     def run(self, layer: int, piece: LayerWork) -> None:
         """Run a piece of work and add its output to the stream."""
         runner, weights = self.runner, self.runner.weights.layers[layer]
-        chosen = self._chosen(piece)
+        source = runner.shape.source(layer)
+        kind, asked = runner.shape.kind(layer), piece.wanted_by(self.chunks) if layer >= self._late else piece
+        stored = asked != piece and source is None
+        if stored and piece.part != "mlp":
+            self._store(layer, piece)
+        piece, chosen = asked, self._chosen(asked)
+        if not piece.chunks:
+            return
         x = self.x if chosen is None else self.x[chosen]
-        kind = runner.shape.kind(layer)
         if piece.part != "mlp":
             parts = []
             if kind.attends:  # first of all, since it counts the scratch entries before these tokens
                 tables = self._tables(layer, chosen)
                 parts.append(block.attention(
-                    x, weights, runner.shape, runner.dtype, tables, lambda q, k, v: self._attend(layer, piece, q, k, v)
+                    x, weights, runner.shape, runner.dtype, tables,
+                    lambda q, k, v: self._attend(layer, piece, q, *((None, None) if stored else (k, v)))
                 ))
             if weights.mixer is not None:
                 parts.append(block.recurrence(
                     x, weights, runner.shape, runner.dtype, lambda mixer, own: self._recur(layer, piece, mixer, own)
+                ))
+            if weights.memory_unit is not None and source is not None:
+                memory = self._memory[source]
+                parts.append(block.memory_unit(
+                    x, weights, runner.shape, runner.dtype, memory if chosen is None else memory[chosen]
                 ))
             for part in parts:
                 x = x + part
@@ -213,24 +249,52 @@ class _Pass:
         assert isinstance(store, StateLayer)
         counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
         parts = zip(self.chunks, piece.first, piece.last, inputs.split(counts), strict=True)
-        return torch.cat([run_chunk(mixer, store, *part, like) for part in parts if part[2] > part[1]])
+        outputs = torch.cat([run_chunk(mixer, store, *part, like) for part in parts if part[2] > part[1]])
+        if not mixer.memory:
+            return outputs
+        outputs, memory = outputs.tensor_split([outputs.shape[1] - mixer.memory], dim=1)
+        chosen = self._chosen(piece)
+        if chosen is not None:  # a layer whose MLP is dropped apart has several pieces
+            known = self._memory.get(layer, memory.new_zeros(len(self.x), mixer.memory))
+            memory = known.index_copy(0, chosen, memory)
+        self._memory[layer] = memory
+        return outputs
 
-    def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _store(self, layer: int, piece: LayerWork) -> None:
+        """Keep keys and values of the piece's tokens, whose attention nobody wants or comes later."""
+        runner, chosen = self.runner, self._chosen(piece)
+        x = self.x if chosen is None else self.x[chosen]
+        tables = self._tables(layer, chosen)
+        _, k, v, _ = block.projected(x, runner.weights.layers[layer], runner.shape, runner.dtype, tables)
+        assert k is not None and v is not None
+        split = (one.transpose(0, 1)[None].split(piece.counts, dim=2) for one in (k, v))
+        for chunk, count, keys, values in zip(self.chunks, piece.counts, *split, strict=True):
+            if count:
+                self.cache.layers[layer].append(keys, values, [chunk.seq], [count])
+
+    def _attend(self, layer: int, piece: LayerWork, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention of each chunk's tokens over its own sequence."""
-        counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
-        split = (one.split(counts) for one in (q, k, v))
+        counts = piece.counts
+        split = ([None] * len(counts) if one is None else one.split(counts) for one in (q, k, v))
         parts = zip(self.chunks, piece.first, piece.last, *split, strict=True)
         return torch.cat([self._attend_seq(layer, *part) for part in parts if part[2] > part[1]])
 
     def _attend_seq(
-        self, layer: int, chunk: SequenceChunk, first: int, last: int, q: Tensor, k: Tensor, v: Tensor
+        self, layer: int, chunk: SequenceChunk, first: int, last: int, q: Tensor, k: Tensor | None, v: Tensor | None
     ) -> Tensor:
-        store = self.cache.layers[layer]
-        seqs, counts = [chunk.seq], [last - first]
-        store.make_room(seqs, counts)
-        view = chunk.view(self.cache.positions[chunk.seq], store.starts[chunk.seq], first, last)
-        keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], seqs, counts)
+        source = self.runner.shape.source(layer)
+        held = layer if source is None else source
+        store = self.cache.layers[held]
+        seqs, counts, base = [chunk.seq], [last - first], self.cache.positions[chunk.seq]
+        if k is not None and v is not None:
+            store.make_room(seqs, counts)
+            view = chunk.view(base, store.starts[chunk.seq], first, last)
+            keys, values = store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None], seqs, counts)
+        else:
+            view = chunk.view(base, store.starts[chunk.seq], first, last)
+            keys, values = (one[None] for one in store.read(chunk.seq, view.slots, q.dtype))
         queries, bias = q.transpose(0, 1), store.bias[chunk.seq]
+        own = self.runner.weights.layers[layer].differential
         chosen = self._asker.slots(chunk, layer, first, queries, keys[0])
         if chosen is not None:
             out = block.gathered_attention(queries, keys[0], values[0], self.runner.shape, chosen, bias)
@@ -238,10 +302,12 @@ class _Pass:
         if bias is None:
             seen = mask([view], store.window, q.device)
         else:
-            every, dtype = self._asker.seen(chunk, layer, first, last), torch.promote_types(q.dtype, torch.float32)
-            seen = seq_mask(None, bias[:, : keys.shape[2]], every, len(queries), dtype)
+            every, dtype = self._asker.seen(chunk, held, first, last), torch.promote_types(q.dtype, torch.float32)
+            rows = len(queries) if own is None else len(queries) // 2
+            seen = seq_mask(None, bias[:, : keys.shape[2]], every, rows, dtype)
         causal = seen is None and len(q) > 1
-        return block.scaled_attention(queries[None], keys, values, self.runner.shape, seen, causal)[0].transpose(0, 1)
+        attend = block.scaled_attention if own is None else partial(block.differential_attention, own=own)
+        return attend(queries[None], keys, values, self.runner.shape, seen, causal)[0].transpose(0, 1)
 
     def padded(self) -> Tensor:
         """The stream as [chunks, widest, hidden]."""

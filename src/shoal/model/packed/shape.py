@@ -23,6 +23,7 @@ from shoal.errors import Unsupported
 from shoal.model.config import widths_of, windows_of
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES, MODELS, LayerKind, Names
+from shoal.model.sambay import OWN_CONFIGS
 
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
@@ -39,7 +40,7 @@ REMEDY = 'Use backend="hf", which runs the model\'s own modules'
 _BY_FUNCTION = ("linear", "llama3", "yarn")
 """Rope types whose frequencies transformers computes without the model's code."""
 _PLAIN = LayerKind()
-_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Shape:
         hidden, heads, kv_heads, head_dim, rotary_dim, vocab, num_layers: sizes; the first `rotary_dim` dimensions of a
             head are rotated.
         ffns: neurons of each layer's MLP, beside experts where it has these.
-        eps: epsilon of the RMSNorms.
+        eps: epsilon of the norms.
         attention_scale: factor of q·k.
         residual_scale, embedding_scale, logit_scale: factors of sublayer outputs, embeddings and logits.
         activation: activation of the gate, or of an MLP without one: "silu", "gelu_tanh" or "relu2".
@@ -70,6 +71,8 @@ class Shape:
         gate_scale: factor of the MLP's gate before its activation.
         out_scales: further factors of what attention, a recurrence and the MLP add to the residual stream.
         experts: those of the layers whose kinds say that they have any; None if no layer has.
+        layer_norms: whether the norms are LayerNorms with biases.
+        sources: per layer, the one whose keys and values, or whose memory, it reads, or None; empty if no layer does.
     """
 
     hidden: int
@@ -101,15 +104,51 @@ class Shape:
     gate_scale: float = 1.0
     out_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
     experts: ExpertShape | None = None
+    layer_norms: bool = False
+    sources: tuple[int | None, ...] = ()
+
+    def source(self, layer: int) -> int | None:
+        """The layer that a layer reads instead of keeping something itself; None for one that keeps its own."""
+        return self.sources[layer] if self.sources else None
+
+    @property
+    def keeping(self) -> int:
+        """How many layers, from the first on, keep something of a token; those after them read others."""
+        if not self.sources:
+            return self.num_layers
+        return 1 + max(layer for layer, source in enumerate(self.sources) if source is None)
+
+    @property
+    def late(self) -> int:
+        """From which layer on a token may stop whose logits nobody wants, once its keys and values are stored there."""
+        if not self.sources:
+            return self.num_layers
+        last = self.keeping - 1
+        return last if self.kind(last).attends and self.kind(last).recurrence is None else last + 1
+
+    def kv_sizes(self, layer: int) -> tuple[int, int, int]:
+        """KV heads, and head_dim of keys and of values, of what a layer stores of a token; zeros for nothing."""
+        kind = self.kind(layer)
+        if not kind.attends or self.source(layer) is not None:
+            return 0, 0, 0
+        if "differential_attention" in kind.mixers:  # heads in pairs
+            return self.kv_heads // 2, 2 * self.head_dim, 2 * self.head_dim
+        return self.kv_heads, self.head_dim, self.head_dim
 
     def kind(self, layer: int) -> LayerKind:
         """What a layer is made of."""
         return self.kinds[layer] if self.kinds else _PLAIN
 
     @property
+    def in_torch(self) -> bool:
+        """Whether it has parts without kernels: LayerNorms, and layers that read others (SambaY)."""
+        return self.layer_norms or bool(self.sources)
+
+    @property
     def plain(self) -> bool:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
+        whole = whole and not self.in_torch
         return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
@@ -129,7 +168,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
     if text.model_type not in MODELS:
         raise _misfit(text, f"the packed block fits {', '.join((*FAMILIES, *MIXTURES, *HYBRIDS))}")
     activations = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-    if type(text) not in CAUSAL:
+    if type(text) not in CAUSAL and type(text) not in OWN_CONFIGS.values():
         raise _misfit(text, "its code comes with the checkpoint, not with transformers")
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu")
     if activation not in activations:
@@ -176,6 +215,8 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         names=MODELS[text.model_type].names,
         gated_attention=MODELS[text.model_type].gated_attention,
         experts=expert_shape(text),
+        layer_norms=MODELS[text.model_type].layer_norms,
+        sources=MODELS[text.model_type].sources(text),
     )
     return replace(shape, **_special(text, shape)) if text.model_type in HYBRIDS else shape
 

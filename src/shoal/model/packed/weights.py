@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,13 +16,16 @@ from torch import Tensor
 from shoal.errors import Unsupported
 from shoal.heap import give_back
 from shoal.model.gguf.source import GgufSource
+from shoal.model.layers.differential import LAMBDAS, Differential, differential
 from shoal.model.layers.experts import Mixture
+from shoal.model.layers.gated_memory import GatedMemory
+from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.experts import ExpertShape
 from shoal.model.packed.kinds import Names
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
-from shoal.model.packed.mixers import FORMS, Projection
+from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
 from shoal.model.packed.shape import REMEDY, Shape
 from shoal.model.packed.source import FewerLayers, Source
 
@@ -31,8 +34,11 @@ _NO_OUT_BIAS = ("qwen2", "glm", "glm4", "helium", "qwen2_moe", "glm4_moe")
 _MLP_BIAS = ("llama", "granite", "smollm3", "seed_oss", "helium", "bamba", "falcon_h1", "nemotron_h")
 _HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2", "olmo3", "exaone4", "qwen3_5_text", "lfm2", "olmo_hybrid", "qwen3_moe",
                "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe")
-_FUSED = ("phi3", "glm", "glm4", "granitemoehybrid")
+_FUSED = ("phi3", "glm", "glm4", "granitemoehybrid", "phi4flash")
 _QKV = ("q_proj", "k_proj", "v_proj")
+_INNER = "inner_cross_attn."
+_SUB_NORM = f"{_INNER}subln.weight"
+"""What the names of differential attention's own tensors begin with, and that of its norm."""
 
 Forms = tuple[tuple[str, ...], ...]
 """Alternative sets of tensor names of which a checkpoint has one; the first is transformers' own."""
@@ -80,7 +86,7 @@ def check_names(config: Any, shape: Shape, source: Source) -> None:
 def tensors(text: Any, shape: Shape, root: str, tied: bool) -> Iterator[Forms]:
     """All tensors of a model below `root`, each with its alternative names; none for the head if it may be tied."""
     yield _one(f"{root}{shape.names.embedding}.weight")
-    yield _one(f"{root}{shape.names.final_norm}.weight")
+    yield from _norm_tensors(f"{root}{shape.names.final_norm}", shape)
     if not tied:
         yield tuple((f"{head}weight",) for head in HEADS)
     for layer in range(shape.num_layers):
@@ -93,8 +99,10 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     attention, mlp = names.attention, _mlp_of(shape, layer)
     if kind.experts and shape.experts is not None:
         yield from _experts(shape.experts, kind.gated_mlp)
-    if kind.attends:
-        yield _joining([attention + part for part in _QKV], f"{attention}qkv_proj", model == "phi3")
+    if "differential_attention" in kind.mixers:
+        yield from (_one(attention + name) for name in _differential_names(names))
+    elif kind.attends:
+        yield _joining([attention + part for part in _QKV], attention + names.qkv, model == "phi3")
     if kind.gated_mlp:
         yield _joining([mlp + part for part in names.gate_up], mlp + names.joined, model in _FUSED)
     if kind.plain_mlp:
@@ -103,7 +111,9 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield _one(f"{attention}{names.out}.weight")
     if kind.has_mlp:
         yield _one(f"{mlp}{names.down}.weight")
-    yield from (_one(f"{norm}.weight") for norm in astuple(kind.norms) if norm is not None)
+    yield from (forms for norm in astuple(kind.norms) if norm is not None for forms in _norm_tensors(norm, shape))
+    if "gated_memory" in kind.mixers:
+        yield from (_one(names.mixer + name) for name in memory_sizes(text))
     if kind.recurrence is not None:
         yield from (_one(names.mixer + name) for name in FORMS[kind.recurrence].sizes(text))
     if kind.attends and (model in _HEAD_NORMS or (model == "glm4_moe" and text.use_qk_norm)):
@@ -130,6 +140,14 @@ def _experts(experts: ExpertShape, beside: bool) -> Iterator[Forms]:
         yield tuple((bias,) for bias in names.bias)
     if beside and names.shared_gate is not None:
         yield _one(names.shared_gate)
+def _norm_tensors(name: str, shape: Shape) -> Iterator[Forms]:
+    yield from (_one(f"{name}.{part}") for part in (("weight", "bias") if shape.layer_norms else ("weight",)))
+
+
+def _differential_names(names: Names) -> Iterator[str]:
+    """Tensors of differential attention beside its output matrix, below attention."""
+    yield from (f"{names.qkv}.weight", f"{names.qkv}.bias", f"{names.out}.bias", _SUB_NORM)
+    yield from (f"{_INNER}{name}" for name in LAMBDAS)
 
 
 def _joining(parts: Sequence[str], joined: str, first: bool) -> Forms:
@@ -181,8 +199,11 @@ class Layer:
         q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] over all heads together, or None.
         qkv_bias, out_bias, gate_up_bias, down_bias: biases, or None.
         mixer: the recurrence, instead of attention or beside it.
-        of_mixer: its packed matrices.
+        of_mixer: its packed matrices, or those of `memory_unit`.
         experts: beside the MLP, or instead of it.
+        attention_norm_bias, mlp_norm_bias: [hidden], biases of these norms, which then are LayerNorms, or None.
+        differential: what differential attention has beside its matrices, or None.
+        memory_unit: a gated memory unit instead of a recurrence, or None.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -202,6 +223,10 @@ class Layer:
     mixer: Mixer | None = None
     of_mixer: tuple[Linear, ...] = ()
     experts: Mixture[Linear] | None = None
+    attention_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    differential: Differential | None = None
+    memory_unit: GatedMemory | None = None
 
     @property
     def nbytes(self) -> int:
@@ -229,6 +254,7 @@ class Weights:
     embedding: Linear
     head: Linear
     final_norm: Tensor
+    final_norm_bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -271,23 +297,32 @@ class Packer:
             head = self.pack({f"{own}weight": shape.vocab}, shape.hidden, "head")
         layers = [self.layer(index) for index in range(shape.num_layers)]
         final_norm = self.vector(f"{self._root}{names.final_norm}.weight", shape.hidden) + shape.norm_offset
-        return Weights(layers, embedding, head, final_norm)
+        return Weights(layers, embedding, head, final_norm, self._norm_bias(self._root, names.final_norm))
 
     def layer(self, index: int) -> Layer:
         """Pack layer `index`."""
         kind, name = self._shape.kind(index), f"{self._root}layers.{index}."
         layer = Layer()
-        if kind.attends:
+        if "differential_attention" in kind.mixers:
+            self._differential(layer, index, name + self._shape.names.attention)
+        elif kind.attends:
             self._attention(layer, name + self._shape.names.attention)
         if kind.recurrence is not None:
             read = _MixerReader(self, name + self._shape.names.mixer, FORMS[kind.recurrence].sizes(self._text))
             layer.mixer, layer.of_mixer = FORMS[kind.recurrence].build(self._text, read), tuple(read.matrices)
+            if index in self._shape.sources and isinstance(layer.mixer, SelectiveScan):
+                layer.mixer = replace(layer.mixer, shows=True)
+        if "gated_memory" in kind.mixers:
+            read = _MixerReader(self, name + self._shape.names.mixer, memory_sizes(self._text))
+            layer.memory_unit, layer.of_mixer = memory_unit(read), tuple(read.matrices)
         if kind.has_mlp:
             self._mlp(layer, name + _mlp_of(self._shape, index), self._shape.ffns[index], kind.gated_mlp)
         if kind.experts and self._shape.experts is not None:
             layer.experts = self._experts(name, self._shape.experts, kind.gated_mlp)
         layer.attention_norm = self._norm(name, kind.norms.attention)
         layer.mlp_norm = self._norm(name, kind.norms.mlp)
+        layer.attention_norm_bias = self._norm_bias(name, kind.norms.attention)
+        layer.mlp_norm_bias = self._norm_bias(name, kind.norms.mlp)
         layer.attention_out_norm = self._norm(name, kind.norms.attention_out)
         layer.mlp_out_norm = self._norm(name, kind.norms.mlp_out)
         return layer
@@ -297,12 +332,24 @@ class Packer:
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         rows = dict(zip(_QKV, (query * (1 + shape.gated_attention), key, key), strict=True))
         qkv = {name + part: count for part, count in rows.items()}
-        layer.qkv = self._joined(name + "qkv_proj", qkv, "matrix")
+        layer.qkv = self._joined(name + shape.names.qkv, qkv, "matrix")
         layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, query, "matrix")
         layer.q_norm, layer.k_norm = (self._head_norm(f"{name}{norm}.weight", width)
                                       for norm, width in zip(shape.names.head_norms, (query, key), strict=True))
         layer.qkv_bias = self._joined_bias(qkv)
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+
+    def _differential(self, layer: Layer, index: int, name: str) -> None:
+        """Differential attention; a layer that reads another one's keys and values has queries alone."""
+        shape, size = self._shape, self._shape.head_dim
+        query, kv_heads = shape.heads * size, 0 if shape.source(index) is not None else shape.kv_heads
+        rows = query + 2 * kv_heads * size
+        layer.qkv = self.pack({f"{name}{shape.names.qkv}.weight": rows}, shape.hidden, "matrix")
+        layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, query, "matrix")
+        layer.qkv_bias = self.vector(f"{name}{shape.names.qkv}.bias", rows)
+        layer.out_bias = self.vector(f"{name}{shape.names.out}.bias", shape.hidden)
+        a, b, c, d = (self.vector(f"{name}{_INNER}{one}", size) for one in LAMBDAS)
+        layer.differential = differential(index, (a, b, c, d), self.vector(name + _SUB_NORM, 2 * size))
 
     def _mlp(self, layer: Layer, name: str, ffn: int, gated: bool) -> None:
         names, hidden = self._shape.names, self._shape.hidden
@@ -352,6 +399,11 @@ class Packer:
         if name is None:
             return None
         return self.vector(f"{layer}{name}.weight", self._shape.hidden) + self._shape.norm_offset
+
+    def _norm_bias(self, prefix: str, name: str | None) -> Tensor | None:
+        if name is None or not self._shape.layer_norms:
+            return None
+        return self.vector(f"{prefix}{name}.bias", self._shape.hidden)
 
     def _head_norm(self, name: str, width: int) -> Tensor | None:
         weight = self._optional(name, width if self._shape.wide_head_norms else self._shape.head_dim)
