@@ -135,7 +135,7 @@ def test_what_transformers_alone_reads(tmp_path: Path, caplog: pytest.LogCapture
 def test_what_does_not_fit_the_packed_block_runs_the_modules(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shape, "FAMILIES", ("llama",))
+    monkeypatch.setattr(shape, "MODELS", {"llama": shape.MODELS["llama"]})
     write_model("qwen3", tmp_path / "tiny.gguf", "Q4_K")
     with caplog.at_level(logging.INFO):
         engine = shoal.load(tmp_path / "tiny.gguf", dtype="float32")

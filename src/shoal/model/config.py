@@ -24,8 +24,8 @@ def layers_of(config: Any) -> int:
 
 
 def layer_types(config: Any) -> Sequence[str] | None:
-    """The type of each layer, as transformers names them or, in configs of ours, as `block_types` does."""
-    found: Sequence[str] | None = getattr(config, "block_types", None) or getattr(config, "layer_types", None)
+    """The type of each layer, as transformers names them or, in configs of ours, as `own_layer_types` does."""
+    found: Sequence[str] | None = getattr(config, "own_layer_types", None) or getattr(config, "layer_types", None)
     return found
 
 

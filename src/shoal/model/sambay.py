@@ -76,7 +76,7 @@ class Phi4FlashConfig(PreTrainedConfig):  # type: ignore[misc]  # it comes witho
         if isinstance(window, int):
             return window
         sizes = {size for size in window if size is not None}
-        fits = [size is not None for size in window] == [kind == "sliding_attention" for kind in self.block_types]
+        fits = [size is not None for size in window] == [kind == "sliding_attention" for kind in self.own_layer_types]
         if len(sizes) != 1 or not fits:
             raise ValueError(f"sliding_window is {list(window)}; it must be one number, or a list with that number for "
                              f"layers 1, 3, ..., {self.num_hidden_layers // 2 - 1} and null for the others. Correct "
@@ -84,7 +84,7 @@ class Phi4FlashConfig(PreTrainedConfig):  # type: ignore[misc]  # it comes witho
         return sizes.pop()
 
     @property
-    def block_types(self) -> list[str]:
+    def own_layer_types(self) -> list[str]:
         """The type of each layer: transformers' names, and "gated_memory" and "cross_attention"."""
         half = self.num_hidden_layers // 2
         pairs = [("linear_attention", "sliding_attention")] * (half // 2) + [("linear_attention", "full_attention")]

@@ -361,7 +361,7 @@ def test_the_published_config_describes_the_published_tensors() -> None:
     assert ours == set(theirs)
     size = sum((4 if "A_log" in name or "lambda" in name else 2) * math.prod(shape) for name, shape in theirs.items())
     assert size == 7_706_608_640
-    assert Counter(config.block_types) == {"linear_attention": 9, "sliding_attention": 8, "full_attention": 1,
+    assert Counter(config.own_layer_types) == {"linear_attention": 9, "sliding_attention": 8, "full_attention": 1,
                                            "gated_memory": 7, "cross_attention": 7}
 
 
