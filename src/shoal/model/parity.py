@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +36,8 @@ _NARROWER = 1e-5
 _CHUNKED = 1e-2
 """Tolerance of recurrent layers, whose modules compute prompts in chunks, in float32, where long decays lose digits."""
 _TIMES_ITSELF = 10
-_KEEPING = ("recurrent_gemma",)
-"""Model types whose modules keep states to themselves, which a model must not be left with: they are run without."""
+_KEEPING, _STATES = ("recurrent_gemma",), ("recurrent_states", "conv1d_state")
+"""Model types whose modules keep states to themselves, and the attributes: they are run without a cache."""
 
 
 @torch.no_grad()
@@ -55,10 +56,9 @@ def check_parity(runner: ModelRunner, model: Any, tolerances: Mapping[torch.dtyp
             or computes other logits with its cache than without.
     """
     name, tolerance = f"{type(model).__name__} run layer by layer", tolerances[runner.dtype]
-    with in_transformers(model.config):
+    with in_transformers(model.config), _states_kept(model):
         tokens, generated = _generated(runner, model)
         expected = model(input_ids=torch.tensor([tokens], device=runner.device), use_cache=False).logits[0]
-    _forget(model)
     own = relative_error(generated, expected[-len(generated) :])
     narrow = _CHUNKED if runner.state_bytes else _NARROWER if runner.dtype == torch.float64 else 0.0
     most = max(tolerance, narrow)
@@ -77,11 +77,14 @@ def check_parity(runner: ModelRunner, model: Any, tolerances: Mapping[torch.dtyp
     return error
 
 
-def _forget(model: Any) -> None:
-    """Let modules that keep states to themselves, even without a cache, be as they were."""
-    for module in model.modules() if model.config.model_type in _KEEPING else ():
-        for name in vars(module).keys() & {"recurrent_states", "conv1d_state"}:
-            setattr(module, name, None)
+@contextmanager
+def _states_kept(model: Any) -> Iterator[None]:
+    """Leave modules that keep states to themselves, even without a cache, as they were."""
+    modules = model.modules() if model.config.model_type in _KEEPING else ()
+    held = [(module, name, value) for module in modules for name, value in vars(module).items() if name in _STATES]
+    yield
+    for module, name, value in held:
+        setattr(module, name, value)
 
 
 def _generated(runner: ModelRunner, model: Any, given: list[int] | None = None) -> tuple[list[int], Tensor]:
