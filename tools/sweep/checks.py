@@ -82,7 +82,7 @@ def check(model_type: str, configuration: str, others: dict[str, Any]) -> Row:
     try:
         engine = engine_for(model)
     except ValueError as error:
-        row.outcome, row.reason = "refused" if row.outcome == "right" else "broken", why(error)
+        return without_modules(model, references, row, why(error))
     except Exception as error:
         row.outcome, row.reason = "wrong", f"raw error at load: {one_line(error)}"
     if row.outcome != "right":
@@ -92,6 +92,19 @@ def check(model_type: str, configuration: str, others: dict[str, Any]) -> Row:
     row.packed, faults = packed(model, references, row)
     if wrong := [*wrong, *faults]:
         row.outcome, row.reason = "wrong", "; ".join(wrong)
+    return row
+
+
+def without_modules(model: Any, references: list[Reference], row: Row, reason: str) -> Row:
+    """A row whose modules are refused: right if the packed executor runs the type all the same."""
+    found, faults = packed(model, references, row)
+    if found != "right":
+        row.outcome, row.reason = "refused", reason
+        return row
+    row.varied = sum(len(set(reference.tokens)) for reference in references)
+    row.packed, row.left_out["its own modules"] = found, reason
+    if faults:
+        row.outcome, row.reason = "wrong", "; ".join(faults)
     return row
 
 
