@@ -100,10 +100,10 @@ class DeltaMixer(nn.Module):
 
     def read(self, x: Tensor) -> Tensor:
         """What the last matrix is given, [B, T, H D], float32."""
-        gate, b, a = (linear(x, self[f"in_proj_{name}.weight"]).float() for name in "zba")
+        gate, b, a = (_wide(linear(x, self[f"in_proj_{name}.weight"])) for name in "zba")
         mixed = linear(x, self["in_proj_qkv.weight"]).mT
         mixed = conv1d(pad(mixed, (_KERNEL - 1, 0)), self["conv1d.weight"], groups=mixed.shape[1]).mT
-        mixed = silu(mixed.float())
+        mixed = silu(_wide(mixed))
         q, k, v = (one.unflatten(-1, (self._heads, -1)).transpose(1, 2) for one in mixed.chunk(3, -1))
         decay = -self["A_log"].exp() * softplus(a + self["dt_bias"])
         with torch.autocast(x.device.type, enabled=False):
@@ -138,6 +138,11 @@ class DeltaMixer(nn.Module):
         self["out_proj.weight"].copy_(_solved(read, goal).T)
         missed = linear(read, self["out_proj.weight"]) - goal
         return float(missed.square().sum() / goal.square().sum())
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Float32 where it is of less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ distributions from the model's. All else stays, so a hybrid is stored as its new
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,17 +19,20 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from shoal.errors import Unsupported
-from shoal_lab.train.corpus import AnsweredText, Corpus
+from shoal_lab.train.corpus import AnsweredText, Corpus, Tell
 from shoal_lab.train.delta_mixer import DeltaMixer
 from shoal_lab.train.divergence import AnswerDivergence
 from shoal_lab.train.hybrid_files import delta_layers, gated_eps
+from shoal_lab.train.loop import Trainer, Training
 from shoal_lab.train.part import Base, CutHead, Guessed, TextBatch, TrainedModule
 
 Stage = Literal["layers", "whole"]
 _SAMPLE = 24
 """Texts from which first weights are computed."""
 _HELD = 24
-"""Held-out texts."""
+"""Held-out texts, about: a look at them must cost little."""
+_EVERY = 50
+"""Steps between looks at those."""
 
 
 class HybridModule(TrainedModule):
@@ -51,9 +56,10 @@ class HybridModule(TrainedModule):
         super().__init__()
         config = model.config
         if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
-            raise Unsupported(f"a hybrid of a {config.model_type} model", "only Llama's layers without biases are known",
-                              "Give a Llama model, such as SmolLM2-135M-Instruct")
-        self.stage, self._half, self._model = stage, half, (model.requires_grad_(False),)  # in a tuple: it is not trained
+            what, why = f"a hybrid of a {config.model_type} model", "only Llama's layers without biases are known"
+            raise Unsupported(what, why, "Give a Llama model, such as SmolLM2-135M-Instruct")
+        self.stage, self._half = stage, half
+        self._model = (model.requires_grad_(False),)  # in a tuple: it is not trained
         self.mixers = nn.ModuleDict({str(layer): DeltaMixer(config.hidden_size, config.num_attention_heads,
                                                             config.head_dim, gated_eps(config))
                                      for layer in delta_layers(config.num_hidden_layers)})
@@ -89,7 +95,7 @@ class HybridModule(TrainedModule):
         model, angles = self._model[0].model, self._angles(tokens)
         x = model.embed_tokens(tokens).float()
         for number, layer in enumerate(model.layers):
-            mixer = self.mixers[str(number)] if str(number) in self.mixers else layer.self_attn
+            mixer = self._mixer(number) or layer.self_attn
             x = x + mixer(layer.input_layernorm(x), position_embeddings=angles, attention_mask=None)[0]
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         found: Tensor = model.norm(x).float()
@@ -103,11 +109,14 @@ class HybridModule(TrainedModule):
             with torch.no_grad():
                 normed = layer.input_layernorm(x)
                 out = layer.self_attn(normed, position_embeddings=angles, attention_mask=None)[0]
-            if str(number) in self.mixers:
-                yield self.mixers[str(number)], layer.self_attn, normed, out
+            if (mixer := self._mixer(number)) is not None:
+                yield mixer, layer.self_attn, normed, out
             with torch.no_grad():
                 x = x + out
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
+
+    def _mixer(self, layer: int) -> DeltaMixer | None:
+        return dict(self.mixers.items()).get(str(layer))  # type: ignore[return-value]
 
     def _angles(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         model, places = self._model[0].model, torch.arange(tokens.shape[1])[None]
@@ -162,7 +171,60 @@ class Corpora(Corpus):
 
     @override
     def validation(self, most: int = _HELD) -> list[AnsweredText]:
-        return [one for shard in range(len(self.shards)) for one in self.answers(shard, validation=True)[:1]][-most:]
+        return super().validation(most)
+
+
+def pieces(paths: Sequence[Path], tokenizer: Any, length: int, seed: int) -> list[list[int]]:
+    """Texts cut into pieces of `length` tokens, in random order; ValueError where a file cannot be read."""
+    found: list[list[int]] = []
+    for path in paths:
+        try:
+            ids = tokenizer(path.read_text("utf-8-sig"), verbose=False)["input_ids"]
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"a text cannot be read from {str(path)!r}: {error}") from None
+        found += [ids[first : first + length] for first in range(0, len(ids), length)]
+    Random(seed).shuffle(found)
+    return found
+
+
+def train(
+    base: Base, model: Any, corpus: Corpus, stages: Mapping[Stage, Training], out: Path,
+    start: dict[str, Tensor] | None, tell: Tell, late: Callable[[], bool], half: bool,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Train the stages one after the other, or go on where a run was stopped.
+
+    Args:
+        base: the LM head of the model.
+        model: transformers' model, with matrices in bfloat16 if `half`.
+        corpus: texts with the model's states.
+        stages: how each is trained, in order; each keeps its checkpoint in a folder of its name in `out`.
+        out: the folder.
+        start: layers to start from, instead of the attention's.
+        tell: receives progress messages.
+        late: whether to leave off.
+        half: whether products are computed in bfloat16.
+
+    Returns:
+        The layers' tensors, and what a card says of the run.
+    """
+    tensors, facts = start, dict[str, Any]()
+    for stage, how in stages.items():
+        module, folder = HybridModule(base, model, stage, half), out / stage
+        folder.mkdir(parents=True, exist_ok=True)
+        trainer = Trainer(module, corpus, how, folder, tell)
+        if trainer.run.step:
+            tell(f"{stage}: going on at step {trainer.run.step} of {trainer.run.steps}")
+        elif tensors is not None:
+            module.take(tensors)
+        else:
+            missed = module.start(corpus)
+            tell(f"first weights miss {sum(missed) / len(missed):.3f} of what attention gives")
+        run, tensors = trainer.train(late, every=_EVERY), module.tensors()
+        facts[stage] = {"steps": [run.step, run.steps], "tokens": run.tokens, "minutes": round(run.seconds / 60, 1),
+                        "losses": [round(loss, 4) for loss in run.losses], **asdict(how)}
+        if not run.done:
+            break
+    return tensors, {"stages": facts, **module.facts(trainer.held_out())}
 
 
 def _missed(found: Tensor, wanted: Tensor) -> Tensor:

@@ -113,9 +113,9 @@ def whole(llama: Any, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[name] = found[name] * LARGER
         elif name.endswith("q_proj.weight"):
             found |= _attention(found, name.removesuffix("q_proj.weight"), llama.config)
-    found["model.norm.weight"] = found["model.norm.weight"] / LARGER
-    if llama.config.tie_word_embeddings:
-        found.pop("lm_head.weight", None)
+    if llama.config.tie_word_embeddings:  # the head is the embedding
+        del found["lm_head.weight"]
+        found["model.norm.weight"] = found["model.norm.weight"] / LARGER
     return {name: tensor - 1 if _centred(name) else tensor for name, tensor in found.items()}
 
 
@@ -146,7 +146,8 @@ def export(folder: Path, llama: Any, layers: Mapping[str, Tensor], tokenizer: An
     config.save_pretrained(folder)
     if llama.can_generate():
         llama.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     tensors = {name: tensor.contiguous() for name, tensor in whole(llama, layers).items()}
     files.write(folder / "model.safetensors", lambda part: save_file(tensors, part, {"format": "pt"}))
 
