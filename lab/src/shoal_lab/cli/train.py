@@ -9,6 +9,7 @@ groups, and a router that chooses by the last tokens which groups the next forwa
 `drafter` is a model of its own for `deer`: the model's outer layers, trained to fill a block of masks.
 `heal` writes the model anew, with low-rank adapters trained to make up for layers that a depth plan skips, or for what
 `shoal prune` removed.
+`hybrid` turns two thirds of a Llama's attention layers into gated delta layers, and stores those alone.
 `diffusion` is a small masked-diffusion model trained from scratch on generated lists, squares, sums and sentences.
 """
 
@@ -45,12 +46,14 @@ EXAMPLES = """examples:
   shoal train drafter --model M.gguf --out drafter --answers part/answers --prompts asked.txt,more.jsonl --block 8
   shoal train heal --model M.gguf --out healed --data DATA --under d3:mean=0.8,d3:mean=0.9,full
   shoal train heal --model M.gguf --out healed --data DATA --student pruned
+  shoal train hybrid --model M.gguf --out hybrid --data DATA --text more.txt --layer-epochs 1 --epochs 2
+  shoal train hybrid --model M.gguf --out hybrid --export folder
   shoal train diffusion --out canvas --threads 1
   shoal train diffusion --causal --out twin --threads 1
 """
 KINDS = ("eagle", "medusa")
 PROMPTS, DRAFTER, SCRATCH, CONTEXT, ROUTERS = "ppd", "drafter", "diffusion", "dynamic_context", "first"
-EXPERTS, HEAL, FULL = "read_me", "heal", "full"
+EXPERTS, HEAL, FULL, HYBRID = "read_me", "heal", "full", "hybrid"
 _KEEP = {CONTEXT: 0.5, ROUTERS: 0.8}
 _BATCH, _RATE, _PROMPTS_RATE = 2048, 3e-3, 3e-2
 _SHARED = ("part", "out", "steps", "batch", "rate", "minutes", "seed", "threads", "json", "causal")
@@ -60,18 +63,20 @@ _ONLY = {**dict.fromkeys(("steps", "causal"), (SCRATCH,)), "depths": (*KINDS, PR
          **dict.fromkeys(("groups", "shared", "experts"), (EXPERTS,)),
          **dict.fromkeys(("layers", "block", "window", "mask_token"), (DRAFTER,)),
          "keep": (CONTEXT, ROUTERS), "gate_layer": (CONTEXT,), "under": (HEAL, ROUTERS),
-         **dict.fromkeys(("student", "rank", "recompute"), (HEAL,))}
+         **dict.fromkeys(("student", "rank", "recompute"), (HEAL,)),
+         **dict.fromkeys(("text", "length", "layer_epochs", "start", "export"), (HYBRID,))}
 """Option -> the kinds that have it, if not all do."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the options."""
-    kinds = (*KINDS, PROMPTS, DRAFTER, CONTEXT, ROUTERS, EXPERTS, HEAL, SCRATCH)
+    kinds = (*KINDS, PROMPTS, DRAFTER, CONTEXT, ROUTERS, EXPERTS, HEAL, HYBRID, SCRATCH)
     parser.add_argument("part", choices=kinds, help="eagle: a layer that goes on from the model's last states; "
                         "medusa: a head for each of the next places; ppd: vectors that stand for the next words; "
                         "drafter: a small model that fills masks, for deer; dynamic_context: a gate for the KV; first: "
                         "routers that choose layers; read_me: groups of neurons and a router; heal: the "
-                        "model, for fewer layers or weights; diffusion: a small model from scratch")
+                        "model, for fewer layers or weights; hybrid: gated delta layers for attention; diffusion: a "
+                        "small model from scratch")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the part goes, and what a later "
                         "run goes on from")
     data = parser.add_argument_group("answers")
@@ -126,6 +131,13 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--rank", metavar="R", type=int, default=16, help="heal: of the adapters")
     what.add_argument("--recompute", action="store_true", help="heal: run each layer again for its gradient instead of "
                       "keeping what it held: less memory, more time")
+    what.add_argument("--text", metavar="FILE,...", help="hybrid: plain texts that it also learns from")
+    what.add_argument("--length", metavar="N", type=int, default=512, help="hybrid: tokens of a piece of those")
+    what.add_argument("--layer-epochs", metavar="N", type=int, default=1, help="hybrid: times that each layer alone "
+                      "sees every text, before the whole hybrid does for --epochs")
+    what.add_argument("--start", metavar="DIR", type=Path, help="hybrid: a folder of layers to go on from")
+    what.add_argument("--export", metavar="DIR", type=Path, help="hybrid: only write there the whole model of the "
+                      "layers in --out, as transformers reads it")
     what.add_argument("--mask-token", metavar="T", help="drafter: stands for a word not yet known: a token that no "
                       "text holds, or its number; a special token that is not used if none")
     what.add_argument("--licence", metavar="TEXT", help="under which the part may be used, for its card")
@@ -149,6 +161,8 @@ def run(args: argparse.Namespace) -> int:
     def late() -> bool:
         return args.minutes is not None and time.monotonic() - began > 60 * args.minutes
 
+    if args.part == HYBRID:
+        return _hybrid(args, late)
     return _from_scratch(args, late) if args.part == SCRATCH else _part(args, late)
 
 
@@ -164,6 +178,45 @@ def _from_scratch(args: argparse.Namespace, late: Callable[[], bool]) -> int:
     method = "full" if args.causal else "diffusion"
     _tell(f"use it: shoal generate --model {args.out} --raw --method {method} --max-new-tokens 5 'shuffle : ann bob "
           "cid dee ='")
+    return _report(args, card)
+
+
+def _hybrid(args: argparse.Namespace, late: Callable[[], bool]) -> int:
+    import torch
+
+    from shoal_lab.bench import report
+    from shoal_lab.train import corpus, hybrid, hybrid_files
+    from shoal_lab.train.heal import halve
+    from shoal_lab.train.loop import Training
+    from shoal_lab.train.part import Base
+
+    engine = common.load_engine(args)
+    if args.export is not None:
+        hybrid_files.export(args.export, _plain(args), hybrid_files.saved(args.out), engine.tokenizer)
+        _tell(f"use it: shoal generate --model {args.export}")
+        return _report(args, {"exported": str(args.export)})
+    start = None if args.start is None else hybrid_files.saved(args.start)
+    places = [args.answers or args.out / "answers"]
+    found = [corpus.make(places[0], engine, lambda: _prompts(args, engine), _wish(args), _tell, late)]
+    if args.text is not None:
+        texts = hybrid.pieces([Path(name) for name in args.text.split(",")], engine.tokenizer, args.length, args.seed)
+        places.append(args.out / "texts")
+        found.append(corpus.read(places[1], engine, texts, _tell, late))
+    if not all(one.whole for one in found):
+        _tell("time is up before all texts are there; the same command goes on")
+        return _report(args, {"shards": sum(len(one.shards) for one in found)})
+    half, plain = engine.runner.dtype == torch.bfloat16, _plain(args)
+    if half:
+        halve(plain)
+    epochs: dict[hybrid.Stage, int] = {"layers": args.layer_epochs, "whole": args.epochs}
+    stages = {stage: Training(count, args.batch or _BATCH, args.rate or _RATE, seed=args.seed, half=half, muon=False,
+                              decay=0.0) for stage, count in epochs.items() if count}
+    tensors, facts = hybrid.train(Base(engine.runner), plain, hybrid.Corpora(places), stages, args.out, start, _tell,
+                                  late, half)
+    card = hybrid_files.save(args.out, tensors, {"model": Path(engine.model_name).name, **facts,
+                                                 "licence": args.licence, "command": report.shown(args.argv)})
+    _tell(f"{sum(card['files'].values()) / 1e6:.1f} MB written to {args.out}: {card['held_out']}")
+    _tell("use it: the same command with --export DIR, then shoal generate --model DIR")
     return _report(args, card)
 
 

@@ -40,7 +40,7 @@ def export(
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in module.exported().items():
-        tensors |= _stored(name, tensor, weights)
+        tensors |= stored(name, tensor, weights)
     folder.mkdir(parents=True, exist_ok=True)
     files.write(folder / TENSORS, lambda part: save_file(tensors, part))
     card = {
@@ -77,7 +77,7 @@ def trained(module: TrainedModule, corpus: Corpus, run: TrainingRun) -> dict[str
     }
 
 
-def _stored(name: str, tensor: Tensor, weights: Weights) -> dict[str, Tensor]:
+def stored(name: str, tensor: Tensor, weights: Weights) -> dict[str, Tensor]:
     """A tensor as it is stored: matrices as integers with a scale per row, or in the wanted dtype."""
     if not tensor.is_floating_point() or tensor.dim() == 1 or weights == "float32":
         return {name: tensor.contiguous()}
