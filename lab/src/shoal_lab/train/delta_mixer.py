@@ -154,7 +154,8 @@ def _solved(x: Tensor, y: Tensor) -> Tensor:
     x, y = x.double(), y.double()
     squares = x.T @ x
     ridge = _RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=x.dtype)
-    return torch.linalg.solve(squares + ridge, x.T @ y).float()
+    found: Tensor = torch.linalg.solve(squares + ridge, x.T @ y)
+    return found.float()
 
 
 def _reaches(x: Tensor, q: Tensor, k: Tensor, heads: int, angles: tuple[Tensor, Tensor]) -> list[float]:

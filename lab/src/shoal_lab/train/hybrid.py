@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +148,8 @@ class HybridModule(TrainedModule):
 
     def tensors(self) -> dict[str, Tensor]:
         """The new layers' tensors by the names of transformers' `qwen3_5_text`, the last matrix as in the Llama."""
-        return {f"model.layers.{layer}.linear_attn.{name}": tensor.detach() for layer, mixer in self.mixers.items()
+        mixers = {layer: cast("DeltaMixer", mixer) for layer, mixer in self.mixers.items()}
+        return {f"model.layers.{layer}.linear_attn.{name}": tensor.detach() for layer, mixer in mixers.items()
                 for name, tensor in mixer.tensors().items()}
 
     @torch.no_grad()
@@ -224,6 +225,7 @@ def train(
                         "losses": [round(loss, 4) for loss in run.losses], **asdict(how)}
         if not run.done:
             break
+    assert tensors is not None
     return tensors, {"stages": facts, **module.facts(trainer.held_out())}
 
 

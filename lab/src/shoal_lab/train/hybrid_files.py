@@ -10,6 +10,7 @@ multiplied by a power of two.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"layers-{number:05d}.safetensors" for number in range(len(shards))]
     for path, shard in zip(paths, shards, strict=True):
-        files.write(path, lambda part, shard=shard: save_file(shard, part))
+        files.write(path, partial(save_file, shard))
     whole = {**card, "files": {path.name: path.stat().st_size for path in paths}}
     files.write_json(folder / CARD, whole)
     return whole
