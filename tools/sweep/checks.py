@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -221,5 +222,5 @@ def why(error: ValueError) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """An error as a line, without the place of a file on this machine."""
+    return f"{type(error).__name__}: {re.sub(r' ?[(]/[^)]*[)]', '', ' '.join(str(error).split()))[:300]}"
