@@ -86,3 +86,4 @@ def test_part_of_a_head_that_no_model_rotates(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="rotates 50% of each head"):
         config(tmp_path, "llama", {"llama.rope.dimension_count": 32})
     assert config(tmp_path, "phi3", {"phi3.rope.dimension_count": 32}).rope_parameters["partial_rotary_factor"] == 0.5
+    assert config(tmp_path, "phi3", {"phi3.rope.dimension_count": 64}).rope_parameters["partial_rotary_factor"] == 1.0

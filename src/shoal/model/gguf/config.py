@@ -172,6 +172,8 @@ def _attention(file: GgufFile, metadata: Metadata, family: Family) -> Fields:
     heads, layers = metadata.whole("attention.head_count"), _layers(file, metadata)
     head_dim = _head_dim(metadata, metadata.whole("embedding_length"), heads, family)
     rope = rope_parameters(file, metadata, head_dim)
+    if family.partial:  # such configs take less than all where they say nothing
+        rope.setdefault("partial_rotary_factor", 1.0)
     if "partial_rotary_factor" in rope and not family.partial:
         what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
         raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
