@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from backends import Backend, on_backends
 from drive import gap
-from filled_caches import SHALLOW, block, filled
+from filled_caches import FULL, IDS, SHALLOW, block, filled
+from shoal.model.kv.cache import copy_in, look
+from shoal.model.runner import SequenceChunk
 from shoal_lab.components.rewind import earliest, rewound
 
 
@@ -55,3 +58,26 @@ def test_an_exception_and_a_shallow_position_survive(backend: Backend, name: str
     assert cache.positions == [23, 13] and cache.first_shallow(0) == 20
     assert [layer.lengths[0] for layer in cache.layers] == [23, 23, 20, 23, 20, 23]
     runner.forward([block(3, SHALLOW)], cache)
+
+
+@on_backends("llama")
+def test_lent_slots_are_given_back(backend: Backend, name: str) -> None:
+    """Meanwhile the sequence reads fewer of the slots that lie in memory of others, and those stay as they are."""
+    runner = backend.runner(name)
+    seen = look(filled(runner, (32, 1)), 0)
+    assert seen is not None
+    piece, cache = seen.copied(), filled(runner, (0, 13))
+    before = piece.copied()
+    cache.lends = True
+    copy_in(cache, 0, [piece], 32)
+    runner.forward([SequenceChunk(0, IDS[0][32:], [0] * 8, FULL)], cache)
+    cache.commit(0, range(8))
+    for length in (20, 32, 36):
+        with rewound(cache, 0, length):
+            out = runner.forward([block(3)], cache)
+        assert gap(out, runner.forward([block(3)], filled(runner, (length, 13)))) <= backend.exact
+        assert all(layer.first_stored(0) == 32 for layer in cache.layers)
+    both = [block(5), block(2, seq=1)]
+    assert gap(runner.forward(both, cache), runner.forward(both, filled(runner, (40, 13)))) <= backend.exact
+    for layer, was in zip(piece.layers, before.layers, strict=True):
+        assert layer.keys is not None and was.keys is not None and torch.equal(layer.keys, was.keys)

@@ -24,17 +24,19 @@ def rewound(cache: KVCache, seq: int, length: int) -> Iterator[None]:
     if not earliest(cache, seq) <= length <= held:
         raise ValueError(f"sequence {seq} can go back to {earliest(cache, seq)}..{held} positions, not to {length}")
     cut = [layer for layer in _current(cache, seq) if held > length]
-    saved = [_saved(layer, seq, length) for layer in cut]
+    saved = [(layer.lent[seq], _saved(layer, seq, length)) for layer in cut]
     cache.positions[seq] = length
-    for layer in cut:
+    for layer, (lent, _) in zip(cut, saved, strict=True):
         layer.lengths[seq], layer.scratch[seq] = length, 0
+        layer.lend(seq, lent and lent.cut(length))
     try:
         yield
     finally:
         cache.rollback(seq)
-        for layer, stores in zip(cut, saved, strict=True):
+        for layer, (lent, stores) in zip(cut, saved, strict=True):
             layer.lengths[seq] = held
             _restore(layer, seq, length, stores)
+            layer.lend(seq, lent)
         cache.positions[seq] = held
         if shallow < held:
             cache.mark_shallow(seq, shallow)
