@@ -24,7 +24,15 @@ import pytest
 import torch
 
 from shoal.model.packed.native import build, library
-from shoal.model.packed.native.library import BatchStruct, ChainStruct, LayerStruct, Model, RecurrenceStruct
+from shoal.model.packed.native.library import (
+    BatchStruct,
+    ChainStruct,
+    ExpertsStruct,
+    LayerStruct,
+    Model,
+    RecurrenceStruct,
+    Weight,
+)
 
 COMMAND = "SHOAL_TEST_EMULATOR"
 """The environment variable that names the program: the words of a command, one a line."""
@@ -201,12 +209,15 @@ def _structures(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
             for layer in target.layers[: target.num_layers]:
                 if layer.recurrence:
                     yield ctypes.addressof(layer.recurrence.contents), ctypes.sizeof(RecurrenceStruct)
+                if layer.experts:
+                    own = layer.experts.contents
+                    yield ctypes.addressof(own), ctypes.sizeof(ExpertsStruct)
+                    yield ctypes.addressof(own.parts.contents), 3 * own.count * ctypes.sizeof(Weight)
         if isinstance(target, ChainStruct):
             yield from (_extent(part) for part in target.memory if isinstance(part, array))  # type: ignore[attr-defined]
         if isinstance(target, BatchStruct):
             *flags, kv = target.memory  # type: ignore[misc]
             arrays = target.numbers, target.best, *flags
             yield from (_extent(part) for part in arrays if part)  # an empty one is nowhere
-            tables = (*kv._arrays, kv._own, target.read, *(one for one in target.recurrent
-                                                           if isinstance(one, ctypes.Array)))
+            tables = (*kv._arrays, target.read, *(one for one in target.recurrent if isinstance(one, ctypes.Array)))
             yield from ((ctypes.addressof(table), ctypes.sizeof(table)) for table in tables if table is not None)

@@ -19,6 +19,7 @@ from shoal.depth.plan import DepthPlan
 from shoal.model.kv.cache import KVCache
 from shoal.model.kv.form import KVSizes
 from shoal.model.kv.passing import PassingLayer
+from shoal.model.state.layer import StateLayer
 
 if TYPE_CHECKING:
     from shoal.model.experts import ExpertChoice, Opened
@@ -273,7 +274,7 @@ class ModelRunner(Protocol):
     def check_cache(self, cache: KVCache) -> None:
         """Refuse, by a ValueError, a cache that was made for a model with other layers."""
         wanted = [(window, layer in self.state_bytes) for layer, window in enumerate(self.windows)]
-        found = [(layer.window, layer in cache.recurrent) for layer in cache.layers]
+        found = [(layer.window, isinstance(layer, StateLayer)) for layer in cache.layers]
         if wanted != found:
             what = [f"{len(layers)} layers, {sum(window is not None for window, _ in layers)} with a window and "
                     f"{sum(state for _, state in layers)} with a state" for layers in (found, wanted)]

@@ -57,7 +57,6 @@ class Metrics:
         self._gauge("num_requests_running", "Running sequences.", lambda: scheduler.running)
         self._gauge("num_requests_waiting", "Rows in the queue.", lambda: scheduler.waiting)
         self._gauge("kv_cache_usage_perc", "Share of the KV memory in use, 0 to 1.", lambda: scheduler.kv_use)
-
         self._gauge("prefix_cache_bytes", "Bytes kept of prompts and answers.", lambda: scheduler.prefixes.bytes)
 
     def finished(self, entry: ScheduledSequence, result: Result) -> None:

@@ -40,6 +40,7 @@ from shoal.engine.loading.gguf_checkpoint import modules_of
 from shoal.model.gguf.config import config_of
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import Strings
+from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.source import GgufSource
 from shoal.model.packed import kinds as packed_kinds
 from shoal.model.packed import native
@@ -179,6 +180,18 @@ def test_value_heads_in_another_order_are_far_off(
 ) -> None:
     monkeypatch.setattr(GgufSource, "by_turns", False)
     assert error(run(made.path, runner), llama_cpp_logits()[made.name]) > 0.3
+
+
+@pytest.mark.parametrize("made", [made for made in RUN if made.architecture == "qwen35"], ids=lambda made: made.name)
+def test_heads_that_are_rotated_whole(made: MadeHybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config of the type rotates a quarter where it does not say how much."""
+    whole = Metadata.whole
+
+    def read(self: Metadata, key: str, *rest: Any, **more: Any) -> int:
+        return whole(self, "attention.key_length" if key == "rope.dimension_count" else key, *rest, **more)
+
+    monkeypatch.setattr(Metadata, "whole", read)
+    assert config_of(GgufFile(made.path)).rope_parameters["partial_rotary_factor"] == 1.0
 
 
 @every_hybrid

@@ -66,10 +66,11 @@ def command(words: list[str]) -> list[str]:
     ("test_native_chain.py", ""),
     ("test_native_argmax.py", ""),
     ("test_native_checks.py", ""),
-    ("test_native_long.py", "bitmap and (seven or ragged)"),
+    ("test_native_long.py", "(bitmap or lent) and (seven or ragged)"),
     ("test_native_trees.py", "not many and all"),
     ("test_native_recurrent.py", "not threads or wide"),
     ("test_hybrids.py", "of_the_kernels and (qwen3_5 or jamba or nemotron_h or lfm2) and not biases"),
+    ("test_experts.py", "of_the_kernels and (qwen3_moe or glm4_moe or granite4_moe)"),
     ("test_parity.py", "native"),
 ])
 def test_the_tests_of_the_kernels(file: str, some: str, command: list[str]) -> None:

@@ -174,7 +174,7 @@ def _attention(file: GgufFile, metadata: Metadata, family: Family) -> Fields:
     rope = rope_parameters(file, metadata, head_dim)
     if family.partial:  # such configs take less than all where they say nothing
         rope.setdefault("partial_rotary_factor", 1.0)
-    if "partial_rotary_factor" in rope and not family.partial:
+    elif "partial_rotary_factor" in rope:
         what = f"a GGUF file that rotates {rope['partial_rotary_factor']:.0%} of each head"
         raise Unsupported(what, f"transformers' {metadata.architecture} rotates all of it", _REMEDY)
     key = next((name for name in _WIDTHS if metadata.has(name)), _WIDTHS[0])

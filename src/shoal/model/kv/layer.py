@@ -167,7 +167,7 @@ class KVLayer:
         return 0 if older is None else older.settled
 
     def lend(self, seq: int, lent: LentSlots | None) -> None:
-        """Let an empty sequence read its first slots from memory of others; None ends that."""
+        """Let a sequence read its first slots from memory of others; None ends that."""
         if lent is not self.lent[seq]:
             self.lent[seq] = lent
             self.version += 1

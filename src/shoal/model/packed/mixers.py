@@ -182,12 +182,11 @@ class _Scan:
 
 
 def _scan_of(text: Any) -> _Scan:
-    if text.model_type == "jamba":
+    if text.model_type in ("jamba", "phi4flash"):
+        jamba = text.model_type == "jamba"
         return _Scan(text.mamba_expand * text.hidden_size, text.mamba_d_state, text.mamba_dt_rank, text.mamba_d_conv,
-                     text.mamba_conv_bias, text.mamba_proj_bias, "weighted", text.rms_norm_eps)
-    if text.model_type == "phi4flash":
-        return _Scan(text.mamba_expand * text.hidden_size, text.mamba_d_state, text.mamba_dt_rank, text.mamba_d_conv,
-                     text.mamba_conv_bias, text.mamba_proj_bias, None, 0.0)
+                     text.mamba_conv_bias, text.mamba_proj_bias, "weighted" if jamba else None,
+                     text.rms_norm_eps if jamba else 0.0)
     falcon = text.model_type == "falcon_mamba"
     return _Scan(text.intermediate_size, text.state_size, int(text.time_step_rank), text.conv_kernel,
                  text.use_conv_bias, text.use_bias, "plain" if falcon else None, text.mixer_rms_eps if falcon else 0.0)

@@ -60,10 +60,9 @@ _STARTS, _LENT = attrgetter("starts"), attrgetter("lent")
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
     even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
-    known = all(shape.kind(layer).recurrence != "rg_lru" for layer in range(shape.num_layers))
-    known = known and not shape.in_torch
-    known = known and (shape.experts is None or shape.experts.routing.count <= native.MAX_EXPERTS)
-    return even and known and device.type == "cpu" and dtype in _KINDS
+    known = not shape.in_torch and all(shape.kind(layer).recurrence != "rg_lru" for layer in range(shape.num_layers))
+    few = shape.experts is None or shape.experts.routing.count <= native.MAX_EXPERTS
+    return even and known and few and device.type == "cpu" and dtype in _KINDS
 
 
 def pack_for(weight: Tensor, role: Role, quant: Quant | None, arena: native.Arena) -> native.PackedWeight:
@@ -347,7 +346,8 @@ class NativeRunner(PackedRunner):
         version = sum(map(_VERSION, cache.layers))
         known = self._bindings.get(cache)
         if known is None or known[0] != version or known[1].rows < cache.seqs:  # a cache may have no storage at all
-            self.check_cache(cache)
+            if known is None:
+                self.check_cache(cache)
             stores = cache.layers
             extra = any(map(_EXTRA, stores)) or any(map(any, map(_LENT, stores)))
             own = [[_own(store, seq) for seq in range(cache.seqs)] for store in stores] if extra else None

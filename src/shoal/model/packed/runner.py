@@ -211,8 +211,7 @@ class _Pass:
             for part in parts:
                 x = x + part
             if not kind.mixers:
-                counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
-                self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], counts)
+                self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if piece.part != "attention" and kind.feeds:
             x = x + self._mlp(layer, piece, x)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
@@ -247,8 +246,7 @@ class _Pass:
         """The recurrence of each chunk's tokens, from the state of its own sequence."""
         store, like = self.cache.layers[layer], self.runner.weights.final_norm
         assert isinstance(store, StateLayer)
-        counts = [last - first for first, last in zip(piece.first, piece.last, strict=True)]
-        parts = zip(self.chunks, piece.first, piece.last, inputs.split(counts), strict=True)
+        parts = zip(self.chunks, piece.first, piece.last, inputs.split(piece.counts), strict=True)
         outputs = torch.cat([run_chunk(mixer, store, *part, like) for part in parts if part[2] > part[1]])
         if not mixer.memory:
             return outputs

@@ -134,12 +134,13 @@ class KVBinding:
         self.addresses = tuple(ctypes.addressof(one) for one in self._arrays)
         self.own_address = None
         if own is not None:
-            self._own = (Own * (layers * self.rows))()
-            for layer, line in enumerate(own):
-                for row, one in enumerate(line):
-                    if one is not None:
-                        self._own[layer * self.rows + row] = one.struct(shape, dtype)
-            self.own_address = ctypes.addressof(self._own)
+            table = (Own * (layers * self.rows))()
+            self._arrays.append(table)
+            for place, one in ((layer * self.rows + row, one) for layer, line in enumerate(own)
+                               for row, one in enumerate(line) if one is not None):
+                table[place] = one.struct(shape, dtype)
+                self._arrays += [] if one.lent is None else [_table(one.lent, shape, dtype)]
+            self.own_address = ctypes.addressof(table)
 
     def unowned(self) -> KVBinding:
         """Stop keeping tensors alive, for a caller that does so itself while it uses the binding."""
