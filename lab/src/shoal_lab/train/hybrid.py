@@ -42,7 +42,6 @@ class HybridModule(TrainedModule):
         base: the LM head of the model.
         model: the model, transformers' Llama; it is not changed.
         stage: what the loss compares: each layer with its attention, or the whole hybrid with the model.
-
         half: whether the model's matrices are bfloat16, so that products are computed in it.
 
     Raises:
