@@ -27,6 +27,7 @@ from shoal.methods.aded import ADED
 from shoal.methods.base import Method, lost_kind
 from shoal.methods.d3 import D3
 from shoal.methods.d3_spec import D3Spec
+from shoal.methods.double_sparsity import DoubleSparsity
 from shoal.methods.draft_model import DraftModel
 from shoal.methods.early_exit import EarlyExit
 from shoal.methods.kv_int8 import KVInt8
@@ -397,7 +398,9 @@ def test_a_plan_that_leaves_no_layer_of_a_kind_says_so(caplog: pytest.LogCapture
     assert lost_kind("x", Recipe(DepthPlan.skipping(6, [0, 1], [])), info) is None
 
 
-SELECTS = [Tidal(k=6), TopKOracle(k=6, first=0), SnapKV(budget=12, window=4, pool=3)]
+CHANNELS = tuple(((*range(8),),) * 2 if layer % 4 == 3 else () for layer in range(10))
+SELECTS = [Tidal(k=6), TopKOracle(k=6, first=0), SnapKV(budget=12, window=4, pool=3),
+           DoubleSparsity(CHANNELS, k=6, width=3, first=0)]
 
 
 @pytest.mark.parametrize("method", SELECTS, ids=repr)
