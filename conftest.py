@@ -21,7 +21,7 @@ import pytest
 from hypothesis import settings
 from transformers import PreTrainedModel
 
-from families import FAMILIES, fingerprint, tiny
+from families import FAMILIES, changed, fingerprint, tiny
 
 MANY, SHARE = 1, 24
 
@@ -73,6 +73,13 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], most: int) -> No
 def _seeds() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _shared_models() -> Iterator[None]:
+    """A test that changes a model of all fails itself, not one that runs after it."""
+    yield
+    assert not (found := changed()), f"the test changed shared models: {', '.join(found)}; copy.deepcopy them first"
 
 
 @pytest.fixture(params=sorted(FAMILIES))

@@ -21,7 +21,7 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from drive import stack_of
-from families import RELATIVES, tiny
+from families import RELATIVES, shared, tiny
 from shoal.model.packed import native
 from shoal.model.packed.build import build
 from shoal.model.packed.linear import Quant
@@ -105,7 +105,7 @@ def reference(family: str, **overrides: Any) -> PreTrainedModel:
 @functools.cache
 def _reference(family: str, overrides: str) -> PreTrainedModel:
     model = tiny(family, **json.loads(overrides))
-    return with_exact_norms(model) if family in PACKED else model
+    return shared(with_exact_norms(model)) if family in PACKED else model
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:

@@ -166,7 +166,29 @@ def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, layers:
 
 @functools.cache
 def _cached(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: str) -> PreTrainedModel:
-    return _build(family, seed, dtype, layers, json.loads(overrides))
+    return shared(_build(family, seed, dtype, layers, json.loads(overrides)))
+
+
+_SHARED: list[tuple[PreTrainedModel, Any]] = []
+
+
+def shared(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, noted as one that many tests read: `changed` finds it if its dtype, weights or mode are others."""
+    _SHARED.append((model, _look(model)))
+    return model
+
+
+def changed() -> list[str]:
+    """The shared models that a test changed since it was asked last, by type."""
+    found = [place for place, (model, before) in enumerate(_SHARED) if _look(model) != before]
+    for place in found:
+        _SHARED[place] = (_SHARED[place][0], _look(_SHARED[place][0]))
+    return [_SHARED[place][0].config.model_type for place in found]
+
+
+def _look(model: PreTrainedModel) -> Any:
+    weight = next(model.parameters())
+    return weight.data_ptr(), weight.dtype, weight.requires_grad, model.training
 
 
 def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: dict[str, Any]) -> PreTrainedModel:

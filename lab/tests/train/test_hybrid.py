@@ -112,7 +112,7 @@ def test_stages_are_the_model_s_own_pass(tmp_path: Path) -> None:
     module.mixers = torch.nn.ModuleDict()
     tokens = torch.randint(0, 90, (2, 17), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = engine.model.float().model(tokens).last_hidden_state
+        expected = copy.deepcopy(engine.model).float().model(tokens).last_hidden_state
         assert torch.allclose(module.read(tokens), expected, atol=1e-4)
 
 
