@@ -92,7 +92,10 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
                           "mamba_expand": 2, "hybrid_layer_ids": [1, 3],
                           "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]}),
     "lfm2": ("lfm2", {**_GROUPED, "full_attn_idxs": [2], "block_multiple_of": 8}),
-    "minimax": ("minimax", {**_GROUPED, "num_local_experts": 2}),
+    "minimax": ("minimax", {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2,
+                             "full_attn_alpha_factor": 1.3, "full_attn_beta_factor": 0.8,
+                             "linear_attn_alpha_factor": 0.9, "linear_attn_beta_factor": 1.2, "mlp_alpha_factor": 1.4,
+                             "mlp_beta_factor": 0.7}),
 }
 """Families with recurrent layers, which transformers 5.0 keeps in caches of many kinds; a model has four layers."""
 RECURRENT_RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,7 +139,7 @@ MIXED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 if not hasattr(cache_utils, "LinearAttentionLayer"):
     RECURRENT = RECURRENT_RELATIVES = MIXED_RECURRENT = {}
 PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "nemotron_h", "falcon_h1",
-                                           "lfm2", *RECURRENT_RELATIVES, *MIXED_RECURRENT)
+                                           "lfm2", "minimax", *RECURRENT_RELATIVES, *MIXED_RECURRENT)
                          if RECURRENT and name != "recurrent_gemma")
 """Those whose layers the packed executor has."""
 
@@ -211,7 +214,7 @@ def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: d
 
 
 def _extra(family: str) -> dict[str, Any]:
-    eager = family in ("mixtral", *MIXTURES, *MIXED_RECURRENT)
+    eager = family in ("mixtral", "minimax", *MIXTURES, *MIXED_RECURRENT)
     return {"experts_implementation": "eager"} if eager else {}
 
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not native.available(), reason=f"the native kernels do not run here: {native.why_not()}"),
 ]
 NAMES = ("qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "mamba2", "granite4", "falcon_h1",
-         "falcon_h1 with a norm", "mamba", "falcon_mamba", "jamba", "lfm2")
+         "falcon_h1 with a norm", "mamba", "falcon_mamba", "jamba", "lfm2", "minimax")
 NONE = row_by_row(torch.zeros(1, 1))
 
 
@@ -125,7 +125,7 @@ def test_the_comparison_has_power() -> None:
 
 
 def test_what_the_kernels_do_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="no LightningAttention"):
-        NativeRecurrence(KINDS["minimax"].mixer(module_of("minimax")[1]))
+    with pytest.raises(ValueError, match="no LinearUnit"):
+        NativeRecurrence(KINDS["recurrent_gemma"].mixer(module_of("recurrent_gemma")[1]))
     with pytest.raises(ValueError, match="9 taps"):
         NativeRecurrence(replace(wide_dual(), conv=Convolution(drawn(9, 6 * 80 + 4 * 128))))

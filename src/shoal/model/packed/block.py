@@ -40,6 +40,11 @@ def attention(
     return _norm(out, layer.attention_out_norm, shape.eps) * (shape.residual_scale * shape.out_scales[0])
 
 
+def kept(x: Tensor, norm: Tensor | None, shape: Shape, part: int) -> Tensor:
+    """What a sublayer adds to: the stream `x`, or its normed inputs, times their factor, which is number `part`."""
+    return x if shape.kept is None else _norm(x, norm, shape.eps) * shape.kept[part]
+
+
 def projected(
     x: Tensor, layer: Layer, shape: Shape, dtype: torch.dtype, tables: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

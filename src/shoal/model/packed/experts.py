@@ -151,6 +151,7 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "qwen2_moe": ExpertKind(_GATED, _softmax, _sparse_steps, shared=_shared_width),
     "qwen3_moe": ExpertKind(ExpertNames(), _softmax, _sparse_steps),
     "mixtral": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
+    "minimax": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
     "olmoe": ExpertKind(ExpertNames(), _softmax, width=lambda text: int(text.intermediate_size)),
     "granitemoe": ExpertKind(_GRANITE, _softmax, width=lambda text: int(text.intermediate_size)),
     "glm4_moe": ExpertKind(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shoal.model.config import layer_types
 
 MixerName = Literal["attention", "differential_attention", "gated_delta", "mamba2", "mamba", "short_conv",
-                    "rg_lru", "gated_memory"]
+                    "rg_lru", "gated_memory", "lightning"]
 ATTENTIONS = ("attention", "differential_attention")
 """Mixers that read keys and values. The others are recurrences, which keep a state, but for "gated_memory"."""
 
@@ -187,6 +187,7 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE)}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
         MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
+    "minimax": _with("lightning", Norms(), Names(mixer="self_attn.")),
     "phi4flash": _SAMBAY,
     "recurrent_gemma": ModelKind(
         MappingProxyType({"": LayerKind(("rg_lru",), norms=_TEMPORAL),

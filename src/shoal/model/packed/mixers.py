@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.model.layers.convolution import Convolution, channels_last
 from shoal.model.layers.gated_delta import GatedDelta
 from shoal.model.layers.gated_memory import GatedMemory
+from shoal.model.layers.lightning import LightningAttention, decays
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
@@ -48,9 +49,11 @@ class Read(Protocol):
 
     Attributes:
         by_turns: whether value heads take turns, see `GatedDelta`.
+        layer: number of the layer.
     """
 
     by_turns: bool
+    layer: int
 
     def vector(self, name: str) -> Tensor:
         """A tensor of any shape in float32, or float64 in float64 models."""
@@ -245,6 +248,22 @@ def _short(text: Any, read: Read) -> ShortConv:
     return ShortConv(read.projection("in_proj"), read.projection("out_proj"), conv)
 
 
+def _lightning_sizes(text: Any) -> Sizes:
+    hidden, wide = text.hidden_size, text.num_attention_heads * _head_dim(text)
+    return {"qkv_proj.weight": (3 * wide, hidden), "output_gate.weight": (wide, hidden), "norm.weight": (wide,),
+            "out_proj.weight": (hidden, wide)}
+
+
+def _head_dim(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _lightning(text: Any, read: Read) -> LightningAttention:
+    norm = read.vector("norm.weight")
+    decay = decays(text.num_attention_heads, read.layer, text.num_hidden_layers, norm.dtype).to(norm.device)
+    return LightningAttention(read.projection("qkv_proj", "output_gate"), read.projection("out_proj"), decay, norm, 1e-6)
+
+
 def _unit_sizes(text: Any) -> Sizes:
     hidden, width, heads = text.hidden_size, text.lru_width, text.num_attention_heads
     own = width // heads
@@ -266,4 +285,5 @@ def _unit(text: Any, read: Read) -> LinearUnit:
 FORMS: Mapping[MixerName, Form] = {
     "gated_delta": Form(_delta_sizes, _delta), "mamba2": Form(_dual_sizes, _dual), "mamba": Form(_scan_sizes, _scan),
     "short_conv": Form(_short_sizes, _short), "rg_lru": Form(_unit_sizes, _unit),
+    "lightning": Form(_lightning_sizes, _lightning),
 }

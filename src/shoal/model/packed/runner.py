@@ -208,12 +208,14 @@ class _Pass:
                 parts.append(block.memory_unit(
                     x, weights, runner.shape, runner.dtype, memory if chosen is None else memory[chosen]
                 ))
+            if parts:
+                x = block.kept(x, weights.attention_norm, runner.shape, int(not kind.attends))
             for part in parts:
                 x = x + part
             if not kind.mixers:
                 self.cache.layers[layer].count([chunk.seq for chunk in self.chunks], piece.counts)
         if piece.part != "attention" and kind.feeds:
-            x = x + self._mlp(layer, piece, x)
+            x = block.kept(x, weights.mlp_norm, runner.shape, 2) + self._mlp(layer, piece, x)
         self.x = x if chosen is None else self.x.index_copy(0, chosen, x)
 
     def _mlp(self, layer: int, piece: LayerWork, x: Tensor) -> Tensor:

@@ -70,6 +70,8 @@ class Shape:
         gated_attention: whether attention's outputs are gated, by rows of the fused projection after those of q.
         gate_scale: factor of the MLP's gate before its activation.
         out_scales: further factors of what attention, a recurrence and the MLP add to the residual stream.
+        kept: factors of the normed states to which attention, a recurrence and the MLP add, instead of adding to the
+            states themselves (MiniMax-01, arXiv 2501.08313, section 2.2); None for the states.
         experts: those of the layers whose kinds say that they have any; None if no layer has.
         layer_norms: whether the norms are LayerNorms with biases.
         sources: per layer, the one whose keys and values, or whose memory, it reads, or None; empty if no layer does.
@@ -103,6 +105,7 @@ class Shape:
     gated_attention: bool = False
     gate_scale: float = 1.0
     out_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    kept: tuple[float, float, float] | None = None
     experts: ExpertShape | None = None
     layer_norms: bool = False
     sources: tuple[int | None, ...] = ()
@@ -148,7 +151,7 @@ class Shape:
     def plain(self) -> bool:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
-        whole = whole and not self.in_torch
+        whole = whole and not self.in_torch and self.kept is None
         return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
@@ -236,6 +239,13 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
                 "embedding_scale": torch.tensor(text.hidden_size**0.5, dtype=torch.bfloat16).item()}
     if shape.activation != "silu":
         raise _misfit(text, f"its activation is {shape.activation!r}, and those of recurrences are 'silu'")
+    if kind == "minimax":
+        if text.sliding_window is not None:
+            raise _misfit(text, f"its attention has windows (sliding_window={text.sliding_window})")
+        full, linear, mlp = ((getattr(text, f"{part}_alpha_factor"), getattr(text, f"{part}_beta_factor"))
+                             for part in ("full_attn", "linear_attn", "mlp"))
+        kept, added = zip(full, linear, mlp, strict=True)
+        return {"kept": tuple(map(float, kept)), "out_scales": tuple(map(float, added))}
     if kind == "lfm2":
         return {"ffns": (_lfm2_width(text),) * shape.num_layers}
     if kind == "granitemoehybrid":

@@ -308,12 +308,12 @@ class Packer:
         elif kind.attends:
             self._attention(layer, name + self._shape.names.attention)
         if kind.recurrence is not None:
-            read = _MixerReader(self, name + self._shape.names.mixer, FORMS[kind.recurrence].sizes(self._text))
+            read = _MixerReader(self, name + self._shape.names.mixer, FORMS[kind.recurrence].sizes(self._text), index)
             layer.mixer, layer.of_mixer = FORMS[kind.recurrence].build(self._text, read), tuple(read.matrices)
             if index in self._shape.sources and isinstance(layer.mixer, SelectiveScan):
                 layer.mixer = replace(layer.mixer, shows=True)
         if "gated_memory" in kind.mixers:
-            read = _MixerReader(self, name + self._shape.names.mixer, memory_sizes(self._text))
+            read = _MixerReader(self, name + self._shape.names.mixer, memory_sizes(self._text), index)
             layer.memory_unit, layer.of_mixer = memory_unit(read), tuple(read.matrices)
         if kind.has_mlp:
             self._mlp(layer, name + _mlp_of(self._shape, index), self._shape.ffns[index], kind.gated_mlp)
@@ -470,8 +470,8 @@ class _MixerReader:
         matrices: those that were packed.
     """
 
-    def __init__(self, packer: Packer, name: str, sizes: Mapping[str, tuple[int, ...]]) -> None:
-        self._packer, self._name, self._sizes, self.by_turns = packer, name, sizes, packer.by_turns
+    def __init__(self, packer: Packer, name: str, sizes: Mapping[str, tuple[int, ...]], layer: int) -> None:
+        self._packer, self._name, self._sizes, self.by_turns, self.layer = packer, name, sizes, packer.by_turns, layer
         self.matrices: list[Linear] = []
 
     def vector(self, name: str) -> Tensor:

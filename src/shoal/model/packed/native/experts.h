@@ -187,7 +187,7 @@ static void gate_lots(Worker *w, const float *norm) {
             const int from = max_int(first - before, 0), to = min_int(first + taken - before, pairs_of(lot));
             if (from >= to) continue;
             if (!ready || !same_inputs(ready, lot))
-                prepare_all(w, lot->gate_up, (Lines){.x = r->x, .norm = norm, .step = r->x_line, .tokens = lot->token, .count = lot->count});
+                prepare_all(w, lot->gate_up, lines_read(r, norm, lot->token, lot->count));
             ready = lot, lines.count = lot->count;
             gate_pairs(w, lot, &lines, from, to);
         }
@@ -275,7 +275,7 @@ static void run_experts(Worker *w, int entry) {
     const ShoalExperts *e = layer->experts;
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
-    prepare_together(w, &e->router, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
+    prepare_together(w, &e->router, lines_read(r, layer->post_norm, c.token, c.count));
     multiply_all(w, &e->router, &c, NULL, finish_scores, NULL);
     meet(&r->team, w->id);
     const Route *routes = route_tokens(w, e, c.count);

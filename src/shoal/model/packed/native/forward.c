@@ -99,7 +99,8 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     r->hidden_line = round_up(m->ffn, LANES);
     r->private_bytes = round_up(private_bytes(m, r->b), 128);
     float *at = (float *)memory;
-    r->x = at, at += tokens * r->x_line;
+    r->x = r->read = at, at += tokens * r->x_line;
+    if (m->keeps) r->read = at, at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
     r->hidden = at, at += hidden_floats(m, r->b);
@@ -138,11 +139,14 @@ static double seconds(clockid_t clock) {
 
 static void run_layers(Worker *w) {
     for (int entry = 0; entry < w->run->b->active_count; entry++) {
-        const ShoalLayer *layer = w->run->m->layers + w->run->b->layers[entry];
+        const ShoalModel *m = w->run->m;
+        const ShoalLayer *layer = m->layers + w->run->b->layers[entry];
         copy_states(w, entry);
+        if (m->keeps) renew_states(w, entry, RUN_ATTENTION, layer->input_norm, m->kept[layer->recurrence != NULL]);
         if (layer->recurrence) project(w, entry);
         if (layer->o.rows) run_attention(w, entry);
         if (layer->recurrence) run_recurrence(w, entry);
+        if (m->keeps) renew_states(w, entry, RUN_MLP, layer->post_norm, m->kept[2]);
         if (layer->down.rows || layer->experts) run_mlp(w, entry);
     }
     copy_states(w, w->run->b->active_count);

@@ -21,6 +21,28 @@ static void prepare_some(const Worker *w, const ShoalWeight *weight, const Lines
         prepare(w->ready, weight, l->x + (l->tokens ? l->tokens[i] : i) * l->step, l->norm, w->run->m->eps, i, l->count);
 }
 
+/* The inputs of a sublayer, with the norm that is left to do. */
+INLINE Lines lines_read(const Run *r, const float *norm, const int *tokens, int count) {
+    return (Lines){.x = r->read, .norm = r->m->keeps ? NULL : norm, .step = r->x_line, .tokens = tokens, .count = count};
+}
+
+/* Where sublayers add to their normed inputs: put these in `read`, and times kept in the place of the states. */
+static void renew_states(Worker *w, int entry, int part, const float *norm, float kept) {
+    const Run *r = w->run;
+    const Chosen c = choose(r->b, entry, part);
+    if (r->b->taps) meet(&w->run->team, w->id); /* others may still copy the states */
+    for (int i = share(c.count, w->id, w->threads), last = share(c.count, w->id + 1, w->threads); i < last; i++) {
+        float *x = r->x + c.token[i] * r->x_line, *read = r->read + c.token[i] * r->x_line;
+        const Vf scale = vf_all(inverse_rms(x, r->m->hidden, r->m->eps));
+        for (int k = 0; k < r->x_line; k += LANES) {
+            const Vf normed = vf_mul(vf_mul(vf_load(x + k), scale), vf_load_some(head_mask(r->m->hidden - k), norm + k));
+            vf_store(read + k, normed);
+            vf_store(x + k, vf_mul(normed, vf_all(kept)));
+        }
+    }
+    meet(&w->run->team, w->id);
+}
+
 /* All lines as activations of a matrix. */
 static void prepare_all(Worker *w, const ShoalWeight *weight, Lines lines) {
     w->ready = &w->acts;
@@ -199,7 +221,7 @@ static void finish_logits(const Worker *w, const Chosen *c, const float *bias, i
 static void multiply_stack(Worker *w, const ShoalWeight parts[3], const float *norm, const Chosen *c, const float *bias,
                            Finish *finish, void *to) {
     const Run *r = w->run;
-    const Lines lines = {.x = r->x, .norm = norm, .step = r->x_line, .tokens = c->token, .count = c->count};
+    const Lines lines = lines_read(r, norm, c->token, c->count);
     int offset = 0;
     for (const ShoalWeight *part = parts; part < parts + 3 && part->rows; offset += part->blocks, part++) {
         if (part == parts) prepare_together(w, part, lines);
@@ -274,7 +296,7 @@ static void run_mlp(Worker *w, int entry) {
         return;
     }
     if (c.count) {
-        prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
+        prepare_together(w, layer->gate_up, lines_read(r, layer->post_norm, c.token, c.count));
         Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
         if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
         else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_plain, &all);

@@ -437,6 +437,7 @@ class NativeModel:
             setattr(struct, name, getattr(shape, name))
         struct.attention_cap, struct.logit_cap = shape.attention_cap or 0.0, shape.logit_cap or 0.0
         struct.out_scales = (c_float * 3)(*shape.out_scales)
+        struct.keeps, struct.kept = shape.kept is not None, (c_float * 3)(*shape.kept or ())
         own = self.recurrences.values()
         struct.inputs = max((one.input_line for one in own), default=0)
         struct.channels = max((one.struct.channels for one in own), default=0)

@@ -7,7 +7,7 @@
    scratch: [tokens][channels]. out: [tokens] of `out_step` floats. */
 void shoal_recur(const ShoalRecurrence *r, const float *inputs, int64_t step, int tokens, float *state, float *scratch,
                  float *out, int64_t out_step, int threads) {
-    const int alone = r->kind == RECUR_SHORT_CONV, dual = r->kind == RECUR_MAMBA2;
+    const int alone = r->kind == RECUR_SHORT_CONV, dual = r->kind == RECUR_MAMBA2, lightning = r->kind == RECUR_LIGHTNING;
     const float *convolved = inputs + first_channel(r);
     float *matrix = state + window_floats(r);
 #pragma omp parallel num_threads(threads)
@@ -22,5 +22,6 @@ void shoal_recur(const ShoalRecurrence *r, const float *inputs, int64_t step, in
         }
 #pragma omp barrier
         if (dual) gate_dual(r, inputs, step, tokens, out, out_step, r->groups * id / all, r->groups * (id + 1) / all);
+        for (int t = tokens * id / all; lightning && t < tokens * (id + 1) / all; t++) gate_lightning(r, inputs + t * step, out + t * out_step);
     }
 }

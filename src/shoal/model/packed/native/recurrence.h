@@ -140,6 +140,11 @@ static void run_recurrence(Worker *w, int entry) {
                       share(own->groups, w->id, w->threads), share(own->groups, w->id + 1, w->threads));
         meet(&r->team, w->id);
     }
+    if (own->kind == RECUR_LIGHTNING) {
+        for (int i = share(c.count, w->id, w->threads), last = share(c.count, w->id + 1, w->threads); i < last; i++)
+            gate_lightning(own, in.at + c.token[i] * in.line, r->mixed + c.token[i] * r->mixed_line);
+        meet(&r->team, w->id);
+    }
     w->scale = r->m->residual_scale * r->m->out_scales[1];
     prepare_together(w, &own->out, (Lines){.x = r->mixed, .step = r->mixed_line, .tokens = c.token, .count = c.count});
     multiply_into_states(w, &own->out, &c, own->out_bias, layer->attention_out_norm);

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.errors import Unsupported
 from shoal.model.layers.convolution import Convolution
 from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.lightning import LightningAttention
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mamba2 import Mamba2
 from shoal.model.layers.mixer import Mixer
@@ -21,7 +22,7 @@ from shoal.model.packed.native.batch import address
 from shoal.model.packed.native.library import LANES, MOST_KEYS, MOST_TAPS, RecurrenceStruct, require
 from shoal.model.packed.shape import REMEDY
 
-_GATED_DELTA, _MAMBA2, _SHORT_CONV, _SCAN = range(4)
+_GATED_DELTA, _MAMBA2, _SHORT_CONV, _SCAN, _LIGHTNING = range(5)
 
 
 class NativeRecurrence:
@@ -43,6 +44,8 @@ class NativeRecurrence:
             self.struct = self._scan(mixer)
         elif isinstance(mixer, ShortConv):
             self.struct = self._convolved(mixer.conv, kind=_SHORT_CONV, heads=1, groups=1)
+        elif isinstance(mixer, LightningAttention):
+            self.struct = self._lightning(mixer)
         else:
             raise Unsupported("such a layer on the kernels", f"they have no {type(mixer).__name__}", REMEDY)
         if self.struct.width > MOST_TAPS or self.struct.key_dim > MOST_KEYS:
@@ -96,6 +99,11 @@ class NativeRecurrence:
             mixer.conv, kind=_SCAN, rate=self._at(mixer.a), bias=self._at(mixer.dt_bias), skip=self._at(mixer.d),
             norm=norm, heads=1, groups=1, key_dim=state, value_dim=channels, rank=mixer.rank, eps=mixer.eps,
         )
+
+    def _lightning(self, mixer: LightningAttention) -> RecurrenceStruct:
+        ((heads, size, _),) = mixer.state_sizes
+        return RecurrenceStruct(kind=_LIGHTNING, rate=self._at(mixer.decay), norm=self._at(mixer.norm), width=1,
+                                heads=heads, groups=1, key_dim=size, value_dim=size, eps=mixer.eps)
 
     def _convolved(self, conv: Convolution, **fields: int | float | None) -> RecurrenceStruct:
         bias = None if conv.bias is None else self._at(conv.bias)

@@ -2,6 +2,7 @@
 #ifndef SHOAL_RECURRENCES_H
 #define SHOAL_RECURRENCES_H
 
+#include "lightning.h"
 #include "mamba.h"
 #include "mamba2.h"
 
@@ -10,7 +11,7 @@ typedef void Recur(const ShoalRecurrence *r, const float *inputs, int64_t step, 
                    float *after, float *out, int64_t out_step, int first, int last);
 
 /* By kind; a short convolution is nothing more. */
-static Recur *const RECUR_TABLE[] = {run_delta, run_dual, NULL, run_scan};
+static Recur *const RECUR_TABLE[] = {run_delta, run_dual, NULL, run_scan, run_lightning};
 
 /* The pieces of work in a recurrence, and where piece `number` begins: a head, or a vector of a scan's channels. */
 INLINE int pieces_of(const ShoalRecurrence *r) { return r->kind == RECUR_SCAN ? (r->channels + LANES - 1) / LANES : r->heads; }

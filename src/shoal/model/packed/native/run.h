@@ -42,6 +42,7 @@ typedef struct {
 typedef struct {
     const ShoalModel *m;
     const ShoalBatch *b;
+    float *read; /* what sublayers read: x, or if the model keeps normed states, these */
     float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
     float *inputs, *channels, *mixed; /* [tokens] lines each, of recurrences */
     int64_t x_line, qkv_line, hidden_line, mixed_line;

@@ -31,9 +31,10 @@ typedef struct {
 
 /* A recurrence beside or instead of attention. Inputs of a token are, in this order, the rows of its projection:
    RECUR_GATED_DELTA: q, k, v, gate, b, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x; RECUR_SCAN: x, gate, and after
-   them, which follow from x once it is convolved: r, B, C, dt. Its state is the window [width - 1][channels] of the convolution,
-   followed, but for a short convolution alone, by a matrix [heads][key_dim][value_dim]; a scan is one head of all channels. */
-enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV, RECUR_SCAN };
+   them, which follow from x once it is convolved: r, B, C, dt; RECUR_LIGHTNING, which convolves nothing (width 1, no channels): q, k and
+   v of each head, then the gate. Its state is the window [width - 1][channels] of the convolution, followed, but for a short convolution
+   alone, by a matrix [heads][key_dim][value_dim]; a scan is one head of all channels. */
+enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV, RECUR_SCAN, RECUR_LIGHTNING };
 #define MOST_TAPS 8   /* inputs of a convolution */
 #define MOST_KEYS 256 /* dimensions of a key */
 typedef struct {
@@ -41,10 +42,11 @@ typedef struct {
     ShoalWeight select, widen; /* of a scan: x to r, B and C; r to dt */
     const float *into_scale, *into_bias, *out_bias; /* factors of the projection's rows, before the bias; or NULL */
     const float *conv, *conv_bias; /* [width][channels], the last row for a token's own input; [channels], or NULL */
-    const float *rate;  /* [heads], in a scan [key_dim][channels]: what the step is multiplied by, without its sign in a gated delta rule */
+    const float *rate;  /* [heads], in a scan [key_dim][channels]: what the step is multiplied by, without its sign in a gated delta rule; the
+                         decays themselves in lightning attention */
     const float *bias;  /* [heads][decays], in a scan [channels], added to f or dt */
     const float *skip;  /* [heads], in a scan [channels]: share of x in its output; of Mamba-2 and Mamba alone */
-    const float *norm;  /* [value_dim], or in Mamba-2 [heads][value_dim], or NULL; in a scan of r, B and C, each by itself */
+    const float *norm;  /* [value_dim], or in Mamba-2 and lightning attention [heads][value_dim], or NULL; in a scan of r, B and C, each by itself */
     int32_t kind, width, channels, heads;
     int32_t groups;     /* of heads that share keys: of q and k, or of B and C */
     int32_t key_dim, value_dim;
@@ -94,6 +96,8 @@ typedef struct {
     float attention_cap, logit_cap; /* soft caps of scores and logits; 0: none */
     float gate_scale;               /* factor of an MLP's gate before its activation */
     float out_scales[3];            /* factors of what attention, a recurrence and an MLP add, beside residual_scale */
+    int32_t keeps;                  /* whether a sublayer adds to its normed inputs, times kept, in place of the states */
+    float kept[3];                  /* by sublayer like out_scales */
     int32_t gated_attention;        /* whether attention's outputs are multiplied by sigmoids of the rows of qkv after those of q */
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
     int32_t experts, top, expert_ffn; /* the most of any layer; 0: there are none */
