@@ -56,6 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name of a family -> model type and what its config needs beyond the common settings."""
 
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10}
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {**_GROUPED, **_HEAD_DIM}),
     "olmo3": ("olmo3", {**_GROUPED, "sliding_window": WINDOW}),
@@ -65,6 +66,8 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {**_GROUPED, **_HEAD_DIM}),
     "glm4": ("glm4", {**_GROUPED, **_HEAD_DIM}),
     "helium": ("helium", {**_GROUPED, **_HEAD_DIM}),
+    "minicpm3": ("minicpm3", {**_UNGROUPED, "num_key_value_heads": 4, **_LATENT, "q_lora_rank": 20, "scale_emb": 3,
+                              "scale_depth": 1.5, "dim_model_base": 24, "tie_word_embeddings": False}),
 }
 """More of them, close to those above, for tests of what they add to the packed block."""
 
@@ -74,7 +77,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**_GROUPED, **_HEAD_DIM, **_LINEAR}),
     "kimi_linear": ("kimi_linear", {**_UNGROUPED, "linear_num_heads": 4, "linear_head_dim": 8, "kv_lora_rank": 16,
                                     "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-                                    "v_head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4,
+                                    "v_head_dim": 8, "moe_intermediate_size": 16, "num_experts": 6,
                                     "num_experts_per_token": 2,
                                     "layer_types": ["linear_attention", "full_attention"] * 2}),
     "mamba": ("mamba", {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 8}),
@@ -122,6 +125,16 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {**_GROUPED, **_HEAD_DIM, "n_routed_experts": 8, "num_experts_per_tok": 3,
                               "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
                               "routed_scaling_factor": 1.5}),
+    "deepseek_v2": ("deepseek_v2", {**_UNGROUPED, **_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3,
+                                    "moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_replace": 1,
+                                    "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                                    "routed_scaling_factor": 1.5}),
+    "deepseek_v3": ("deepseek_v3", {**_UNGROUPED, **_LATENT, "num_key_value_heads": 4, "q_lora_rank": 20,
+                                    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+                                    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+                                    "routed_scaling_factor": 1.5}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_UNGROUPED, "num_key_value_heads": 4, **_LATENT, "q_lora_rank": 20,
+                                        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "ernie4_5_moe": ("ernie4_5_moe", {**_GROUPED, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 16,
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
 }
@@ -131,6 +144,11 @@ MIXED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {**_UNGROUPED, "num_key_value_heads": 2, **_HEAD_DIM, **_LINEAR, **_BESIDE}),
     "lfm2_moe": ("lfm2_moe", {**_GROUPED, **_EXPERTS, "num_dense_layers": 1,
                               "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "bailing_hybrid": ("bailing_hybrid", {**_UNGROUPED, "num_key_value_heads": 4, **_HEAD_DIM, "kv_lora_rank": 16,
+                                          "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10,
+                                          "num_experts": 8, "num_experts_per_token": 3, "num_expert_group": 4,
+                                          "topk_group": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+                                          "layer_types": ["linear_attention", "full_attention"] * 2}),
     "granite4_moe": ("granitemoehybrid", {**_GROUPED, **_MAMBA, "intermediate_size": 16, "shared_intermediate_size": 24,
                                           "num_local_experts": 6, "num_experts_per_tok": 3,
                                           "layer_types": ["mamba", "mamba", "attention", "mamba"]}),
@@ -139,7 +157,7 @@ MIXED_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 if not hasattr(cache_utils, "LinearAttentionLayer"):
     RECURRENT = RECURRENT_RELATIVES = MIXED_RECURRENT = {}
 PACKED_RECURRENT = tuple(name for name in ("qwen3_5", "mamba", "mamba2", "granite4", "nemotron_h", "falcon_h1",
-                                           "lfm2", "minimax", *RECURRENT_RELATIVES, *MIXED_RECURRENT)
+                                           "lfm2", "minimax", "kimi_linear", *RECURRENT_RELATIVES, *MIXED_RECURRENT)
                          if RECURRENT and name != "recurrent_gemma")
 """Those whose layers the packed executor has."""
 
@@ -214,7 +232,7 @@ def _build(family: str, seed: int, dtype: torch.dtype, layers: int, overrides: d
 
 
 def _extra(family: str) -> dict[str, Any]:
-    eager = family in ("mixtral", "minimax", *MIXTURES, *MIXED_RECURRENT)
+    eager = family in ("mixtral", "minimax", "kimi_linear", *MIXTURES, *MIXED_RECURRENT)
     return {"experts_implementation": "eager"} if eager else {}
 
 

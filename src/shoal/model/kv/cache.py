@@ -330,7 +330,7 @@ def _look(layer: KVLayer, seq: int, first: int, length: int) -> LayerCopy:
         states = {at: state for at, state in layer.known(seq).items() if at <= length}
     span, lent = slice(start - before, length - before), layer.lent[seq]
     if lent is not None and span.start < lent.slots:
-        stores = layer.read(seq, span.stop, lent.pieces[0][0].dtype)
+        stores = layer.parts(seq, span.stop, lent.pieces[0][0].dtype)
     elif layer.keys is None or layer.values is None:
         return LayerCopy(None, None, start, layer.window, states)
     else:

@@ -68,7 +68,12 @@ def slot_bytes(form: KVForm, sizes: KVSizes, dtype: torch.dtype) -> int:
     import torch
 
     sides = zip(forms_of(form), sizes[1:], strict=True)
-    return sum(part.nbytes for one, dim in sides for part in one.encode(torch.zeros(sizes[0], 1, dim, dtype=dtype)))
+    return sum(part.nbytes for one, dim in sides for part in _encoded(one, torch.zeros(sizes[0], 1, dim, dtype=dtype)))
+
+
+def _encoded(form: KVForm, values: Tensor) -> tuple[Tensor, ...]:
+    """Values in their form; those of no dimensions, which lie in the keys, as they are."""
+    return form.encode(values) if values.shape[-1] else (values,)
 
 
 class EncodedSequence:
@@ -107,7 +112,7 @@ class EncodedSequence:
         slots = max(slots, self._reserve)
         heads, *dims = sizes
         self._dims = dims
-        samples = [form.encode(like.new_zeros(heads, 1, dim)) for form, dim in zip(self._sides, dims, strict=True)]
+        samples = [_encoded(form, like.new_zeros(heads, 1, dim)) for form, dim in zip(self._sides, dims, strict=True)]
         self.keys, self.values = (tuple(part.repeat(1, slots, *[1] * (part.ndim - 2)) for part in parts)
                                   for parts in samples)
         self.capacity = slots
@@ -125,14 +130,14 @@ class EncodedSequence:
     def write(self, at: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [heads, n, head_dim] to the slots from `at` on; there must be room."""
         for form, parts, new in zip(self._sides, (self.keys, self.values), (keys, values), strict=True):
-            for part, encoded in zip(parts, form.encode(new), strict=True):
+            for part, encoded in zip(parts, _encoded(form, new), strict=True):
                 part[:, at : at + new.shape[1]] = encoded
 
     def read(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [heads, slots, head_dim] of the first slots."""
         sides = zip(self._sides, (self.keys, self.values), self._dims, strict=True)
-        keys, values = (form.decode([part[:, :slots] for part in parts])[..., :dim].to(dtype)
-                        for form, parts, dim in sides)
+        keys, values = (form.decode([part[:, :slots] for part in parts])[..., :dim].to(dtype) if dim
+                        else parts[0][:, :slots].to(dtype) for form, parts, dim in sides)
         return keys, values
 
     def clear(self) -> None:

@@ -11,6 +11,8 @@ slots of a sequence may be rewritten: fewer or other slots, with a bias on their
 *slots* than *positions*, and `starts` counts the difference. A sequence may also store slots outside its place, in
 another form: all of them, or only the first ones, which have *settled*; the others stay in the place. The first ones
 may also be *lent* to it, in memory that other sequences read too.
+
+Values of no dimensions lie in the keys: what attention reads of a slot is then one vector, key and value at once.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ class KVLayer:
         for seq, count in zip(seqs, counts, strict=True):
             self.scratch[seq] += count
         index = torch.tensor(seqs, device=keys.device) if span is None else span
-        return self.keys[index, :, :slots], self.values[index, :, :slots]
+        return _both(self.keys[index, :, :slots], self.values[index, :, :slots])
 
     def _append_apart(
         self, keys: Tensor, values: Tensor, seqs: Sequence[int], counts: Sequence[int]
@@ -126,8 +128,8 @@ class KVLayer:
         for index, (seq, end, count) in enumerate(zip(seqs, ends, counts, strict=True)):
             self._put(seq, end - count, keys[index, :, :count], values[index, :, :count])
             self.scratch[seq] += count
-            all_keys[index, :, :end], all_values[index, :, :end] = self.read(seq, end, keys.dtype)
-        return all_keys, all_values
+            all_keys[index, :, :end], all_values[index, :, :end] = self.parts(seq, end, keys.dtype)
+        return _both(all_keys, all_values)
 
     def count(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
         """Note scratch entries of a layer without attention, which stores nothing of them."""
@@ -146,6 +148,10 @@ class KVLayer:
 
     def read(self, seq: int, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [heads, slots, head_dim] of the sequence's first slots; may be views of the storage."""
+        return _both(*self.parts(seq, slots, dtype))
+
+    def parts(self, seq: int, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same as it is stored: values of no dimensions stay such."""
         own = self.encoded[seq]
         if own is not None:
             return own.read(slots, dtype)
@@ -342,9 +348,14 @@ class KVLayer:
             bias: [heads, n], added to the scores of every query, stored in float32; None for nothing.
 
         Raises:
-            ValueError: as in `keep_slots`, or the bias has another shape.
+            ValueError: as in `keep_slots`, the bias has another shape, or values that lie in the keys are others.
         """
         count, sizes = keys.shape[1], tuple(keys.shape[:2])
+        if self.values is not None and not self.values.shape[3]:
+            if not torch.equal(keys, values):
+                raise ValueError("the values of this layer lie in its keys (latent attention), so that both can only be "
+                                 "rewritten alike")
+            values = values[..., :0]
         self._check_rewrite(seq, count)
         if bias is not None and tuple(bias.shape) != sizes:
             raise ValueError(f"the bias is {list(bias.shape)}; it must be {list(sizes)}: heads and slots")
@@ -540,6 +551,11 @@ class KVLayer:
 
     def _extra_bytes(self, seq: int) -> int:
         return sum(one.nbytes for one in (self.encoded[seq], self.settled[seq], self.bias[seq]) if one is not None)
+
+
+def _both(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as attention reads them."""
+    return keys, values if values.shape[-1] else keys
 
 
 def _moved(store: Tensor, held: Sequence[int], firsts: Sequence[int], max_seqs: int, capacity: int) -> Tensor:

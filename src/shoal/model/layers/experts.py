@@ -28,8 +28,8 @@ class Routing:
         normalised: whether the weights, which are the scores of the chosen, are divided by their sum.
         added, least: what is added to that sum, and its lower bound after that.
         scale: factor of the weights.
-        groups, top_groups: equal groups of experts, and how many of them a token's experts may be of. A group counts by
-            its two best experts.
+        groups, top_groups: equal groups of experts, and how many of them a token's experts may be of.
+        best: by how many of its best experts a group counts.
     """
 
     count: int
@@ -41,6 +41,7 @@ class Routing:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    best: int = 2
 
     def __post_init__(self) -> None:
         if not 1 <= self.top <= self.count:
@@ -48,6 +49,8 @@ class Routing:
         if self.groups < 1 or self.count % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ValueError(f"{self.top_groups} of {self.groups} groups of {self.count} experts; groups must divide "
                              "the experts, and at least one be chosen")
+        if self.best not in (1, 2):
+            raise ValueError(f"a group counts by its {self.best} best experts; it must be 1 or 2")
         if self.top > self.top_groups * (self.count // self.groups):
             raise ValueError(f"{self.top_groups} groups of {self.count // self.groups} experts have fewer than the "
                              f"{self.top} that a token runs")
@@ -74,7 +77,7 @@ class Routing:
     def _within(self, wanted: Tensor) -> Tensor:
         """Whether an expert is of a chosen group, bool [n, count]."""
         grouped = wanted.unflatten(-1, (self.groups, -1))
-        best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        best = grouped.topk(min(self.best, grouped.shape[-1]), dim=-1).values.sum(-1)
         seen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _first(best, self.top_groups), True)
         return seen.repeat_interleave(grouped.shape[-1], -1)
 

@@ -19,7 +19,8 @@ from shoal.model.packed.weights import Layer
 
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the new tokens to outputs [T, heads, head_dim]; of
-differential attention, k and v are those of pairs of heads, and so are the outputs. A layer that reads the keys and
+differential attention, k and v are those of pairs of heads, and so are the outputs; of latent attention, v has no
+dimensions, since values lie in k. A layer that reads the keys and
 values of another one has no k and v."""
 
 
@@ -34,6 +35,8 @@ def attention(
     """
     q, k, v, gate = projected(x, layer, shape, dtype, tables)
     mixed = attend(q, k, v)
+    if layer.latent is not None:
+        mixed = layer.latent.opened(mixed)
     if gate is not None:
         mixed = mixed * torch.sigmoid(gate)
     out = applied(layer.out, mixed.reshape(len(x), -1), layer.out_bias).to(x.dtype)
@@ -50,7 +53,13 @@ def projected(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Q, k and v as `Attend` takes them, and the gate of the outputs, or None, of the stream `x` [T, hidden]."""
     normed = _norm(x, layer.attention_norm, shape.eps, layer.attention_norm_bias).to(dtype)
-    qkv = applied(layer.qkv, normed, layer.qkv_bias).view(len(x), -1, shape.head_dim)
+    lines = applied(layer.qkv, normed, layer.qkv_bias)
+    if layer.latent is not None:
+        q, k, gate = layer.latent.split(lines)
+        if tables is not None:
+            q, k = rotate(q, *tables), rotate(k, *tables)
+        return q, k, k[..., :0], gate
+    qkv = lines.view(len(x), -1, shape.head_dim)
     sizes = [shape.heads] * (1 + shape.gated_attention)
     q, *rest = qkv.split([*sizes, *[shape.kv_heads] * (2 if qkv.shape[1] > sum(sizes) else 0)], dim=1)
     gate = rest.pop(0) if shape.gated_attention else None

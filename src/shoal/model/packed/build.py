@@ -18,6 +18,7 @@ from shoal.model.gguf.source import GgufSource
 from shoal.model.modules import quantised_by
 from shoal.model.packed import native
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES
+from shoal.model.packed.latent import LatentRows
 from shoal.model.packed.linear import Blocked, Dense, Linear, Quant, Stacked, pack
 from shoal.model.packed.native_runner import NativeRunner, fits_kernels, pack_for
 from shoal.model.packed.repacked import Repacked
@@ -27,9 +28,10 @@ from shoal.model.packed.source import (
     FewerLayers,
     GatesBelow,
     HalvesPaired,
+    PUBLISHED,
     KeyHeadsApart,
     ModelSource,
-    OlmoHybridNames,
+    PublishedNames,
     Source,
 )
 from shoal.model.packed.weights import DTYPES, Pack, Packer, PackFile, Role, check_names
@@ -117,13 +119,13 @@ class NativeFilePacker:
 
 
 def file_packer(
-    source: GgufSource, dtype: torch.dtype, kernels: bool, gates: GatesBelow | None
+    source: GgufSource, dtype: torch.dtype, kernels: bool, ordered: GatesBelow | LatentRows | None
 ) -> tuple[PackFile, Repacked | None]:
     """The packer of a file's matrices, and what keeps repacked ones on disk: call its `finish` when all are packed."""
     def read(name: str) -> Blocks:
         """The blocks of a matrix, its rows in the order of the packed layer."""
         blocks = source.blocks(name)
-        rows = None if gates is None else gates.order(name, len(blocks.data))
+        rows = None if ordered is None else ordered.order(name, len(blocks.data))
         return blocks if rows is None else blocks.select(rows)
 
     if not kernels:
@@ -150,16 +152,18 @@ def build(
     file, plain = source.source if isinstance(source, FewerLayers) else source, source
     if config.get_text_config().model_type == "qwen3_next" and not isinstance(file, GgufSource):
         source = _apart(config.get_text_config(), source)
-    if config.model_type == "olmo_hybrid" and not isinstance(plain, ModelSource):
-        source = OlmoHybridNames(source)
+    if config.model_type in PUBLISHED and not isinstance(plain, ModelSource | GgufSource):
+        source = PublishedNames(source, PUBLISHED[config.model_type])
     if not isinstance(plain, ModelSource):  # a loaded model needs no check
         check_unquantised(config)
         check_names(config, shape, source)
     if shape.interleaved:
         source = HalvesPaired(source, shape.head_dim, shape.rotary_dim)
-    gates = None
+    ordered: GatesBelow | LatentRows | None = None
     if shape.gated_attention:
-        source = gates = GatesBelow(source, shape.head_dim)
+        source = ordered = GatesBelow(source, shape.head_dim)
+    if shape.latent is not None:
+        source = ordered = LatentRows(source, config.get_text_config())
     rotary = RotaryTable(config, device, dtype if dtype == torch.float64 else torch.float32)
     kernels = kernels and fits_kernels(shape, dtype, device) and native.available()
     pack_one: Pack = partial(pack, quant=quant)
@@ -167,7 +171,7 @@ def build(
         pack_one = partial(pack_for, quant=quant, arena=native.Arena())
     pack_file, kept = None, None
     if isinstance(file, GgufSource) and quant is None and device.type == "cpu":
-        pack_file, kept = file_packer(file, dtype, kernels, gates)
+        pack_file, kept = file_packer(file, dtype, kernels, ordered)
         if isinstance(plain, FewerLayers):
             pack_file = partial(_pack_original, plain, pack_file)
     with ExitStack() as undone:

@@ -116,6 +116,32 @@ def _glm(text: Any) -> Routing:
                    top_groups=text.topk_group)
 
 
+def _deepseek_v2(text: Any) -> Routing:
+    if text.topk_method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method is {text.topk_method!r}; it must be 'greedy' or 'group_limited_greedy'")
+    groups = (text.n_group, text.topk_group) if text.topk_method != "greedy" else (1, 1)
+    return Routing(text.n_routed_experts, text.num_experts_per_tok, normalised=False,
+                   scale=float(text.routed_scaling_factor), groups=groups[0], top_groups=groups[1], best=1)
+
+
+def _kimi(text: Any) -> Routing:
+    return Routing(text.num_experts, text.num_experts_per_tok, sigmoid=True, normalised=bool(text.norm_topk_prob),
+                   added=1e-20, scale=float(text.routed_scaling_factor), groups=text.n_group,
+                   top_groups=text.topk_group)
+
+
+def _first_dense(text: Any, layer: int) -> bool:
+    return bool(layer >= text.first_k_dense_replace)
+
+
+def _listed(text: Any, layer: int) -> bool:
+    return bool(text.mlp_layer_types[layer] == "sparse")
+
+
+def _beside(text: Any) -> int:
+    return int(text.moe_intermediate_size * text.n_shared_experts)
+
+
 def _ernie(text: Any) -> Routing:
     return Routing(text.moe_num_experts, text.moe_k, least=float(text.moe_norm_min))
 
@@ -144,6 +170,7 @@ _LFM2 = ExpertNames(
     ("feed_forward.experts.{}.w1.weight", "feed_forward.experts.{}.w3.weight", "feed_forward.experts.{}.w2.weight"),
     ("feed_forward.expert_bias",))
 _GLM = ExpertNames(bias=("mlp.gate.e_score_correction_bias",), shared="mlp.shared_experts.")
+_KIMI = replace(_GLM, apart=("mlp.experts.{}.w1.weight", "mlp.experts.{}.w3.weight", "mlp.experts.{}.w2.weight"))
 _ERNIE = replace(_GLM, bias_rows=(1,), bias=("mlp.gate.moe_statics.e_score_correction_bias",
                                              "mlp.moe_statics.e_score_correction_bias"))
 
@@ -154,9 +181,12 @@ EXPERTS: Mapping[str, ExpertKind] = MappingProxyType({
     "minimax": ExpertKind(_MIXTRAL, _softmax, width=lambda text: int(text.intermediate_size)),
     "olmoe": ExpertKind(ExpertNames(), _softmax, width=lambda text: int(text.intermediate_size)),
     "granitemoe": ExpertKind(_GRANITE, _softmax, width=lambda text: int(text.intermediate_size)),
-    "glm4_moe": ExpertKind(
-        _GLM, _glm, lambda text, layer: layer >= text.first_k_dense_replace, biased=lambda text: True,
-        shared=lambda text: int(text.moe_intermediate_size * text.n_shared_experts)),
+    **dict.fromkeys(("glm4_moe", "deepseek_v3"), ExpertKind(
+        _GLM, _glm, _first_dense, biased=lambda text: True, shared=_beside)),
+    "deepseek_v2": ExpertKind(_GLM, _deepseek_v2, _first_dense, shared=_beside),
+    "glm4_moe_lite": ExpertKind(_GLM, _glm, _listed, biased=lambda text: True, shared=_beside),
+    "kimi_linear": ExpertKind(_KIMI, _kimi, _listed, biased=lambda text: True, shared=_beside),
+    "bailing_hybrid": ExpertKind(_GLM, _kimi, _listed, biased=lambda text: True, shared=_beside),
     "ernie4_5_moe": ExpertKind(
         _ERNIE, _ernie, lambda text, layer: (layer + 1) % text.moe_layer_interval == 0
         and text.moe_layer_start_index <= layer <= text.moe_layer_end_index, biased=lambda text: True,

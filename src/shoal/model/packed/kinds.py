@@ -14,8 +14,8 @@ from typing import Any, Literal
 from shoal.model.config import layer_types
 
 MixerName = Literal["attention", "differential_attention", "gated_delta", "mamba2", "mamba", "short_conv",
-                    "rg_lru", "gated_memory", "lightning"]
-ATTENTIONS = ("attention", "differential_attention")
+                    "rg_lru", "gated_memory", "lightning", "latent_attention"]
+ATTENTIONS = ("attention", "differential_attention", "latent_attention")
 """Mixers that read keys and values. The others are recurrences, which keep a state, but for "gated_memory"."""
 
 
@@ -151,17 +151,22 @@ _SAMBAY = ModelKind(MappingProxyType({
 }), Names(final_norm="final_layernorm", mixer="attn.", attention="attn.", qkv="Wqkv", out="out_proj", joined="fc1",
           down="fc2"), layer_norms=True)
 
+_LATENT = ModelKind(MappingProxyType({"": LayerKind(("latent_attention",))}))
 LLAMA: Mapping[str, ModelKind] = MappingProxyType({
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma",
                      "seed_oss", "glm", "helium"), ModelKind()),
     **dict.fromkeys(("gemma2", "gemma3_text"), _same(_SANDWICH)),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _same(_AFTER)),
     "glm4": _same(Norms(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")),
+    "minicpm3": _LATENT,
 })
 """Model types whose layers are all attention and a gated MLP by Llama's names: the kernels run them."""
 
-MIXTURES: Mapping[str, ModelKind] = MappingProxyType(dict.fromkeys(
-    ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe"), ModelKind()))
+MIXTURES: Mapping[str, ModelKind] = MappingProxyType({
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe"),
+                    ModelKind()),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
+})
 """Model types whose layers are attention and experts, or in some layers a gated MLP."""
 
 _LFM2 = _with("short_conv", Norms("operator_norm", "ffn_norm"), Names(
@@ -187,6 +192,9 @@ HYBRIDS: Mapping[str, ModelKind] = MappingProxyType({
     "mamba2": ModelKind(MappingProxyType({"": LayerKind(("mamba2",), False, _ALONE)}), _MAMBA),
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelKind(
         MappingProxyType({"": LayerKind(("mamba",), False, _ALONE)}), _MAMBA)),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), ModelKind(
+        MappingProxyType({"": LayerKind(("gated_delta",)), "full_attention": LayerKind(("latent_attention",))}),
+        Names(mixer="self_attn."))),
     "minimax": _with("lightning", Norms(), Names(mixer="self_attn.")),
     "phi4flash": _SAMBAY,
     "recurrent_gemma": ModelKind(

@@ -24,6 +24,8 @@ from shoal.model.layers.short_conv import ShortConv
 from shoal.model.packed.kinds import MixerName
 from shoal.model.packed.linear import Linear
 
+_CHANNELWISE = ("kimi_linear", "bailing_hybrid")
+"""Model types whose gated delta rule has a decay per channel."""
 Sizes = dict[str, tuple[int, ...]]
 """Names below the mixer -> shapes."""
 
@@ -76,6 +78,8 @@ class Form:
 
 
 def _delta_sizes(text: Any) -> Sizes:
+    if text.model_type in _CHANNELWISE:
+        return _channelwise_sizes(text)
     hidden, heads, value = text.hidden_size, text.linear_num_value_heads, text.linear_value_head_dim
     key, values = text.linear_num_key_heads * text.linear_key_head_dim, heads * value
     shared: Sizes = {"conv1d.weight": (2 * key + values, 1, text.linear_conv_kernel_dim), "dt_bias": (heads,),
@@ -90,6 +94,8 @@ def _delta_sizes(text: Any) -> Sizes:
 
 
 def _delta(text: Any, read: Read) -> GatedDelta:
+    if text.model_type in _CHANNELWISE:
+        return _channelwise(text, read)
     olmo = text.model_type == "olmo_hybrid"
     into = tuple(f"{one}_proj" for one in "qkvgba") if olmo else tuple(f"in_proj_{one}" for one in ("qkv", *"zba"))
     norm, out, eps = ("o_norm", "o_proj", 1e-5) if olmo else ("norm", "out_proj", text.rms_norm_eps)
@@ -98,6 +104,34 @@ def _delta(text: Any, read: Read) -> GatedDelta:
         read.vector("A_log").exp()[:, None], read.vector("dt_bias")[:, None], read.vector(f"{norm}.weight"), eps,
         doubled=olmo and text.linear_allow_neg_eigval, by_turns=read.by_turns,
     )
+
+
+def _channelwise_sizes(text: Any) -> Sizes:
+    """Kimi Delta Attention, in Kimi Linear and in Ling 3 (bailing_hybrid)."""
+    hidden, heads, size = text.hidden_size, text.linear_num_heads, text.linear_head_dim
+    wide, kimi = heads * size, text.model_type == "kimi_linear"
+    gates: Sizes = {"g_proj.weight": (wide, hidden), "forget_gate.f_proj.weight": (wide, hidden)}
+    if kimi:
+        gates = {f"{name}_a_proj.weight": (size, hidden) for name in ("g", "forget_gate.f")}
+        gates |= {f"{name}_b_proj.weight": (wide, size) for name in ("g", "forget_gate.f")}
+    return {**{f"{name}_proj.weight": (wide, hidden) for name in "qkv"}, "b_proj.weight": (heads, hidden), **gates,
+            "conv1d.weight": (3 * wide, 1, text.linear_conv_kernel_dim), "forget_gate.dt_bias": (wide,),
+            "forget_gate.A_log": (1, 1, heads, 1) if kimi else (heads,), "o_norm.weight": (size,),
+            "o_proj.weight": (hidden, wide)}
+
+
+def _channelwise(text: Any, read: Read) -> GatedDelta:
+    kimi, heads = text.model_type == "kimi_linear", text.linear_num_heads
+    gates = ("b_proj", "g_a_proj", "forget_gate.f_a_proj") if kimi else ("g_proj", "b_proj", "forget_gate.f_proj")
+    into, out = read.projection("q_proj", "k_proj", "v_proj", *gates), read.projection("o_proj")
+    low_rank = None
+    if kimi:
+        low_rank = read.projection("g_b_proj").matrix, read.projection("forget_gate.f_b_proj").matrix
+    bound = None if kimi or not text.kda_safe_gate else float(text.kda_lower_bound)
+    return GatedDelta(
+        into, out, heads, _conv(read, "conv1d"), read.vector("forget_gate.A_log").exp().view(-1, 1),
+        read.vector("forget_gate.dt_bias").view(heads, -1), read.vector("o_norm.weight"), text.rms_norm_eps, "sigmoid",
+        bound=bound, low_rank=low_rank)
 
 
 def _conv(read: Read, name: str, *, biased: bool = False) -> Convolution:

@@ -21,13 +21,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING a
 
 from shoal.errors import Unsupported
 from shoal.model.config import widths_of, windows_of
+from shoal.model.layers.latent import LatentSizes
 from shoal.model.packed.experts import ExpertShape, expert_shape, with_experts
 from shoal.model.packed.kinds import HYBRIDS, MIXTURES, MODELS, LayerKind, Names
+from shoal.model.packed.latent import latent_scale, latent_sizes
 from shoal.model.sambay import OWN_CONFIGS
 
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "gemma", "gemma2", "gemma3_text",
-    "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium",
+    "olmo2", "olmo3", "exaone4", "seed_oss", "glm", "glm4", "helium", "minicpm3",
 )  # fmt: skip
 """Values of `model_type` whose block is the packed one, besides `MIXTURES` and `HYBRIDS`."""
 
@@ -73,6 +75,7 @@ class Shape:
         kept: factors of the normed states to which attention, a recurrence and the MLP add, instead of adding to the
             states themselves (MiniMax-01, arXiv 2501.08313, section 2.2); None for the states.
         experts: those of the layers whose kinds say that they have any; None if no layer has.
+        latent: sizes of latent attention, whose `head_dim` is of what it stores of a token, with one key-value head.
         layer_norms: whether the norms are LayerNorms with biases.
         sources: per layer, the one whose keys and values, or whose memory, it reads, or None; empty if no layer does.
     """
@@ -107,6 +110,7 @@ class Shape:
     out_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
     kept: tuple[float, float, float] | None = None
     experts: ExpertShape | None = None
+    latent: LatentSizes | None = None
     layer_norms: bool = False
     sources: tuple[int | None, ...] = ()
 
@@ -136,7 +140,12 @@ class Shape:
             return 0, 0, 0
         if "differential_attention" in kind.mixers:  # heads in pairs
             return self.kv_heads // 2, 2 * self.head_dim, 2 * self.head_dim
-        return self.kv_heads, self.head_dim, self.head_dim
+        return self.kv_heads, self.head_dim, self.value_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a stored value; 0 if values lie in the keys."""
+        return 0 if self.latent is not None else self.head_dim
 
     def kind(self, layer: int) -> LayerKind:
         """What a layer is made of."""
@@ -151,7 +160,7 @@ class Shape:
     def plain(self) -> bool:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
-        whole = whole and not self.in_torch and self.kept is None
+        whole = whole and not self.in_torch and self.kept is None and self.latent is None
         return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property
@@ -188,20 +197,21 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         raise _misfit(text, "its matrices have biases (use_bias)")
     kinds, ffns = with_experts(text, *_dense(text, MODELS[text.model_type].of(text)))
     attends = any(kind.attends for kind in kinds)
-    head_dim = head_dim_of(text) if attends else 0
+    latent = latent_sizes(text) if any("latent_attention" in kind.mixers for kind in kinds) else None
+    head_dim = 0 if not attends else head_dim_of(text) if latent is None else latent.line
     heads = text.num_attention_heads if attends else 0
     shape = Shape(
         hidden=text.hidden_size,
         ffns=ffns,
         heads=heads,
-        kv_heads=(getattr(text, "num_key_value_heads", None) or heads) if attends else 0,
+        kv_heads=1 if latent is not None else (getattr(text, "num_key_value_heads", None) or heads) if attends else 0,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * next(iter(ropes.values()), {}).get("partial_rotary_factor", 1.0)),
+        rotary_dim=_rotary_dim(head_dim, latent, ropes),
         vocab=text.vocab_size,
         num_layers=text.num_hidden_layers,
         eps=next(getattr(text, name) for name in _EPS if hasattr(text, name)),
-        attention_scale=_attention_scale(text, head_dim),
-        residual_scale=getattr(text, "residual_multiplier", 1.0),
+        attention_scale=_attention_scale(text, head_dim) if latent is None else latent_scale(text),
+        residual_scale=_residual_scale(text),
         embedding_scale=_embedding_scale(text, dtype),
         logit_scale=1 / getattr(text, "logits_scaling", 1.0),
         activation=activations[activation],
@@ -218,6 +228,7 @@ def shape_of(config: Any, dtype: torch.dtype = torch.float64) -> Shape:
         names=MODELS[text.model_type].names,
         gated_attention=MODELS[text.model_type].gated_attention,
         experts=expert_shape(text),
+        latent=latent,
         layer_norms=MODELS[text.model_type].layer_norms,
         sources=MODELS[text.model_type].sources(text),
     )
@@ -286,6 +297,20 @@ def _lfm2_width(text: Any) -> int:
     return int(-(-int(text.block_ffn_dim_multiplier * width) // block) * block)
 
 
+def _rotary_dim(head_dim: int, latent: LatentSizes | None, ropes: dict[str | None, dict[str, Any]]) -> int:
+    """How many dimensions of a head are rotated."""
+    rope = next(iter(ropes.values()), {})
+    if latent is not None:
+        return latent.rotated if rope else 0
+    return int(head_dim * rope.get("partial_rotary_factor", 1.0))
+
+
+def _residual_scale(text: Any) -> float:
+    if text.model_type == "minicpm3":
+        return float(text.scale_depth / text.num_hidden_layers**0.5)
+    return float(getattr(text, "residual_multiplier", 1.0))
+
+
 def _attention_scale(text: Any, head_dim: int) -> float:
     plain = getattr(text, "query_pre_attn_scalar", head_dim)
     return float(getattr(text, "attention_multiplier", plain**-0.5 if plain else 1.0))
@@ -294,7 +319,7 @@ def _attention_scale(text: Any, head_dim: int) -> float:
 def _embedding_scale(text: Any, dtype: torch.dtype) -> float:
     if text.model_type in _GEMMA:
         return torch.tensor(text.hidden_size**0.5, dtype=torch.float64).to(dtype).item()
-    return float(getattr(text, "embedding_multiplier", 1.0))
+    return float(getattr(text, "scale_emb" if text.model_type == "minicpm3" else "embedding_multiplier", 1.0))
 
 
 def _rotary(text: Any, kinds: list[str | None]) -> tuple[int | None, ...]:

@@ -7,7 +7,9 @@ import re
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +23,29 @@ _NUMBERED = re.compile(r"((?:[^.]+\.)*?)(\d+)(\..+)")
 """The name of a layer's tensor: the part before the layer's number, the number, and the rest."""
 
 
-_OLMO_NORMS = (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm"))
-_OLMO_CONV, _OLMO_CONVS = "linear_attn.conv1d.weight", tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
+@dataclass(frozen=True)
+class Published:
+    """How a model type's published checkpoints name what transformers' modules have.
+
+    Attributes:
+        parts: pairs of transformers' part of a name and theirs.
+        mixer: of the recurrence, below which they have the convolutions of q, k and v apart.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    mixer: str
+
+
+_FORGET = tuple((f".forget_gate.{part}", f".{part}") for part in ("f_a_proj", "f_b_proj", "f_proj", "dt_bias", "A_log"))
+PUBLISHED: Mapping[str, Published] = MappingProxyType({
+    "olmo_hybrid": Published((("input_layernorm", "attention_layer_norm"),
+                              ("post_attention_layernorm", "feedforward_layer_norm")), "linear_attn."),
+    "kimi_linear": Published((*_FORGET, (".mlp.", ".block_sparse_moe.")), "self_attn."),
+    "bailing_hybrid": Published((
+        ("model.embed_tokens.", "model.word_embeddings."), (".o_proj.", ".dense."), (".self_attn", ".attention"),
+        (".gate.e_score_correction_bias", ".gate.expert_bias"), *_FORGET), "self_attn."),
+})
+"""Model types whose checkpoints use other names, which transformers changes as it loads them."""
 
 
 class Source(Protocol):
@@ -161,17 +184,16 @@ class GatesBelow(ChangedSource):
         return torch.arange(rows).view(-1, 2, self._head_dim).transpose(0, 1).flatten()
 
 
-class OlmoHybridNames(ChangedSource):
-    """OLMo hybrid by transformers' names: published checkpoints name norms otherwise, and split convolutions."""
+class PublishedNames(ChangedSource):
+    """A checkpoint by transformers' names."""
+
+    def __init__(self, source: Source, published: Published) -> None:
+        super().__init__(source)
+        self._published, self._conv = published, f"{published.mixer}conv1d.weight"
 
     @override
     def names(self) -> list[str]:
-        found = set()
-        for name in self._source.names():
-            for ours, theirs in (*_OLMO_NORMS, *((_OLMO_CONV, part) for part in _OLMO_CONVS)):
-                name = name.replace(theirs, ours)
-            found.add(name)
-        return sorted(found)
+        return sorted(set(map(self._ours, self._source.names())))
 
     @override
     def has(self, name: str) -> bool:
@@ -181,14 +203,28 @@ class OlmoHybridNames(ChangedSource):
         parts = [self._source[held] for held in self._held(name)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _ours(self, name: str) -> str:
+        """Transformers' name of a tensor of the checkpoint."""
+        for ours, theirs in reversed(self._published.parts):
+            name = name.replace(theirs, ours) if ours not in name else name
+        for part in "qkv":
+            name = name.replace(f"{part}_conv1d.weight", "conv1d.weight")
+        return name
+
     def _held(self, name: str) -> tuple[str, ...]:
         """The names in the checkpoint."""
         if self._source.has(name):
             return (name,)
-        if name.endswith(_OLMO_CONV):
-            return tuple(name.removesuffix(_OLMO_CONV) + part for part in _OLMO_CONVS)
-        return (next((other for ours, theirs in _OLMO_NORMS
-                      if ours in name and self._source.has(other := name.replace(ours, theirs))), name),)
+        names = (name,)
+        if name.endswith(self._conv):
+            names = tuple(name.removesuffix("conv1d.weight") + f"{part}_conv1d.weight" for part in "qkv")
+        return tuple(map(self._theirs, names))
+
+    def _theirs(self, name: str) -> str:
+        for ours, theirs in self._published.parts:
+            if not self._source.has(name):
+                name = name.replace(ours, theirs)
+        return name
 
 
 class KeyHeadsApart(ChangedSource):

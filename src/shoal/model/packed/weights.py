@@ -19,11 +19,13 @@ from shoal.model.gguf.source import GgufSource
 from shoal.model.layers.differential import LAMBDAS, Differential, differential
 from shoal.model.layers.experts import Mixture
 from shoal.model.layers.gated_memory import GatedMemory
+from shoal.model.layers.latent import LatentAttention, LatentSizes
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.experts import ExpertShape
 from shoal.model.packed.kinds import Names
+from shoal.model.packed.latent import EXPAND, NORM, QUERY_NORM, WIDEN, latent_names, reading
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
 from shoal.model.packed.shape import REMEDY, Shape
@@ -101,6 +103,8 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
         yield from _experts(shape.experts, kind.gated_mlp)
     if "differential_attention" in kind.mixers:
         yield from (_one(attention + name) for name in _differential_names(names))
+    elif "latent_attention" in kind.mixers and shape.latent is not None:
+        yield from (_one(attention + name) for name in latent_names(shape.latent, bool(text.attention_bias)))
     elif kind.attends:
         yield _joining([attention + part for part in _QKV], attention + names.qkv, model == "phi3")
     if kind.gated_mlp:
@@ -119,7 +123,8 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     if kind.attends and (model in _HEAD_NORMS or (model == "glm4_moe" and text.use_qk_norm)):
         yield from (_one(f"{attention}{norm}.weight") for norm in names.head_norms)
     if kind.attends:
-        yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out))
+        yield from (_one(f"{attention}{part}.bias") for part in _biased(text, names.out)
+                    if shape.latent is None or part not in _QKV)
     if kind.has_mlp and (model == "recurrent_gemma" or (model in _MLP_BIAS and text.mlp_bias)):
         yield from (_one(f"{mlp}{part}.bias") for part in (*names.gate_up[kind.plain_mlp :], names.down))
 
@@ -204,6 +209,7 @@ class Layer:
         attention_norm_bias, mlp_norm_bias: [hidden], biases of these norms, which then are LayerNorms, or None.
         differential: what differential attention has beside its matrices, or None.
         memory_unit: a gated memory unit instead of a recurrence, or None.
+        latent: latent attention's own parts, or None. Then the rows of `qkv` are those that its `split` takes.
     """
 
     qkv: Linear = field(default_factory=_nothing)
@@ -227,6 +233,7 @@ class Layer:
     mlp_norm_bias: Tensor | None = None
     differential: Differential | None = None
     memory_unit: GatedMemory | None = None
+    latent: LatentAttention[Linear] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -241,6 +248,8 @@ class Layer:
     def matrices(self) -> tuple[Linear, ...]:
         """All packed matrices."""
         held = [self.qkv, self.out, self.gate_up, self.down, *self.of_mixer]
+        if self.latent is not None:
+            held += [*self.latent.keys, *self.latent.values, *filter(None, [self.latent.widen])]
         if self.experts is not None:
             held += [self.experts.router, *self.experts.gate_up, *self.experts.down]
         return tuple(part for matrix in held if matrix.rows for part in parts_of(matrix))
@@ -305,6 +314,8 @@ class Packer:
         layer = Layer()
         if "differential_attention" in kind.mixers:
             self._differential(layer, index, name + self._shape.names.attention)
+        elif "latent_attention" in kind.mixers:
+            self._latent(layer, name + self._shape.names.attention)
         elif kind.attends:
             self._attention(layer, name + self._shape.names.attention)
         if kind.recurrence is not None:
@@ -338,6 +349,31 @@ class Packer:
                                       for norm, width in zip(shape.names.head_norms, (query, key), strict=True))
         layer.qkv_bias = self._joined_bias(qkv)
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+
+    def _latent(self, layer: Layer, name: str) -> None:
+        """Latent attention, whose last matrices of keys and values are split into those of each head."""
+        shape, sizes = self._shape, self._shape.latent
+        assert sizes is not None
+        into, query_norm, widen = {name + part: rows for part, rows in reading(sizes).items()}, None, None
+        layer.qkv = self.pack({f"{part}.weight": rows for part, rows in into.items()}, shape.hidden, "matrix")
+        layer.qkv_bias = self._joined_bias(into, bare=True)
+        if sizes.query_rank:
+            query_norm = self.vector(f"{name}{QUERY_NORM}.weight", sizes.query_rank)
+            widen = self.pack({f"{name}{WIDEN}.weight": sizes.queries}, sizes.query_rank, "matrix")
+        norm = self.vector(f"{name}{NORM}.weight", sizes.rank)
+        keys, values = self._by_heads(f"{name}{EXPAND}.weight", sizes)
+        layer.latent = LatentAttention(sizes, norm, keys, values, query_norm, widen)
+        layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, sizes.heads * sizes.value, "matrix")
+        layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
+
+    def _by_heads(self, name: str, sizes: LatentSizes) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
+        """U^T and V of each head, from a matrix with the rows of U, then of V, head by head."""
+        whole = self._tensor(name, sizes.heads * (sizes.plain + sizes.value), sizes.rank)
+        heads = whole.to(self._device, self._dtype).unflatten(0, (sizes.heads, -1))
+        keys = tuple(self._packed_by(one[: sizes.plain].t().contiguous(), "matrix") for one in heads)
+        values = tuple(self._packed_by(one[sizes.plain :].contiguous(), "matrix") for one in heads)
+        give_back()
+        return keys, values
 
     def _differential(self, layer: Layer, index: int, name: str) -> None:
         """Differential attention; a layer that reads another one's keys and values has queries alone."""
@@ -457,10 +493,14 @@ class Packer:
     def _optional(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if self._source.has(name) else None
 
-    def _joined_bias(self, parts: dict[str, int]) -> Tensor | None:
+    def _joined_bias(self, parts: dict[str, int], *, bare: bool = False) -> Tensor | None:
+        """The biases of matrices, or None; `bare`: some of them may have none where others have."""
         if not any(self._source.has(part + ".bias") for part in parts):
             return None
-        return torch.cat([self.vector(part + ".bias", rows) for part, rows in parts.items()])
+        zeros = torch.zeros(sum(parts.values()), dtype=self._vectors, device=self._device).split([*parts.values()])
+        held = zip(parts.items(), zeros, strict=True)
+        return torch.cat([own if bare and not self._source.has(part + ".bias") else self.vector(part + ".bias", rows)
+                          for (part, rows), own in held])
 
 
 class _MixerReader:

@@ -78,7 +78,7 @@ static void leave_groups(const ShoalExperts *e, const float *wanted, uint8_t *ta
         for (int i = g * size; i < (g + 1) * size; i++)
             if (wanted[i] > first) second = first, first = wanted[i];
             else if (wanted[i] > second) second = wanted[i];
-        best[g] = size > 1 ? first + second : first;
+        best[g] = size > 1 && e->best > 1 ? first + second : first;
     }
     for (int k = 0; k < e->top_groups; k++) kept[best_left(best, kept, e->groups)] = 1;
     for (int i = 0; i < e->count; i++) taken[i] = !kept[i / size];

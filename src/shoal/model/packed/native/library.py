@@ -56,7 +56,7 @@ class ExpertsStruct(ctypes.Structure):
 
     _fields_ = [
         ("router", Weight), ("parts", POINTER(Weight)), ("bias", c_void_p), ("count", c_int32), ("top", c_int32),
-        ("groups", c_int32), ("top_groups", c_int32), ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32),
+        ("groups", c_int32), ("top_groups", c_int32), ("best", c_int32), ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32),
         ("added", c_float), ("least", c_float), ("scale", c_float),
     ]
 

@@ -48,7 +48,7 @@ from shoal.model.packed.weights import Layer, Weights
 _SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "vocab", "eps", "attention_scale", "residual_scale",
           "embedding_scale", "logit_scale", "gate_scale", "gated_attention")
 """What a model's struct has of its `Shape` under the same names."""
-_ROUTING = ("count", "top", "groups", "top_groups", "sigmoid", "normalised", "added", "least", "scale")
+_ROUTING = ("count", "top", "groups", "top_groups", "best", "sigmoid", "normalised", "added", "least", "scale")
 """What the struct of a mixture has of its `Routing` under the same names."""
 _KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MESSAGE_BYTES = 256

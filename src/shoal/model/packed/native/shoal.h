@@ -69,7 +69,8 @@ typedef struct {
     const ShoalWeight *parts; /* [count][3]: gate and up as in a layer, and down */
     const float *bias;        /* [count], added to scores for the choice alone; or NULL */
     int32_t count, top;       /* experts, and how many of them a token runs */
-    int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of, those with the best two */
+    int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of */
+    int32_t best;             /* by how many of its best experts a group counts: 1 or 2 */
     int32_t sigmoid, normalised, gated;
     float added, least, scale; /* scale: of the weights */
 } ShoalExperts;
