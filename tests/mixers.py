@@ -77,7 +77,8 @@ def kimi_delta(module: Any) -> GatedDelta:
     return GatedDelta(row_by_row(*(one.weight for one in into)), row_by_row(module.o_proj.weight), 4,
                       conv_of(module.conv1d), forget.A_log.exp().view(-1, 1), forget.dt_bias.view(4, -1),
                       module.o_norm.weight, module.o_norm.variance_epsilon, "sigmoid",
-                      low_rank=(row_by_row(module.g_b_proj.weight), row_by_row(forget.f_b_proj.weight)))
+                      low_rank=(row_by_row(module.g_b_proj.weight), row_by_row(forget.f_b_proj.weight)),
+                      rank=module.head_dim)
 
 
 def bailing_delta(module: Any) -> GatedDelta:

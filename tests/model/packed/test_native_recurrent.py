@@ -59,6 +59,8 @@ def wide_scan(normed: bool) -> SelectiveScan:
 
 def for_kernels(mixer: Mixer, lines: torch.Tensor) -> torch.Tensor:
     """The inputs as the library takes them: those of a scan with what follows from its convolved x."""
+    if isinstance(mixer, GatedDelta):
+        return mixer.whole(lines)
     if not isinstance(mixer, SelectiveScan):
         return lines
     window, _ = mixer.empty(lines)

@@ -43,6 +43,7 @@ class GatedDelta(Mixer):
         by_turns: whether value heads take turns instead: the first one of each key head, then the second of each.
         low_rank: if f and the gate come from two matrices each: the second ones of gate and f, whose inputs are then
             the last rows of `into` instead.
+        rank: how many rows each of these reads; 0 without them.
     """
 
     key_heads: int
@@ -56,6 +57,7 @@ class GatedDelta(Mixer):
     bound: float | None = None
     by_turns: bool = False
     low_rank: tuple[Matrix, Matrix] | None = None
+    rank: int = 0
 
     @property
     def _value_dim(self) -> int:
@@ -75,13 +77,17 @@ class GatedDelta(Mixer):
         inputs = self.into(x)
         if self.low_rank is None:
             return inputs
-        qkv, b, *ranks = inputs.split([self.conv.state_size[1], len(self.rate), *self._ranks(inputs)], dim=1)
+        qkv, b, *ranks = inputs.split([self.conv.state_size[1], len(self.rate), self.rank, self.rank], dim=1)
         gate, f = (matrix(low.contiguous()) for matrix, low in zip(self.low_rank, ranks, strict=True))
         return torch.cat([qkv, gate, b, f], dim=1)
 
-    def _ranks(self, inputs: Tensor) -> tuple[int, int]:
-        rank = (inputs.shape[1] - self.conv.state_size[1] - len(self.rate)) // 2
-        return rank, rank
+    def whole(self, inputs: Tensor) -> Tensor:
+        """The recurrence's inputs as kernels have them: with what second matrices read, here zeros, after b."""
+        if not self.rank:
+            return inputs
+        qkv, gate, b, f = inputs.split(
+            [self.conv.state_size[1], self._value_dim, len(self.rate), self.decay_bias.numel()], dim=1)
+        return torch.cat([qkv, b, inputs.new_zeros(len(inputs), 2 * self.rank), gate, f], dim=1)
 
     @override
     def recur(self, inputs: Tensor, state: Memory) -> Tensor:

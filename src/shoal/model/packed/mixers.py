@@ -131,7 +131,7 @@ def _channelwise(text: Any, read: Read) -> GatedDelta:
     return GatedDelta(
         into, out, heads, _conv(read, "conv1d"), read.vector("forget_gate.A_log").exp().view(-1, 1),
         read.vector("forget_gate.dt_bias").view(heads, -1), read.vector("o_norm.weight"), text.rms_norm_eps, "sigmoid",
-        bound=bound, low_rank=low_rank)
+        bound=bound, low_rank=low_rank, rank=text.linear_head_dim if kimi else 0)
 
 
 def _conv(read: Read, name: str, *, biased: bool = False) -> Convolution:

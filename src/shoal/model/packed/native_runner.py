@@ -59,7 +59,7 @@ _STARTS, _LENT = attrgetter("starts"), attrgetter("lent")
 
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
-    even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
+    even = shape.head_dim % 2 == 0 and shape.head_dim <= native.MAX_HEAD_DIM
     known = not shape.in_torch and all(shape.kind(layer).recurrence != "rg_lru" for layer in range(shape.num_layers))
     few = shape.experts is None or shape.experts.routing.count <= native.MAX_EXPERTS
     return even and known and few and device.type == "cpu" and dtype in _KINDS
@@ -293,8 +293,8 @@ class NativeRunner(PackedRunner):
         for entry in sorted(full):
             new = [(chunk.seq, counts[entry]) for chunk, counts in zip(chunks, work.counts, strict=True)
                    if counts[entry]]
-            head_dim, (seqs, sizes) = self.shape.head_dim, zip(*new, strict=True)
-            stores[entry].prepare(self._like, (self.shape.kv_heads, head_dim, head_dim), seqs, sizes)
+            seqs, sizes = zip(*new, strict=True)
+            stores[entry].prepare(self._like, self.kv_sizes[work.layers[entry]], seqs, sizes)
         starts = list(map(_STARTS, stores))
         if not any(map(any, starts)):
             return None

@@ -17,7 +17,16 @@ from shoal.model.packed.native.batch import (
 )
 from shoal.model.packed.native.build import layout_version
 from shoal.model.packed.native.chain import ChainWish, NativeChain, Path
-from shoal.model.packed.native.library import LANES, MAX_EXPERTS, MAX_NODES, MAX_TOKENS, available, vector_set, why_not
+from shoal.model.packed.native.library import (
+    LANES,
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_NODES,
+    MAX_TOKENS,
+    available,
+    vector_set,
+    why_not,
+)
 from shoal.model.packed.native.model import NativeModel
 from shoal.model.packed.native.weights import (
     OWN,
@@ -35,8 +44,8 @@ from shoal.model.packed.native.weights import (
 )
 
 __all__ = [
-    "ATTENTION", "Arena", "ChainWish", "KVBinding", "Kind", "LANES", "MAX_EXPERTS", "MAX_NODES", "MAX_TOKENS", "MLP",
-    "Memory", "NativeBatch", "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "SlotChoice",
+    "ATTENTION", "Arena", "ChainWish", "KVBinding", "Kind", "LANES", "MAX_EXPERTS", "MAX_HEAD_DIM", "MAX_NODES",
+    "MAX_TOKENS", "MLP", "Memory", "NativeBatch", "NativeChain", "NativeModel", "OWN", "OwnSlots", "PackedWeight", "Path", "SlotChoice",
     "SlotLabels", "as_packed", "available", "chain_ancestors", "kind_of_type", "layout_version", "matmul", "pack",
     "pack_blocks", "packed_bytes", "share_inputs", "vector_set", "why_not",
 ]

@@ -21,7 +21,7 @@
 #endif
 #define SUMMED 64   /* words of a line of keys that are summed sequentially */
 #define WIDEST (MIXED < 2 ? 2 : MIXED) /* vectors of values per call */
-#define MAX_HEAD_DIM 256
+#define MAX_HEAD_DIM 640
 #define SMALLEST 1e-30f /* magnitudes below this round to zero when numbers become integers: its inverse is finite */
 #define MAX_BLOCKS (MAX_HEAD_DIM / KV_BLOCK)
 #define BY_BLOCKS (HALF_PRODUCTS ? BY_HALVES : BF16_PRODUCTS ? BY_BF16 : BY_FLOATS) /* multiplied form of stored integers */

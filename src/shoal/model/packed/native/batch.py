@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.kv.blocks import BLOCK
+from shoal.model.kv.form import KVSizes
 from shoal.model.kv.lent import LentSlots
 from shoal.model.packed.native.library import (
     LANES,
@@ -116,7 +117,7 @@ class KVBinding:
     """
 
     def __init__(
-        self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], layers: int, shape: tuple[int, int],
+        self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], layers: int, shape: KVSizes,
         dtype: torch.dtype, own: Sequence[Sequence[OwnSlots | None]] | None = None, seqs: int = 0,
     ) -> None:
         if len(keys) != layers or len(values) != layers:
@@ -128,7 +129,8 @@ class KVBinding:
             raise ValueError(f"all KV tensors must have the same number of rows, found {sorted(rows) or 'no tensor'}")
         self.rows = rows.pop()
         self._tensors: object = keys, values, own
-        places = [[t if t is None else t.data_ptr() for t in tensors] for tensors in (keys, values)]
+        places = [[t if t is None else t.data_ptr() for t in tensors]
+                  for tensors in (keys, values if shape[2] else keys)]
         self._arrays: list[ctypes.Array[Any]] = [(ctypes.c_void_p * layers)(*side) for side in places]
         self._arrays.append((ctypes.c_int32 * layers)(*(0 if t is None else t.shape[2] for t in keys)))
         self.addresses = tuple(ctypes.addressof(one) for one in self._arrays)
@@ -171,13 +173,14 @@ class OwnSlots:
     settled: int = 0
     lent: LentSlots | None = None
 
-    def struct(self, shape: tuple[int, int], dtype: torch.dtype) -> Own:
+    def struct(self, shape: KVSizes, dtype: torch.dtype) -> Own:
         """The library's form, for a cache in `dtype`; ValueError for tensors of wrong dtypes or sizes."""
         struct = Own()
         if self.keys is not None and self.values is not None:
             capacity, blocks = self.keys[0].shape[1], -(-shape[1] // BLOCK)
             kinds = [torch.int8, torch.uint8] if self.keys[0].dtype == torch.int8 else [torch.uint8]
-            for side, (name, (whole, scale)) in enumerate((("key", self.keys), ("value", self.values))):
+            for side, (name, (whole, scale)) in enumerate((
+                    ("key", self.keys), ("value", self.values if shape[2] else self.keys))):
                 held = whole.dtype if whole.dtype in kinds else kinds[0]
                 line = (blocks, BLOCK // 2) if held == torch.uint8 else (shape[1],)
                 setattr(struct, f"{name}s", address(_OWN, whole, (shape[0], capacity, *line), held))
@@ -195,18 +198,18 @@ class OwnSlots:
             struct.lent, struct.piece_count, struct.pieces = self.lent.slots, len(table), ctypes.addressof(table)
         return struct
 
-    def _add_older(self, struct: Own, shape: tuple[int, int], dtype: torch.dtype, older: Sequence[Tensor]) -> None:
+    def _add_older(self, struct: Own, shape: KVSizes, dtype: torch.dtype, older: Sequence[Tensor]) -> None:
         heads, capacity, numbers = older[1].shape
         if not 0 <= self.settled <= capacity:
             raise ValueError(f"{self.settled} slots have settled; there is room for {capacity}")
         struct.settled, struct.settled_capacity, struct.numbers = self.settled, capacity, numbers
         sizes = (shape[0], capacity, 2 * -(-shape[1] // LANES)), (shape[0], capacity, numbers)
-        for name, (bits, some) in (("key", older[:2]), ("value", older[2:])):
+        for name, (bits, some) in (("key", older[:2]), ("value", older[2:] if shape[2] else older[:2])):
             setattr(struct, f"{name}_bits", address(_OWN, bits, sizes[0], torch.uint8))
             setattr(struct, f"{name}_numbers", address(_OWN, some, sizes[1], dtype))
 
 
-def _table(lent: LentSlots, shape: tuple[int, int], dtype: torch.dtype) -> ctypes.Array[Piece]:
+def _table(lent: LentSlots, shape: KVSizes, dtype: torch.dtype) -> ctypes.Array[Piece]:
     """The pieces of lent slots in the library's form, made once: all are bound anew whenever a sequence comes."""
     known = _TABLES.get(lent)
     if known is not None:
@@ -214,7 +217,8 @@ def _table(lent: LentSlots, shape: tuple[int, int], dtype: torch.dtype) -> ctype
     table, first = (Piece * len(lent.pieces))(), 0
     for piece, pair in zip(table, lent.pieces, strict=True):
         count = pair[0].shape[1]
-        piece.keys, piece.values = (address("a lent piece", one, (shape[0], count, shape[1]), dtype) for one in pair)
+        sides = pair if shape[2] else (pair[0], pair[0])
+        piece.keys, piece.values = (address("a lent piece", one, (shape[0], count, shape[1]), dtype) for one in sides)
         piece.first, piece.count = first, count
         first += count
     _TABLES[lent] = table
@@ -231,16 +235,16 @@ def address(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: tor
     return tensor.data_ptr()
 
 
-def _checked(pair: tuple[Tensor | None, Tensor | None], shape: tuple[int, int], dtype: torch.dtype) -> int:
+def _checked(pair: tuple[Tensor | None, Tensor | None], shape: KVSizes, dtype: torch.dtype) -> int:
     """Number of places in a layer's tensors; 0 if it has none."""
     key, value = pair
     if key is None and value is None:
         return 0
     if key is None or value is None:
         raise ValueError(f"one KV tensor of a layer is None; both must be [rows, {shape[0]}, capacity, {shape[1]}]")
-    for tensor in (key, value):
-        address("a KV tensor", tensor, (None, shape[0], None, shape[1]), dtype)
-    if key.shape != value.shape:
+    for tensor, dim in ((key, shape[1]), (value, shape[2])):
+        address("a KV tensor", tensor, (None, shape[0], None, dim), dtype)
+    if key.shape[:3] != value.shape[:3]:
         raise ValueError(f"keys are {list(key.shape)} and values {list(value.shape)}; they must agree")
     return key.shape[0]
 

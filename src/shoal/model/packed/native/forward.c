@@ -4,6 +4,7 @@
 
 #include "chain.h"
 #include "experts.h"
+#include "latent.h"
 #include "likeliest.h"
 #include "lookup.h"
 #include "recurrence.h"
@@ -52,7 +53,8 @@ static void run_head(Worker *w) {
 }
 
 static int deepest(const ShoalModel *m) {
-    return max_int(max_int(m->hidden, m->ffn), max_int(m->heads * m->head_dim, m->outputs)) + GROUP_K;
+    const int attended = m->opened ? max_int(m->opened, m->raw) : m->heads * m->head_dim;
+    return max_int(max_int(m->hidden, m->ffn), max_int(attended, m->outputs)) + GROUP_K;
 }
 
 static int64_t own_acts(const ShoalModel *m, const ShoalBatch *b) { return round_up(acts_bytes(b->tokens, deepest(m)), 64); }
@@ -65,7 +67,7 @@ static Worker worker_of(Run *r, int id, int threads) {
     w.acts = acts_at(at, tokens, deepest(m)), w.shared = acts_at(r->together, tokens, deepest(m));
     w.shared.line = w.acts.line, w.shared.plain = w.acts.plain;
     at += own_acts(m, r->b);
-    w.queries = at, at += tokens * group * round_up(m->head_dim, 32) * 4;
+    w.queries = at, at += min_int(tokens, TOGETHER) * group * round_up(m->head_dim, 32) * 4;
     w.sums = (float *)at, at += round_up(4ll * SUMS, 64);
     w.line = (float *)at, at += 4 * round_up(m->hidden, LANES);
     at += lay_out_lots(&w.lots, m, r->b, at);
@@ -77,7 +79,7 @@ static Worker worker_of(Run *r, int id, int threads) {
 
 static int64_t private_bytes(const ShoalModel *m, const ShoalBatch *b) {
     const int tokens = b->tokens;
-    int64_t queries = tokens * (m->kv_heads ? m->heads / m->kv_heads : 0) * round_up(m->head_dim, 32) * 4;
+    int64_t queries = min_int(tokens, TOGETHER) * (m->kv_heads ? m->heads / m->kv_heads : 0) * round_up(m->head_dim, 32) * 4;
     Lots lots;
     queries += lay_out_lots(&lots, m, b, NULL);
     return own_acts(m, b) + queries + round_up(4ll * SUMS, 64) + 4 * round_up(m->hidden, LANES) + chunk_bytes(m->head_dim);
@@ -103,6 +105,10 @@ static int64_t lay_out(Run *r, char *memory, int threads) {
     if (m->keeps) r->read = at, at += tokens * r->x_line;
     r->qkv = at, at += tokens * r->qkv_line;
     r->attended = at, at += round_up(tokens * m->heads * m->head_dim, LANES);
+    r->raw_line = round_up(m->raw, LANES), r->wide_line = round_up(m->wide, LANES);
+    r->raw = at, at += tokens * r->raw_line;
+    r->wide = at, at += tokens * r->wide_line;
+    r->opened = at, at += round_up(tokens * m->opened, LANES);
     r->hidden = at, at += hidden_floats(m, r->b);
     r->scores_line = m->experts ? round_up(m->experts + 1, LANES) : 0;
     r->scores = at, at += tokens * r->scores_line;
@@ -274,7 +280,8 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
 }
 
 /* Sizes of the structures, for the test that compares them with their mirrors in Python. */
-void shoal_sizes(int64_t sizes[10]) {
+void shoal_sizes(int64_t sizes[11]) {
+    sizes[10] = sizeof(ShoalLatent);
     sizes[9] = sizeof(ShoalExperts);
     sizes[6] = sizeof(ShoalChoice), sizes[7] = sizeof(ShoalRecurrence), sizes[8] = sizeof(ShoalSteps);
     sizes[4] = sizeof(ShoalOwn), sizes[5] = sizeof(ShoalChain);

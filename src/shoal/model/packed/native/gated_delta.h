@@ -5,6 +5,13 @@
 #include "acts.h"
 #include "convolution.h"
 
+/* Where the gate, b and f begin among a token's inputs. If gate and f come from two matrices each, what these read follows b. */
+INLINE int64_t first_beta(const ShoalRecurrence *r) { return r->channels + (r->rank ? 0 : (int64_t)r->heads * r->value_dim); }
+INLINE int64_t first_gate(const ShoalRecurrence *r) { return r->channels + (r->rank ? r->heads + 2 * (int64_t)r->rank : 0); }
+INLINE int64_t first_f(const ShoalRecurrence *r) {
+    return (int64_t)r->channels + r->heads + 2 * (int64_t)r->rank + (int64_t)r->heads * r->value_dim;
+}
+
 #define COLUMNS 4 /* vectors of a matrix's columns that are summed at once */
 
 /* x divided by its length, times a factor. */
@@ -91,22 +98,22 @@ INLINE void gate_head(const ShoalRecurrence *r, const float *gate, float *out) {
    out: the outputs of the first token, with `out_step` floats from token to token. */
 static void run_delta(const ShoalRecurrence *r, const float *inputs, int64_t step, const float *qkv, int tokens, const float *before,
                       float *after, float *out, int64_t out_step, int first, int last) {
-    const int keys = r->key_dim, values = r->value_dim, all_keys = r->groups * keys, all_values = r->heads * values;
+    const int keys = r->key_dim, values = r->value_dim, all_keys = r->groups * keys;
     float q[MOST_KEYS], k[MOST_KEYS], decay[MOST_KEYS];
     for (int head = first; head < last; head++) {
         const int group = r->by_turns ? head % r->groups : head / (r->heads / r->groups);
         float *own = after + (int64_t)head * keys * values;
         const float *from = begun(before, own, (int64_t)head * keys * values, (int64_t)keys * values);
         for (int t = 0; t < tokens; t++) {
-            const float *line = qkv + (int64_t)t * r->channels, *gate = inputs + t * step + r->channels, *b = gate + all_values;
+            const float *line = qkv + (int64_t)t * r->channels, *own_inputs = inputs + t * step;
             float *to = out + t * out_step + (int64_t)head * values;
             make_unit(line + group * keys, keys, 1.0f / sqrtf((float)keys), q);
             make_unit(line + all_keys + group * keys, keys, 1.0f, k);
-            find_decays(r, head, b + r->heads + (int64_t)head * r->decays, decay);
-            const float beta = first_lane(sigmoid_ps(vf_all(b[head]))) * (r->doubled ? 2.0f : 1.0f);
+            find_decays(r, head, own_inputs + first_f(r) + (int64_t)head * r->decays, decay);
+            const float beta = first_lane(sigmoid_ps(vf_all(own_inputs[first_beta(r) + head]))) * (r->doubled ? 2.0f : 1.0f);
             turn_matrix(from, own, keys, values, decay, k, q, beta, line + 2 * all_keys + head * values, to);
             from = own;
-            gate_head(r, gate + head * values, to);
+            gate_head(r, own_inputs + first_gate(r) + head * values, to);
         }
     }
 }

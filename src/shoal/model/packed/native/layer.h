@@ -14,11 +14,12 @@ typedef struct {
     int64_t step;
     const int *tokens;
     int count;
+    float eps; /* of the norm; 0: the model's */
 } Lines;
 
 static void prepare_some(const Worker *w, const ShoalWeight *weight, const Lines *l, int first, int last) {
     for (int i = first; i < last; i++)
-        prepare(w->ready, weight, l->x + (l->tokens ? l->tokens[i] : i) * l->step, l->norm, w->run->m->eps, i, l->count);
+        prepare(w->ready, weight, l->x + (l->tokens ? l->tokens[i] : i) * l->step, l->norm, l->eps > 0 ? l->eps : w->run->m->eps, i, l->count);
 }
 
 /* The inputs of a sublayer, with the norm that is left to do. */
@@ -247,6 +248,10 @@ static int spreads(const Segment *segments, int count) {
     return 0;
 }
 
+/* See latent.h. */
+static void project_latent(Worker *w, const ShoalLayer *layer, const Chosen *c);
+static void open_latent(Worker *w, const ShoalLayer *layer, const Chosen *c);
+
 static void run_attention(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
@@ -254,7 +259,8 @@ static void run_attention(Worker *w, int entry) {
     if (!c.count) return;
     Segment segments[MAX_TOKENS];
     const int count = segments_of(r, layer, entry, &c, segments);
-    multiply_stack(w, layer->qkv, layer->input_norm, &c, layer->qkv_bias, finish_qkv, NULL);
+    if (layer->latent) project_latent(w, layer, &c);
+    else multiply_stack(w, layer->qkv, layer->input_norm, &c, layer->qkv_bias, finish_qkv, NULL);
     const int labels = labels_in(r, entry, &c);
     w->stored = r->b->select || labels || chosen_in(r, entry, &c) || c.count > TOGETHER || spreads(segments, count);
     if (w->stored) { /* a task may read what another one would store */
@@ -276,9 +282,13 @@ static void run_attention(Worker *w, int entry) {
     if (r->b->choices) choose_slots(w, entry, &c, CHOOSES);
     meet(&r->team, w->id);
     if (r->b->choices && w->id == 0) note_choices(r, entry, &c); /* nobody reads the choice before the next layer */
-    const int64_t line = (int64_t)r->m->heads * r->m->head_dim;
+    Lines mixed = {.x = r->attended, .step = (int64_t)r->m->heads * r->m->head_dim, .count = c.count};
+    if (layer->latent) {
+        open_latent(w, layer, &c);
+        mixed.x = r->opened, mixed.step = r->m->opened;
+    }
     w->scale = r->m->residual_scale * r->m->out_scales[0];
-    prepare_together(w, &layer->o, (Lines){.x = r->attended, .step = line, .count = c.count});
+    prepare_together(w, &layer->o, mixed);
     multiply_into_states(w, &layer->o, &c, layer->o_bias, layer->attention_out_norm);
 }
 

@@ -21,7 +21,7 @@ LANES = 16
 PANEL_ROWS = 4 * LANES
 """Rows of a panel; any multiple of them can be packed separately."""
 MAX_THREADS = 64
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 640
 MOST_TAPS, MOST_KEYS = 8, 256
 MAX_EXPERTS = 1024
 ROOM_BESIDE = 256
@@ -61,6 +61,13 @@ class ExpertsStruct(ctypes.Structure):
     ]
 
 
+class LatentStruct(ctypes.Structure):
+    """Latent attention."""
+
+    _fields_ = [("widen", Weight), ("parts", POINTER(Weight)), ("query_norm", c_void_p), ("norm", c_void_p),
+                ("rotated", c_int32), ("plain", c_int32), ("gated", c_int32), ("eps", c_float)]
+
+
 class LayerStruct(ctypes.Structure):
     """A decoder layer; a null pointer stands for an absent part."""
 
@@ -69,7 +76,8 @@ class LayerStruct(ctypes.Structure):
         ("mlp_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("attention_out_norm", c_void_p),
         ("mlp_out_norm", c_void_p), ("qkv_bias", c_void_p), ("out_bias", c_void_p), ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("window", c_int32), ("positions", c_int32),
-        ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)), ("experts", POINTER(ExpertsStruct)),
+        ("wide_norms", c_int32), ("recurrence", POINTER(RecurrenceStruct)), ("latent", POINTER(LatentStruct)),
+        ("experts", POINTER(ExpertsStruct)),
     ]
 
 
@@ -83,8 +91,8 @@ class Model(ctypes.Structure):
         ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("attention_cap", c_float),
         ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("keeps", c_int32),
         ("kept", c_float * 3), ("gated_attention", c_int32),
-        ("inputs", c_int32), ("channels", c_int32), ("outputs", c_int32), ("experts", c_int32), ("top", c_int32),
-        ("expert_ffn", c_int32), ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("head", Weight),
+        ("inputs", c_int32), ("channels", c_int32), ("outputs", c_int32), ("raw", c_int32), ("wide", c_int32),
+        ("opened", c_int32), ("experts", c_int32), ("top", c_int32), ("expert_ffn", c_int32), ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("head", Weight),
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
     ]
 

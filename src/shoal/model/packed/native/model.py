@@ -15,6 +15,8 @@ from torch import Tensor
 
 from shoal.model.experts import ExpertMLPs
 from shoal.model.layers.experts import Mixture
+from shoal.model.layers.gated_delta import GatedDelta
+from shoal.model.layers.latent import EPS, LatentAttention
 from shoal.model.layers.mamba import SelectiveScan
 from shoal.model.layers.mixer import Mixer
 from shoal.model.packed.linear import Linear, parts_of
@@ -32,6 +34,7 @@ from shoal.model.packed.native.library import (
     SELECT,
     BatchStruct,
     ExpertsStruct,
+    LatentStruct,
     LayerStruct,
     Model,
     StepsStruct,
@@ -183,11 +186,11 @@ class NativeModel:
 
         Args:
             keys, values: per layer [places, kv_heads, capacity, head_dim], contiguous, in `kv_dtype`; None for a
-                layer that stores nothing.
+                layer that stores nothing. Values that lie in the keys have no dimensions.
             own: per layer and sequence what it stores outside its place, or None; None if there is nothing at all.
             seqs: number of places where no layer stores anything in them.
         """
-        shape = (self.shape.kv_heads, self.shape.head_dim)
+        shape = (self.shape.kv_heads, self.shape.head_dim, self.shape.value_dim)
         return KVBinding(keys, values, self.num_layers, shape, self._kv_dtype, own, seqs)
 
     def forward(
@@ -370,6 +373,10 @@ class NativeModel:
         shape, struct, kind = self.shape, LayerStruct(window=self.shape.windows[index] or 0), self.shape.kind(index)
         hidden, ffn, qkv = shape.hidden, shape.ffns[index], shape.qkv_rows
         query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        if layer.latent is not None:
+            sizes = layer.latent.sizes
+            qkv, query = sizes.rows, sizes.heads * sizes.value
+            struct.latent = ctypes.pointer(self._latent(layer.latent))
         if kind.attends:
             struct.qkv = self._stack("qkv", layer.qkv, qkv, hidden)
             struct.out = self._matrix("out", layer.out, hidden, query)
@@ -404,6 +411,10 @@ class NativeModel:
         struct, rows = made.struct, into.matrix.rows
         struct.into = self._stack("into", into.matrix, rows, hidden)
         struct.out = self._matrix("out", out.matrix, hidden, made.outputs)
+        if isinstance(mixer, GatedDelta) and mixer.low_rank is not None:
+            gate, f = map(as_packed, mixer.low_rank)
+            struct.select = self._matrix("the second matrix of the gate", gate, made.outputs, mixer.rank)
+            struct.widen = self._matrix("the second matrix of f", f, mixer.decay_bias.numel(), mixer.rank)
         if isinstance(mixer, SelectiveScan):
             selected = mixer.rank + 2 * len(mixer.a)
             struct.select = self._matrix("select", as_packed(mixer.select), selected, struct.channels)
@@ -413,6 +424,22 @@ class NativeModel:
         struct.into_bias = self._vector("the bias of into", into.bias, rows)
         struct.out_bias = self._vector("the bias of out", out.bias, hidden)
         return made
+
+    def _latent(self, latent: LatentAttention[Linear]) -> LatentStruct:
+        """A layer's latent attention with its own matrices."""
+        sizes, struct = latent.sizes, LatentStruct(eps=EPS)
+        for name in ("rotated", "plain", "gated"):
+            setattr(struct, name, getattr(sizes, name))
+        if latent.widen is not None:
+            struct.widen = self._matrix("widen", latent.widen, sizes.queries, sizes.query_rank)
+        struct.query_norm = self._vector("query_norm", latent.query_norm, sizes.query_rank)
+        struct.norm = self._vector("the norm of the latent", latent.norm, sizes.rank)
+        parts = (Weight * (2 * sizes.heads))()
+        for head, (key, value) in enumerate(zip(latent.keys, latent.values, strict=True)):
+            parts[2 * head] = self._matrix("keys", key, sizes.rank, sizes.plain)
+            parts[2 * head + 1] = self._matrix("values", value, sizes.value, sizes.rank)
+        struct.parts = parts
+        return struct
 
     def _experts(self, experts: Mixture[Linear]) -> ExpertsStruct:
         """A layer's experts with their matrices."""
@@ -442,6 +469,9 @@ class NativeModel:
         struct.inputs = max((one.input_line for one in own), default=0)
         struct.channels = max((one.struct.channels for one in own), default=0)
         struct.outputs = max((one.outputs for one in own), default=0)
+        if shape.latent is not None:
+            sizes = shape.latent
+            struct.raw, struct.wide, struct.opened = sizes.rows, sizes.queries, sizes.heads * sizes.value
         struct.experts, struct.top, struct.expert_ffn = self._sizes
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
         struct.norm = self._vector("norm", norm, shape.hidden)

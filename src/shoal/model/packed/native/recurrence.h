@@ -16,11 +16,14 @@ typedef struct {
     const float *factors;
 } Inputs;
 
+/* The numbers that a gated delta rule gets from second matrices: gates and f. */
+INLINE int widened(const ShoalRecurrence *r) { return r->kind == RECUR_GATED_DELTA && r->rank ? r->select.rows + r->widen.rows : 0; }
+
 static Inputs inputs_of(const Run *r, int entry) {
     const ShoalRecurrence *own = r->m->layers[r->b->layers[entry]].recurrence;
     Inputs in = {.r = own, .at = r->inputs, .factors = own->into_scale};
     for (int i = 0; i < 3; i++) in.rows += own->into[i].rows;
-    in.line = round_up(own->kind == RECUR_SCAN ? first_step(own) + own->channels : in.rows, LANES);
+    in.line = round_up(own->kind == RECUR_SCAN ? first_step(own) + own->channels : in.rows + widened(own), LANES);
     if (r->b->inputs && r->b->inputs[entry]) in.at = r->b->inputs[entry];
     return in;
 }
@@ -39,12 +42,28 @@ static void finish_inputs(const Worker *w, const Chosen *c, const float *bias, i
         }
 }
 
+/* Of a gated delta rule: gates and f through their second matrices. */
+static void widen_gates(Worker *w, const Chosen *c, Inputs in) {
+    const ShoalRecurrence *own = in.r;
+    const ShoalWeight *const second[] = {&own->select, &own->widen};
+    const int64_t places[] = {first_gate(own), first_f(own)};
+    for (int i = 0; i < 2; i++) {
+        const float *low = in.at + own->channels + own->heads + i * own->rank;
+        in.place = places[i], in.rows = second[i]->rows, in.factors = NULL;
+        prepare_together(w, second[i], (Lines){.x = low, .step = in.line, .tokens = c->token, .count = c->count});
+        multiply_all(w, second[i], c, NULL, finish_inputs, &in);
+        meet(&w->run->team, w->id);
+    }
+}
+
 static void project(Worker *w, int entry) {
     const Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
     const Chosen c = choose(r->b, entry, RUN_ATTENTION);
     Inputs in = inputs_of(r, entry);
-    if (c.count) multiply_stack(w, layer->recurrence->into, layer->input_norm, &c, layer->recurrence->into_bias, finish_inputs, &in);
+    if (!c.count) return;
+    multiply_stack(w, layer->recurrence->into, layer->input_norm, &c, layer->recurrence->into_bias, finish_inputs, &in);
+    if (widened(layer->recurrence)) widen_gates(w, &c, in);
 }
 
 /* RMSNorm of numbers in their place. */

@@ -57,7 +57,7 @@ class NativeRecurrence:
     def recur(self, inputs: Tensor, state: Tensor, threads: int = 1) -> Tensor:
         """As `Mixer.recur`, in float32, on the tensors of a state one after the other.
 
-        The inputs of a selective scan are those that `SelectiveScan.whole` gives.
+        The inputs of a selective scan, and of a gated delta rule with second matrices, are those that `whole` gives.
         """
         lines = inputs.float().contiguous()
         at = address("a state", state, (self.floats,))
@@ -71,6 +71,8 @@ class NativeRecurrence:
         """Numbers from one token's inputs to the next one's: I rounded up to whole vectors."""
         struct = self.struct
         rows: int = sum(part.rows for part in struct.into)
+        if struct.kind == _GATED_DELTA and struct.rank:
+            rows += struct.heads * (struct.value_dim + struct.decays)
         if struct.kind == _SCAN:
             rows += struct.rank + 2 * struct.key_dim + struct.channels
         return -(-rows // LANES) * LANES
@@ -81,7 +83,7 @@ class NativeRecurrence:
             mixer.conv, kind=_GATED_DELTA, rate=self._at(mixer.rate), bias=self._at(mixer.decay_bias),
             norm=self._at(mixer.norm), heads=heads, groups=mixer.key_heads, key_dim=key, value_dim=value,
             decays=mixer.decay_bias.shape[1], sigmoid=mixer.gate_act == "sigmoid", doubled=mixer.doubled,
-            by_turns=mixer.by_turns, eps=mixer.eps, bound=mixer.bound or 0.0,
+            by_turns=mixer.by_turns, eps=mixer.eps, bound=mixer.bound or 0.0, rank=mixer.rank,
         )
 
     def _dual(self, mixer: Mamba2) -> RecurrenceStruct:

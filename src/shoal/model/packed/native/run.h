@@ -46,6 +46,8 @@ typedef struct {
     float *x, *qkv, *attended, *hidden, *states; /* [tokens] lines each; states: [split][token][head] of each segment */
     float *inputs, *channels, *mixed; /* [tokens] lines each, of recurrences */
     int64_t x_line, qkv_line, hidden_line, mixed_line;
+    float *raw, *wide, *opened; /* [tokens] lines each, of latent attention */
+    int64_t raw_line, wide_line;
     float *scores;  /* [tokens] lines of a router's outputs */
     int64_t scores_line;
     Route *routes;  /* [tokens][top] */

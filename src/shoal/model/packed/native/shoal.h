@@ -30,7 +30,7 @@ typedef struct {
 } ShoalWeight;
 
 /* A recurrence beside or instead of attention. Inputs of a token are, in this order, the rows of its projection:
-   RECUR_GATED_DELTA: q, k, v, gate, b, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x; RECUR_SCAN: x, gate, and after
+   RECUR_GATED_DELTA: q, k, v, gate, b, f, or with second matrices of gate and f: q, k, v, b, what these read, gate, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x; RECUR_SCAN: x, gate, and after
    them, which follow from x once it is convolved: r, B, C, dt; RECUR_LIGHTNING, which convolves nothing (width 1, no channels): q, k and
    v of each head, then the gate. Its state is the window [width - 1][channels] of the convolution, followed, but for a short convolution
    alone, by a matrix [heads][key_dim][value_dim]; a scan is one head of all channels. */
@@ -39,7 +39,7 @@ enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV, RECUR_SCAN, RECUR_LIGH
 #define MOST_KEYS 256 /* dimensions of a key */
 typedef struct {
     ShoalWeight into[3], out;  /* the projection, in parts like qkv below, and the matrix after the recurrence */
-    ShoalWeight select, widen; /* of a scan: x to r, B and C; r to dt */
+    ShoalWeight select, widen; /* of a scan: x to r, B and C; r to dt. Of a gated delta rule with a rank: second ones of gate and f */
     const float *into_scale, *into_bias, *out_bias; /* factors of the projection's rows, before the bias; or NULL */
     const float *conv, *conv_bias; /* [width][channels], the last row for a token's own input; [channels], or NULL */
     const float *rate;  /* [heads], in a scan [key_dim][channels]: what the step is multiplied by, without its sign in a gated delta rule; the
@@ -50,7 +50,7 @@ typedef struct {
     int32_t kind, width, channels, heads;
     int32_t groups;     /* of heads that share keys: of q and k, or of B and C */
     int32_t key_dim, value_dim;
-    int32_t rank;       /* of a scan: numbers of r */
+    int32_t rank;       /* of a scan: numbers of r; of a gated delta rule: what each of the second matrices reads, or 0 */
     int32_t decays;     /* of a head: 1, or key_dim */
     int32_t sigmoid;    /* whether the gate is a sigmoid, not SiLU */
     int32_t gate_first; /* whether the gate comes before the norm */
@@ -75,6 +75,16 @@ typedef struct {
     float added, least, scale; /* scale: of the weights */
 } ShoalExperts;
 
+/* Latent attention: qkv has queries, or their latent, then a token's stored vector, then a gate per head if there are any. Of each head
+   and of the stored vector the rotated dimensions come first. A stored vector is key and value at once. */
+typedef struct {
+    ShoalWeight widen;        /* from the latent of queries to queries; or no rows */
+    const ShoalWeight *parts; /* [heads][2]: from the plain dimensions of a query to the latent, and from the latent to an output */
+    const float *query_norm, *norm; /* of the latent of queries, or NULL, and of the latent */
+    int32_t rotated, plain, gated;  /* dimensions of a head's query; whether heads have gates */
+    float eps;                /* of these norms */
+} ShoalLatent;
+
 typedef struct {
     ShoalWeight qkv[3];     /* one above the other; if their kinds are equal they are one matrix. Absent ones have no rows */
     ShoalWeight gate_up[2]; /* one paired matrix, or gate and up separately, or up alone, unpaired: an MLP without a gate */
@@ -87,6 +97,7 @@ typedef struct {
     int32_t positions;      /* rows of the tables */
     int32_t wide_norms;     /* whether q_norm and k_norm go over all heads together */
     const ShoalRecurrence *recurrence; /* beside attention, or in place of it: then o has no rows. Or NULL */
+    const ShoalLatent *latent; /* if attention is latent; or NULL */
     const ShoalExperts *experts; /* beside the MLP, or in place of it: then down has no rows. Or NULL */
 } ShoalLayer;
 
@@ -101,6 +112,7 @@ typedef struct {
     float kept[3];                  /* by sublayer like out_scales */
     int32_t gated_attention;        /* whether attention's outputs are multiplied by sigmoids of the rows of qkv after those of q */
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
+    int32_t raw, wide, opened; /* of latent attention: rows of qkv, of widen, and of all outputs together; 0: values are apart from keys */
     int32_t experts, top, expert_ffn; /* the most of any layer; 0: there are none */
     const ShoalLayer *layers;
     const float *norm;

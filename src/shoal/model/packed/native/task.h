@@ -43,10 +43,10 @@ static void store_new(const Worker *w, const Task *task) {
         if (own && own->keys) {
             const int64_t block = at * blocks_of(dim), form = own->forms[0], other = own->forms[1];
             store_blocks((char *)own->keys + at * slot_bytes(dim, form), own->key_scales + block, line, dim, form);
-            store_blocks((char *)own->values + at * slot_bytes(dim, other), own->value_scales + block, value, dim, other);
+            if (!m->opened) store_blocks((char *)own->values + at * slot_bytes(dim, other), own->value_scales + block, value, dim, other);
         } else {
             store_line((char *)r->b->keys[task->number] + at * kv_line(m), line, dim, m->kv_dtype);
-            store_line((char *)r->b->values[task->number] + at * kv_line(m), value, dim, m->kv_dtype);
+            if (!m->opened) store_line((char *)r->b->values[task->number] + at * kv_line(m), value, dim, m->kv_dtype);
         }
     }
 }
