@@ -134,7 +134,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
                                     "routed_scaling_factor": 1.5}),
     "glm4_moe_lite": ("glm4_moe_lite", {**_UNGROUPED, "num_key_value_heads": 4, **_LATENT, "q_lora_rank": 20,
-                                        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+                                        "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 16}),
     "ernie4_5_moe": ("ernie4_5_moe", {**_GROUPED, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 16,
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
 }

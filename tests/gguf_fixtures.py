@@ -90,6 +90,7 @@ _PAIR = {"num_attention_heads": 2, "num_key_value_heads": 1}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 32, "mamba_n_groups": 1}
 _SMALL = {"hidden_size": 64, "intermediate_size": 96}
 _BROAD = {"hidden_size": 256, "intermediate_size": 256}
+_LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35": ("qwen3_5", {**_PAIR, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
                            "linear_key_head_dim": 32, "linear_value_head_dim": 32,
@@ -107,6 +108,8 @@ _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {**_PAIR, "head_dim": 32, "mamba_num_heads": 4, "ssm_state_size": 32,
                                   "time_step_min": 1e-30, "layers_block_type": ["mamba", "attention", "mlp"]}),
     "jamba": ("jamba", {**_PAIR, "mamba_d_state": 16, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "minicpm3": ("minicpm3", {**_PAIR, **_LATENT, "num_key_value_heads": 2, "v_head_dim": None, "scale_emb": 12,
+                              "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True}),
 }
 """Families, and sizes that do not follow from the width, by architecture; files call Falcon-Mamba's "mamba" as well."""
 _FEW = {"num_experts": 3, "num_experts_per_tok": 2}
@@ -119,12 +122,22 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {**_PAIR, **_LOCAL}),
     "glm4moe": ("glm4_moe", {**_PAIR, "head_dim": 32, "n_routed_experts": 3, "num_experts_per_tok": 2, "n_group": 1,
                              "topk_group": 1, "use_qk_norm": True, "attention_bias": True}),
+    "deepseek2": ("deepseek_v3", {**_PAIR, **_LATENT, "num_key_value_heads": 2, "n_routed_experts": 3,
+                                  "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}),
+    "deepseek2-softmax": ("deepseek_v2", {**_PAIR, **_LATENT, "num_key_value_heads": 2, "n_routed_experts": 3,
+                                          "num_experts_per_tok": 2, "n_shared_experts": 1, "topk_method": "greedy",
+                                          "n_group": 1, "topk_group": 1}),
+    "kimi-linear": ("kimi_linear", {**_PAIR, **_LATENT, "num_key_value_heads": 2, "q_lora_rank": None, "linear_num_heads": 2,
+                                    "linear_head_dim": 32, "num_experts": 3, "num_experts_per_token": 2,
+                                    "layer_types": ["linear_attention", "full_attention"]}),
     "granitehybrid-moe": ("granite4_moe", {**_HYBRIDS["granitehybrid"][1], **_LOCAL}),
     "qwen35moe": ("qwen3_5_moe", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "qwen3next": ("qwen3_next", {**_HYBRIDS["qwen35"][1], **_FEW}),
     "lfm2moe": ("lfm2_moe", {**_PAIR, **_FEW, "layer_types": ["conv", "full_attention"]}),
 }
-"""The same with experts; hybrids and GLM have two layers, others one."""
+"""The same with experts; hybrids, GLM and those with latent attention have two layers, others one."""
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
+"""Families with experts and latent attention."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +176,11 @@ class MadeHybrid(InFolder):
         dual = {"mamba_d_head": sizes["hidden_size"] // 2, "shared_intermediate_size": width}
         beside = {"shared_expert_intermediate_size": width}
         own = {"granitehybrid-moe": dual, "qwen2moe": beside, "qwen35moe": beside, "qwen3next": beside}
-        if "moe" in family.partition("_")[2] or family == "qwen3_next":
+        if "moe" in family.partition("_")[2] or family in ("qwen3_next", *LATENT):
             sizes["moe_intermediate_size"] = width
         if self.architecture == "qwen35moe":
             del sizes["intermediate_size"]
-        layers = 2 if family in (*MIXED_RECURRENT, "glm4_moe") else 1
+        layers = 2 if family in (*MIXED_RECURRENT, *LATENT, "glm4_moe") else 1
         return self._drawn(tiny(family, dtype=torch.float32, layers=layers, **{
             **sizes, **own.get(self.architecture, {}), "vocab_size": count}))
 

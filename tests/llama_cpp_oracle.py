@@ -43,6 +43,7 @@ class Oracle:
         self._api = api()
         options = self._api.llama_model_default_params()
         options.vocab_only = words_only
+        options.use_extra_bufts = False  # with AMX, latent attention's matrices of heads would find no kernel
         self._model = self._api.llama_model_load_from_file(str(path).encode(), options)
         assert self._model, f"llama.cpp does not load {path}"
         self._words = self._api.llama_model_get_vocab(self._model)

@@ -18,6 +18,7 @@ from shoal.model.config import WIDTHS
 from shoal.model.gguf.family import EMBEDDING, HEAD, Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS
+from shoal.model.gguf.latent import LATENT
 from shoal.model.gguf.metadata import Metadata, Vocabulary, vocabulary_of
 from shoal.model.gguf.mixtures import MIXTURES, check_experts
 
@@ -112,6 +113,7 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": Family("smollm3", _smollm3, interleaved=True),
     "olmo2": Family("olmo2", _olmo2, sandwich=True, pre_norm=False),
     **HYBRIDS,
+    **LATENT,
 }
 """Architectures by their name in GGUF files."""
 
@@ -170,8 +172,11 @@ def _common(file: GgufFile, metadata: Metadata) -> Fields:
 def _attention(file: GgufFile, metadata: Metadata, family: Family) -> Fields:
     """The fields of models with attention and MLPs."""
     heads, layers = metadata.whole("attention.head_count"), _layers(file, metadata)
-    head_dim = _head_dim(metadata, metadata.whole("embedding_length"), heads, family)
-    rope = rope_parameters(file, metadata, head_dim)
+    if family.latent:
+        head_dim = metadata.whole("rope.dimension_count")
+    else:
+        head_dim = _head_dim(metadata, metadata.whole("embedding_length"), heads, family)
+    rope = rope_parameters(file, metadata, head_dim, family.latent)
     if family.partial:  # such configs take less than all where they say nothing
         rope.setdefault("partial_rotary_factor", 1.0)
     elif "partial_rotary_factor" in rope:
@@ -188,9 +193,9 @@ def _attention(file: GgufFile, metadata: Metadata, family: Family) -> Fields:
         "intermediate_size": max(widths),
         **({WIDTHS: widths} if len(set(widths)) > 1 else {}),
         "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(metadata, heads, layers, family),
+        "num_key_value_heads": heads if family.latent else _kv_heads(metadata, heads, layers, family),
         "head_dim": head_dim,
-        "rope_parameters": rope,
+        **({"rope_parameters": rope} if family.rotates else {}),
     }
 
 
@@ -249,8 +254,12 @@ def _special(vocabulary: Vocabulary | None) -> Fields:
     return {"bos_token_id": vocabulary.bos, "eos_token_id": vocabulary.ends, "pad_token_id": vocabulary.pad}
 
 
-def rope_parameters(file: GgufFile, metadata: Metadata, head_dim: int) -> dict[str, Any]:
-    """The rotary embedding of a file as `rope_parameters` of a config; Unsupported if transformers lacks it."""
+def rope_parameters(file: GgufFile, metadata: Metadata, head_dim: int, latent: bool = False) -> dict[str, Any]:
+    """The rotary embedding of a file as `rope_parameters` of a config; Unsupported if transformers lacks it.
+
+    Args:
+        latent: whether it is of latent attention, where YaRN also scales the scores, by a tenth of what files say.
+    """
     theta = metadata.number("rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     rotated = metadata.whole("rope.dimension_count", head_dim)
@@ -267,6 +276,9 @@ def rope_parameters(file: GgufFile, metadata: Metadata, head_dim: int) -> dict[s
         return rope | {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn" and not metadata.has("rope.scaling.yarn_log_multiplier"):
         return rope | _yarn(metadata)
+    if kind == "yarn" and latent:
+        every = metadata.number("rope.scaling.yarn_log_multiplier") / 0.1
+        return rope | _yarn(metadata) | {"mscale": every, "mscale_all_dim": every}
     raise Unsupported(f"rotary embeddings of type {kind!r} in a GGUF file", "Shoal reads none, linear, yarn, and "
                       "factors per frequency", _SAFETENSORS)
 

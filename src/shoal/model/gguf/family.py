@@ -32,6 +32,8 @@ class Family:
         attends: whether some layer has attention.
         mixed: whether layers without attention count no KV heads.
         apart: whether a layer is one sublayer alone, so that those without an MLP count no neurons.
+        latent: whether attention is latent, so that heads are not of the size that files call a key's.
+        rotates: whether queries and keys are rotated.
         layer: names in transformers below a layer, and in the file, of what is not called as in Llama.
         ends: the same outside of layers.
     """
@@ -47,5 +49,7 @@ class Family:
     attends: bool = True
     mixed: bool = False
     apart: bool = False
+    latent: bool = False
+    rotates: bool = True
     layer: Mapping[str, str] = field(default_factory=dict)
     ends: Mapping[str, str] = field(default_factory=lambda: _LLAMA)

@@ -222,6 +222,7 @@ HYBRIDS: Mapping[str, Family] = MappingProxyType({
 """Architectures by their name in GGUF files."""
 
 JOINED = {"shared_mlp.input_linear.weight": ("shared_mlp.gate_proj.weight", "shared_mlp.up_proj.weight"),
+          "self_attn.conv1d.weight": tuple(f"self_attn.{part}_conv1d.weight" for part in "qkv"),
           "linear_attn.in_proj_qkvz.weight": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight")}
 """Matrices of transformers' modules, below a layer, that files have in parts, one above the other."""
 
@@ -236,6 +237,8 @@ def as_in_checkpoint(place: str, values: Tensor) -> Tensor:
         return logs if logs.shape[-1] > 1 else logs.flatten()  # of each channel's states, or of each head
     if inside in (_CONV, "shortconv.conv.weight"):
         return values.view(len(values), 1, -1)
+    if inside.startswith("ssm_conv1d_"):
+        return values.reshape(-1, 1, values.shape[-1])
     return values.flatten() if inside in ("ssm_d", "ssm_norm.weight", "ssm_dt.bias") else values
 
 

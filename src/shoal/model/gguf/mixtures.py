@@ -14,24 +14,25 @@ from types import MappingProxyType
 from shoal.model.gguf.family import Family, Fields
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.hybrids import HYBRIDS
+from shoal.model.gguf.latent import LATENT_MIXTURES
 from shoal.model.gguf.metadata import Metadata
 
 Own = Callable[[GgufFile, Metadata, Fields], Fields]
 
 GATE, UP, DOWN, FUSED = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down", "gate_up"))
 _ROUTER = "ffn_gate_inp.weight"
-_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+_NUMBER = re.compile(r"\.(experts|[kv]_b_proj)\.(\d+)\.")
 
 
 def unnumbered(name: str) -> str:
-    """A tensor's name with # in place of the number of an expert."""
-    return _NUMBER.sub(".experts.#.", name)
+    """A tensor's name with # in place of the number of an expert, or of a head of latent attention."""
+    return _NUMBER.sub(r".\1.#.", name)
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a tensor belongs to; None if it belongs to none."""
+    """The number of the expert, or head, that a tensor belongs to; None if it belongs to none."""
     found = _NUMBER.search(name)
-    return None if found is None else int(found[1])
+    return None if found is None else int(found[2])
 
 
 def check_experts(file: GgufFile, count: int) -> None:
@@ -159,5 +160,6 @@ MIXTURES: Mapping[str, Family] = MappingProxyType({
     "lfm2moe": _with(HYBRIDS["lfm2"], "lfm2_moe", _lfm2, {
         "feed_forward.gate.weight": _ROUTER, **_names("feed_forward", "w1", "w3", "w2"),
         "feed_forward.expert_bias": "exp_probs_b.bias"}),
+    **LATENT_MIXTURES,
 })
 """Architectures by their name in GGUF files that announce experts."""

@@ -18,6 +18,7 @@ from shoal.model.gguf.family import Family
 from shoal.model.gguf.file import GgufFile
 from shoal.model.gguf.header import GgmlType, TensorInfo
 from shoal.model.gguf.hybrids import JOINED, as_in_checkpoint, by_key_heads, grouped_heads
+from shoal.model.gguf.latent import EXPAND, KEYS, VALUES, expanded
 from shoal.model.gguf.metadata import Metadata
 from shoal.model.gguf.mixtures import DOWN, FUSED, GATE, UP, expert_of, unnumbered
 from shoal.model.modules import expected
@@ -37,6 +38,8 @@ ASIDE = re.compile(r"(^|\.)rope_(freqs|factors_long|factors_short)\.weight$")
 """Tensors that only the rotary embedding reads."""
 _STACKED = re.compile(r"(.+\.layers\.\d+\.)(.+\.experts\.)(gate_up_proj|down_proj)")
 """The tensors of transformers' modules that have the matrices of all experts."""
+CONV = "self_attn.conv1d.weight"
+"""The convolution of Kimi Linear, which files have in parts."""
 _KEY_HEADS = {"in_proj_b": 0, "in_proj_a": 1}
 """Halves of a matrix whose rows are ordered by key heads."""
 
@@ -86,10 +89,12 @@ class GgufSource(Source):
 
     @override
     def has(self, name: str) -> bool:
-        return self._place(name) is not None
+        return self._place(name) is not None or (name.endswith(CONV) and all(map(self.has, self.parts(name))))
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor, in its dtype if that is floating point, else dequantised to float32; may be a read-only view."""
+        if name.endswith(CONV):
+            return torch.cat([self[part] for part in self.parts(name)])
         info = self._info(name)
         order = self._order(name, info)
         if expert_of(name) is not None or (order is not None and len(info.shape) > 1):
@@ -101,7 +106,8 @@ class GgufSource(Source):
         values = values if order is None else values[order]
         if self._family.norm_shift and info.name.endswith("norm.weight") and not info.name.endswith("ssm_norm.weight"):
             return values - self._family.norm_shift
-        return as_in_checkpoint(info.name, values)
+        found = as_in_checkpoint(info.name, values)
+        return found.view(1, 1, -1, 1) if self._config.model_type == "kimi_linear" and name.endswith("A_log") else found
 
     def of_modules(self, name: str) -> Tensor | None:
         """The tensor as transformers' modules have it, dequantised; None if the file lacks it."""
@@ -109,6 +115,9 @@ class GgufSource(Source):
         if _STACKED.fullmatch(name):
             places = dict.fromkeys(place for part in parts if (place := self._place(part)) is not None)
             return torch.cat([self._file.values(place) for place in places], 1) if places else None
+        if name.endswith(EXPAND) and parts != (name,):
+            places = [self._place(part) for part in parts]
+            return expanded(*(self._file.values(place) for place in places if place is not None))
         if name.endswith("in_proj_qkvz.weight"):
             return by_key_heads(self[parts[0]], self[parts[1]], self._config)
         if parts != (name,):
@@ -123,6 +132,8 @@ class GgufSource(Source):
             wanted = (DOWN,) if stacked[3] == "down_proj" else (GATE, UP)
             return tuple(stacked[1] + own.replace("#", "0") for own, place in self._family.layer.items()
                          if place in wanted)
+        if name.endswith(EXPAND) and not self.has(name):
+            return tuple(name.removesuffix(EXPAND) + part.replace("#", "0") for part in (KEYS, VALUES))
         for joined, parts in JOINED.items():
             if name.endswith(joined):
                 return tuple(name.removesuffix(joined) + part for part in parts)
@@ -167,13 +178,13 @@ class GgufSource(Source):
         found = [(info.type, (info.shape[0], info.shape[1])) for info in self._file.header.tensors.values()
                  if len(info.shape) == 2]
         for info in self._file.header.tensors.values():
-            if len(info.shape) == 3 and info.name.endswith("_exps.weight"):
+            if len(info.shape) == 3 and info.name.endswith(("_exps.weight", "attn_k_b.weight", "attn_v_b.weight")):
                 found += [(info.type, (info.shape[1], info.shape[2]))] * info.shape[0]
         return found
 
     def unread(self, known: Iterable[str]) -> list[str]:
         """Tensors of the file, by its names, that are neither in `known` (transformers' names) nor read otherwise."""
-        places = {self._place(name) for name in known}
+        places = {self._place(part) for name in known for part in self.parts(name)} | set(map(self._place, known))
         further = tuple(f"blk.{layer}." for layer in self._further())
         return [place for place in self._file.header.tensors
                 if place not in places and not ASIDE.search(place) and not place.startswith(further)]

@@ -17,6 +17,8 @@ _STRAIGHT = ("minicpm3", "kimi_linear")
 QUERIES, NARROW, WIDEN, STORED, EXPAND, GATE = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
                                                 "g_proj")
 """Names of its matrices below attention."""
+BY_HEADS = ("k_b_proj", "v_b_proj")
+"""What GGUF files have in place of the matrix that expands the latent: U^T and V of each head."""
 QUERY_NORM, NORM = "q_a_layernorm", "kv_a_layernorm"
 
 
@@ -42,13 +44,15 @@ def reading(sizes: LatentSizes) -> dict[str, int]:
     return {**query, STORED: sizes.line, **({GATE: sizes.heads} if sizes.gated else {})}
 
 
-def latent_names(sizes: LatentSizes, biased: bool) -> Iterator[str]:
-    """Tensors of latent attention, but for its output projection, below attention."""
-    yield from (f"{name}.weight" for name in (*reading(sizes), EXPAND, NORM))
+def latent_names(sizes: LatentSizes, biased: bool) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Tensors of latent attention, but for its output projection, below attention, each with its alternative names."""
+    names = [f"{name}.weight" for name in (*reading(sizes), NORM)]
     if sizes.query_rank:
-        yield from (f"{WIDEN}.weight", f"{QUERY_NORM}.weight")
+        names += [f"{WIDEN}.weight", f"{QUERY_NORM}.weight"]
     if biased:
-        yield from (f"{name}.bias" for name in (NARROW, STORED) if name in reading(sizes))
+        names += [f"{name}.bias" for name in (NARROW, STORED) if name in reading(sizes)]
+    yield from (((name,),) for name in names)
+    yield (f"{EXPAND}.weight",), tuple(f"{side}.{head}.weight" for side in BY_HEADS for head in range(sizes.heads))
 
 
 class LatentRows(ChangedSource):

@@ -25,7 +25,7 @@ from shoal.model.layers.mixer import Mixer
 from shoal.model.modules import leftovers, refuse
 from shoal.model.packed.experts import ExpertShape
 from shoal.model.packed.kinds import Names
-from shoal.model.packed.latent import EXPAND, NORM, QUERY_NORM, WIDEN, latent_names, reading
+from shoal.model.packed.latent import BY_HEADS, EXPAND, NORM, QUERY_NORM, WIDEN, latent_names, reading
 from shoal.model.packed.linear import ACTIVATIONS, Dense, Linear, parts_of
 from shoal.model.packed.mixers import FORMS, Projection, memory_sizes, memory_unit
 from shoal.model.packed.shape import REMEDY, Shape
@@ -104,7 +104,8 @@ def _block(text: Any, shape: Shape, layer: int) -> Iterator[Forms]:
     if "differential_attention" in kind.mixers:
         yield from (_one(attention + name) for name in _differential_names(names))
     elif "latent_attention" in kind.mixers and shape.latent is not None:
-        yield from (_one(attention + name) for name in latent_names(shape.latent, bool(text.attention_bias)))
+        for forms in latent_names(shape.latent, bool(text.attention_bias)):
+            yield tuple(tuple(attention + name for name in form) for form in forms)
     elif kind.attends:
         yield _joining([attention + part for part in _QKV], attention + names.qkv, model == "phi3")
     if kind.gated_mlp:
@@ -361,14 +362,19 @@ class Packer:
             query_norm = self.vector(f"{name}{QUERY_NORM}.weight", sizes.query_rank)
             widen = self.pack({f"{name}{WIDEN}.weight": sizes.queries}, sizes.query_rank, "matrix")
         norm = self.vector(f"{name}{NORM}.weight", sizes.rank)
-        keys, values = self._by_heads(f"{name}{EXPAND}.weight", sizes)
+        keys, values = self._by_heads(name, sizes)
         layer.latent = LatentAttention(sizes, norm, keys, values, query_norm, widen)
         layer.out = self.pack({f"{name}{shape.names.out}.weight": shape.hidden}, sizes.heads * sizes.value, "matrix")
         layer.out_bias = self._optional(f"{name}{shape.names.out}.bias", shape.hidden)
 
     def _by_heads(self, name: str, sizes: LatentSizes) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
-        """U^T and V of each head, from a matrix with the rows of U, then of V, head by head."""
-        whole = self._tensor(name, sizes.heads * (sizes.plain + sizes.value), sizes.rank)
+        """U^T and V of each head, from a matrix with the rows of U, then of V, head by head, or one by one."""
+        if self._source.has(f"{name}{BY_HEADS[0]}.0.weight"):
+            each = zip(BY_HEADS, ((sizes.rank, sizes.plain), (sizes.value, sizes.rank)), strict=True)
+            keys, values = (tuple(self.pack({f"{name}{side}.{head}.weight": rows}, columns, "matrix")
+                                  for head in range(sizes.heads)) for side, (rows, columns) in each)
+            return keys, values
+        whole = self._tensor(f"{name}{EXPAND}.weight", sizes.heads * (sizes.plain + sizes.value), sizes.rank)
         heads = whole.to(self._device, self._dtype).unflatten(0, (sizes.heads, -1))
         keys = tuple(self._packed_by(one[: sizes.plain].t().contiguous(), "matrix") for one in heads)
         values = tuple(self._packed_by(one[sizes.plain :].contiguous(), "matrix") for one in heads)
