@@ -18,6 +18,7 @@ FORMS = {
     "softmax, not normalised": Routing(8, 3, normalised=False),
     "sigmoid": Routing(8, 3, sigmoid=True, added=1e-6, scale=1.7),
     "groups": Routing(12, 4, sigmoid=True, groups=4, top_groups=2, scale=2.5),
+    "groups by their best": Routing(12, 4, normalised=False, groups=4, top_groups=2, best=1),
     "groups of one": Routing(6, 2, groups=6, top_groups=3),
     "a least sum": Routing(8, 2, sigmoid=True, least=3.0),
     "one": Routing(8, 1, normalised=False),
@@ -37,7 +38,7 @@ def by_hand(logits: list[float], routing: Routing, bias: list[float]) -> dict[in
     wanted = [score + more for score, more in zip(scores, bias, strict=True)]
     size = routing.count // routing.groups
     groups = [range(first, first + size) for first in range(0, routing.count, size)]
-    best = sorted(groups, key=lambda own: -sum(sorted((wanted[one] for one in own), reverse=True)[:2]))
+    best = sorted(groups, key=lambda own: -sum(sorted((wanted[one] for one in own), reverse=True)[: routing.best]))
     allowed = [one for own in best[: routing.top_groups] for one in own]
     chosen = sorted(allowed, key=lambda one: (-wanted[one], one))[: routing.top]
     total = max(sum(scores[one] for one in chosen) + routing.added, routing.least) if routing.normalised else 1.0
@@ -84,7 +85,7 @@ def test_outputs_are_sums_over_the_chosen(gated: bool) -> None:
 
 @pytest.mark.parametrize(("change", "what"), [
     ({"top": 9}, "9 of 8 experts"), ({"top": 0}, "0 of 8"), ({"groups": 3}, "groups must divide"),
-    ({"groups": 4, "top_groups": 5}, "5 of 4 groups"), ({"groups": 4, "top_groups": 1}, "fewer than the 3"),
+    ({"groups": 4, "top_groups": 5}, "5 of 4 groups"), ({"best": 3}, "its 3 best"), ({"groups": 4, "top_groups": 1}, "fewer than the 3"),
 ])
 def test_numbers_that_do_not_fit_are_refused(change: dict[str, int], what: str) -> None:
     with pytest.raises(ValueError, match=what):
