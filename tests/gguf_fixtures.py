@@ -127,8 +127,9 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2-softmax": ("deepseek_v2", {**_PAIR, **_LATENT, "num_key_value_heads": 2, "n_routed_experts": 3,
                                           "num_experts_per_tok": 2, "n_shared_experts": 1, "topk_method": "greedy",
                                           "n_group": 1, "topk_group": 1}),
-    "kimi-linear": ("kimi_linear", {**_PAIR, **_LATENT, "num_key_value_heads": 2, "q_lora_rank": None, "linear_num_heads": 2,
-                                    "linear_head_dim": 32, "num_experts": 3, "num_experts_per_token": 2, "rms_norm_eps": 1e-6,
+    "kimi-linear": ("kimi_linear", {**_PAIR, **_LATENT, "num_key_value_heads": 2, "q_lora_rank": None,
+                                    "linear_num_heads": 2, "linear_head_dim": 32, "num_experts": 3,
+                                    "num_experts_per_token": 2, "rms_norm_eps": 1e-6,  # llama.cpp has it in all norms
                                     "layer_types": ["linear_attention", "full_attention"]}),
     "granitehybrid-moe": ("granite4_moe", {**_HYBRIDS["granitehybrid"][1], **_LOCAL}),
     "qwen35moe": ("qwen3_5_moe", {**_HYBRIDS["qwen35"][1], **_FEW}),

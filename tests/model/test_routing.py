@@ -85,7 +85,8 @@ def test_outputs_are_sums_over_the_chosen(gated: bool) -> None:
 
 @pytest.mark.parametrize(("change", "what"), [
     ({"top": 9}, "9 of 8 experts"), ({"top": 0}, "0 of 8"), ({"groups": 3}, "groups must divide"),
-    ({"groups": 4, "top_groups": 5}, "5 of 4 groups"), ({"best": 3}, "its 3 best"), ({"groups": 4, "top_groups": 1}, "fewer than the 3"),
+    ({"groups": 4, "top_groups": 5}, "5 of 4 groups"), ({"best": 3}, "its 3 best"),
+    ({"groups": 4, "top_groups": 1}, "fewer than the 3"),
 ])
 def test_numbers_that_do_not_fit_are_refused(change: dict[str, int], what: str) -> None:
     with pytest.raises(ValueError, match=what):

@@ -209,7 +209,8 @@ def build_chunk(ids: list[int]) -> Any:
 
 CHANNELS = (((*range(24),),),) * LAYERS
 READERS: list[Method] = [KVInt8(), KVInt4(), SnapKV(budget=12, window=4, pool=3), Tidal(k=6), TopKOracle(k=6, first=0),
-                         DoubleSparsity(CHANNELS, k=6, width=3, first=0), CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2)]
+                         DoubleSparsity(CHANNELS, k=6, width=3, first=0),
+                         CentroidKV(removed=0.5, chunk=2, window=1, sinks=0, every=2)]
 
 
 @pytest.mark.parametrize("method", READERS, ids=lambda method: type(method).__name__)
@@ -255,7 +256,8 @@ def test_saved_folders_are_read_by_the_names_of_published_checkpoints(family: st
 
 
 @pytest.mark.parametrize("change", [lambda held: held.pop("model.layers.1.self_attn.kv_b_proj.weight"),
-                                    lambda held: held.update({"model.layers.1.self_attn.kv_c.weight": torch.ones(2, 2)}),
+                                    lambda held: held.update({"model.layers.1.self_attn.kv_c.weight": torch.ones(2, 2)
+                                                              }),
                                     lambda held: held.update({"model.layers.0.self_attn.kv_b_proj.weight":
                                                               torch.ones(3, 16)})])
 def test_tensors_that_do_not_fit_are_refused(change: Callable[[dict[str, Tensor]], Any]) -> None:

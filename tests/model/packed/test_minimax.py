@@ -1,4 +1,4 @@
-"""MiniMax against its formulas in float64: lightning attention, experts, and residuals that start from normed states."""
+"""MiniMax against its formulas in float64: lightning attention, experts, residuals that start from normed states."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Formula:
             decay = torch.exp(-self.held[f"{name}slope_rate"][head, 0, 0].float()).double()
             states[head] = states[head] * decay + torch.outer(k, v)
             out.append(q @ states[head])
-        gate = torch.sigmoid(self.held[f"{name}output_gate.weight"] @ x)
-        return self.held[f"{name}out_proj.weight"] @ (gate * normed(torch.cat(out), self.held[f"{name}norm.weight"], 1e-6))
+        mixed = normed(torch.cat(out), self.held[f"{name}norm.weight"], 1e-6)
+        return self.held[f"{name}out_proj.weight"] @ (torch.sigmoid(self.held[f"{name}output_gate.weight"] @ x) * mixed)
 
     def attention(self, layer: int, name: str, x: Tensor, place: int) -> Tensor:
         own = self.config

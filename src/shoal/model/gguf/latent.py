@@ -1,8 +1,8 @@
 """Architectures of GGUF files with latent attention: transformers' names of their metadata and tensors.
 
 A file has the last matrices of keys and values of all heads as two tensors, those of keys transposed, whose parts are
-called by the heads' numbers here; older files, and MiniCPM3's, have one matrix. Kimi Linear's files have the convolution
-in three parts. The meaning follows llama.cpp (src/models, conversion): https://github.com/ggml-org/llama.cpp
+called by the heads' numbers here; older files, and MiniCPM3's, have one matrix. Kimi Linear's files have the
+convolution in three parts. The meaning follows llama.cpp (src/models, conversion): https://github.com/ggml-org/llama.cpp
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def _minicpm(file: GgufFile, metadata: Metadata, common: Fields) -> Fields:
 
 _LATENT = {
     "self_attn.q_a_proj.weight": "attn_q_a.weight", "self_attn.q_b_proj.weight": "attn_q_b.weight",
-    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight", "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
     "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight", EXPAND: "attn_kv_b.weight",
     KEYS: "attn_k_b.weight", VALUES: "attn_v_b.weight",
 }
@@ -109,7 +110,8 @@ _EXPERTS = {
 }
 _CHANNELWISE = {
     **{f"self_attn.{part}_conv1d.weight": f"ssm_conv1d_{part}.weight" for part in "qkv"},
-    "self_attn.forget_gate.f_a_proj.weight": "ssm_f_a.weight", "self_attn.forget_gate.f_b_proj.weight": "ssm_f_b.weight",
+    "self_attn.forget_gate.f_a_proj.weight": "ssm_f_a.weight",
+    "self_attn.forget_gate.f_b_proj.weight": "ssm_f_b.weight",
     "self_attn.forget_gate.dt_bias": "ssm_dt.bias", "self_attn.forget_gate.A_log": "ssm_a",
     "self_attn.g_a_proj.weight": "ssm_g_a.weight", "self_attn.g_b_proj.weight": "ssm_g_b.weight",
     "self_attn.b_proj.weight": "ssm_beta.weight", "self_attn.o_norm.weight": "ssm_norm.weight",

@@ -116,8 +116,7 @@ class GgufSource(Source):
             places = dict.fromkeys(place for part in parts if (place := self._place(part)) is not None)
             return torch.cat([self._file.values(place) for place in places], 1) if places else None
         if name.endswith(EXPAND) and parts != (name,):
-            places = [self._place(part) for part in parts]
-            return expanded(*(self._file.values(place) for place in places if place is not None))
+            return expanded(*(self._file.values(self._info(part).name) for part in parts))
         if name.endswith("in_proj_qkvz.weight"):
             return by_key_heads(self[parts[0]], self[parts[1]], self._config)
         if parts != (name,):

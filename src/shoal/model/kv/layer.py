@@ -353,8 +353,8 @@ class KVLayer:
         count, sizes = keys.shape[1], tuple(keys.shape[:2])
         if self.values is not None and not self.values.shape[3]:
             if not torch.equal(keys, values):
-                raise ValueError("the values of this layer lie in its keys (latent attention), so that both can only be "
-                                 "rewritten alike")
+                raise ValueError("the values of this layer lie in its keys (latent attention), so that both can "
+                                 "only be rewritten alike")
             values = values[..., :0]
         self._check_rewrite(seq, count)
         if bias is not None and tuple(bias.shape) != sizes:

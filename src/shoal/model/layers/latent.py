@@ -1,12 +1,13 @@
 """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), with its matrices absorbed into queries and outputs.
 
-A token is stored as one vector: the rotated key r_s that all heads share, and a latent c_s from which each head's other
-keys and its values would follow. Per head h, with q_h in a rotated and a plain part,
+A token is stored as one vector: the rotated key r_s that all heads share, and a latent c_s from which each head's
+other keys and its values would follow. Per head h, with q_h in a rotated and a plain part,
 
     score_s = (q_h^rot . r_s + (U_h^T q_h^plain) . c_s) * scale,  o_h = V_h sum over s of softmax(score)_s c_s
 
 since q . (U c) = (U^T q) . c (section 2.1.2). So it is attention with one key head, whose key is [r_s, c_s] and whose
-value lies in the same vector. c_s has passed an RMSNorm; queries come from one matrix, or through a latent of their own.
+value lies in the same vector. c_s has passed an RMSNorm; queries come from one matrix, or through a latent of their
+own.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from shoal.model.packed.repacked import Repacked
 from shoal.model.packed.runner import PackedRunner
 from shoal.model.packed.shape import REMEDY, RotaryTable, shape_of
 from shoal.model.packed.source import (
+    PUBLISHED,
     FewerLayers,
     GatesBelow,
     HalvesPaired,
-    PUBLISHED,
     KeyHeadsApart,
     ModelSource,
     PublishedNames,

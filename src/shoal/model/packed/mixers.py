@@ -295,7 +295,8 @@ def _head_dim(text: Any) -> int:
 def _lightning(text: Any, read: Read) -> LightningAttention:
     norm = read.vector("norm.weight")
     decay = decays(text.num_attention_heads, read.layer, text.num_hidden_layers, norm.dtype).to(norm.device)
-    return LightningAttention(read.projection("qkv_proj", "output_gate"), read.projection("out_proj"), decay, norm, 1e-6)
+    into, out = read.projection("qkv_proj", "output_gate"), read.projection("out_proj")
+    return LightningAttention(into, out, decay, norm, 1e-6)  # the modules' own epsilon, whatever the config says
 
 
 def _unit_sizes(text: Any) -> Sizes:

@@ -215,10 +215,10 @@ class PublishedNames(ChangedSource):
         """The names in the checkpoint."""
         if self._source.has(name):
             return (name,)
-        names = (name,)
-        if name.endswith(self._conv):
-            names = tuple(name.removesuffix("conv1d.weight") + f"{part}_conv1d.weight" for part in "qkv")
-        return tuple(map(self._theirs, names))
+        if not name.endswith(self._conv):
+            return (self._theirs(name),)
+        stem = name.removesuffix("conv1d.weight")
+        return tuple(self._theirs(f"{stem}{part}_conv1d.weight") for part in "qkv")
 
     def _theirs(self, name: str) -> str:
         for ours, theirs in self._published.parts:
