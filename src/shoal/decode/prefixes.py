@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.heap import give_back
-from shoal.model.kv.cache import KVCache, LayerCopy, SequenceCopy, copy_in, look, usable
+from shoal.model.kv.cache import KVCache, SequenceCopy, copy_in, look, usable
 from shoal.model.state.layer import State, state_bytes
 
 _GRID = 512
@@ -116,22 +116,16 @@ class Prefixes:
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Cut a node in two after position at - 1; returns the first part. What is stored is moved layer by layer."""
-        first, last, size = node.piece.first, node.piece.last, at - node.piece.first
-        layers, low, high = [*reversed(node.piece.layers)], list[LayerCopy](), list[LayerCopy]()
+        size = at - node.piece.first
         self.bytes -= node.piece.bytes
-        node.piece = SequenceCopy((), first, last)
         try:
-            while layers:
-                layer = layers.pop()
-                low.append(layer.cut(first, at).copied())
-                high.append(layer.cut(at, last).copied())
+            low, node.piece = node.piece.parted(at)
         except BaseException:  # a node that is half cut is of no use
             self.clear()
             raise
-        part = _Node(node.tokens[:size], SequenceCopy(tuple(low), first, at), node.parent)
+        part = _Node(node.tokens[:size], low, node.parent)
         self._attach(part)
         node.tokens, node.parent = node.tokens[size:], part
-        node.piece = SequenceCopy(tuple(high), at, last)
         part.children[node.tokens[0]] = node
         self.bytes += node.piece.bytes
         return part
