@@ -19,7 +19,7 @@ _GRID = 512
 """Fewest tokens between states that are kept within a prompt."""
 
 _HOLES = 2**26
-"""Memory is returned after this many dropped bytes, or a quarter of the limit: returning it takes milliseconds."""
+"""Memory is returned after this many kept bytes, or a quarter of the limit: returning it takes milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class Prefixes:
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.bytes, self._dropped = limit, 0, 0
+        self.limit, self.bytes, self._since = limit, 0, 0
         self._roots: dict[str, _Node] = {}
         self._order: OrderedDict[_Node, None] = OrderedDict()
         """All nodes but roots by their last use; a node comes after its children."""
@@ -150,8 +150,9 @@ class Prefixes:
             if oldest is None:
                 return False
             self._drop(oldest)
-        if self._dropped > min(_HOLES, self.limit // 4):  # they leave holes into which new sequences seldom fit
-            self._dropped = 0
+        self._since += size
+        if self._since > min(_HOLES, self.limit // 4):  # what passes leaves holes into which other things seldom fit
+            self._since = 0
             give_back()
         return True
 
@@ -161,7 +162,6 @@ class Prefixes:
         if not leaf.parent.children and leaf.parent not in self._order:
             self._roots = {salt: root for salt, root in self._roots.items() if root.children}
         self.bytes -= leaf.piece.bytes
-        self._dropped += leaf.piece.bytes
 
 
 def _missing(piece: SequenceCopy, seen: SequenceCopy) -> list[dict[int, State]]:
