@@ -243,8 +243,6 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
                 "rotary": shape.rotary if text.position_embedding_type == "rope" else (None,) * shape.num_layers}
     if kind == "nemotron_h":
         return {"activation": _nemotron_activation(text)}
-    if kind == "jamba" and (mixed := [layer for layer, count in enumerate(text.layers_num_experts) if count > 1]):
-        raise _misfit(text, f"its layers {', '.join(map(str, mixed))} have mixtures of experts")
     if kind != "falcon_h1":
         return {}
     into, (gate, down) = text.attention_in_multiplier, text.mlp_multipliers
@@ -257,9 +255,6 @@ def _special(text: Any, shape: Shape) -> dict[str, Any]:
 
 def _nemotron_activation(text: Any) -> str:
     """That of its MLPs."""
-    if "moe" in text.layer_types:
-        mixed = [layer for layer, kind in enumerate(text.layer_types) if kind == "moe"]
-        raise _misfit(text, f"its layers {', '.join(map(str, mixed))} have mixtures of experts")
     if (text.mlp_hidden_act, text.mamba_hidden_act) != ("relu2", "silu"):
         raise _misfit(text, f"its activations are {text.mlp_hidden_act!r} and {text.mamba_hidden_act!r}, and must be "
                             "'relu2' in MLPs and 'silu' in recurrences")

@@ -160,12 +160,12 @@ INLINE Vf activated(int activation, Vf x) {
 /* Of an MLP without a gate. */
 static void finish_plain(const Worker *w, const Chosen *c, const float *bias, int block, int count, void *to) {
     const Run *r = w->run;
-    const int ffn = ((const Neurons *)to)->ffn;
+    const Neurons at = *(const Neurons *)to;
     for (int i = 0; i < c->count; i++)
         for (int b = 0; b < count; b++) {
             const int row = (block + b) * LANES;
-            const Vf up = result(w, c, bias, row, ffn, b, i);
-            vf_store(r->hidden + c->token[i] * r->hidden_line + row, activated(r->m->activation, up));
+            const Vf up = result(w, c, bias, row, at.ffn, b, i);
+            vf_store(r->hidden + at.first + c->token[i] * at.line + row, activated(r->m->activation, up));
         }
 }
 
@@ -264,6 +264,19 @@ static void run_attention(Worker *w, int entry) {
 static void run_groups(Worker *w, int entry);
 static void run_experts(Worker *w, int entry);
 
+/* The whole MLP of a layer, for these tokens. */
+static void run_whole(Worker *w, const ShoalLayer *layer, const Chosen *c) {
+    const Run *r = w->run;
+    prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c->token, .count = c->count});
+    Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
+    if (layer->gate_up->paired) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
+    else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, c, layer->gate_up_bias, finish_plain, &all);
+    else multiply_both(w, layer->gate_up, c, layer->gate_up_bias, finish_gated, &all);
+    meet(&w->run->team, w->id);
+    prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c->token, .count = c->count});
+    multiply_into_states(w, &layer->down, c, layer->down_bias, layer->mlp_out_norm);
+}
+
 static void run_mlp(Worker *w, int entry) {
     Run *r = w->run;
     const ShoalLayer *layer = r->m->layers + r->b->layers[entry];
@@ -273,16 +286,7 @@ static void run_mlp(Worker *w, int entry) {
         run_experts(w, entry);
         return;
     }
-    if (c.count) {
-        prepare_together(w, layer->gate_up, (Lines){.x = r->x, .norm = layer->post_norm, .step = r->x_line, .tokens = c.token, .count = c.count});
-        Neurons all = {.ffn = layer->down.cols, .line = r->hidden_line};
-        if (layer->gate_up->paired) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
-        else if (!layer->gate_up[1].rows) multiply_all(w, layer->gate_up, &c, layer->gate_up_bias, finish_plain, &all);
-        else multiply_both(w, layer->gate_up, &c, layer->gate_up_bias, finish_gated, &all);
-        meet(&r->team, w->id);
-        prepare_together(w, &layer->down, (Lines){.x = r->hidden, .step = r->hidden_line, .tokens = c.token, .count = c.count});
-        multiply_into_states(w, &layer->down, &c, layer->down_bias, layer->mlp_out_norm);
-    }
+    if (c.count) run_whole(w, layer, &c);
     if (r->b->groups) run_groups(w, entry);
 }
 

@@ -55,7 +55,8 @@ class ExpertsStruct(ctypes.Structure):
     """Experts beside or instead of a layer's MLP."""
 
     _fields_ = [
-        ("router", Weight), ("parts", POINTER(Weight)), ("bias", c_void_p), ("count", c_int32), ("top", c_int32),
+        ("router", Weight), ("parts", POINTER(Weight)), ("narrow", Weight), ("widen", Weight), ("bias", c_void_p),
+        ("count", c_int32), ("top", c_int32),
         ("groups", c_int32), ("top_groups", c_int32), ("sigmoid", c_int32), ("normalised", c_int32), ("gated", c_int32),
         ("added", c_float), ("least", c_float), ("scale", c_float),
     ]
@@ -83,7 +84,7 @@ class Model(ctypes.Structure):
         ("residual_scale", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("attention_cap", c_float),
         ("logit_cap", c_float), ("gate_scale", c_float), ("out_scales", c_float * 3), ("gated_attention", c_int32),
         ("inputs", c_int32), ("channels", c_int32), ("outputs", c_int32), ("experts", c_int32), ("top", c_int32),
-        ("expert_ffn", c_int32), ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("head", Weight),
+        ("expert_ffn", c_int32), ("latent", c_int32), ("layers", POINTER(LayerStruct)), ("norm", c_void_p), ("head", Weight),
         ("upper", Weight), ("head_bias", c_void_p), ("embedding", c_void_p), ("table", Weight),
     ]
 

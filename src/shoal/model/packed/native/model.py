@@ -150,7 +150,7 @@ class NativeModel:
         self._library, self._lock = require(), threading.Lock()
         self._parts: list[object] = [embedding]
         self.recurrences: dict[int, NativeRecurrence] = {}
-        self._sizes: tuple[int, ...] = (0, 0, 0)  # of the largest mixture: experts, of a token, neurons
+        self._sizes: tuple[int, ...] = (0, 0, 0, 0)  # of the largest mixture: experts, of a token, neurons, latents
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
         self._structs = (LayerStruct * len(layers))(*layers)
         self._head = as_packed(weights.head)
@@ -374,7 +374,7 @@ class NativeModel:
             struct.qkv = self._stack("qkv", layer.qkv, qkv, hidden)
             struct.out = self._matrix("out", layer.out, hidden, query)
         if kind.gated_mlp:
-            struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn)
+            struct.gate_up = self._gate_up(parts_of(layer.gate_up), ffn, hidden)
         if kind.plain_mlp:
             struct.gate_up = (Weight * 2)(self._matrix("up", layer.gate_up, ffn, hidden))
         if kind.has_mlp:
@@ -423,12 +423,18 @@ class NativeModel:
         struct = ExpertsStruct(**{name: getattr(routing, name) for name in _ROUTING}, gated=experts.gated)
         struct.router = self._matrix("router", experts.router, routing.count + experts.gated, hidden)
         struct.bias = self._vector("the bias of the router", experts.bias, routing.count)
-        parts = (Weight * (3 * routing.count))()
+        parts, size, latent = (Weight * (3 * routing.count))(), experts.down[0].rows, 0
+        if experts.latent is not None:
+            struct.narrow = self._matrix("the projection of inputs", experts.latent[0], latent := size, hidden)
+            struct.widen = self._matrix("the projection of outputs", experts.latent[1], hidden, size)
         for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
-            parts[3 * number : 3 * number + 2] = list(self._gate_up(parts_of(gate_up), ffn))
-            parts[3 * number + 2] = self._matrix("down", down, hidden, ffn)
+            if experts.plain:
+                parts[3 * number] = self._matrix("up", gate_up, ffn, size)
+            else:
+                parts[3 * number : 3 * number + 2] = list(self._gate_up(parts_of(gate_up), ffn, size))
+            parts[3 * number + 2] = self._matrix("down", down, size if latent else hidden, ffn)
         struct.parts = parts
-        self._sizes = tuple(map(max, self._sizes, (routing.count, routing.top, ffn)))
+        self._sizes = tuple(map(max, self._sizes, (routing.count, routing.top, ffn, latent)))
         return struct
 
     def _model_struct(self, norm: Tensor, embedding: Tensor | PackedWeight | None, head_bias: Tensor | None) -> Model:
@@ -441,7 +447,7 @@ class NativeModel:
         struct.inputs = max((one.input_line for one in own), default=0)
         struct.channels = max((one.struct.channels for one in own), default=0)
         struct.outputs = max((one.outputs for one in own), default=0)
-        struct.experts, struct.top, struct.expert_ffn = self._sizes
+        struct.experts, struct.top, struct.expert_ffn, struct.latent = self._sizes
         struct.activation, struct.kv_dtype = ACTIVATIONS.index(shape.activation), _KV_DTYPES[self._kv_dtype]
         struct.norm = self._vector("norm", norm, shape.hidden)
         struct.head = self._matrix("head", self._head, shape.vocab, shape.hidden)
@@ -466,9 +472,8 @@ class NativeModel:
             )
         return (Weight * 3)(*(self._matrix(name, part, part.rows, columns) for part in parts))
 
-    def _gate_up(self, parts: Sequence[Linear], ffn: int) -> Array[Weight]:
+    def _gate_up(self, parts: Sequence[Linear], ffn: int, hidden: int) -> Array[Weight]:
         """The structs of one paired matrix, or of two."""
-        hidden = self.shape.hidden
         if len(parts) == 1:
             return (Weight * 2)(self._matrix("gate_up", parts[0], 2 * ffn, hidden, paired=True))
         kinds = [as_packed(part).kind for part in parts]

@@ -60,11 +60,13 @@ typedef struct {
 } ShoalRecurrence;
 
 /* Experts beside or instead of a layer's MLP. The weights of those that a token runs are its scores, which are sigmoids or the softmax
-   of its logits; if they are normalised, divided by their sum plus `added`, or by `least` if that is more. */
+   of its logits; if they are normalised, divided by their sum plus `added`, or by `least` if that is more. They may read and give
+   fewer numbers than states have, between two projections. */
 #define MAX_EXPERTS 1024
 typedef struct {
     ShoalWeight router;       /* [count, or 1 more if the MLP beside them is gated; hidden] */
     const ShoalWeight *parts; /* [count][3]: gate and up as in a layer, and down */
+    ShoalWeight narrow, widen; /* the projections: of states, and of the sum of the experts; or no rows */
     const float *bias;        /* [count], added to scores for the choice alone; or NULL */
     int32_t count, top;       /* experts, and how many of them a token runs */
     int32_t groups, top_groups; /* equal groups of experts, and how many of them a token's experts are of, those with the best two */
@@ -96,7 +98,7 @@ typedef struct {
     float out_scales[3];            /* factors of what attention, a recurrence and an MLP add, beside residual_scale */
     int32_t gated_attention;        /* whether attention's outputs are multiplied by sigmoids of the rows of qkv after those of q */
     int32_t inputs, channels, outputs; /* of the widest recurrence; 0: there is none */
-    int32_t experts, top, expert_ffn; /* the most of any layer; 0: there are none */
+    int32_t experts, top, expert_ffn, latent; /* the most of any layer; 0: there are none, or no projections */
     const ShoalLayer *layers;
     const float *norm;
     ShoalWeight head;
