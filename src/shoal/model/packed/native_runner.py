@@ -60,7 +60,7 @@ _STARTS, _LENT = attrgetter("starts"), attrgetter("lent")
 def fits_kernels(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can compute such a model."""
     even = shape.head_dim % 2 == 0 and shape.head_dim <= 256
-    known = not shape.in_torch and all(shape.kind(layer).recurrence != "rg_lru" for layer in range(shape.num_layers))
+    known = not shape.in_torch
     few = shape.experts is None or shape.experts.routing.count <= native.MAX_EXPERTS
     return even and known and few and device.type == "cpu" and dtype in _KINDS
 

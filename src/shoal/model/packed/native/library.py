@@ -42,7 +42,7 @@ class RecurrenceStruct(ctypes.Structure):
         ("into", Weight * 3), ("out", Weight), ("select", Weight), ("widen", Weight), ("into_scale", c_void_p),
         ("into_bias", c_void_p),
         ("out_bias", c_void_p), ("conv", c_void_p), ("conv_bias", c_void_p), ("rate", c_void_p), ("bias", c_void_p),
-        ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32),
+        ("gates", c_void_p), ("skip", c_void_p), ("norm", c_void_p), ("kind", c_int32), ("width", c_int32), ("channels", c_int32),
         ("heads", c_int32),
         ("groups", c_int32), ("key_dim", c_int32), ("value_dim", c_int32), ("rank", c_int32), ("decays", c_int32),
         ("sigmoid", c_int32), ("gate_first", c_int32), ("doubled", c_int32), ("by_turns", c_int32), ("eps", c_float),

@@ -32,8 +32,9 @@ typedef struct {
 /* A recurrence beside or instead of attention. Inputs of a token are, in this order, the rows of its projection:
    RECUR_GATED_DELTA: q, k, v, gate, b, f; RECUR_MAMBA2: gate, x, B, C, dt; RECUR_SHORT_CONV: B, C, x; RECUR_SCAN: x, gate, and after
    them, which follow from x once it is convolved: r, B, C, dt. Its state is the window [width - 1][channels] of the convolution,
-   followed, but for a short convolution alone, by a matrix [heads][key_dim][value_dim]; a scan is one head of all channels. */
-enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV, RECUR_SCAN };
+   followed, but for a short convolution alone, by a matrix [heads][key_dim][value_dim]; a scan is one head of all channels.
+   RECUR_UNIT: the branch, x; its window is followed by a number for each channel, and by 1 once a text has begun. */
+enum { RECUR_GATED_DELTA, RECUR_MAMBA2, RECUR_SHORT_CONV, RECUR_SCAN, RECUR_UNIT };
 #define MOST_TAPS 8   /* inputs of a convolution */
 #define MOST_KEYS 256 /* dimensions of a key */
 typedef struct {
@@ -41,8 +42,10 @@ typedef struct {
     ShoalWeight select, widen; /* of a scan: x to r, B and C; r to dt */
     const float *into_scale, *into_bias, *out_bias; /* factors of the projection's rows, before the bias; or NULL */
     const float *conv, *conv_bias; /* [width][channels], the last row for a token's own input; [channels], or NULL */
-    const float *rate;  /* [heads], in a scan [key_dim][channels]: what the step is multiplied by, without its sign in a gated delta rule */
-    const float *bias;  /* [heads][decays], in a scan [channels], added to f or dt */
+    const float *rate;  /* [heads], in a scan [key_dim][channels], in a unit [channels]: what the step, or the gate r, is multiplied by,
+                           without its sign in a gated delta rule */
+    const float *bias;  /* [heads][decays], in a scan [channels], added to f or dt; in a unit [2][channels], of the gates */
+    const float *gates; /* of a unit: [2][heads][value_dim][value_dim], those of r and of i, inputs first */
     const float *skip;  /* [heads], in a scan [channels]: share of x in its output; of Mamba-2 and Mamba alone */
     const float *norm;  /* [value_dim], or in Mamba-2 [heads][value_dim], or NULL; in a scan of r, B and C, each by itself */
     int32_t kind, width, channels, heads;
