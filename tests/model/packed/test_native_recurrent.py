@@ -83,6 +83,7 @@ def cases() -> dict[str, tuple[Mixer, torch.Tensor]]:
     dual = wide_dual()
     lines["wide, dual"] = dual, drawn(24, dual.conv.weight.shape[1] + 6 * 80 + 6, seed=6)
     lines["wide, unit"] = wide_unit(), drawn(24, 420, seed=12)
+    lines["wide, scan that shows"] = replace(wide_scan(False), shows=True), drawn(24, 660, seed=13)
     return lines | {f"wide, scan{end}": (wide_scan(bool(end)), drawn(24, 660, seed=11)) for end in ("", " with norms")}
 
 
@@ -92,7 +93,7 @@ def flat_of(mixer: Mixer) -> torch.Tensor:
 
 
 @pytest.fixture(params=[*NAMES, "wide", "wide, by channels", "wide, dual", "wide, scan",
-                        "wide, scan with norms", "wide, unit"])
+                        "wide, scan with norms", "wide, scan that shows", "wide, unit"])
 def case(request: pytest.FixtureRequest) -> tuple[Mixer, torch.Tensor]:
     return cases()[request.param]
 

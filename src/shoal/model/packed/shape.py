@@ -131,24 +131,29 @@ class Shape:
         kind = self.kind(layer)
         if not kind.attends or self.source(layer) is not None:
             return 0, 0, 0
-        if "differential_attention" in kind.mixers:  # heads in pairs
-            return self.kv_heads // 2, 2 * self.head_dim, 2 * self.head_dim
-        return self.kv_heads, self.head_dim, self.head_dim
+        heads, size = self.keys
+        return heads, size, size
 
     def kind(self, layer: int) -> LayerKind:
         """What a layer is made of."""
         return self.kinds[layer] if self.kinds else _PLAIN
 
     @property
-    def in_torch(self) -> bool:
-        """Whether it has parts without kernels: LayerNorms, and layers that read others (SambaY)."""
-        return self.layer_norms or bool(self.sources)
+    def differential(self) -> bool:
+        """Whether attention is differential; then all of it is."""
+        return any("differential_attention" in kind.mixers for kind in self.kinds)
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """Heads of keys and values, and their dimensions, as they are stored: in differential attention those of pairs."""
+        together = 1 + self.differential
+        return self.kv_heads // together, self.head_dim * together
 
     @property
     def plain(self) -> bool:
         """Whether every layer is attention and a gated MLP as Llama has them, as the kernels for GPUs need it."""
         whole = all(kind.mixers == _PLAIN.mixers and kind.gated_mlp and not kind.experts for kind in self.kinds)
-        whole = whole and not self.in_torch
+        whole = whole and not self.layer_norms and not self.sources
         return whole and not self.gated_attention and self.gate_scale == 1.0 and self.out_scales == (1.0, 1.0, 1.0)
 
     @property

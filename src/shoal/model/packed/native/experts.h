@@ -257,7 +257,7 @@ static void sum_lots(Worker *w, const Lines *x, const Chosen *some, int64_t line
 /* Run the lots of a layer, whose tokens are these. */
 static void run_lots(Worker *w, const ShoalLayer *layer, const Chosen *some) {
     Run *r = w->run;
-    const Lines x = {.x = r->x, .norm = layer->post_norm, .step = r->x_line};
+    const Lines x = {.x = r->x, .norm = norm_after(layer), .step = r->x_line};
     if (layer->mlp_out_norm) {
         sum_lots(w, &x, some, r->x_line);
         add_normed(w, some, layer->mlp_out_norm);
@@ -287,7 +287,7 @@ static void run_groups(Worker *w, int entry) {
 }
 
 /* The product of a matrix with the normed states of some tokens. */
-static void multiply_normed(Worker *w, const ShoalWeight *weight, const float *norm, const Chosen *c, float *at, int64_t line) {
+static void multiply_normed(Worker *w, const ShoalWeight *weight, Norm norm, const Chosen *c, float *at, int64_t line) {
     const Run *r = w->run;
     Results to = {at, line};
     prepare_together(w, weight, (Lines){.x = r->x, .norm = norm, .step = r->x_line, .tokens = c->token, .count = c->count});
@@ -299,7 +299,7 @@ static void multiply_normed(Worker *w, const ShoalWeight *weight, const float *n
 static void run_narrowed(Worker *w, const ShoalLayer *layer, const Chosen *c, const Route *routes) {
     Run *r = w->run;
     const ShoalExperts *e = layer->experts;
-    multiply_normed(w, &e->narrow, layer->post_norm, c, r->latents, r->latents_line);
+    multiply_normed(w, &e->narrow, norm_after(layer), c, r->latents, r->latents_line);
     if (layer->down.rows) run_whole(w, layer, c);
     Chosen lines = {.count = c->count}; /* the latents of these tokens are consecutive */
     for (int i = 0; i < lines.count; i++) lines.token[i] = i;
@@ -316,7 +316,7 @@ static void run_experts(Worker *w, int entry) {
     const ShoalExperts *e = layer->experts;
     const Chosen c = choose(r->b, entry, RUN_MLP);
     if (!c.count) return;
-    multiply_normed(w, &e->router, layer->post_norm, &c, r->scores, r->scores_line);
+    multiply_normed(w, &e->router, norm_after(layer), &c, r->scores, r->scores_line);
     const Route *routes = route_tokens(w, e, c.count);
     if (e->narrow.rows) {
         run_narrowed(w, layer, &c, routes);

@@ -4,6 +4,7 @@
 
 #include "chain.h"
 #include "experts.h"
+#include "gated_memory.h"
 #include "likeliest.h"
 #include "lookup.h"
 #include "recurrence.h"
@@ -47,7 +48,7 @@ static void run_head(Worker *w) {
         run_likeliest(w, &c);
         return;
     }
-    prepare_together(w, &m->head, (Lines){.x = r->x, .norm = m->norm, .step = r->x_line, .tokens = c.token, .count = c.count});
+    prepare_together(w, &m->head, (Lines){.x = r->x, .norm = {m->norm, m->norm_bias}, .step = r->x_line, .tokens = c.token, .count = c.count});
     if (c.count) multiply_all(w, &m->head, &c, m->head_bias, finish_logits, r->logits);
 }
 
@@ -143,7 +144,8 @@ static void run_layers(Worker *w) {
         const ShoalLayer *layer = w->run->m->layers + w->run->b->layers[entry];
         copy_states(w, entry);
         if (layer->recurrence) project(w, entry);
-        if (layer->o.rows) run_attention(w, entry);
+        if (layer->memory_unit) run_memory_unit(w, entry);
+        else if (layer->o.rows) run_attention(w, entry);
         if (layer->recurrence) run_recurrence(w, entry);
         if (layer->down.rows || layer->experts) run_mlp(w, entry);
     }
@@ -265,7 +267,7 @@ void shoal_matmul(const ShoalWeight *w, const float *x, int tokens, float *out, 
         worker.sums = (float *)(scratch + worker.id * own);
         worker.acts = acts_at((char *)(worker.sums + SUMS), tokens, w->depth);
         worker.ready = &worker.acts;
-        for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, NULL, 0, t, tokens);
+        for (int t = 0; t < tokens; t++) prepare(&worker.acts, w, x + (int64_t)t * w->cols, (Norm){0}, 0, t, tokens);
         multiply_all(&worker, w, &c, NULL, finish_logits, out);
         leave_squares(&found);
     }

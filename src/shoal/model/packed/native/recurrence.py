@@ -53,7 +53,7 @@ class NativeRecurrence:
             found = f"a convolution of {self.struct.width} taps and keys of {self.struct.key_dim} dimensions"
             raise Unsupported(found, f"the kernels take up to {MOST_TAPS} and {MOST_KEYS}", REMEDY)
         self.floats = sum(map(math.prod, mixer.state_sizes))
-        self.outputs = self.struct.heads * self.struct.value_dim or self.struct.channels
+        self.outputs = (self.struct.heads * self.struct.value_dim or self.struct.channels) + mixer.memory
 
     def recur(self, inputs: Tensor, state: Tensor, threads: int = 1) -> Tensor:
         """As `Mixer.recur`, in float32, on the tensors of a state one after the other.
@@ -99,6 +99,7 @@ class NativeRecurrence:
         return self._convolved(
             mixer.conv, kind=_SCAN, rate=self._at(mixer.a), bias=self._at(mixer.dt_bias), skip=self._at(mixer.d),
             norm=norm, heads=1, groups=1, key_dim=state, value_dim=channels, rank=mixer.rank, eps=mixer.eps,
+            shows=mixer.shows,
         )
 
     def _unit(self, mixer: LinearUnit) -> RecurrenceStruct:
